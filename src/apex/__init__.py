@@ -1,0 +1,56 @@
+"""Apex: mixed precision, fused optimizers, norms and kernels for PyTorch, without a compiler.
+
+Subpackages are imported at first use, so that `import apex` is quick and starts no CUDA context.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._logging import RankInfoFormatter
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from . import contrib, normalization, ops
+
+_SUBPACKAGES = frozenset({"contrib", "normalization", "ops"})
+
+__all__ = [
+    "RankInfoFormatter",
+    "__version__",
+    "check_cudnn_version_and_warn",
+    "check_if_rocm_pytorch",
+    *sorted(_SUBPACKAGES),
+]
+
+
+def check_if_rocm_pytorch() -> bool:
+    """Whether this PyTorch was built for AMD GPUs."""
+    import torch
+
+    return torch.version.hip is not None
+
+
+def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int) -> bool:
+    """Whether PyTorch's cuDNN is at least `required_cudnn_version`; warns and returns False where it is not."""
+    import warnings
+
+    import torch
+
+    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    if version is not None and version >= required_cudnn_version:
+        return True
+    found = "cuDNN is not available" if version is None else f"cuDNN is {version}"
+    warnings.warn(f"`{global_option}` needs cuDNN {required_cudnn_version} or newer, but {found}", stacklevel=2)
+    return False
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBPACKAGES})

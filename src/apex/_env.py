@@ -1,0 +1,21 @@
+"""The one place that reads environment variables."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, get_args
+
+Implementation = Literal["auto", "triton", "torch"]
+
+
+def requested_implementation() -> Implementation:
+    """What `APEX_IMPL` asks for: `auto` (default), `triton` or `torch`."""
+    value = os.environ.get("APEX_IMPL", "auto").strip().lower() or "auto"
+    if value not in get_args(Implementation):
+        raise ValueError(f"APEX_IMPL={value!r} is not known; use one of {', '.join(get_args(Implementation))}")
+    return value  # type: ignore[return-value]
+
+
+def triton_interpreter_requested() -> bool:
+    """Whether `TRITON_INTERPRET` asks Triton to run its kernels in Python, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "").strip().lower() in ("1", "true", "yes", "on", "y")

@@ -1,0 +1,342 @@
+"""Fused layer norm and RMS norm: modules, functions and the autograd Functions that clients call by name.
+
+A `Fused*` norm returns the input's dtype, a `MixedFused*` norm the weight's. Under autocast every floating-point argument is
+cast to the autocast dtype first, as upstream does.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import init
+
+from ..ops import norm
+
+NormalizedShape = int | Sequence[int]
+
+
+class FusedLayerNormAffineFunction(torch.autograd.Function):
+    """Layer norm with weight and bias; the output has the input's dtype."""
+
+    @staticmethod
+    def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
+        return norm.forward_and_save(
+            ctx, input, weight, bias, normalized_shape, eps, memory_efficient, subtract_mean=True, out_dtype=input.dtype
+        )
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[override]
+        return *norm.backward_from_saved(ctx, grad_output), None, None, None
+
+
+class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
+    """Layer norm with weight and bias; the output has the weight's dtype."""
+
+    @staticmethod
+    def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
+        return norm.forward_and_save(
+            ctx,
+            input,
+            weight,
+            bias,
+            normalized_shape,
+            eps,
+            memory_efficient,
+            subtract_mean=True,
+            out_dtype=weight.dtype,
+        )
+
+
+class FusedLayerNormFunction(torch.autograd.Function):
+    """Layer norm without parameters."""
+
+    @staticmethod
+    def forward(ctx, input, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
+        return norm.forward_and_save(
+            ctx, input, None, None, normalized_shape, eps, memory_efficient, subtract_mean=True, out_dtype=input.dtype
+        )
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[override]
+        return norm.backward_from_saved(ctx, grad_output)[0], None, None, None
+
+
+class FusedRMSNormAffineFunction(torch.autograd.Function):
+    """RMS norm with a weight; the output has the input's dtype."""
+
+    @staticmethod
+    def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
+        return norm.forward_and_save(
+            ctx,
+            input,
+            weight,
+            None,
+            normalized_shape,
+            eps,
+            memory_efficient,
+            subtract_mean=False,
+            out_dtype=input.dtype,
+        )
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[override]
+        return *norm.backward_from_saved(ctx, grad_output)[:2], None, None, None
+
+
+class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
+    """RMS norm with a weight; the output has the weight's dtype."""
+
+    @staticmethod
+    def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
+        return norm.forward_and_save(
+            ctx,
+            input,
+            weight,
+            None,
+            normalized_shape,
+            eps,
+            memory_efficient,
+            subtract_mean=False,
+            out_dtype=weight.dtype,
+        )
+
+
+class FusedRMSNormFunction(torch.autograd.Function):
+    """RMS norm without parameters."""
+
+    @staticmethod
+    def forward(ctx, input, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
+        return norm.forward_and_save(
+            ctx, input, None, None, normalized_shape, eps, memory_efficient, subtract_mean=False, out_dtype=input.dtype
+        )
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[override]
+        return norm.backward_from_saved(ctx, grad_output)[0], None, None, None
+
+
+def _cast_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors in the autocast dtype of the first one's device, where autocast is on; float64 stays."""
+    assert tensors[0] is not None
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    )
+
+
+def fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: NormalizedShape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Layer norm with weight and bias, in the input's dtype."""
+    input, weight, bias = _cast_for_autocast(input, weight, bias)
+    return norm.layer_norm(input, normalized_shape, weight, bias, eps, memory_efficient=memory_efficient)
+
+
+def fused_layer_norm(
+    input: Tensor, normalized_shape: NormalizedShape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Layer norm without parameters."""
+    (input,) = _cast_for_autocast(input)
+    return norm.layer_norm(input, normalized_shape, eps=eps, memory_efficient=memory_efficient)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: NormalizedShape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Layer norm with weight and bias, in the weight's dtype."""
+    input, weight, bias = _cast_for_autocast(input, weight, bias)
+    return norm.layer_norm(
+        input, normalized_shape, weight, bias, eps, memory_efficient=memory_efficient, out_dtype=weight.dtype
+    )
+
+
+def fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: NormalizedShape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """RMS norm with a weight, in the input's dtype."""
+    input, weight = _cast_for_autocast(input, weight)
+    return norm.rms_norm(input, normalized_shape, weight, eps, memory_efficient=memory_efficient)
+
+
+def fused_rms_norm(
+    input: Tensor, normalized_shape: NormalizedShape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """RMS norm without parameters."""
+    (input,) = _cast_for_autocast(input)
+    return norm.rms_norm(input, normalized_shape, eps=eps, memory_efficient=memory_efficient)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: NormalizedShape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """RMS norm with a weight, in the weight's dtype."""
+    input, weight = _cast_for_autocast(input, weight)
+    return norm.rms_norm(
+        input, normalized_shape, weight, eps, memory_efficient=memory_efficient, out_dtype=weight.dtype
+    )
+
+
+def manual_rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
+    """RMS norm in plain PyTorch operators: the statistics in float32, the product in the dtype of a half weight."""
+    dimensions = tuple(range(-len(normalized_shape), 0))
+    mean_square = input.float().square().mean(dimensions, keepdim=True)
+    normalised = input * torch.rsqrt(mean_square + eps)
+    if weight is None:
+        return normalised
+    if weight.dtype in (torch.float16, torch.bfloat16):
+        normalised = normalised.to(weight.dtype)
+    return weight * normalised
+
+
+class _Norm(nn.Module):
+    """What the four norms share: a trailing shape, eps and optional parameters."""
+
+    normalized_shape: tuple[int, ...]
+    weight: nn.Parameter | None
+
+    def __init__(
+        self, normalized_shape: NormalizedShape, eps: float, elementwise_affine: bool, memory_efficient: bool
+    ) -> None:
+        super().__init__()
+        if isinstance(normalized_shape, numbers.Integral):
+            normalized_shape = (int(normalized_shape),)
+        self.normalized_shape = torch.Size(normalized_shape)  # type: ignore[arg-type]
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        self.memory_efficient = memory_efficient
+        self._parameter("weight")
+
+    def _parameter(self, name: str) -> None:
+        values = nn.Parameter(torch.empty(self.normalized_shape)) if self.elementwise_affine else None
+        self.register_parameter(name, values)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.normalized_shape)}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+
+
+class FusedLayerNorm(_Norm):
+    """`torch.nn.LayerNorm` with fused kernels; state dicts are interchangeable.
+
+    `memory_efficient=True` saves the output for the backward pass instead of the input.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: NormalizedShape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient)
+        self._parameter("bias")
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            init.ones_(self.weight)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.weight is None or self.bias is None:
+            return fused_layer_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
+        return fused_layer_norm_affine(
+            input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
+        )
+
+
+class FusedRMSNorm(_Norm):
+    """`torch.nn.RMSNorm` with fused kernels; state dicts are interchangeable."""
+
+    def __init__(
+        self,
+        normalized_shape: NormalizedShape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient)
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            init.ones_(self.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.weight is None:
+            return fused_rms_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
+        return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps, self.memory_efficient)
+
+
+def _refuse_without_affine(name: str, kwargs: dict[str, Any]) -> None:
+    if not kwargs.pop("elementwise_affine", True):
+        raise RuntimeError(f"{name} does not support `elementwise_affine = False`")
+    if kwargs:
+        raise TypeError(f"{name} got unexpected arguments: {', '.join(sorted(kwargs))}")
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """Layer norm whose output has the weight's dtype, whatever the input's."""
+
+    def __init__(
+        self, normalized_shape: NormalizedShape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+    ) -> None:
+        _refuse_without_affine(type(self).__name__, kwargs)
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return mixed_dtype_fused_layer_norm_affine(
+            input,
+            self.weight,  # type: ignore[arg-type]
+            self.bias,  # type: ignore[arg-type]
+            self.normalized_shape,
+            self.eps,
+            self.memory_efficient,
+        )
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """RMS norm whose output has the weight's dtype, whatever the input's."""
+
+    def __init__(
+        self, normalized_shape: NormalizedShape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+    ) -> None:
+        _refuse_without_affine(type(self).__name__, kwargs)
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return mixed_dtype_fused_rms_norm_affine(
+            input,
+            self.weight,  # type: ignore[arg-type]
+            self.normalized_shape,
+            self.eps,
+            self.memory_efficient,
+        )

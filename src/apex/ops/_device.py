@@ -1,0 +1,68 @@
+"""Facts about the device that launch rules need, read once per device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a launch rule may ask about a device.
+
+    `shared_memory` is the most one program can use, in bytes (LDS on AMD).
+    """
+
+    name: str
+    backend: str  # "cuda", "hip" or "interpreter"
+    multiprocessors: int
+    warp_size: int
+    shared_memory: int
+    max_threads: int = 1024
+
+
+# Triton's interpreter runs one program after the other; few programs keep it quick, and more than one keeps the
+# persistent kernels honest about the rows they skip.
+INTERPRETER = DeviceFacts("Triton interpreter", "interpreter", multiprocessors=3, warp_size=32, shared_memory=96 * 1024)
+
+_pretended: DeviceFacts | None = None
+
+
+@functools.cache
+def _read_facts(index: int) -> DeviceFacts:
+    properties = torch.cuda.get_device_properties(index)
+    hip = torch.version.hip is not None
+    shared = getattr(properties, "shared_memory_per_block_optin", 0) or getattr(
+        properties, "shared_memory_per_block", 0
+    )
+    return DeviceFacts(
+        name=properties.name,
+        backend="hip" if hip else "cuda",
+        multiprocessors=properties.multi_processor_count,
+        warp_size=getattr(properties, "warp_size", 64 if hip else 32),
+        shared_memory=shared or 48 * 1024,
+    )
+
+
+def facts(device: torch.device) -> DeviceFacts:
+    """The facts of `device`; of the interpreter for a device that is not a GPU."""
+    if _pretended is not None:
+        return _pretended
+    if device.type != "cuda":
+        return INTERPRETER
+    return _read_facts(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@contextlib.contextmanager
+def pretend(other: DeviceFacts) -> Iterator[None]:
+    """Lets launch rules plan for another device, for compiling kernels where that device is absent."""
+    global _pretended
+    previous, _pretended = _pretended, other
+    try:
+        yield
+    finally:
+        _pretended = previous

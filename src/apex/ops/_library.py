@@ -1,0 +1,173 @@
+"""The one dispatch: which implementation runs, and how an op becomes known to PyTorch.
+
+A family of ops (norms, softmax, ...) declares itself once with `register_family`. Its code then asks
+`runs_triton(family, tensor)` and does what it is told. The answer depends on the device, the dtype and `APEX_IMPL` alone,
+so it is computed once per combination and explained by `explain`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .. import _env
+
+logger = logging.getLogger("apex.ops")
+
+# All ops live in one namespace: torch.ops.apex.<name>.
+library = torch.library.Library("apex", "FRAGMENT")
+
+TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An implementation and the reason it was taken."""
+
+    implementation: str  # "triton" or "torch"
+    reason: str
+
+
+@dataclass(frozen=True)
+class OpFamily:
+    """A group of ops that share kernels and dispatch.
+
+    `self_check(device)` runs the family on `device` against the float64 reference and returns the largest error as a
+    multiple of its tolerance, so that anything above 1 is wrong.
+    """
+
+    name: str
+    summary: str
+    self_check: Callable[[torch.device], float]
+    triton_dtypes: frozenset[torch.dtype] = TRITON_DTYPES
+
+
+FAMILIES: dict[str, OpFamily] = {}
+
+_requested: _env.Implementation = _env.requested_implementation()
+_choices: dict[tuple[str, torch.device, torch.dtype], Choice] = {}
+_runs_triton: dict[tuple[str, torch.device, torch.dtype], bool] = {}
+_reported: set[tuple[str, str]] = set()
+
+
+def register_family(family: OpFamily) -> OpFamily:
+    """Makes a family known to the dispatch and to `apex doctor`."""
+    FAMILIES[family.name] = family
+    return family
+
+
+def requested() -> _env.Implementation:
+    """The implementation asked for by `APEX_IMPL` or by `implementation`."""
+    return _requested
+
+
+@contextlib.contextmanager
+def implementation(name: _env.Implementation) -> Iterator[None]:
+    """Overrides `APEX_IMPL` for the code inside, in this process."""
+    if name not in ("auto", "triton", "torch"):
+        raise ValueError(f"implementation {name!r} is not known; use auto, triton or torch")
+    global _requested
+    previous = _requested
+    _set_requested(name)
+    try:
+        yield
+    finally:
+        _set_requested(previous)
+
+
+def _set_requested(name: _env.Implementation) -> None:
+    global _requested
+    _requested = name
+    _choices.clear()
+    _runs_triton.clear()
+
+
+@functools.cache
+def triton_problem() -> str | None:
+    """Why Triton cannot be used in this process, or None when it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the triton package is not installed"
+    try:
+        import triton  # noqa: F401
+    except Exception as error:  # a broken installation must not take the library down with it
+        return f"importing triton failed: {type(error).__name__}: {error}"
+    return None
+
+
+def _triton_obstacle(family: OpFamily, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the Triton kernels of `family` cannot run here, or None when they can."""
+    if dtype not in family.triton_dtypes:
+        return f"the kernels accumulate in float32 and do not take {str(dtype).removeprefix('torch.')}"
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    if device.type != "cuda" and not _env.triton_interpreter_requested():
+        return f"Triton kernels run on NVIDIA and AMD GPUs, not on {device.type}"
+    return triton_problem()
+
+
+def explain(family: OpFamily, device: torch.device, dtype: torch.dtype) -> Choice:
+    """Which implementation `family` takes for tensors of `dtype` on `device`, and why."""
+    key = (family.name, device, dtype)
+    choice = _choices.get(key)
+    if choice is None:
+        choice = _choices[key] = _choose(family, device, dtype)
+    return choice
+
+
+def _choose(family: OpFamily, device: torch.device, dtype: torch.dtype) -> Choice:
+    if _requested == "torch":
+        return Choice("torch", "APEX_IMPL=torch")
+    obstacle = _triton_obstacle(family, device, dtype)
+    if _requested == "triton":
+        if obstacle is not None:
+            raise RuntimeError(f"APEX_IMPL=triton was asked for, but {family.name} cannot run it: {obstacle}")
+        return Choice("triton", "APEX_IMPL=triton")
+    if obstacle is not None:
+        _report_fallback(family.name, device, obstacle)
+        return Choice("torch", obstacle)
+    if device.type != "cuda":
+        return Choice("torch", "the Triton interpreter is for tests; APEX_IMPL=triton selects it")
+    return Choice("triton", f"Triton on {torch.cuda.get_device_name(device)}")
+
+
+def _report_fallback(family: str, device: torch.device, reason: str) -> None:
+    """Logs a fallback once; loudly where a GPU goes unused, quietly where plain PyTorch is the normal way."""
+    if (family, reason) not in _reported:
+        _reported.add((family, reason))
+        level = logging.WARNING if device.type == "cuda" else logging.INFO
+        logger.log(level, "%s uses PyTorch operators instead of a Triton kernel: %s", family, reason)
+
+
+def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
+    """Whether `family` takes its Triton kernels for `tensor`: the hot-path form of `explain`."""
+    key = (family.name, tensor.device, tensor.dtype)
+    answer = _runs_triton.get(key)
+    if answer is None:
+        answer = _runs_triton[key] = explain(family, tensor.device, tensor.dtype).implementation == "triton"
+    return answer
+
+
+def register_op(
+    schema: str,
+    implementation: Callable,
+    fake: Callable,
+    *,
+    backward: Callable | None = None,
+    setup_context: Callable | None = None,
+) -> None:
+    """Registers `torch.ops.apex.<name>` from a schema, its implementation, its shape rule and its derivative.
+
+    `define` + `impl` because `custom_op` costs 2.5 times as much per call.
+    """
+    name = schema.split("(", 1)[0]
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"apex::{name}", fake, lib=library)
+    if backward is not None:
+        torch.library.register_autograd(f"apex::{name}", backward, setup_context=setup_context, lib=library)

@@ -1,0 +1,24 @@
+"""Layer norm and RMS norm."""
+
+from . import library_ops as _library_ops  # registers torch.ops.apex.norm_*
+from .op import (
+    FAMILY,
+    NormFunction,
+    backward_from_saved,
+    forward_and_save,
+    layer_norm,
+    norm_backward,
+    norm_forward,
+    rms_norm,
+)
+
+__all__ = [
+    "FAMILY",
+    "NormFunction",
+    "backward_from_saved",
+    "forward_and_save",
+    "layer_norm",
+    "norm_backward",
+    "norm_forward",
+    "rms_norm",
+]

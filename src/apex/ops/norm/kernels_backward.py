@@ -1,0 +1,369 @@
+"""Triton kernels of the backward pass of layer norm and RMS norm.
+
+Legend: a tensor is `rows` x `row_length`, contiguous; `saved` is the input, or the output when FROM_OUTPUT;
+`normalised` = (input - mean) * rstd; `wdy` = weight * dy. All arithmetic is float32.
+
+    dx = rstd * (wdy - normalised * mean(wdy * normalised) - mean(wdy))      the last term for layer norm only
+    dweight = sum over rows of dy * normalised                               dbias = sum over rows of dy
+
+No atomics: each program keeps its own partial sums and `sum_partials` adds them in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+
+
+@triton.jit
+def _normalised(
+    saved,
+    mean,
+    rstd,
+    weight,
+    bias,
+    eps,
+    SUBTRACT_MEAN: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    if FROM_OUTPUT:
+        value = saved
+        if HAS_BIAS:
+            value = value - bias
+        if HAS_WEIGHT:
+            # A weight of zero has erased its column from the output; bounding it keeps the quotient finite.
+            value = value / tl.where(weight < 0, tl.minimum(weight, -eps), tl.maximum(weight, eps))
+    elif SUBTRACT_MEAN:
+        value = (saved - mean) * rstd
+    else:
+        value = saved * rstd
+    return value
+
+
+@kernel
+@triton.jit
+def norm_backward_rows(
+    dy,
+    saved,
+    weight,
+    bias,
+    mean,
+    rstd,
+    dx,
+    weight_partials,
+    bias_partials,
+    rows,
+    row_length,
+    eps,
+    SUBTRACT_MEAN: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PARAM_GRADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A persistent grid: each program walks tiles of ROWS whole rows, the next tiles being loaded meanwhile."""
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    column_mask = None if FULL else column < row_length
+    w = None
+    b = None
+    if HAS_WEIGHT:
+        w = tl.load(weight + column, mask=column_mask, other=None if FULL else 1.0).to(tl.float32)[None, :]
+    if HAS_BIAS and FROM_OUTPUT:
+        b = tl.load(bias + column, mask=column_mask, other=None if FULL else 0.0).to(tl.float32)[None, :]
+    if PARAM_GRADS:
+        dweight = tl.zeros([ROWS, BLOCK], tl.float32)
+        if HAS_BIAS:
+            dbias = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        offset = row[:, None] * row_length + column[None, :]
+        if FULL:
+            row_mask = None
+            mask = None
+            value = tl.load(saved + offset).to(tl.float32)
+            gradient = tl.load(dy + offset).to(tl.float32)
+        else:
+            row_mask = row < rows
+            mask = row_mask[:, None] & column_mask[None, :]
+            value = tl.load(saved + offset, mask=mask, other=0.0).to(tl.float32)
+            gradient = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
+        row_rstd = tl.load(rstd + row, mask=row_mask, other=None if FULL else 0.0)[:, None]
+        row_mean = None
+        if SUBTRACT_MEAN and not FROM_OUTPUT:
+            row_mean = tl.load(mean + row, mask=row_mask, other=None if FULL else 0.0)[:, None]
+        normalised = _normalised(value, row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS)
+        # Masked elements of `gradient` are zero, so no sum below sees what `normalised` holds there.
+        wdy = gradient * w if HAS_WEIGHT else gradient
+        correction = normalised * (tl.sum(wdy * normalised, 1) / row_length)[:, None]
+        if SUBTRACT_MEAN:
+            correction += (tl.sum(wdy, 1) / row_length)[:, None]
+        tl.store(dx + offset, ((wdy - correction) * row_rstd).to(dx.dtype.element_ty), mask=mask)
+        if PARAM_GRADS:
+            dweight += gradient * normalised
+            if HAS_BIAS:
+                dbias += gradient
+    if PARAM_GRADS:
+        place = program.to(tl.int64) * row_length + column
+        tl.store(weight_partials + place, tl.sum(dweight, 0), mask=column_mask)
+        if HAS_BIAS:
+            tl.store(bias_partials + place, tl.sum(dbias, 0), mask=column_mask)
+
+
+@kernel
+@triton.jit
+def norm_backward_wide(
+    dy,
+    saved,
+    weight,
+    bias,
+    mean,
+    rstd,
+    dx,
+    weight_partials,
+    bias_partials,
+    rows,
+    row_length,
+    eps,
+    SUBTRACT_MEAN: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PARAM_GRADS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """A persistent grid for rows too long to hold beside their weight gradients: each row is read twice, in CHUNKS.
+
+    Only the gradients of weight and bias stay in registers (a 16384-wide row of float32, its gradient and both sums would
+    fill the whole register file); the second read comes from the cache.
+    """
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    dweight = ()
+    dbias = ()
+    if PARAM_GRADS:
+        for _ in tl.static_range(CHUNKS):
+            dweight = dweight + (tl.zeros([BLOCK], tl.float32),)
+            if HAS_BIAS:
+                dbias = dbias + (tl.zeros([BLOCK], tl.float32),)
+    for row in tl.range(program, rows, tl.num_programs(0)):
+        start = tl.cast(row, tl.int64) * row_length
+        row_rstd = tl.load(rstd + row)
+        row_mean = tl.load(mean + row) if SUBTRACT_MEAN and not FROM_OUTPUT else 0.0
+        products = tl.zeros([BLOCK], tl.float32)
+        sums = tl.zeros([BLOCK], tl.float32)
+        # The trip count must not be a constant: unrolled, the loads of all chunks are hoisted and registers spill.
+        for chunk in tl.range(0, tl.cdiv(row_length, BLOCK)):
+            position = chunk * BLOCK + column
+            mask = None if FULL else position < row_length
+            zero = None if FULL else 0.0
+            one = None if FULL else 1.0
+            value = tl.load(saved + start + position, mask=mask, other=zero, eviction_policy="evict_last")
+            gradient = tl.load(dy + start + position, mask=mask, other=zero, eviction_policy="evict_last")
+            gradient = gradient.to(tl.float32)
+            w = None
+            b = None
+            if HAS_WEIGHT:
+                w = tl.load(weight + position, mask=mask, other=one).to(tl.float32)
+            if HAS_BIAS and FROM_OUTPUT:
+                b = tl.load(bias + position, mask=mask, other=zero).to(tl.float32)
+            normalised = _normalised(
+                value.to(tl.float32), row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
+            )
+            wdy = gradient * w if HAS_WEIGHT else gradient
+            products += wdy * normalised
+            if SUBTRACT_MEAN:
+                sums += wdy
+        mean_product = tl.sum(products) / row_length
+        mean_sum = tl.sum(sums) / row_length if SUBTRACT_MEAN else 0.0
+        next_dweight = ()
+        next_dbias = ()
+        for chunk in tl.static_range(CHUNKS):
+            position = chunk * BLOCK + column
+            mask = None if FULL else position < row_length
+            zero = None if FULL else 0.0
+            one = None if FULL else 1.0
+            value = tl.load(saved + start + position, mask=mask, other=zero, eviction_policy="evict_first")
+            gradient = tl.load(dy + start + position, mask=mask, other=zero, eviction_policy="evict_first")
+            gradient = gradient.to(tl.float32)
+            w = None
+            b = None
+            if HAS_WEIGHT:
+                w = tl.load(weight + position, mask=mask, other=one).to(tl.float32)
+            if HAS_BIAS and FROM_OUTPUT:
+                b = tl.load(bias + position, mask=mask, other=zero).to(tl.float32)
+            normalised = _normalised(
+                value.to(tl.float32), row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
+            )
+            wdy = gradient * w if HAS_WEIGHT else gradient
+            result = (wdy - normalised * mean_product - mean_sum) * row_rstd
+            tl.store(dx + start + position, result.to(dx.dtype.element_ty), mask=mask)
+            if PARAM_GRADS:
+                next_dweight = next_dweight + (dweight[chunk] + gradient * normalised,)
+                if HAS_BIAS:
+                    next_dbias = next_dbias + (dbias[chunk] + gradient,)
+        dweight = next_dweight
+        dbias = next_dbias
+    if PARAM_GRADS:
+        for chunk in tl.static_range(CHUNKS):
+            position = chunk * BLOCK + column
+            place = program.to(tl.int64) * row_length + position
+            mask = None if FULL else position < row_length
+            tl.store(weight_partials + place, dweight[chunk], mask=mask)
+            if HAS_BIAS:
+                tl.store(bias_partials + place, dbias[chunk], mask=mask)
+
+
+@kernel
+@triton.jit
+def norm_backward_row_means(
+    dy,
+    saved,
+    weight,
+    bias,
+    mean,
+    rstd,
+    mean_products,
+    mean_sums,
+    row_length,
+    eps,
+    SUBTRACT_MEAN: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """First half of the backward pass for rows of unlimited length: the two means of each row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    start = row * row_length
+    row_rstd = tl.load(rstd + row)
+    row_mean = tl.load(mean + row) if SUBTRACT_MEAN and not FROM_OUTPUT else 0.0
+    products = tl.zeros([BLOCK], tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for chunk in tl.range(0, tl.cdiv(row_length, BLOCK)):
+        position = chunk * BLOCK + column
+        mask = position < row_length
+        value = tl.load(saved + start + position, mask=mask, other=0.0).to(tl.float32)
+        wdy = tl.load(dy + start + position, mask=mask, other=0.0).to(tl.float32)
+        w = None
+        b = None
+        if HAS_WEIGHT:
+            w = tl.load(weight + position, mask=mask, other=1.0).to(tl.float32)
+            wdy = wdy * w
+        if HAS_BIAS and FROM_OUTPUT:
+            b = tl.load(bias + position, mask=mask, other=0.0).to(tl.float32)
+        products += wdy * _normalised(
+            value, row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
+        )
+        sums += wdy
+    tl.store(mean_products + row, tl.sum(products) / row_length)
+    if SUBTRACT_MEAN:
+        tl.store(mean_sums + row, tl.sum(sums) / row_length)
+
+
+@kernel
+@triton.jit
+def norm_backward_columns(
+    dy,
+    saved,
+    weight,
+    bias,
+    mean,
+    rstd,
+    mean_products,
+    mean_sums,
+    dx,
+    weight_partials,
+    bias_partials,
+    rows,
+    row_length,
+    eps,
+    SUBTRACT_MEAN: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PARAM_GRADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Second half for rows of unlimited length: a block of columns per program, walking down a group of rows."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.program_id(1)
+    column_mask = column < row_length
+    w = None
+    b = None
+    if HAS_WEIGHT:
+        w = tl.load(weight + column, mask=column_mask, other=1.0).to(tl.float32)[None, :]
+    if HAS_BIAS and FROM_OUTPUT:
+        b = tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    dweight = tl.zeros([ROWS, BLOCK], tl.float32)
+    dbias = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in tl.range(group, tl.cdiv(rows, ROWS), tl.num_programs(1)):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        row_mask = row < rows
+        mask = row_mask[:, None] & column_mask[None, :]
+        offset = row[:, None] * row_length + column[None, :]
+        value = tl.load(saved + offset, mask=mask, other=0.0).to(tl.float32)
+        gradient = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
+        row_rstd = tl.load(rstd + row, mask=row_mask, other=0.0)[:, None]
+        row_mean = None
+        if SUBTRACT_MEAN and not FROM_OUTPUT:
+            row_mean = tl.load(mean + row, mask=row_mask, other=0.0)[:, None]
+        normalised = _normalised(value, row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS)
+        wdy = gradient * w if HAS_WEIGHT else gradient
+        correction = normalised * tl.load(mean_products + row, mask=row_mask, other=0.0)[:, None]
+        if SUBTRACT_MEAN:
+            correction += tl.load(mean_sums + row, mask=row_mask, other=0.0)[:, None]
+        tl.store(dx + offset, ((wdy - correction) * row_rstd).to(dx.dtype.element_ty), mask=mask)
+        if PARAM_GRADS:
+            dweight += gradient * normalised
+            if HAS_BIAS:
+                dbias += gradient
+    if PARAM_GRADS:
+        place = group.to(tl.int64) * row_length + column
+        tl.store(weight_partials + place, tl.sum(dweight, 0), mask=column_mask)
+        if HAS_BIAS:
+            tl.store(bias_partials + place, tl.sum(dbias, 0), mask=column_mask)
+
+
+@triton.jit
+def _sum_columns(partials, result, count, row_length, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in tl.range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < count)[:, None] & (column < row_length)[None, :]
+        total += tl.load(partials + row.to(tl.int64)[:, None] * row_length + column[None, :], mask=mask, other=0.0)
+    tl.store(result + column, tl.sum(total, 0).to(result.dtype.element_ty), mask=column < row_length)
+
+
+@kernel
+@triton.jit
+def sum_partials(
+    weight_partials,
+    bias_partials,
+    dweight,
+    dbias,
+    count,
+    row_length,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds `count` partial gradients per column: of the weight in the first row of programs, of the bias in the second."""
+    if HAS_BIAS:
+        if tl.program_id(1) == 0:
+            _sum_columns(weight_partials, dweight, count, row_length, ROWS, BLOCK)
+        else:
+            _sum_columns(bias_partials, dbias, count, row_length, ROWS, BLOCK)
+    else:
+        _sum_columns(weight_partials, dweight, count, row_length, ROWS, BLOCK)

@@ -1,0 +1,127 @@
+"""Triton kernels of the forward pass of layer norm and RMS norm.
+
+A tensor is `rows` x `row_length`, contiguous. All arithmetic is float32. Run-time arguments first, constants last.
+"""
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+
+
+@kernel
+@triton.jit
+def norm_forward_rows(
+    input,
+    weight,
+    bias,
+    output,
+    mean,
+    rstd,
+    rows,
+    row_length,
+    eps,
+    SUBTRACT_MEAN: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """ROWS whole rows per program, held in registers. FULL: no row or column needs a mask."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    offset = row[:, None] * row_length + column[None, :]
+    if FULL:
+        row_mask = None
+        column_mask = None
+        mask = None
+        x = tl.load(input + offset).to(tl.float32)
+    else:
+        row_mask = row < rows
+        column_mask = column < row_length
+        mask = row_mask[:, None] & column_mask[None, :]
+        x = tl.load(input + offset, mask=mask, other=0.0).to(tl.float32)
+    if SUBTRACT_MEAN:
+        row_mean = tl.sum(x, 1) / row_length
+        tl.store(mean + row, row_mean, mask=row_mask)
+        x = x - row_mean[:, None]
+        if not FULL:
+            x = tl.where(mask, x, 0.0)
+    row_rstd = tl.rsqrt(tl.sum(x * x, 1) / row_length + eps)
+    tl.store(rstd + row, row_rstd, mask=row_mask)
+    y = x * row_rstd[:, None]
+    if HAS_WEIGHT:
+        y = y * tl.load(weight + column, mask=column_mask).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y = y + tl.load(bias + column, mask=column_mask).to(tl.float32)[None, :]
+    tl.store(output + offset, y.to(output.dtype.element_ty), mask=mask)
+
+
+@kernel
+@triton.jit
+def norm_forward_long(
+    input,
+    weight,
+    bias,
+    output,
+    mean,
+    rstd,
+    row_length,
+    eps,
+    SUBTRACT_MEAN: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """One row of any length per program, in chunks, read twice: the second time from the cache.
+
+    Few registers mean many programs in flight; with the eviction hints that beats holding the row in registers from 4096
+    columns on (RMS norm float32 16384x4096: 128 us instead of 135). FULL: the chunks divide the row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    row_input = input + row * row_length
+    row_output = output + row * row_length
+    chunks = tl.cdiv(row_length, BLOCK)
+    # Every lane keeps the mean and the sum of squared deviations of the elements it has seen (Welford).
+    lane_mean = tl.zeros([BLOCK], tl.float32)
+    lane_squares = tl.zeros([BLOCK], tl.float32)
+    for chunk in tl.range(0, chunks):
+        position = chunk * BLOCK + column
+        if FULL:
+            x = tl.load(row_input + position, eviction_policy="evict_last").to(tl.float32)
+        else:
+            x = tl.load(row_input + position, mask=position < row_length, other=0.0, eviction_policy="evict_last")
+            x = x.to(tl.float32)
+        if SUBTRACT_MEAN:
+            deviation = x - lane_mean
+            if not FULL:
+                deviation = tl.where(position < row_length, deviation, 0.0)
+            lane_mean += deviation * (1.0 / (chunk + 1))
+            lane_squares += deviation * (x - lane_mean)
+        else:
+            lane_squares += x * x
+    if SUBTRACT_MEAN:
+        lane_count = tl.cdiv(row_length - column, BLOCK).to(tl.float32)
+        if not FULL:
+            lane_count = tl.where(column < row_length, lane_count, 0.0)
+        row_mean = tl.sum(lane_mean * lane_count) / row_length
+        tl.store(mean + row, row_mean)
+        deviation = lane_mean - row_mean
+        lane_squares += deviation * deviation * lane_count
+    else:
+        row_mean = 0.0
+    row_rstd = tl.rsqrt(tl.sum(lane_squares) / row_length + eps)
+    tl.store(rstd + row, row_rstd)
+    for chunk in tl.range(0, chunks):
+        position = chunk * BLOCK + column
+        mask = None if FULL else position < row_length
+        x = tl.load(row_input + position, mask=mask, eviction_policy="evict_first").to(tl.float32)
+        y = (x - row_mean) * row_rstd
+        if HAS_WEIGHT:
+            y = y * tl.load(weight + position, mask=mask).to(tl.float32)
+        if HAS_BIAS:
+            y = y + tl.load(bias + position, mask=mask).to(tl.float32)
+        tl.store(row_output + position, y.to(output.dtype.element_ty), mask=mask)

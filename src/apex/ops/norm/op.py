@@ -1,0 +1,217 @@
+"""Layer norm and RMS norm: checks, choice of implementation, autograd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import _library
+from . import config, reference
+from .launches import triton_backward, triton_forward
+from .self_check import self_check
+
+FAMILY = _library.register_family(
+    _library.OpFamily("norm", "layer norm and RMS norm, forward and backward", self_check)
+)
+
+
+def norm_forward(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    row_length: int,
+    eps: float,
+    subtract_mean: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Output, mean (None for RMS norm) and reciprocal deviation per row, without autograd."""
+    if input.numel() and _library.runs_triton(FAMILY, input):
+        return triton_forward(input, weight, bias, row_length, eps, subtract_mean, out_dtype)
+    return reference.forward(input, weight, bias, row_length, eps, subtract_mean, out_dtype)
+
+
+def norm_backward(
+    dy: Tensor,
+    saved: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    row_length: int,
+    eps: float,
+    subtract_mean: bool,
+    from_output: bool,
+    dx_dtype: torch.dtype,
+    param_grads: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias from the saved input, or output when `from_output`."""
+    run = triton_backward if saved.numel() and _library.runs_triton(FAMILY, saved) else reference.backward
+    return run(dy, saved, mean, rstd, weight, bias, row_length, eps, subtract_mean, from_output, dx_dtype, param_grads)
+
+
+def forward_and_save(
+    ctx: Any,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: Sequence[int],
+    eps: float,
+    memory_efficient: bool,
+    subtract_mean: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The forward of every norm's autograd Function."""
+    row_length = math.prod(normalized_shape)
+    if torch.compiler.is_compiling():
+        output, mean, rstd = torch.ops.apex.norm_forward(
+            input, weight, bias, row_length, eps, subtract_mean, memory_efficient, out_dtype
+        )
+    else:
+        output, mean, rstd = norm_forward(input, weight, bias, row_length, eps, subtract_mean, out_dtype)
+    ctx.save_for_backward(output if memory_efficient else input, weight, bias, None if memory_efficient else mean, rstd)
+    ctx.row_length, ctx.eps, ctx.subtract_mean = row_length, eps, subtract_mean
+    ctx.memory_efficient, ctx.input_dtype = memory_efficient, input.dtype
+    return output
+
+
+def backward_from_saved(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The backward of every norm's autograd Function: gradients of input, weight and bias."""
+    saved, weight, bias, mean, rstd = ctx.saved_tensors
+    wants_params = any(ctx.needs_input_grad[1:3])
+    arguments = (weight, bias, ctx.row_length, ctx.eps, ctx.subtract_mean, ctx.memory_efficient, ctx.input_dtype)
+    if torch.compiler.is_compiling():
+        dx, dweight, dbias = torch.ops.apex.norm_backward(dy, saved, mean, rstd, *arguments, wants_params)
+        return dx, none_if_empty(dweight, weight), none_if_empty(dbias, bias)
+    if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
+        if ctx.memory_efficient:
+            raise RuntimeError(
+                "memory_efficient=True keeps only the output of the norm, which is not enough for a second derivative; "
+                "use memory_efficient=False where create_graph=True is needed"
+            )
+        mean, rstd = reference.statistics(saved, ctx.row_length, ctx.eps, ctx.subtract_mean)
+        return reference.backward(dy, saved, mean, rstd, *arguments, wants_params)
+    return norm_backward(dy, saved, mean, rstd, *arguments, wants_params)
+
+
+class NormFunction(torch.autograd.Function):
+    """The one autograd node behind `layer_norm` and `rms_norm`."""
+
+    @staticmethod
+    def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient, subtract_mean, out_dtype):  # type: ignore[override]
+        return forward_and_save(
+            ctx, input, weight, bias, normalized_shape, eps, memory_efficient, subtract_mean, out_dtype
+        )
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[override]
+        return *backward_from_saved(ctx, dy), None, None, None, None, None
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    memory_efficient: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Layer norm over the trailing `normalized_shape`, computed in float32.
+
+    The output has `out_dtype` (default: the input's dtype). `memory_efficient` saves the output for the backward pass instead
+    of the input, so that the input can be freed.
+    """
+    return _norm(input, normalized_shape, weight, bias, eps, memory_efficient, True, out_dtype)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    memory_efficient: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """RMS norm over the trailing `normalized_shape`; arguments as for `layer_norm`."""
+    return _norm(input, normalized_shape, weight, None, eps, memory_efficient, False, out_dtype)
+
+
+def _norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    memory_efficient: bool,
+    subtract_mean: bool,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    shape = checked_shape(input, normalized_shape, weight, bias)
+    if out_dtype is None:
+        out_dtype = input.dtype
+    if not memory_efficient or not input.numel():
+        plain = input.dtype == out_dtype and (weight is None or weight.dtype == out_dtype)
+        if not _library.runs_triton(FAMILY, input) or not input.numel():
+            return _native(input, shape, weight, bias, eps, subtract_mean, out_dtype)
+        if plain and _library.requested() == "auto" and config.native_is_faster(input):
+            return _native(input, shape, weight, bias, eps, subtract_mean, out_dtype)
+    return NormFunction.apply(input, weight, bias, shape, eps, memory_efficient, subtract_mean, out_dtype)
+
+
+def _native(
+    input: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    subtract_mean: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """PyTorch's own operator, in a dtype that holds input and weight."""
+    if input.dtype != out_dtype or (weight is not None and weight.dtype != out_dtype):
+        compute = torch.promote_types(input.dtype, out_dtype if weight is None else weight.dtype)
+        input = input.to(compute)
+        weight = None if weight is None else weight.to(compute)
+        bias = None if bias is None else bias.to(compute)
+    if subtract_mean:
+        # native_layer_norm rather than F.layer_norm: autocast would turn the latter's result into float32.
+        return torch.native_layer_norm(input, shape, weight, bias, eps)[0].to(out_dtype)
+    return F.rms_norm(input, shape, weight, eps).to(out_dtype)
+
+
+def checked_shape(
+    input: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None, bias: Tensor | None
+) -> tuple[int, ...]:
+    """`normalized_shape` as a tuple, after every argument was found fit."""
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not shape or tuple(input.shape[-len(shape) :]) != shape:
+        raise ValueError(
+            f"normalized_shape={list(shape)} must be the trailing dimensions of the input, whose shape is "
+            f"{list(input.shape)}"
+        )
+    if not input.is_floating_point():
+        raise TypeError(f"a norm needs a floating-point input, got {input.dtype}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        if tuple(parameter.shape) != shape:
+            raise ValueError(f"{name} has shape {list(parameter.shape)}, expected normalized_shape={list(shape)}")
+        if parameter.device != input.device:
+            raise ValueError(f"{name} is on {parameter.device}, the input on {input.device}")
+        if not parameter.is_floating_point():
+            raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
+    if bias is not None and weight is None:
+        raise ValueError("a bias needs a weight beside it")
+    return shape
+
+
+def none_if_empty(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
+    """An operator must return a tensor; an empty one stands for the gradient of nothing."""
+    return None if parameter is None or gradient.numel() != parameter.numel() else gradient

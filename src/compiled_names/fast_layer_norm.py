@@ -1,0 +1,45 @@
+"""Upstream's compiled module of this name: layer norm over the rows of a matrix, of any width.
+
+The output has gamma's dtype; statistics are float32. The last two results of `ln_bwd` are the partial sums that upstream's
+kernel leaves behind; here they are the finished gradients, as one row.
+"""
+
+from __future__ import annotations
+
+from apex.ops.norm import norm_backward, norm_forward
+from apex.ops.norm.op import checked_shape
+from torch import Tensor
+
+# Bounds a weight near zero when the input is recovered from the output.
+_SMALLEST_WEIGHT = 1e-5
+
+
+def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> list[Tensor]:
+    """[output, mean, reciprocal deviation]."""
+    (row_length,) = checked_shape(x, gamma.shape, gamma, beta)
+    output, mean, rsigma = norm_forward(x, gamma, beta, row_length, epsilon, True, gamma.dtype)
+    assert mean is not None
+    return [output, mean, rsigma]
+
+
+def ln_bwd(
+    dz: Tensor,
+    x_or_z: Tensor,
+    mu_: Tensor | None,
+    rsigma: Tensor,
+    gamma: Tensor,
+    beta_: Tensor | None = None,
+    memory_efficient: bool = False,
+) -> list[Tensor]:
+    """[dx, dgamma, dbeta, dgamma_part, dbeta_part]."""
+    (row_length,) = checked_shape(x_or_z, gamma.shape, gamma, beta_)
+    if memory_efficient and beta_ is None:
+        raise ValueError("ln_bwd with memory_efficient=True needs beta_ to recover the input from the output")
+    # Without memory_efficient beta is not needed for the maths, but its gradient is wanted all the same.
+    beta = gamma if beta_ is None else beta_
+    dx, dgamma, dbeta = norm_backward(
+        dz, x_or_z, mu_, rsigma, gamma, beta, row_length, _SMALLEST_WEIGHT, True, memory_efficient, x_or_z.dtype
+    )
+    assert dgamma is not None
+    assert dbeta is not None
+    return [dx, dgamma, dbeta, dgamma.float()[None], dbeta.float()[None]]

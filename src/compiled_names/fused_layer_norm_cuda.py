@@ -1,0 +1,110 @@
+"""Upstream's compiled module of this name: layer norm and RMS norm, forward and backward, without autograd.
+
+Statistics are one float32 per row (float64 for float64 inputs). `input_or_output` is the input, or the output with
+`memory_efficient`. Layer norm returns [output, mean, invvar], RMS norm [output, invvar].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from apex.ops.norm import norm_backward, norm_forward
+from apex.ops.norm.op import checked_shape
+from torch import Tensor
+
+
+def _forward(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    epsilon: float,
+    subtract_mean: bool,
+    out_dtype: torch.dtype,
+) -> list[Tensor]:
+    row_length = math.prod(checked_shape(input, normalized_shape, gamma, beta))
+    results = norm_forward(input, gamma, beta, row_length, epsilon, subtract_mean, out_dtype)
+    return [tensor for tensor in results if tensor is not None]
+
+
+def _backward(
+    dout: Tensor,
+    mean: Tensor | None,
+    invvar: Tensor,
+    input_or_output: Tensor,
+    normalized_shape: Sequence[int],
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    epsilon: float,
+    memory_efficient: bool,
+    subtract_mean: bool,
+) -> list[Tensor]:
+    row_length = math.prod(checked_shape(input_or_output, normalized_shape, gamma, beta))
+    if dout.shape != input_or_output.shape:
+        raise ValueError(f"dout has shape {list(dout.shape)}, input_or_output {list(input_or_output.shape)}")
+    gradients = norm_backward(
+        dout,
+        input_or_output,
+        mean,
+        invvar,
+        gamma,
+        beta,
+        row_length,
+        epsilon,
+        subtract_mean,
+        memory_efficient,
+        input_or_output.dtype,
+    )
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def forward_affine(input, normalized_shape, gamma, beta, epsilon):
+    return _forward(input, normalized_shape, gamma, beta, epsilon, True, input.dtype)
+
+
+def forward(input, normalized_shape, epsilon):
+    return _forward(input, normalized_shape, None, None, epsilon, True, input.dtype)
+
+
+def forward_affine_mixed_dtypes(input, normalized_shape, gamma, beta, epsilon):
+    return _forward(input, normalized_shape, gamma, beta, epsilon, True, gamma.dtype)
+
+
+def rms_forward_affine(input, normalized_shape, gamma, epsilon):
+    return _forward(input, normalized_shape, gamma, None, epsilon, False, input.dtype)
+
+
+def rms_forward(input, normalized_shape, epsilon):
+    return _forward(input, normalized_shape, None, None, epsilon, False, input.dtype)
+
+
+def rms_forward_affine_mixed_dtypes(input, normalized_shape, gamma, epsilon):
+    return _forward(input, normalized_shape, gamma, None, epsilon, False, gamma.dtype)
+
+
+def backward_affine(dout, mean_, invvar, input_or_output, normalized_shape, gamma, beta, epsilon, memory_efficient):
+    return _backward(
+        dout, mean_, invvar, input_or_output, normalized_shape, gamma, beta, epsilon, memory_efficient, True
+    )
+
+
+def backward(dout, mean_, invvar, input_or_output, normalized_shape, epsilon, memory_efficient):
+    """The gradient of the input, alone."""
+    return _backward(
+        dout, mean_, invvar, input_or_output, normalized_shape, None, None, epsilon, memory_efficient, True
+    )[0]
+
+
+def rms_backward_affine(dout, invvar, input_or_output, normalized_shape, gamma, epsilon, memory_efficient):
+    return _backward(
+        dout, None, invvar, input_or_output, normalized_shape, gamma, None, epsilon, memory_efficient, False
+    )
+
+
+def rms_backward(dout, invvar, input_or_output, normalized_shape, epsilon, memory_efficient):
+    """The gradient of the input, alone."""
+    return _backward(
+        dout, None, invvar, input_or_output, normalized_shape, None, None, epsilon, memory_efficient, False
+    )[0]
