@@ -6,13 +6,10 @@ Subpackages are imported at first use, so that `import apex` is quick and starts
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ._logging import RankInfoFormatter
 from ._version import __version__
-
-if TYPE_CHECKING:
-    from . import contrib, normalization, ops
 
 _SUBPACKAGES = frozenset({"contrib", "normalization", "ops"})
 

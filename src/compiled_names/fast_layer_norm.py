@@ -1,14 +1,15 @@
 """Upstream's compiled module of this name: layer norm over the rows of a matrix, of any width.
 
-The output has gamma's dtype; statistics are float32. The last two results of `ln_bwd` are the partial sums that upstream's
-kernel leaves behind; here they are the finished gradients, as one row.
+The output has gamma's dtype; statistics are float32. The last two results of `ln_bwd` are the partial sums that
+upstream's kernel leaves behind; here they are the finished gradients, as one row.
 """
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from apex.ops.norm import norm_backward, norm_forward
 from apex.ops.norm.op import checked_shape
-from torch import Tensor
 
 # Bounds a weight near zero when the input is recovered from the output.
 _SMALLEST_WEIGHT = 1e-5

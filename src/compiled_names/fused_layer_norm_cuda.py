@@ -10,9 +10,10 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from apex.ops.norm import norm_backward, norm_forward
 from apex.ops.norm.op import checked_shape
-from torch import Tensor
 
 
 def _forward(

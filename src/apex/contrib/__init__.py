@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from . import layer_norm
+from typing import Any
 
 _SUBPACKAGES = frozenset({"layer_norm"})
 

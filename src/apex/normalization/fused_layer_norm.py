@@ -1,7 +1,7 @@
 """Fused layer norm and RMS norm: modules, functions and the autograd Functions that clients call by name.
 
-A `Fused*` norm returns the input's dtype, a `MixedFused*` norm the weight's. Under autocast every floating-point argument is
-cast to the autocast dtype first, as upstream does.
+A `Fused*` norm returns the input's dtype, a `MixedFused*` norm the weight's. Under autocast every floating-point
+argument is cast to the autocast dtype first, as upstream does.
 """
 
 from __future__ import annotations
@@ -121,8 +121,7 @@ class FusedRMSNormFunction(torch.autograd.Function):
 
 def _cast_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The tensors in the autocast dtype of the first one's device, where autocast is on; float64 stays."""
-    assert tensors[0] is not None
-    device_type = tensors[0].device.type
+    device_type = tensors[0].device.type  # type: ignore[union-attr]
     if not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
@@ -140,7 +139,8 @@ def fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Layer norm with weight and bias, in the input's dtype."""
-    input, weight, bias = _cast_for_autocast(input, weight, bias)
+    if torch._C._is_any_autocast_enabled():
+        input, weight, bias = _cast_for_autocast(input, weight, bias)
     return norm.layer_norm(input, normalized_shape, weight, bias, eps, memory_efficient=memory_efficient)
 
 
@@ -175,7 +175,8 @@ def fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """RMS norm with a weight, in the input's dtype."""
-    input, weight = _cast_for_autocast(input, weight)
+    if torch._C._is_any_autocast_enabled():
+        input, weight = _cast_for_autocast(input, weight)
     return norm.rms_norm(input, normalized_shape, weight, eps, memory_efficient=memory_efficient)
 
 
@@ -265,11 +266,10 @@ class FusedLayerNorm(_Norm):
             init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.weight is None or self.bias is None:
+        weight, bias = self.weight, self.bias
+        if weight is None or bias is None:
             return fused_layer_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
-        return fused_layer_norm_affine(
-            input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
-        )
+        return fused_layer_norm_affine(input, weight, bias, self.normalized_shape, self.eps, self.memory_efficient)
 
 
 class FusedRMSNorm(_Norm):
@@ -291,9 +291,10 @@ class FusedRMSNorm(_Norm):
             init.ones_(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.weight is None:
+        weight = self.weight
+        if weight is None:
             return fused_rms_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
-        return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps, self.memory_efficient)
+        return fused_rms_norm_affine(input, weight, self.normalized_shape, self.eps, self.memory_efficient)
 
 
 def _refuse_without_affine(name: str, kwargs: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True)
+# Compared by identity: facts are read once per device and are part of the keys of cached launch plans.
+@dataclass(frozen=True, eq=False)
 class DeviceFacts:
     """What a launch rule may ask about a device.
 

@@ -1,125 +1,133 @@
 """The one launcher of Triton kernels.
 
-`@kernel` above `@triton.jit` gives a function a `launch` method with a cached fast path: the compiled kernel is looked up by
-what Triton specialises on (types, alignment, divisibility, constants) and its `run` is called directly, with addresses in
-place of tensors. On the machine of `docs/performance.md` that takes less than half the host time of `function[grid](...)`.
+`@kernel` above `@triton.jit` makes a `Kernel`; `Kernel.bind` fixes everything about a launch but its tensors. Calling
+the bound launch a second time goes straight to the compiled kernel's `run` with addresses in place of tensors, which
+takes less than half the host time of Triton's `function[grid](...)`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
-
-_MAX_INT32 = 2**31 - 1
+from torch import Tensor
 
 KERNELS: dict[str, Kernel] = {}
 
 _recorder: list[Launch] | None = None
 
 
-def _launcher_takes_constants() -> bool:
+def _run_takes_constants() -> bool:
     """Since Triton 3.3, a compiled kernel's `run` takes every argument, constants included."""
     major, minor = (int(part) for part in triton.__version__.split(".")[:2])
     return (major, minor) >= (3, 3)
 
 
-_FAST_PATH = _launcher_takes_constants()
+_FAST_PATH = _run_takes_constants()
 
 
 @dataclass(frozen=True)
 class Launch:
     """One launch as it was asked for; what the cross-compilation test compiles."""
 
-    kernel: Kernel
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    constants: tuple[Any, ...]
-    num_warps: int
-    num_stages: int
+    bound: BoundLaunch
+    tensors: tuple[Tensor | None, ...]
 
 
 class Kernel:
-    """A Triton kernel whose run-time arguments come first and whose `tl.constexpr` arguments come last."""
+    """A Triton kernel whose arguments are tensors first, then numbers, then `tl.constexpr` values."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
         self.name: str = function.fn.__name__
-        self._compiled: dict[tuple, Any] = {}
         KERNELS[self.name] = self
 
-    def launch(
+    def bind(
         self,
         grid: tuple[int, ...],
-        arguments: Sequence[Any],
+        numbers: tuple[int | float, ...],
         constants: tuple[Any, ...],
         *,
         device: torch.device,
         num_warps: int,
         num_stages: int = 1,
-    ) -> None:
-        """Runs the kernel on `device`'s current stream.
+    ) -> BoundLaunch:
+        """A launch on `device` that lacks only its tensors."""
+        return BoundLaunch(self, grid, numbers, constants, device, num_warps, num_stages)
 
-        `arguments` are tensors on `device`, numbers or None, in the kernel's order; `constants` are hashable values for its
-        `tl.constexpr` arguments, in order.
-        """
-        if _recorder is not None:
-            _recorder.append(Launch(self, grid, tuple(arguments), constants, num_warps, num_stages))
-            return
-        if device.type != "cuda":
-            self.function[grid](*arguments, *constants)
-            return
-        index = torch.cuda.current_device() if device.index is None else device.index
-        if index != torch.cuda.current_device():
-            with torch.cuda.device(index):
-                self._launch_here(index, grid, arguments, constants, num_warps, num_stages)
-        else:
-            self._launch_here(index, grid, arguments, constants, num_warps, num_stages)
 
-    def _launch_here(
+class BoundLaunch:
+    """Call it with the kernel's tensors, whose dtypes must be the same every time; None stands for an absent one."""
+
+    def __init__(
         self,
-        index: int,
+        kernel: Kernel,
         grid: tuple[int, ...],
-        arguments: Sequence[Any],
-        constants: tuple,
+        numbers: tuple[int | float, ...],
+        constants: tuple[Any, ...],
+        device: torch.device,
         num_warps: int,
         num_stages: int,
     ) -> None:
-        key: list[Any] = [index, constants, num_warps, num_stages]
-        values = []
-        for argument in arguments:
-            if isinstance(argument, torch.Tensor):
-                address = argument.data_ptr()
-                key.append((argument.dtype, address % 16 == 0))
-                values.append(address)
-            else:
-                key.append(_specialisation(argument))
-                values.append(argument)
-        frozen_key = tuple(key)
-        compiled = self._compiled.get(frozen_key)
-        if compiled is None:
-            compiled = self.function[grid](*arguments, *constants, num_warps=num_warps, num_stages=num_stages)
-            if _FAST_PATH:
-                self._compiled[frozen_key] = compiled
+        self.kernel = kernel
+        self.grid = grid
+        self.numbers = numbers
+        self.constants = constants
+        self.device = device
+        self.num_warps = num_warps
+        self.num_stages = num_stages
+        self._head: tuple[int, ...] = grid + (1,) * (3 - len(grid))
+        self._tail = (*numbers, *constants)
+        # The compiled kernel for tensors that all start at a multiple of 16 bytes, as Triton specialises on that.
+        self._aligned: Any = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        compiled = self._aligned
+        if compiled is None or _recorder is not None:
+            self._launch_first(tensors)
             return
-        padded = grid + (1,) * (3 - len(grid))
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        for address in addresses:
+            if address is not None and address & 15:
+                self._launch_plainly(tensors)
+                return
+        index = self.device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                self(*tensors)
+            return
         stream = torch._C._cuda_getCurrentRawStream(index)
         compiled.run(
-            *padded, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *constants
+            *self._head,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *addresses,
+            *self._tail,
         )
 
+    def _launch_first(self, tensors: tuple[Tensor | None, ...]) -> None:
+        if _recorder is not None:
+            _recorder.append(Launch(self, tensors))
+            return
+        compiled = self._launch_plainly(tensors)
+        aligned = all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        if _FAST_PATH and aligned and self.device.type == "cuda" and self.device.index is not None:
+            self._aligned = compiled
 
-def _specialisation(value: Any) -> Any:
-    """What Triton specialises on for a number: an int's width, being 1, divisibility by 16; a float's type alone."""
-    if isinstance(value, int):
-        if value == 1:
-            return 1
-        return (value % 16 == 0, value > _MAX_INT32)
-    return type(value)
+    def _launch_plainly(self, tensors: tuple[Tensor | None, ...]) -> Any:
+        function = self.kernel.function
+        if self.device.type != "cuda":  # Triton's interpreter
+            return function[self.grid](*tensors, *self._tail)
+        with torch.cuda.device(self.device):
+            return function[self.grid](*tensors, *self._tail, num_warps=self.num_warps, num_stages=self.num_stages)
 
 
 def kernel(function: Any) -> Kernel:

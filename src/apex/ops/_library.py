@@ -1,8 +1,8 @@
 """The one dispatch: which implementation runs, and how an op becomes known to PyTorch.
 
 A family of ops (norms, softmax, ...) declares itself once with `register_family`. Its code then asks
-`runs_triton(family, tensor)` and does what it is told. The answer depends on the device, the dtype and `APEX_IMPL` alone,
-so it is computed once per combination and explained by `explain`.
+`runs_triton(family, tensor)` and does what it is told. The answer depends on the device, the dtype and `APEX_IMPL`
+alone, so it is computed once per combination and explained by `explain`.
 """
 
 from __future__ import annotations

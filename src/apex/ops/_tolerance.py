@@ -19,8 +19,8 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
 def tolerance(dtype: torch.dtype, reduction: int = 1) -> tuple[float, float]:
     """Relative and absolute tolerance for a result of `dtype` that sums `reduction` terms of order one.
 
-    Such a sum is of order sqrt(reduction), and so are its rounding errors, while a single result may cancel to zero: the
-    absolute part grows with the root.
+    Such a sum is of order sqrt(reduction), and so are its rounding errors, while a single result may cancel to zero:
+    the absolute part grows with the root.
     """
     rtol, atol = TOLERANCES[dtype]
     return rtol, atol * math.sqrt(max(1, reduction))

@@ -1,6 +1,6 @@
 """Layer norm and RMS norm."""
 
-from . import library_ops as _library_ops  # registers torch.ops.apex.norm_*
+from . import library_ops  # noqa: F401  registers torch.ops.apex.norm_*
 from .op import (
     FAMILY,
     NormFunction,

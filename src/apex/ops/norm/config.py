@@ -5,10 +5,7 @@ Times are microseconds; `docs/performance.md` has the full table.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-
-import torch
 
 from .._device import DeviceFacts
 
@@ -49,7 +46,6 @@ def _warps(threads: int, device: DeviceFacts) -> int:
     return max(1, min(threads, device.max_threads) // device.warp_size)
 
 
-@functools.lru_cache(maxsize=4096)
 def forward_config(
     rows: int, row_length: int, element_size: int, subtract_mean: bool, device: DeviceFacts
 ) -> ForwardConfig:
@@ -66,9 +62,8 @@ def forward_config(
     return ForwardConfig(0, block, _warps(min(512, block * element_size // 16), device))
 
 
-@functools.lru_cache(maxsize=4096)
 def backward_config(
-    rows: int, row_length: int, element_size: int, subtract_mean: bool, param_grads: bool, device: DeviceFacts
+    rows: int, row_length: int, element_size: int, bias_grad: bool, device: DeviceFacts
 ) -> BackwardConfig:
     block = next_power_of_2(row_length)
     if row_length <= BACKWARD_ROWS_LIMIT:
@@ -90,9 +85,9 @@ def backward_config(
             num_stages=1 + max(0, ahead),
         )
     if row_length <= BACKWARD_WIDE_LIMIT:
-        # Without a bias gradient a whole row fits (4096x16384 bfloat16: 123 with one chunk, 142 with two); with it, chunks
-        # keep the loads of the second pass from spilling (float32: 253 with eight chunks, 314 with two).
-        chunks = 1 if not (subtract_mean and param_grads) else (4 if element_size == 2 else 8)
+        # Without a bias gradient a whole row fits (4096x16384 bfloat16: 123 with one chunk, 142 with two); with it,
+        # chunks keep the loads of the second pass from spilling (float32: 253 with eight chunks, 314 with two).
+        chunks = 8 if bias_grad else 1
         return BackwardConfig(
             kind="wide",
             programs=max(1, min(device.multiprocessors, rows)),
@@ -115,8 +110,4 @@ def backward_config(
 
 
 # Below this many elements the host is the limit and PyTorch's own operator, one C++ call, is quicker end to end.
-NATIVE_BELOW = 1 << 21
-
-
-def native_is_faster(input: torch.Tensor) -> bool:
-    return input.numel() < NATIVE_BELOW
+NATIVE_BELOW = 1 << 23

@@ -6,7 +6,8 @@ Legend: a tensor is `rows` x `row_length`, contiguous; `saved` is the input, or 
     dx = rstd * (wdy - normalised * mean(wdy * normalised) - mean(wdy))      the last term for layer norm only
     dweight = sum over rows of dy * normalised                               dbias = sum over rows of dy
 
-No atomics: each program keeps its own partial sums and `sum_partials` adds them in a fixed order.
+No atomics: each program writes its own row of `partials` (those of the weight first, then those of the bias), and
+`sum_partials` adds them in a fixed order.
 """
 
 import triton
@@ -52,8 +53,7 @@ def norm_backward_rows(
     mean,
     rstd,
     dx,
-    weight_partials,
-    bias_partials,
+    partials,
     rows,
     row_length,
     eps,
@@ -110,10 +110,10 @@ def norm_backward_rows(
             if HAS_BIAS:
                 dbias += gradient
     if PARAM_GRADS:
-        place = program.to(tl.int64) * row_length + column
-        tl.store(weight_partials + place, tl.sum(dweight, 0), mask=column_mask)
+        place = partials + program.to(tl.int64) * row_length + column
+        tl.store(place, tl.sum(dweight, 0), mask=column_mask)
         if HAS_BIAS:
-            tl.store(bias_partials + place, tl.sum(dbias, 0), mask=column_mask)
+            tl.store(place + tl.num_programs(0).to(tl.int64) * row_length, tl.sum(dbias, 0), mask=column_mask)
 
 
 @kernel
@@ -126,8 +126,7 @@ def norm_backward_wide(
     mean,
     rstd,
     dx,
-    weight_partials,
-    bias_partials,
+    partials,
     rows,
     row_length,
     eps,
@@ -142,8 +141,8 @@ def norm_backward_wide(
 ):
     """A persistent grid for rows too long to hold beside their weight gradients: each row is read twice, in CHUNKS.
 
-    Only the gradients of weight and bias stay in registers (a 16384-wide row of float32, its gradient and both sums would
-    fill the whole register file); the second read comes from the cache.
+    Only the gradients of weight and bias stay in registers (a 16384-wide row of float32, its gradient and both sums
+    would fill the whole register file); the second read comes from the cache.
     """
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -161,7 +160,7 @@ def norm_backward_wide(
         products = tl.zeros([BLOCK], tl.float32)
         sums = tl.zeros([BLOCK], tl.float32)
         # The trip count must not be a constant: unrolled, the loads of all chunks are hoisted and registers spill.
-        for chunk in tl.range(0, tl.cdiv(row_length, BLOCK)):
+        for chunk in tl.range(0, 1 if CHUNKS == 1 else tl.cdiv(row_length, BLOCK)):
             position = chunk * BLOCK + column
             mask = None if FULL else position < row_length
             zero = None if FULL else 0.0
@@ -215,11 +214,11 @@ def norm_backward_wide(
     if PARAM_GRADS:
         for chunk in tl.static_range(CHUNKS):
             position = chunk * BLOCK + column
-            place = program.to(tl.int64) * row_length + position
+            place = partials + program.to(tl.int64) * row_length + position
             mask = None if FULL else position < row_length
-            tl.store(weight_partials + place, dweight[chunk], mask=mask)
+            tl.store(place, dweight[chunk], mask=mask)
             if HAS_BIAS:
-                tl.store(bias_partials + place, dbias[chunk], mask=mask)
+                tl.store(place + tl.num_programs(0).to(tl.int64) * row_length, dbias[chunk], mask=mask)
 
 
 @kernel
@@ -231,8 +230,7 @@ def norm_backward_row_means(
     bias,
     mean,
     rstd,
-    mean_products,
-    mean_sums,
+    row_means,
     row_length,
     eps,
     SUBTRACT_MEAN: tl.constexpr,
@@ -241,7 +239,7 @@ def norm_backward_row_means(
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """First half of the backward pass for rows of unlimited length: the two means of each row."""
+    """First half of the backward pass for rows of unlimited length: mean(wdy * normalised), then mean(wdy), per row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     start = row * row_length
@@ -265,9 +263,9 @@ def norm_backward_row_means(
             value, row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
         )
         sums += wdy
-    tl.store(mean_products + row, tl.sum(products) / row_length)
+    tl.store(row_means + row, tl.sum(products) / row_length)
     if SUBTRACT_MEAN:
-        tl.store(mean_sums + row, tl.sum(sums) / row_length)
+        tl.store(row_means + tl.num_programs(0) + row, tl.sum(sums) / row_length)
 
 
 @kernel
@@ -279,11 +277,9 @@ def norm_backward_columns(
     bias,
     mean,
     rstd,
-    mean_products,
-    mean_sums,
+    row_means,
     dx,
-    weight_partials,
-    bias_partials,
+    partials,
     rows,
     row_length,
     eps,
@@ -320,19 +316,19 @@ def norm_backward_columns(
             row_mean = tl.load(mean + row, mask=row_mask, other=0.0)[:, None]
         normalised = _normalised(value, row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS)
         wdy = gradient * w if HAS_WEIGHT else gradient
-        correction = normalised * tl.load(mean_products + row, mask=row_mask, other=0.0)[:, None]
+        correction = normalised * tl.load(row_means + row, mask=row_mask, other=0.0)[:, None]
         if SUBTRACT_MEAN:
-            correction += tl.load(mean_sums + row, mask=row_mask, other=0.0)[:, None]
+            correction += tl.load(row_means + rows + row, mask=row_mask, other=0.0)[:, None]
         tl.store(dx + offset, ((wdy - correction) * row_rstd).to(dx.dtype.element_ty), mask=mask)
         if PARAM_GRADS:
             dweight += gradient * normalised
             if HAS_BIAS:
                 dbias += gradient
     if PARAM_GRADS:
-        place = group.to(tl.int64) * row_length + column
-        tl.store(weight_partials + place, tl.sum(dweight, 0), mask=column_mask)
+        place = partials + group.to(tl.int64) * row_length + column
+        tl.store(place, tl.sum(dweight, 0), mask=column_mask)
         if HAS_BIAS:
-            tl.store(bias_partials + place, tl.sum(dbias, 0), mask=column_mask)
+            tl.store(place + tl.num_programs(1).to(tl.int64) * row_length, tl.sum(dbias, 0), mask=column_mask)
 
 
 @triton.jit
@@ -349,8 +345,7 @@ def _sum_columns(partials, result, count, row_length, ROWS: tl.constexpr, BLOCK:
 @kernel
 @triton.jit
 def sum_partials(
-    weight_partials,
-    bias_partials,
+    partials,
     dweight,
     dbias,
     count,
@@ -359,11 +354,11 @@ def sum_partials(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Adds `count` partial gradients per column: of the weight in the first row of programs, of the bias in the second."""
+    """Adds `count` partial gradients per column: weight in the first row of programs, bias in the second."""
     if HAS_BIAS:
         if tl.program_id(1) == 0:
-            _sum_columns(weight_partials, dweight, count, row_length, ROWS, BLOCK)
+            _sum_columns(partials, dweight, count, row_length, ROWS, BLOCK)
         else:
-            _sum_columns(bias_partials, dbias, count, row_length, ROWS, BLOCK)
+            _sum_columns(partials + count.to(tl.int64) * row_length, dbias, count, row_length, ROWS, BLOCK)
     else:
-        _sum_columns(weight_partials, dweight, count, row_length, ROWS, BLOCK)
+        _sum_columns(partials, dweight, count, row_length, ROWS, BLOCK)

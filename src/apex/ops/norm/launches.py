@@ -1,15 +1,23 @@
-"""From tensors to kernel launches: allocation, launch configuration, arguments in kernel order."""
+"""From tensors to kernel launches: allocation, launch configuration, tensors in kernel order.
+
+What depends on shapes and dtypes alone is planned once and cached; a call then allocates its results and launches.
+"""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .. import _device
 from . import config
+
+if TYPE_CHECKING:
+    from .._launch import BoundLaunch
 
 
 @functools.cache
@@ -18,6 +26,40 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
     from . import kernels_backward, kernels_forward
 
     return kernels_forward, kernels_backward
+
+
+@functools.lru_cache(maxsize=4096)
+def _forward_plan(
+    rows: int,
+    row_length: int,
+    eps: float,
+    subtract_mean: bool,
+    input_dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+    out_dtype: torch.dtype,
+    device: torch.device,
+    facts: _device.DeviceFacts,
+) -> BoundLaunch:
+    kernels = _kernels()[0]
+    chosen = config.forward_config(rows, row_length, input_dtype.itemsize, subtract_mean, facts)
+    flags = (subtract_mean, weight_dtype is not None, bias_dtype is not None)
+    if chosen.rows_per_program:
+        full = row_length == chosen.block and rows % chosen.rows_per_program == 0
+        return kernels.norm_forward_rows.bind(
+            (-(-rows // chosen.rows_per_program),),
+            (rows, row_length, eps),
+            (*flags, chosen.rows_per_program, chosen.block, full),
+            device=device,
+            num_warps=chosen.num_warps,
+        )
+    return kernels.norm_forward_long.bind(
+        (rows,),
+        (row_length, eps),
+        (*flags, chosen.block, row_length % chosen.block == 0),
+        device=device,
+        num_warps=chosen.num_warps,
+    )
 
 
 def triton_forward(
@@ -34,30 +76,96 @@ def triton_forward(
     bias = None if bias is None else bias.contiguous()
     device = input.device
     rows = input.numel() // row_length
+    launch = _forward_plan(
+        rows,
+        row_length,
+        eps,
+        subtract_mean,
+        input.dtype,
+        None if weight is None else weight.dtype,
+        None if bias is None else bias.dtype,
+        out_dtype,
+        device,
+        _device.facts(device),
+    )
     output = torch.empty_like(input, dtype=out_dtype)
     mean = torch.empty(rows, dtype=torch.float32, device=device) if subtract_mean else None
     rstd = torch.empty(rows, dtype=torch.float32, device=device)
-    chosen = config.forward_config(rows, row_length, input.element_size(), subtract_mean, _device.facts(device))
-    flags = (subtract_mean, weight is not None, bias is not None)
-    kernels = _kernels()[0]
-    if chosen.rows_per_program:
+    launch(input, weight, bias, output, mean, rstd)
+    return output, mean, rstd
+
+
+@dataclass(frozen=True)
+class _BackwardPlan:
+    """`row_means` runs first where rows are too long for one kernel; no `partial_rows` without parameter gradients."""
+
+    main: BoundLaunch
+    row_means: BoundLaunch | None
+    sum_partials: BoundLaunch | None
+    partial_rows: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_plan(
+    rows: int,
+    row_length: int,
+    eps: float,
+    subtract_mean: bool,
+    from_output: bool,
+    param_grads: bool,
+    saved_dtype: torch.dtype,
+    dy_dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+    dx_dtype: torch.dtype,
+    device: torch.device,
+    facts: _device.DeviceFacts,
+) -> _BackwardPlan:
+    kernels = _kernels()[1]
+    has_weight, has_bias = weight_dtype is not None, bias_dtype is not None
+    flags = (subtract_mean, from_output, has_weight, has_bias)
+    chosen = config.backward_config(rows, row_length, saved_dtype.itemsize, has_bias and param_grads, facts)
+    row_means = None
+    if chosen.kind == "rows":
         full = row_length == chosen.block and rows % chosen.rows_per_program == 0
-        kernels.norm_forward_rows.launch(
-            (-(-rows // chosen.rows_per_program),),
-            (input, weight, bias, output, mean, rstd, rows, row_length, eps),
-            (*flags, chosen.rows_per_program, chosen.block, full),
+        main = kernels.norm_backward_rows.bind(
+            (chosen.programs,),
+            (rows, row_length, eps),
+            (*flags, param_grads, chosen.rows_per_program, chosen.block, full, chosen.num_stages),
+            device=device,
+            num_warps=chosen.num_warps,
+            num_stages=chosen.num_stages,
+        )
+    elif chosen.kind == "wide":
+        main = kernels.norm_backward_wide.bind(
+            (chosen.programs,),
+            (rows, row_length, eps),
+            (*flags, param_grads, chosen.chunks, chosen.block, row_length == chosen.block * chosen.chunks),
             device=device,
             num_warps=chosen.num_warps,
         )
     else:
-        kernels.norm_forward_long.launch(
-            (rows,),
-            (input, weight, bias, output, mean, rstd, row_length, eps),
-            (*flags, chosen.block, row_length % chosen.block == 0),
+        row_means = kernels.norm_backward_row_means.bind(
+            (rows,), (row_length, eps), (*flags, 4096), device=device, num_warps=2 * chosen.num_warps
+        )
+        main = kernels.norm_backward_columns.bind(
+            (-(-row_length // chosen.block), chosen.programs),
+            (rows, row_length, eps),
+            (*flags, param_grads, chosen.rows_per_program, chosen.block),
             device=device,
             num_warps=chosen.num_warps,
         )
-    return output, mean, rstd
+    sum_partials = None
+    if param_grads:
+        sum_partials = kernels.sum_partials.bind(
+            (-(-row_length // 32), 2 if has_bias else 1),
+            (chosen.programs, row_length),
+            (has_bias, 64, 32),
+            device=device,
+            num_warps=4,
+        )
+    partial_rows = chosen.programs * (param_grads + (param_grads and has_bias))
+    return _BackwardPlan(main, row_means, sum_partials, partial_rows)
 
 
 def triton_backward(
@@ -79,65 +187,35 @@ def triton_backward(
     bias = None if bias is None else bias.contiguous()
     device = saved.device
     rows = saved.numel() // row_length
-    param_grads = param_grads and weight is not None
-    dx = torch.empty_like(saved, dtype=dx_dtype)
-    chosen = config.backward_config(
-        rows, row_length, saved.element_size(), subtract_mean, param_grads, _device.facts(device)
+    plan = _backward_plan(
+        rows,
+        row_length,
+        eps,
+        subtract_mean,
+        from_output,
+        param_grads and weight is not None,
+        saved.dtype,
+        dy.dtype,
+        None if weight is None else weight.dtype,
+        None if bias is None else bias.dtype,
+        dx_dtype,
+        device,
+        _device.facts(device),
     )
-    weight_partials = bias_partials = None
-    if param_grads:
-        weight_partials = torch.empty((chosen.programs, row_length), dtype=torch.float32, device=device)
-        if bias is not None:
-            bias_partials = torch.empty_like(weight_partials)
-    tensors = (dy, saved, weight, bias, mean, rstd)
-    flags = (subtract_mean, from_output, weight is not None, bias is not None)
-    kernels = _kernels()[1]
-    if chosen.kind == "rows":
-        full = row_length == chosen.block and rows % chosen.rows_per_program == 0
-        kernels.norm_backward_rows.launch(
-            (chosen.programs,),
-            (*tensors, dx, weight_partials, bias_partials, rows, row_length, eps),
-            (*flags, param_grads, chosen.rows_per_program, chosen.block, full, chosen.num_stages),
-            device=device,
-            num_warps=chosen.num_warps,
-            num_stages=chosen.num_stages,
-        )
-    elif chosen.kind == "wide":
-        full = row_length == chosen.block * chosen.chunks
-        kernels.norm_backward_wide.launch(
-            (chosen.programs,),
-            (*tensors, dx, weight_partials, bias_partials, rows, row_length, eps),
-            (*flags, param_grads, chosen.chunks, chosen.block, full),
-            device=device,
-            num_warps=chosen.num_warps,
-        )
+    dx = torch.empty_like(saved, dtype=dx_dtype)
+    partials = None
+    if plan.partial_rows:
+        partials = torch.empty((plan.partial_rows, row_length), dtype=torch.float32, device=device)
+    if plan.row_means is None:
+        plan.main(dy, saved, weight, bias, mean, rstd, dx, partials)
     else:
-        mean_products = torch.empty(rows, dtype=torch.float32, device=device)
-        mean_sums = torch.empty(rows, dtype=torch.float32, device=device)
-        kernels.norm_backward_row_means.launch(
-            (rows,),
-            (*tensors, mean_products, mean_sums, row_length, eps),
-            (*flags, 4096),
-            device=device,
-            num_warps=chosen.num_warps * 2,
-        )
-        kernels.norm_backward_columns.launch(
-            (-(-row_length // chosen.block), chosen.programs),
-            (*tensors, mean_products, mean_sums, dx, weight_partials, bias_partials, rows, row_length, eps),
-            (*flags, param_grads, chosen.rows_per_program, chosen.block),
-            device=device,
-            num_warps=chosen.num_warps,
-        )
-    if not param_grads:
+        row_means = torch.empty((2, rows), dtype=torch.float32, device=device)
+        plan.row_means(dy, saved, weight, bias, mean, rstd, row_means)
+        plan.main(dy, saved, weight, bias, mean, rstd, row_means, dx, partials)
+    if plan.sum_partials is None:
         return dx, None, None
     assert weight is not None
     dweight = torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
-    kernels.sum_partials.launch(
-        (-(-row_length // 32), 1 if bias is None else 2),
-        (weight_partials, bias_partials, dweight, dbias, chosen.programs, row_length),
-        (bias is not None, 64, 32),
-        device=device,
-        num_warps=4,
-    )
+    plan.sum_partials(partials, dweight, dbias)
     return dx, dweight, dbias

@@ -77,7 +77,8 @@ _library.register_op(
 )
 _library.register_op(
     "norm_backward(Tensor dy, Tensor saved, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, int row_length, "
-    "float eps, bool subtract_mean, bool from_output, ScalarType dx_dtype, bool param_grads) -> (Tensor, Tensor, Tensor)",
+    "float eps, bool subtract_mean, bool from_output, ScalarType dx_dtype, bool param_grads) "
+    "-> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .. import _library
 from . import config, reference
@@ -124,10 +124,18 @@ def layer_norm(
 ) -> Tensor:
     """Layer norm over the trailing `normalized_shape`, computed in float32.
 
-    The output has `out_dtype` (default: the input's dtype). `memory_efficient` saves the output for the backward pass instead
-    of the input, so that the input can be freed.
+    The output has `out_dtype` (default: the input's dtype). `memory_efficient` saves the output for the backward pass
+    instead of the input, so that the input can be freed.
     """
-    return _norm(input, normalized_shape, weight, bias, eps, memory_efficient, True, out_dtype)
+    if weight is not None and out_dtype is None and not memory_efficient and _is_small(input, weight):
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        try:
+            return torch.layer_norm(input, shape, weight, bias, eps)
+        except RuntimeError:
+            checked_shape(input, shape, weight, bias)  # says what is wrong in the same words as for large inputs
+            raise
+    shape = checked_shape(input, normalized_shape, weight, bias)
+    return _norm(input, shape, weight, bias, eps, memory_efficient, True, out_dtype)
 
 
 def rms_norm(
@@ -140,12 +148,35 @@ def rms_norm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """RMS norm over the trailing `normalized_shape`; arguments as for `layer_norm`."""
-    return _norm(input, normalized_shape, weight, None, eps, memory_efficient, False, out_dtype)
+    if weight is not None and out_dtype is None and not memory_efficient and _is_small(input, weight):
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        try:
+            return torch.rms_norm(input, shape, weight, eps)
+        except RuntimeError:
+            checked_shape(input, shape, weight, None)
+            raise
+    shape = checked_shape(input, normalized_shape, weight, None)
+    return _norm(input, shape, weight, None, eps, memory_efficient, False, out_dtype)
+
+
+def _is_small(input: Tensor, weight: Tensor) -> bool:
+    """Whether PyTorch's own operator is the quicker way to the same result, the host being the limit.
+
+    The first thing a small norm runs into, so it asks the cheapest questions only. Under autocast PyTorch's operator
+    would return float32.
+    """
+    return (
+        input.numel() < config.NATIVE_BELOW
+        and input.dtype == weight.dtype
+        and (input.is_cuda or input.dtype == torch.float32)
+        and not torch._C._is_any_autocast_enabled()
+        and _library.requested() == "auto"
+    )
 
 
 def _norm(
     input: Tensor,
-    normalized_shape: int | Sequence[int],
+    shape: Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
@@ -153,44 +184,50 @@ def _norm(
     subtract_mean: bool,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    shape = checked_shape(input, normalized_shape, weight, bias)
-    if out_dtype is None:
-        out_dtype = input.dtype
-    if not memory_efficient or not input.numel():
-        plain = input.dtype == out_dtype and (weight is None or weight.dtype == out_dtype)
-        if not _library.runs_triton(FAMILY, input) or not input.numel():
-            return _native(input, shape, weight, bias, eps, subtract_mean, out_dtype)
-        if plain and _library.requested() == "auto" and config.native_is_faster(input):
-            return _native(input, shape, weight, bias, eps, subtract_mean, out_dtype)
-    return NormFunction.apply(input, weight, bias, shape, eps, memory_efficient, subtract_mean, out_dtype)
+    out_dtype = out_dtype or input.dtype
+    if input.numel() and (memory_efficient or _library.runs_triton(FAMILY, input)):
+        return NormFunction.apply(input, weight, bias, shape, eps, memory_efficient, subtract_mean, out_dtype)
+    # No kernel here: PyTorch's operator, for mixed dtypes in one that holds both. On the CPU it sums the gradients of
+    # half-precision weights in half precision (5% off after 4096 rows), so there it gets float32.
+    compute = input.dtype if weight is None else torch.promote_types(input.dtype, weight.dtype)
+    if input.device.type == "cpu":
+        compute = torch.promote_types(compute, torch.float32)
+    wide = [None if tensor is None else tensor.to(compute) for tensor in (input, weight, bias)]
+    with _autocast_off(input):
+        if subtract_mean:
+            output = torch.layer_norm(wide[0], shape, wide[1], wide[2], eps)  # type: ignore[arg-type]
+        else:
+            output = torch.rms_norm(wide[0], shape, wide[1], eps)  # type: ignore[arg-type]
+    return output.to(out_dtype)
 
 
-def _native(
-    input: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    subtract_mean: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """PyTorch's own operator, in a dtype that holds input and weight."""
-    if input.dtype != out_dtype or (weight is not None and weight.dtype != out_dtype):
-        compute = torch.promote_types(input.dtype, out_dtype if weight is None else weight.dtype)
-        input = input.to(compute)
-        weight = None if weight is None else weight.to(compute)
-        bias = None if bias is None else bias.to(compute)
-    if subtract_mean:
-        # native_layer_norm rather than F.layer_norm: autocast would turn the latter's result into float32.
-        return torch.native_layer_norm(input, shape, weight, bias, eps)[0].to(out_dtype)
-    return F.rms_norm(input, shape, weight, eps).to(out_dtype)
+def _autocast_off(input: Tensor) -> contextlib.AbstractContextManager:
+    """The norms cast as they see fit; autocast inside them would return float32."""
+    device_type = input.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def checked_shape(
     input: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None, bias: Tensor | None
+) -> Sequence[int]:
+    """`normalized_shape` as a sequence, after every argument was found fit."""
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+    if (
+        input.shape[-len(shape) :] == shape
+        and input.is_floating_point()
+        and (weight is None or (weight.shape == shape and weight.device == input.device))
+        and (bias is None or (weight is not None and bias.shape == shape and bias.device == input.device))
+    ):
+        return shape
+    return _shape_or_error(input, tuple(shape), weight, bias)
+
+
+def _shape_or_error(
+    input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None
 ) -> tuple[int, ...]:
-    """`normalized_shape` as a tuple, after every argument was found fit."""
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    """The slow path of `checked_shape`: says what is wrong, or accepts a list where a tuple was expected."""
     if not shape or tuple(input.shape[-len(shape) :]) != shape:
         raise ValueError(
             f"normalized_shape={list(shape)} must be the trailing dimensions of the input, whose shape is "

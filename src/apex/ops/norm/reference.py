@@ -1,7 +1,7 @@
 """Layer norm and RMS norm in PyTorch operators: the definition that everything else is held against.
 
-Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. Differentiable, so that
-derivatives of derivatives come out of it too.
+Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. Differentiable,
+so that derivatives of derivatives come out of it too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+def _rows(tensor: Tensor, row_length: int) -> Tensor:
+    return tensor.reshape(tensor.numel() // max(1, row_length), row_length)
+
+
 def statistics(input: Tensor, row_length: int, eps: float, subtract_mean: bool) -> tuple[Tensor | None, Tensor]:
     """Mean (None for RMS norm) and reciprocal standard deviation (or root mean square) of each row."""
-    rows = input.reshape(-1, row_length).to(compute_dtype(input))
+    rows = _rows(input, row_length).to(compute_dtype(input))
     mean = rows.mean(1) if subtract_mean else None
     centred = rows if mean is None else rows - mean[:, None]
     return mean, torch.rsqrt(centred.square().mean(1) + eps)
@@ -35,7 +39,7 @@ def forward(
     """Output (shape of `input`), mean and rstd (one value per row)."""
     compute = compute_dtype(input, weight)
     mean, rstd = statistics(input, row_length, eps, subtract_mean)
-    output = input.reshape(-1, row_length).to(compute)
+    output = _rows(input, row_length).to(compute)
     if mean is not None:
         output = output - mean[:, None]
     output = output * rstd[:, None]
@@ -62,9 +66,9 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias, from the saved input or (`from_output`) the saved output."""
     compute = compute_dtype(dy, saved, weight)
-    gradient = dy.reshape(-1, row_length).to(compute)
+    gradient = _rows(dy, row_length).to(compute)
     w = None if weight is None else weight.reshape(-1).to(compute)
-    normalised = saved.reshape(-1, row_length).to(compute)
+    normalised = _rows(saved, row_length).to(compute)
     rstd = rstd.reshape(-1, 1).to(compute)
     if from_output:
         if bias is not None:

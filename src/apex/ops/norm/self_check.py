@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .._tolerance import excess
 from . import reference
@@ -12,26 +13,37 @@ ROWS, COLUMNS, EPS = 48, 1000, 1e-5
 
 def self_check(device: torch.device) -> float:
     """Largest error, as a multiple of its tolerance, of both norms, forward and backward, in three dtypes."""
-    from .op import norm_backward, norm_forward
-
     generator = torch.Generator().manual_seed(0)
     worst = 0.0
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x, dy = (torch.randn(ROWS, COLUMNS, generator=generator).to(dtype) for _ in range(2))
         weight, bias = (torch.rand(COLUMNS, generator=generator).add(0.5).to(dtype) for _ in range(2))
         for subtract_mean in (True, False):
-            b = bias if subtract_mean else None
-            arguments = (COLUMNS, EPS, subtract_mean)
-            exact = [None if t is None else t.double() for t in (x, weight, b)]
-            expected = reference.forward(*exact, *arguments, torch.float64)
-            gradients = reference.backward(
-                dy.double(), exact[0], *expected[1:], *exact[1:], *arguments, False, torch.float64
-            )
-            here = [None if t is None else t.to(device) for t in (x, weight, b)]
-            output, mean, rstd = norm_forward(*here, *arguments, dtype)
-            actual = norm_backward(dy.to(device), here[0], mean, rstd, *here[1:], *arguments, False, dtype)
-            worst = max(worst, excess(output.cpu(), expected[0]))
-            for gradient, wanted, reduction in zip(actual, gradients, (1, ROWS, ROWS), strict=True):
-                if gradient is not None:
-                    worst = max(worst, excess(gradient.cpu(), wanted, reduction=reduction))
+            worst = max(worst, _largest_error(x, dy, weight, bias if subtract_mean else None, subtract_mean, device))
     return worst
+
+
+def _largest_error(
+    x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor | None, subtract_mean: bool, device: torch.device
+) -> float:
+    from .op import norm_backward, norm_forward
+
+    constants = (COLUMNS, EPS, subtract_mean)
+    output, mean, rstd = norm_forward(x.to(device), weight.to(device), _to(bias, device), *constants, x.dtype)
+    gradients = norm_backward(
+        dy.to(device), x.to(device), mean, rstd, weight.to(device), _to(bias, device), *constants, False, x.dtype
+    )
+    exact_x, exact_weight, exact_bias = x.double(), weight.double(), _to(bias, torch.float64)
+    expected, mean, rstd = reference.forward(exact_x, exact_weight, exact_bias, *constants, torch.float64)
+    expected_gradients = reference.backward(
+        dy.double(), exact_x, mean, rstd, exact_weight, exact_bias, *constants, False, torch.float64
+    )
+    worst = excess(output.cpu(), expected)
+    for actual, wanted, reduction in zip(gradients, expected_gradients, (1, ROWS, ROWS), strict=True):
+        if actual is not None and wanted is not None:
+            worst = max(worst, excess(actual.cpu(), wanted, reduction=reduction))
+    return worst
+
+
+def _to(tensor: Tensor | None, target: torch.device | torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(target)

@@ -1,0 +1,81 @@
+"""Where a run took place: the device, its name and the versions of everything that matters to its times."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+
+TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device a run measures: the named one, else a GPU where there is one, else the CPU."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"{name!r} is no device; use cpu, cuda or cuda:<index>") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} cannot be measured; use cpu, cuda or cuda:<index>")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device {name!r} was asked for, but this PyTorch finds no GPU")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or of the processor as the operating system gives it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return f"{platform.machine()} CPU"
+
+
+def device_stem(name: str) -> str:
+    """A device name as the beginning of a file name: "NVIDIA H200" -> "nvidia_h200"."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def installed_version(*distributions: str) -> str | None:
+    """The version of the first of these distributions that is installed."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Device, versions and date, as they stand at the head of a results file."""
+    versions = {
+        "apex": __version__,
+        "torch": torch.__version__,
+        "triton": installed_version(*TRITON_DISTRIBUTIONS),
+        "python": platform.python_version(),
+        "liger_kernel": installed_version("liger-kernel"),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+    }
+    return {
+        "device": {"type": device.type, "name": device_name(device), "threads": torch.get_num_threads()},
+        "versions": {name: str(version) for name, version in versions.items() if version is not None},
+        "system": platform.platform(),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }

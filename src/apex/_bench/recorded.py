@@ -1,0 +1,35 @@
+"""Times of NVIDIA apex, recorded per device: it has our import name and cannot be loaded beside us."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .results import Measurement
+
+_HERE = Path(__file__).resolve()
+# In a wheel the recordings lie inside the package, in a source tree beside `src`.
+DIRECTORIES = (_HERE.parent / "peers", _HERE.parents[3] / "benchmarks" / "peers")
+
+
+def recorded_measurements(
+    device_stem: str, directories: tuple[Path, ...] = DIRECTORIES
+) -> dict[str, dict[str, Measurement]]:
+    """Case name -> implementation ("nvidia apex", "nvidia apex_fast", ...) -> what was recorded on that device.
+
+    `device_stem` is the normalised device name, such as "nvidia_h200"; without a recording the mapping is empty.
+    """
+    path = next((p for d in directories if (p := d / f"{device_stem}.json").is_file()), None)
+    if path is None:
+        return {}
+    found: dict[str, dict[str, Measurement]] = {}
+    for row in json.loads(path.read_text()):
+        if not row["impl"].startswith("apex"):
+            continue
+        name = f"nvidia {row['impl']}"
+        if "ms" in row:
+            measurement = Measurement(name, "recorded", microseconds=1e3 * row["ms"])
+        else:
+            measurement = Measurement(name, "failed", error=row.get("err", "no time was recorded"))
+        found.setdefault(row["case"], {})[name] = measurement
+    return found

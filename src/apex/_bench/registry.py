@@ -1,0 +1,127 @@
+"""What can be benchmarked: families of cases, each declared once by a module of `apex._bench.cases`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+OURS = "ours"
+
+# One call of an implementation: does the work once and returns the tensors to compare.
+Call = Callable[[], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One right result: its values in float64, the dtype it is delivered in and how many terms each element sums."""
+
+    value: Tensor
+    dtype: torch.dtype
+    reduction: int = 1
+
+
+@dataclass
+class Prepared:
+    """A case with its tensors allocated.
+
+    `implementations` maps a name ("ours", "torch", "compile", "liger", ...) to a function that makes its `Call`, so
+    that a peer which fails to import or compile fails alone.
+    """
+
+    implementations: Mapping[str, Callable[[], Call]]
+    expected: Sequence[Expected]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    `bytes_moved` counts each input once and each output once. `timing` is "device" for the time of the work on the
+    device with a cold cache, "wall" for the time per iteration of a loop as a training script sees it, host included.
+    """
+
+    name: str
+    bytes_moved: int
+    make: Callable[[torch.device], Prepared]
+    timing: Literal["device", "wall"] = "device"
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """One row of the memory table: `make` gives, per implementation, a function that runs a step and keeps nothing."""
+
+    name: str
+    make: Callable[[torch.device], Mapping[str, Callable[[], object]]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Cases that belong together; `cases` and `memory_cases` take the device and whether a quick run was asked for."""
+
+    name: str
+    summary: str
+    cases: Callable[[torch.device, bool], Sequence[Case]]
+    memory_cases: Callable[[torch.device, bool], Sequence[MemoryCase]] = lambda device, quick: ()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a run will measure, as (family name, case) pairs."""
+
+    timed: list[tuple[str, Case]] = field(default_factory=list)
+    memory: list[tuple[str, MemoryCase]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.timed) + len(self.memory)
+
+
+class UnknownFamilyError(ValueError):
+    """A family name that no module has registered."""
+
+
+_families: dict[str, Family] = {}
+
+
+def register(family: Family) -> Family:
+    """Makes a family known to `apex bench`."""
+    if _families.setdefault(family.name, family) is not family:
+        raise ValueError(f"benchmark family {family.name!r} is registered twice")
+    return family
+
+
+def known_families() -> dict[str, Family]:
+    """Every family, by name; imports the modules below `apex._bench.cases` at the first call."""
+    from . import cases
+
+    for module in pkgutil.iter_modules(cases.__path__):
+        importlib.import_module(f"{cases.__name__}.{module.name}")
+    return dict(sorted(_families.items()))
+
+
+def select(names: Iterable[str], device: torch.device, *, quick: bool = False, words: str | None = None) -> Selection:
+    """The cases of the named families (all when none is named) whose name contains every word of `words`."""
+    families = known_families()
+    wanted = list(dict.fromkeys(names)) or list(families)
+    unknown = [name for name in wanted if name not in families]
+    if unknown:
+        raise UnknownFamilyError(
+            f"unknown benchmark {'family' if len(unknown) == 1 else 'families'} {', '.join(unknown)}; "
+            f"known: {', '.join(families)}"
+        )
+    needed = (words or "").lower().split()
+    selection = Selection()
+    for name in wanted:
+        family = families[name]
+        selection.timed.extend((name, case) for case in family.cases(device, quick) if _matches(case.name, needed))
+        selection.memory.extend((name, c) for c in family.memory_cases(device, quick) if _matches(c.name, needed))
+    return selection
+
+
+def _matches(name: str, needed: list[str]) -> bool:
+    return all(word in name.lower() for word in needed)

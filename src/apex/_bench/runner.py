@@ -1,0 +1,134 @@
+"""Measures one case at a time: check every implementation first, then time the ones that are right."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from . import timing
+from .check import mean_excess, worst_excess
+from .registry import OURS, Call, Case, Expected, MemoryCase
+from .results import CaseResult, Measurement, MemoryResult
+
+
+def run_case(
+    case: Case,
+    family: str,
+    device: torch.device,
+    effort: timing.Effort,
+    copy_bandwidth: float,
+    recorded: dict[str, Measurement] | None = None,
+) -> CaseResult:
+    """Every implementation of `case` checked and timed, with the `recorded` ones beside them."""
+    try:
+        measurements = _measure(case, device, effort)
+    except Exception as error:  # the case itself could not be built, for example for want of memory
+        measurements = {OURS: Measurement(OURS, "failed", error=_describe(error))}
+    _release(device)
+    return CaseResult(
+        case.name, family, case.timing, case.bytes_moved, copy_bandwidth, {**measurements, **(recorded or {})}
+    )
+
+
+def _measure(case: Case, device: torch.device, effort: timing.Effort) -> dict[str, Measurement]:
+    prepared = case.make(device)
+    measurements: dict[str, Measurement] = {}
+    calls: dict[str, Call] = {}
+    for name, prepare in prepared.implementations.items():
+        try:
+            call = prepare()
+            measurements[name] = _check(name, call, prepared.expected)
+        except Exception as error:  # one implementation's failure is a result, not the end of the run
+            measurements[name] = Measurement(name, "failed", error=_describe(error))
+        else:
+            if measurements[name].status == "ok":
+                calls[name] = call
+    prepared.expected = ()
+    _release(device)
+    for name, outcome in _time(case, calls, device, effort).items():
+        if isinstance(outcome, Exception):
+            measurements[name] = Measurement(name, "failed", error=_describe(outcome))
+        else:
+            microseconds, host = outcome
+            measurements[name] = replace(measurements[name], microseconds=microseconds, host_microseconds=host)
+    return measurements
+
+
+def _check(name: str, call: Call, expected: Sequence[Expected]) -> Measurement:
+    """A measurement without a time: "ok" or "wrong"."""
+    actual = call()
+    worst = worst_excess(actual, expected)
+    judged = worst if name == OURS else min(worst, mean_excess(actual, expected))
+    known = worst if math.isfinite(worst) else None
+    if judged <= 1:
+        return Measurement(name, "ok", worst_error=known)
+    reason = "results are NaN or have the wrong shape" if known is None else f"error is {worst:.3g} times the tolerance"
+    return Measurement(name, "wrong", worst_error=known, error=reason)
+
+
+def _time(
+    case: Case, calls: dict[str, Call], device: torch.device, effort: timing.Effort
+) -> dict[str, tuple[float, float | None] | Exception]:
+    """Median and host time in microseconds per implementation, or what went wrong.
+
+    Wall-clock cases are measured in turns, so that a drift of the machine hits all alike.
+    """
+    wall = case.timing == "wall"
+    measure = timing.wall_samples if wall else timing.device_samples
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    host: dict[str, float | None] = {}
+    errors: dict[str, Exception] = {}
+    for _ in range(effort.wall_rounds if wall else 1):
+        for name, call in calls.items():
+            if name in errors:
+                continue
+            try:
+                samples[name].extend(measure(call, device, effort))
+                if name not in host:
+                    host[name] = timing.host_microseconds(call, device, effort)
+            except Exception as error:
+                errors[name] = error
+    return {name: errors[name] if name in errors else (median(samples[name]), host[name]) for name in calls}
+
+
+def run_memory_case(case: MemoryCase, family: str, device: torch.device) -> MemoryResult:
+    """Peak bytes of a step of each implementation, beyond what was allocated before it; CUDA and ROCm only."""
+    result = MemoryResult(case.name, family)
+    try:
+        for name, step in case.make(device).items():
+            try:
+                result.peak_bytes[name] = _peak_bytes(step, device)
+            except Exception as error:
+                result.errors[name] = _describe(error)
+    except Exception as error:
+        result.errors[OURS] = _describe(error)
+    _release(device)
+    return result
+
+
+def _peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    step()  # workspaces and compiled kernels that stay are not part of a step
+    torch.cuda.synchronize(device)
+    gc.collect()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _release(device: torch.device) -> None:
+    """Gives the memory of what is no longer referenced back, so that cases do not burden each other."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _describe(error: Exception) -> str:
+    """The error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,139 @@
+"""How long a call takes, in microseconds: on the device, by the clock on the wall, and on the host.
+
+On a GPU the device time is the median over repetitions, each between two events and after a 256 MB buffer was zeroed,
+so that the call finds a cold L2 cache; the number of repetitions follows from an estimate and a time budget.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+CACHE_BYTES = 256 * 1024 * 1024  # more than the L2 cache of any GPU
+ESTIMATE_CALLS = 5
+GPU_COPY_BYTES = 1 << 30
+CPU_COPY_BYTES = 256 << 20
+HOST_CALLS = 20  # per batch: a GPU's queue holds about a thousand launches, and a full queue would stall the host
+WALL_BATCH_SECONDS = 5e-3
+MOST_SAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much time a measurement may take: milliseconds per warm-up and per round, and how many rounds and batches."""
+
+    warmup: float
+    repeat: float
+    wall_rounds: int
+    host_batches: int
+
+
+FULL = Effort(warmup=20, repeat=80, wall_rounds=3, host_batches=10)
+QUICK = Effort(warmup=2, repeat=10, wall_rounds=1, host_batches=3)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device; the CPU has nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_samples(call: Callable[[], object], device: torch.device, effort: Effort) -> list[float]:
+    """Microseconds of single calls on the device, after a warm-up."""
+    return _event_samples(call, effort) if device.type == "cuda" else _clock_samples(call, effort)
+
+
+def _event_samples(call: Callable[[], object], effort: Effort) -> list[float]:
+    cache = torch.empty(CACHE_BYTES // 4, dtype=torch.int32, device="cuda")
+    call()
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(ESTIMATE_CALLS):
+        cache.zero_()
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    estimate = max(start.elapsed_time(end) / ESTIMATE_CALLS, 1e-4)  # milliseconds
+
+    for _ in range(max(1, int(effort.warmup / estimate))):
+        call()
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(min(MOST_SAMPLES, max(1, int(effort.repeat / estimate))))
+    ]
+    for start, end in events:
+        cache.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [1e3 * start.elapsed_time(end) for start, end in events]
+
+
+def _clock_samples(call: Callable[[], object], effort: Effort) -> list[float]:
+    """Single calls under the wall clock, until the budget is spent but at least three."""
+    _repeat_for(call, effort.warmup)
+    samples: list[float] = []
+    stop = time.perf_counter() + effort.repeat / 1e3
+    while len(samples) < 3 or (time.perf_counter() < stop and len(samples) < MOST_SAMPLES):
+        begin = time.perf_counter()
+        call()
+        samples.append(1e6 * (time.perf_counter() - begin))
+    return samples
+
+
+def wall_samples(call: Callable[[], object], device: torch.device, effort: Effort) -> list[float]:
+    """Microseconds per iteration of a loop that waits for the device only at its end, one sample per loop."""
+    _repeat_for(call, effort.warmup)
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(ESTIMATE_CALLS):
+        call()
+    synchronize(device)
+    estimate = (time.perf_counter() - begin) / ESTIMATE_CALLS
+    iterations = min(200, max(1, int(WALL_BATCH_SECONDS / estimate)))
+    samples: list[float] = []
+    stop = time.perf_counter() + effort.repeat / 1e3
+    while len(samples) < 3 or time.perf_counter() < stop:
+        begin = time.perf_counter()
+        for _ in range(iterations):
+            call()
+        synchronize(device)
+        samples.append(1e6 * (time.perf_counter() - begin) / iterations)
+    return samples
+
+
+def host_microseconds(call: Callable[[], object], device: torch.device, effort: Effort) -> float | None:
+    """Time the Python thread is busy per call while the GPU's work is queued; None on the CPU."""
+    if device.type == "cpu":
+        return None
+    samples = []
+    for _ in range(effort.host_batches):
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        samples.append(1e6 * (time.perf_counter() - begin) / HOST_CALLS)
+    synchronize(device)
+    return median(samples)
+
+
+def copy_bandwidth(device: torch.device, effort: Effort) -> float:
+    """GB/s of a copy from device memory to device memory, counting the bytes read and the bytes written."""
+    size = CPU_COPY_BYTES if device.type == "cpu" else GPU_COPY_BYTES
+    source = torch.zeros(size // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / median(device_samples(lambda: target.copy_(source), device, effort)) / 1e3
+
+
+def _repeat_for(call: Callable[[], object], milliseconds: float) -> None:
+    """Calls at least once and until the time is over."""
+    stop = time.perf_counter() + milliseconds / 1e3
+    call()
+    while time.perf_counter() < stop:
+        call()

@@ -1,0 +1,16 @@
+"""The `apex` command: `doctor`, `demo` and `bench`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line and exits with its status."""
+    try:
+        from .app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(f"the apex command needs {error.name}, which is not installed: pip install typer rich")
+    app()

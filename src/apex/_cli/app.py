@@ -1,0 +1,102 @@
+"""The commands and their options. What they do is imported when one of them runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .._version import __version__
+
+app = typer.Typer(
+    name="apex",
+    help="Mixed precision, fused optimizers, norms and kernels for PyTorch, without a compiler.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # Help in frames is for terminals; in a pipe it is plain text.
+    rich_markup_mode="rich" if sys.stdout.isatty() else None,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"apex {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _apex(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Show what runs here and why, and check that its numbers are right.
+
+    Versions, devices, the implementation of each op family, and other packages called apex.
+    The exit status is 1 when something is broken.
+    """
+    from .doctor.facts import collect
+    from .doctor.report import print_json, print_report
+
+    report = collect()
+    (print_json if as_json else print_report)(report)
+    raise typer.Exit(1 if report.broken else 0)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(help="Training steps of each of the two runs.", min=1)] = 160,
+    device: Annotated[
+        str | None, typer.Option(help="Where to train: cpu, cuda, cuda:1, ... By default a GPU if there is one.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    plot: Annotated[Path, typer.Option(help="The picture of the loss curves: a .png, .svg or .pdf file.")] = Path(
+        "apex-demo.png"
+    ),
+) -> None:
+    """Train a small transformer with apex's norm and with PyTorch's.
+
+    The data is made on the spot. The run takes about 20 seconds on two slow CPU cores.
+    """
+    from .demo.command import run_demo
+
+    raise typer.Exit(run_demo(steps=steps, device=device, as_json=as_json, plot=plot))
+
+
+@app.command()
+def bench(
+    families: Annotated[
+        list[str] | None, typer.Argument(metavar="FAMILY", help="Op families to measure; all by default.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Where to write the results, as JSON.")] = None,
+    plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw the results as well.")] = True,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and shorter measurements.")] = False,
+    device: Annotated[str | None, typer.Option(help="Where to measure: cpu, cuda, cuda:1, ...")] = None,
+    name_filter: Annotated[
+        str | None, typer.Option("--filter", metavar="TEXT", help="Only cases whose name contains this.")
+    ] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="List the cases and measure nothing.")] = False,
+) -> None:
+    """Measure the ops on this machine, beside PyTorch's own."""
+    from apex._bench.command import run_bench
+
+    status = run_bench(
+        families or [],
+        output=output,
+        plot=plot,
+        quick=quick,
+        device=device,
+        filter=name_filter,
+        list_only=list_only,
+    )
+    raise typer.Exit(status)

@@ -1,0 +1,1 @@
+"""`apex doctor`: `facts` collects, `report` prints."""

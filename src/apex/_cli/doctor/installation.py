@@ -1,0 +1,197 @@
+"""Whether `import apex` and the compiled names give this package, and what else carries the name `apex`.
+
+The name is shared: upstream's distribution is called `apex` too, and PyPI's `apex` is an unrelated web toolkit.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from ..._version import __version__
+from .findings import Finding, Severity, import_problem
+
+PACKAGE = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class DistributionFacts:
+    """An installed distribution with the name `apex`."""
+
+    version: str
+    location: str
+    summary: str
+    ours: bool
+
+
+@dataclass(frozen=True)
+class CompiledName:
+    """A top-level module that stands in for a compiled one of upstream, and where an import finds it."""
+
+    name: str
+    location: str | None
+    ours: bool
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Where this package lives and what an import gives."""
+
+    package: str
+    resolves_to: str | None
+    others: list[str]
+    distributions: list[DistributionFacts]
+    compiled_names: list[CompiledName]
+
+
+def inspect_installation(import_names: bool = True) -> tuple[Installation, list[Finding]]:
+    """Looks for other packages called `apex`, and imports the compiled names that are ours if `import_names`."""
+    distributions = [_describe(distribution) for distribution in _distributions()]
+    resolved = _origin(_fresh_spec("apex"))
+    others = _search(sys.path)
+    names = [_compiled_name(path) for path in _compiled_files()]
+    installed = any(distribution.ours for distribution in distributions)
+    findings = [
+        *_judge_import(resolved, others),
+        *_judge_distributions(distributions),
+        *_judge_names(names, installed, import_names),
+    ]
+    return Installation(str(PACKAGE), _text(resolved), [str(path) for path in others], distributions, names), findings
+
+
+def _distributions() -> list[importlib.metadata.Distribution]:
+    """Every distribution called `apex`, the one that `importlib.metadata.version` finds first."""
+    unique: dict[Path, importlib.metadata.Distribution] = {}
+    for distribution in importlib.metadata.distributions(name="apex"):
+        unique.setdefault(_location(distribution), distribution)
+    return list(unique.values())
+
+
+def _location(distribution: importlib.metadata.Distribution) -> Path:
+    return Path(str(distribution.locate_file(""))).resolve()
+
+
+def _describe(distribution: importlib.metadata.Distribution) -> DistributionFacts:
+    ours = any(entry.value == "apex._cli:main" for entry in distribution.entry_points)
+    summary = distribution.metadata.json.get("summary", "")
+    return DistributionFacts(distribution.version, str(_location(distribution)), str(summary), ours)
+
+
+def _fresh_spec(name: str) -> ModuleSpec | None:
+    """What an import of `name` would find in a process that has not imported it yet."""
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, None) if hasattr(finder, "find_spec") else None
+        if spec is not None:
+            return spec
+    return None
+
+
+def _origin(spec: ModuleSpec | None) -> Path | None:
+    """The file of a module or package; None for a folder without `__init__.py`, which gives way to any package."""
+    return None if spec is None or spec.origin is None else Path(spec.origin).resolve()
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _is_this_package(origin: Path) -> bool:
+    return origin.parent == PACKAGE
+
+
+def _search(folders: Iterable[str]) -> list[Path]:
+    """Other packages called `apex` in these folders."""
+    origins = (_origin(PathFinder.find_spec("apex", [folder])) for folder in folders)
+    return list(dict.fromkeys(path for path in origins if path is not None and not _is_this_package(path)))
+
+
+def _judge_import(resolved: Path | None, others: list[Path]) -> list[Finding]:
+    if resolved is None:
+        return [Finding("broken", "import apex", f"finds nothing; {PACKAGE.parent} is not on the path")]
+    if not _is_this_package(resolved):
+        message = f"`import apex` gives {resolved} and not {PACKAGE}; uninstall that package or take it off the path"
+        return [Finding("broken", "import apex", message)]
+    findings = [Finding("ok", "import apex", f"gives this package, {PACKAGE}")]
+    findings += [Finding("warning", "import apex", f"another apex lies beside this one, unused: {o}") for o in others]
+    # A script has its own folder first on its path, often the current one; the `apex` command has not.
+    if not getattr(sys.flags, "safe_path", False):
+        findings += [
+            Finding("broken", "import apex", f"programs in this folder get another apex: {path}")
+            for path in _search([_current_folder()])
+            if path not in others
+        ]
+    return findings
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return os.devnull
+
+
+def _judge_distributions(distributions: list[DistributionFacts]) -> list[Finding]:
+    if not distributions:
+        return [Finding("ok", "distribution", f"not installed, running from a source tree: {PACKAGE.parent}")]
+    first, *rest = distributions
+    findings = []
+    if not first.ours:
+        findings.append(Finding("broken", "distribution", f"{_foreign(first)}; remove it with `pip uninstall apex`"))
+    elif first.version != __version__:
+        message = f"apex {first.version} is installed in {first.location}, but {__version__} is running; install again"
+        findings.append(Finding("broken", "distribution", message))
+    else:
+        findings.append(Finding("ok", "distribution", f"apex {first.version} is installed in {first.location}"))
+    for other in rest:
+        message = f"also apex {other.version} in {other.location}" if other.ours else _foreign(other)
+        findings.append(Finding("warning", "distribution", message))
+    return findings
+
+
+def _foreign(distribution: DistributionFacts) -> str:
+    summary = f" ({distribution.summary})" if distribution.summary else ""
+    return f"another project's apex {distribution.version}{summary} is installed in {distribution.location}"
+
+
+def _compiled_files() -> list[Path]:
+    """The files of the compiled names: a folder in a source tree, top-level modules once installed."""
+    folder = PACKAGE.parent / "compiled_names"
+    if folder.is_dir():
+        return sorted(folder.glob("*.py"))
+    recorded = (
+        PACKAGE.parent / file.name
+        for distribution in _distributions()
+        if _describe(distribution).ours and _location(distribution) == PACKAGE.parent
+        for file in distribution.files or ()
+        if len(file.parts) == 1 and file.suffix == ".py"
+    )
+    return sorted(recorded)
+
+
+def _compiled_name(path: Path) -> CompiledName:
+    origin = _origin(_fresh_spec(path.stem))
+    return CompiledName(path.stem, _text(origin), origin == path)
+
+
+def _judge_names(names: list[CompiledName], installed: bool, import_names: bool) -> list[Finding]:
+    """One finding per name that is not as it should be, and one for all the others together."""
+    findings = []
+    for name in names:
+        if name.location is None:
+            remedy = "install again" if installed else "in a source tree, put its folder compiled_names on the path"
+            severity: Severity = "broken" if installed else "warning"
+            findings.append(Finding(severity, name.name, f"cannot be imported; {remedy}"))
+        elif not name.ours:
+            message = f"comes from {name.location}, not from this package; uninstall the compiled apex"
+            findings.append(Finding("broken", name.name, message))
+        elif import_names and (problem := import_problem(name.name)) is not None:
+            findings.append(Finding("broken", name.name, problem))
+    right = len(names) - len(findings)
+    if right:
+        findings.append(Finding("ok", "compiled names", f"{right} of {len(names)} come from this package"))
+    return findings

@@ -1,0 +1,51 @@
+"""Running the command in a process of its own, with an environment that does not depend on the test runner's."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import apex
+
+SOURCE = Path(apex.__file__).resolve().parents[1]
+_LEFT_OUT = ("APEX_IMPL", "FORCE_COLOR", "NO_COLOR", "PYTHONPATH", "TERMINAL_WIDTH", "TRITON_INTERPRET")
+
+DOCTOR = ("-m", "apex", "doctor")
+
+
+def run_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python arguments...` with stdout and stderr in pipes and this package on the path."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _LEFT_OUT}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**inherited, "PYTHONPATH": str(SOURCE), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def words(output: str) -> str:
+    """Output without colours, frames and line breaks, which depend on the terminal that the tests run in."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m|[\u2500-\u257f]", " ", output).split())
+
+
+def write_package(folder: Path, name: str = "apex") -> Path:
+    """A package that is not this one; returns the folder that has to be on the path."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text("raise ImportError('the wrong package')\n")
+    return folder
+
+
+def write_distribution(folder: Path, version: str, summary: str, entry_points: str = "") -> Path:
+    """The metadata of an installed distribution called apex."""
+    metadata = folder / f"apex-{version}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: apex\nVersion: {version}\nSummary: {summary}\n")
+    (metadata / "entry_points.txt").write_text(entry_points)
+    return folder

@@ -1,0 +1,144 @@
+"""`apex doctor` in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import apex
+from apex._cli.app import app
+from apex._cli.doctor import installation
+from apex.ops import _library
+
+from .helpers import write_distribution, write_package
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("empty"))
+
+
+def doctor() -> tuple[int, dict[str, Any]]:
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    return result.exit_code, json.loads(result.stdout)
+
+
+def findings(report: dict[str, Any], severity: str) -> list[str]:
+    return [f"{f['subject']}: {f['message']}" for f in report["findings"] if f["severity"] == severity]
+
+
+def replace_self_check(monkeypatch: pytest.MonkeyPatch, check: Any) -> None:
+    family = _library.FAMILIES["norm"]
+    monkeypatch.setitem(_library.FAMILIES, "norm", dataclasses.replace(family, self_check=check))
+
+
+def test_everything_works_here() -> None:
+    status, report = doctor()
+    assert status == 0
+    assert report["status"] == "ok"
+    assert findings(report, "broken") == []
+    assert report["versions"]["apex"] == apex.__version__
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["devices"][0]["device"] == "cpu"
+    assert report["devices"][0]["threads"] == torch.get_num_threads()
+    combinations = {(c["family"], c["device"], c["dtype"]) for c in report["choices"]}
+    for family in _library.FAMILIES:
+        for device in report["devices"]:
+            assert (family, device["device"], "bfloat16") in combinations
+            assert any(c["family"] == family and c["error"] <= 1 for c in report["self_checks"])
+    names = {name["name"] for name in report["installation"]["compiled_names"]}
+    assert {"fused_layer_norm_cuda", "fast_layer_norm"} <= names
+
+
+def test_text_shows_every_part() -> None:
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    for part in ("Versions", "Devices", "Implementations", "Self-check", "Findings", "APEX_IMPL", "Everything works."):
+        assert part in result.stdout
+
+
+@pytest.mark.parametrize("error", [1.5, float("nan"), float("inf")])
+def test_wrong_numbers_are_broken(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
+    replace_self_check(monkeypatch, lambda device: error)
+    status, report = doctor()
+    assert status == 1
+    assert "norm on cpu: wrong numbers" in findings(report, "broken")[0]
+
+
+def test_a_self_check_that_raises_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> float:
+        raise RuntimeError("out of [order]")
+
+    replace_self_check(monkeypatch, fail)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "RuntimeError: out of [order]" in result.stdout
+    assert "broken; see the findings above" in result.stdout
+
+
+def test_a_package_before_this_one_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(write_package(tmp_path))
+    status, report = doctor()
+    assert status == 1
+    assert str(tmp_path / "apex") in findings(report, "broken")[0]
+
+
+def test_a_package_behind_this_one_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(write_package(tmp_path))])
+    status, report = doctor()
+    assert status == 0
+    assert "another apex lies beside" in findings(report, "warning")[0]
+
+
+def test_a_package_in_the_current_folder_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.chdir(write_package(tmp_path))
+    status, report = doctor()
+    assert status == 1
+    assert "programs in this folder" in findings(report, "broken")[0]
+
+
+def test_another_projects_distribution_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(write_distribution(tmp_path, "0.9.10", "Pyramid toolkit"))
+    status, report = doctor()
+    assert status == 1
+    assert "another project's apex 0.9.10 (Pyramid toolkit)" in findings(report, "broken")[0]
+
+
+def test_an_installed_version_that_is_not_the_running_one_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry_points = "[console_scripts]\napex = apex._cli:main\n"
+    monkeypatch.syspath_prepend(write_distribution(tmp_path, "0.0.1", "this project", entry_points))
+    status, report = doctor()
+    assert status == 1
+    assert "0.0.1" in findings(report, "broken")[0]
+
+
+def test_no_distribution_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "_distributions", list)
+    status, report = doctor()
+    assert status == 0
+    assert "running from a source tree" in " ".join(findings(report, "ok"))
+
+
+def test_a_compiled_upstream_module_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh_spec = installation._fresh_spec
+
+    def find(name: str) -> ModuleSpec | None:
+        if name == "fast_layer_norm":
+            return ModuleSpec(name, None, origin=str(tmp_path / "fast_layer_norm.cpython-311.so"))
+        return fresh_spec(name)
+
+    monkeypatch.setattr(installation, "_fresh_spec", find)
+    status, report = doctor()
+    assert status == 1
+    assert "fast_layer_norm: comes from" in findings(report, "broken")[0]

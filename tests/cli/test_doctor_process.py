@@ -1,0 +1,58 @@
+"""`apex doctor` in a process of its own: pipes and environments."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from .helpers import DOCTOR, SOURCE, run_python, write_package
+
+
+def test_piped_output_is_plain_and_whole(tmp_path: Path) -> None:
+    result = run_python(*DOCTOR, cwd=tmp_path, COLUMNS="40", FORCE_COLOR="1")
+    assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout
+    assert "float32, bfloat16, float16" in result.stdout
+    assert "…" not in result.stdout
+    assert str(SOURCE / "apex") in result.stdout
+
+
+def test_json_is_the_only_thing_on_stdout(tmp_path: Path) -> None:
+    result = run_python(*DOCTOR, "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["status"] == "ok"
+
+
+def test_an_implementation_that_cannot_be_met_is_broken(tmp_path: Path) -> None:
+    result = run_python(*DOCTOR, "--json", cwd=tmp_path, APEX_IMPL="triton", CUDA_VISIBLE_DEVICES="")
+    report = json.loads(result.stdout)
+    assert result.returncode == 1
+    assert report["requested_implementation"] == "triton"
+    assert all(choice["implementation"] is None for choice in report["choices"])
+    assert any(f["severity"] == "broken" and "APEX_IMPL=triton" in f["message"] for f in report["findings"])
+
+
+def test_an_unknown_implementation_is_broken_and_says_what_is_known(tmp_path: Path) -> None:
+    result = run_python(*DOCTOR, cwd=tmp_path, APEX_IMPL="cuda")
+    assert result.returncode == 1
+    assert "use one of auto, triton, torch" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_torch_that_does_not_import_is_broken(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(SOURCE), str(write_package(tmp_path / "bad", "torch"))])
+    result = run_python(*DOCTOR, "--json", cwd=tmp_path, PYTHONPATH=path)
+    assert result.returncode == 1, result.stderr
+    assert "importing torch failed" in json.loads(result.stdout)["versions"]["torch_problem"]
+
+
+@pytest.mark.parametrize("position", ["0", "len(sys.path)"])
+def test_a_shadowing_package(tmp_path: Path, position: str) -> None:
+    folder = write_package(tmp_path / "other")
+    code = f"import sys, apex._cli; sys.path.insert({position}, {str(folder)!r}); sys.argv = ['apex', 'doctor']; "
+    result = run_python("-c", code + "apex._cli.main()", cwd=tmp_path)
+    assert str(folder / "apex") in result.stdout
+    assert result.returncode == (1 if position == "0" else 0)

@@ -1,0 +1,41 @@
+"""Where tests run: on a GPU for real when there is one, else on the CPU with Triton's interpreter."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+
+# Before anything imports triton: kernels become interpreted functions at import.
+if not GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if GPU:
+        return
+    skip = pytest.mark.skip(reason="needs a GPU")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised memory holds NaN, so that an element nobody wrote or a read out of bounds shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    previous = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = previous
+        torch.use_deterministic_algorithms(False)

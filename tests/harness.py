@@ -1,0 +1,60 @@
+"""One table of cases per op, run three ways: reference in float64, torch path, Triton kernel.
+
+`routes()` parametrises a test over the ways to reach an op here: PyTorch operators on the CPU, Triton's interpreter on the
+CPU, and on a GPU (marker `gpu`) both the operators and the real kernels.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from apex.ops._tolerance import excess
+
+
+@dataclass(frozen=True)
+class Route:
+    """A device and the implementation asked for there."""
+
+    device: str
+    implementation: str
+
+    def __str__(self) -> str:
+        return f"{self.device}-{self.implementation}"
+
+
+def routes(*, interpreter: bool = True) -> list:
+    """Every way to reach an op, as pytest parameters."""
+    parameters = [
+        pytest.param(Route("cpu", "torch"), id="cpu-torch"),
+        pytest.param(Route("cuda", "torch"), id="gpu-torch", marks=pytest.mark.gpu),
+        pytest.param(Route("cuda", "triton"), id="gpu-triton", marks=pytest.mark.gpu),
+    ]
+    if interpreter:
+        reason = "Triton's interpreter is for machines without a GPU"
+        mark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason=reason)
+        parameters.append(pytest.param(Route("cpu", "triton"), id="interpreter", marks=mark))
+    return parameters
+
+
+def assert_close(actual: Tensor | None, expected: Tensor | None, *, reduction: int = 1, what: str = "result") -> None:
+    """Holds a result against its float64 expectation by the one tolerance table."""
+    assert (actual is None) == (expected is None), f"{what}: {actual is None=}, {expected is None=}"
+    if actual is None or expected is None:
+        return
+    assert actual.shape == expected.shape, f"{what} has shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    error = excess(actual.detach().cpu(), expected.detach().cpu(), reduction=reduction)
+    assert error <= 1, f"{what} is off by {error:.3g} times its tolerance"
+
+
+def assert_equal_bits(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> None:
+    """Two runs gave the same bits."""
+    for a, b in zip(first, second, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert torch.equal(a.view(torch.uint8) if a.numel() else a, b.view(torch.uint8) if b.numel() else b)

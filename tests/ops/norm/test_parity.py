@@ -1,0 +1,153 @@
+"""The norms against the float64 reference, by every route, with uninitialised memory full of NaN."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from apex.ops import _library, norm
+from apex.ops.norm import reference
+from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.ops.norm.cases import CASES, LARGE_CASES, NormCase
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def exact(case: NormCase, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple:
+    """Output and gradients in float64."""
+    wide = [None if t is None else t.double().cpu() for t in (x, dy, weight, bias)]
+    arguments = (case.columns, case.eps, case.subtract_mean)
+    output, mean, rstd = reference.forward(wide[0], wide[2], wide[3], *arguments, torch.float64)
+    gradients = reference.backward(wide[1], wide[0], mean, rstd, wide[2], wide[3], *arguments, False, torch.float64)
+    return output, gradients
+
+
+def run(case: NormCase, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple:
+    """Output and gradients through the public function and autograd."""
+    inputs = [None if t is None else t.detach().clone().requires_grad_() for t in (x, weight, bias)]
+    options = {"memory_efficient": case.memory_efficient, "out_dtype": case.out_dtype}
+    if case.subtract_mean:
+        output = norm.layer_norm(inputs[0], case.columns, inputs[1], inputs[2], case.eps, **options)
+    else:
+        output = norm.rms_norm(inputs[0], case.columns, inputs[1], case.eps, **options)
+    output.backward(dy)
+    return output, [None if t is None else t.grad for t in inputs]
+
+
+def check(case: NormCase, route: Route) -> None:
+    tensors = case.tensors(route.device)
+    expected, expected_gradients = exact(case, *tensors)
+    with _library.implementation(route.implementation):
+        output, gradients = run(case, *tensors)
+        again, gradients_again = run(case, *tensors)
+    assert output.dtype == case.result_dtype
+    # Data far from zero has lost digits before the norm sees it; a sum of plain squares would lose them twice.
+    conditioning = max(1, round(case.offset))
+    assert_close(output, expected, reduction=conditioning, what="output")
+    for name, actual, wanted, terms in zip(
+        ("dx", "dweight", "dbias"), gradients, expected_gradients, (1, case.rows, case.rows), strict=True
+    ):
+        assert_close(actual, wanted, reduction=terms * conditioning, what=name)
+    assert_equal_bits([output, *gradients], [again, *gradients_again])
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_reference(case: NormCase, route: Route) -> None:
+    check(case, route)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE_CASES, ids=str)
+def test_matches_reference_at_model_sizes(case: NormCase) -> None:
+    check(case, Route("cuda", "triton"))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    rows, columns = (1 << 31) // 4096 + 3, 4096
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    weight, bias = torch.rand(2, columns, device="cuda", dtype=torch.bfloat16)
+    output, mean, rstd = norm.norm_forward(x, weight, bias, columns, 1e-5, True, torch.bfloat16)
+    dx, dweight, dbias = norm.norm_backward(x, x, mean, rstd, weight, bias, columns, 1e-5, True, False, torch.bfloat16)
+    last = slice(rows - 2, rows)
+    expected, last_mean, last_rstd = reference.forward(
+        x[last].double(), weight.double(), bias.double(), columns, 1e-5, True, torch.float64
+    )
+    assert_close(output[last], expected)
+    expected_dx, _, _ = reference.backward(
+        x[last].double(),
+        x[last].double(),
+        last_mean,
+        last_rstd,
+        weight.double(),
+        bias.double(),
+        columns,
+        1e-5,
+        True,
+        False,
+        torch.float64,
+    )
+    assert_close(dx[last], expected_dx)
+    assert_close(dbias, x.sum(0, dtype=torch.float64), reduction=rows)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0), (2, 0, 8)])
+def test_empty(route: Route, shape: tuple[int, ...]) -> None:
+    x = torch.empty(shape, device=route.device, requires_grad=True)
+    weight = torch.ones(shape[-1], device=route.device, requires_grad=True)
+    bias = torch.zeros(shape[-1], device=route.device, requires_grad=True)
+    for memory_efficient in (False, True):
+        with _library.implementation(route.implementation):
+            output = norm.layer_norm(x, shape[-1], weight, bias, memory_efficient=memory_efficient)
+            gradients = torch.autograd.grad(output.sum(), (x, weight, bias))
+        assert output.shape == x.shape
+        assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_strided_input_and_gradient(route: Route) -> None:
+    wide = torch.randn(6, 4, 80, device=route.device)
+    x = wide.transpose(0, 1)[..., 3:67]
+    dy = torch.randn(64, 6, 4, device=route.device).permute(2, 1, 0)
+    weight, bias = torch.rand(64, 2, device=route.device).unbind(1)
+    with _library.implementation(route.implementation):
+        strided = x.detach().requires_grad_()
+        output = norm.layer_norm(strided, 64, weight, bias)
+        (dx,) = torch.autograd.grad(output, strided, dy)
+    wanted = x.double().detach().requires_grad_()
+    expected = torch.nn.functional.layer_norm(wanted, (64,), weight.double(), bias.double())
+    (expected_dx,) = torch.autograd.grad(expected, wanted, dy.double())
+    assert_close(output, expected)
+    assert_close(dx, expected_dx)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_unaligned_storage(route: Route) -> None:
+    x = torch.randn(1 + 4 * 64, device=route.device)[1:].view(4, 64)
+    weight, bias = torch.rand(129, device=route.device)[1:].view(2, 64)
+    with _library.implementation(route.implementation):
+        for _ in range(2):  # the second call takes the launcher's cached path
+            aligned = norm.layer_norm(x.clone(), 64, weight.clone(), bias.clone())
+            output = norm.layer_norm(x, 64, weight, bias)
+    assert_equal_bits([output], [aligned])
+
+
+@pytest.mark.parametrize("route", routes())
+def test_several_normalised_dimensions(route: Route) -> None:
+    x = torch.randn(3, 4, 5, 6, device=route.device)
+    weight, bias = torch.rand(2, 5, 6, device=route.device)
+    with _library.implementation(route.implementation):
+        output = norm.layer_norm(x, [5, 6], weight, bias)
+    wanted = torch.nn.functional.layer_norm(x.double(), (5, 6), weight.double(), bias.double())
+    assert_close(output, wanted)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_frozen_weight_gets_no_gradient(route: Route) -> None:
+    x = torch.randn(4, 32, device=route.device, requires_grad=True)
+    weight, bias = torch.rand(2, 32, device=route.device)
+    with _library.implementation(route.implementation):
+        norm.layer_norm(x, 32, weight, bias).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is None
