@@ -1,7 +1,7 @@
 """One table of cases per op, run three ways: reference in float64, torch path, Triton kernel.
 
-`routes()` parametrises a test over the ways to reach an op here: PyTorch operators on the CPU, Triton's interpreter on the
-CPU, and on a GPU (marker `gpu`) both the operators and the real kernels.
+`routes()` parametrises a test over the ways to reach an op here: PyTorch operators on the CPU, Triton's interpreter on
+the CPU, and on a GPU (marker `gpu`) both the operators and the real kernels.
 """
 
 from __future__ import annotations

@@ -19,3 +19,8 @@ def requested_implementation() -> Implementation:
 def triton_interpreter_requested() -> bool:
     """Whether `TRITON_INTERPRET` asks Triton to run its kernels in Python, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "").strip().lower() in ("1", "true", "yes", "on", "y")
+
+
+def no_color() -> bool:
+    """Whether `NO_COLOR` asks for plain output."""
+    return bool(os.environ.get("NO_COLOR"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
 
@@ -12,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .. import _env
+
 # No line is wrapped or cut at this width; tables take only what they need of it.
 _PIPE_WIDTH = 10_000
 
@@ -19,7 +20,7 @@ _PIPE_WIDTH = 10_000
 def make_console(*, stderr: bool = False) -> Console:
     """A console that takes text literally; wide in a pipe, without styles in a pipe or under NO_COLOR."""
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    styled = terminal and not os.environ.get("NO_COLOR")
+    styled = terminal and not _env.no_color()
     return Console(
         stderr=stderr,
         force_terminal=terminal,

@@ -68,7 +68,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     weight, bias = torch.rand(2, columns, device="cuda", dtype=torch.bfloat16)
     output, mean, rstd = norm.norm_forward(x, weight, bias, columns, 1e-5, True, torch.bfloat16)
-    dx, dweight, dbias = norm.norm_backward(x, x, mean, rstd, weight, bias, columns, 1e-5, True, False, torch.bfloat16)
+    dx, _, dbias = norm.norm_backward(x, x, mean, rstd, weight, bias, columns, 1e-5, True, False, torch.bfloat16)
     last = slice(rows - 2, rows)
     expected, last_mean, last_rstd = reference.forward(
         x[last].double(), weight.double(), bias.double(), columns, 1e-5, True, torch.float64

@@ -166,7 +166,8 @@ def _is_small(input: Tensor, weight: Tensor) -> bool:
     would return float32.
     """
     return (
-        input.numel() < config.NATIVE_BELOW
+        not torch._C._get_tracing_state()
+        and input.numel() < config.NATIVE_BELOW
         and input.dtype == weight.dtype
         and (input.is_cuda or input.dtype == torch.float32)
         and not torch._C._is_any_autocast_enabled()
@@ -185,7 +186,12 @@ def _norm(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     out_dtype = out_dtype or input.dtype
-    if input.numel() and (memory_efficient or _library.runs_triton(FAMILY, input)):
+    # torch.jit.trace sees operators, not kernel launches.
+    if (
+        not torch._C._get_tracing_state()
+        and input.numel()
+        and (memory_efficient or _library.runs_triton(FAMILY, input))
+    ):
         return NormFunction.apply(input, weight, bias, shape, eps, memory_efficient, subtract_mean, out_dtype)
     # No kernel here: PyTorch's operator, for mixed dtypes in one that holds both. On the CPU it sums the gradients of
     # half-precision weights in half precision (5% off after 4096 rows), so there it gets float32.
@@ -214,8 +220,11 @@ def checked_shape(
 ) -> Sequence[int]:
     """`normalized_shape` as a sequence, after every argument was found fit."""
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+    if torch._C._get_tracing_state():  # sizes are tensors then; PyTorch's operator checks them
+        return tuple(shape)
     if (
-        input.shape[-len(shape) :] == shape
+        shape
+        and input.shape[-len(shape) :] == shape
         and input.is_floating_point()
         and (weight is None or (weight.shape == shape and weight.device == input.device))
         and (bias is None or (weight is not None and bias.shape == shape and bias.device == input.device))

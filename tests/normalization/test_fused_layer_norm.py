@@ -1,0 +1,267 @@
+"""The norm modules and functions as clients use them."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm, fused_layer_norm
+from apex.ops import _library
+from tests.harness import Route, assert_close, routes
+
+PAIRS = [(FusedLayerNorm, nn.LayerNorm), (FusedRMSNorm, nn.RMSNorm)]
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def randomise(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+@pytest.mark.parametrize("shape", [16, (16,), [4, 8], torch.Size([3, 4, 8])])
+@pytest.mark.parametrize("affine", [True, False])
+def test_equals_torch(route: Route, ours, theirs, shape, affine: bool) -> None:
+    fused = ours(shape, elementwise_affine=affine).to(route.device)
+    randomise(fused)
+    plain = theirs(shape, eps=1e-5, elementwise_affine=affine).to(route.device, torch.float64)
+    plain.load_state_dict(fused.state_dict())
+    sizes = (16,) if isinstance(shape, int) else tuple(shape)
+    x = torch.randn(2, 3, *sizes, device=route.device, requires_grad=True)
+    wide = x.detach().double().requires_grad_()
+    with _library.implementation(route.implementation):
+        output = fused(x)
+        output.sin().sum().backward()
+    expected = plain(wide)
+    expected.sin().sum().backward()
+    assert_close(output, expected)
+    assert_close(x.grad, wide.grad)
+    for (name, mine), (_, other) in zip(fused.named_parameters(), plain.named_parameters(), strict=True):
+        assert_close(mine.grad, other.grad, reduction=6, what=name)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+@pytest.mark.parametrize("affine", [True, False])
+def test_state_dicts_are_interchangeable(ours, theirs, affine: bool) -> None:
+    fused, plain = ours((4, 8), elementwise_affine=affine), theirs((4, 8), elementwise_affine=affine)
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    randomise(plain)
+    fused.load_state_dict(plain.state_dict())
+    for mine, other in zip(fused.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(mine, other)
+    randomise(fused)
+    plain.load_state_dict(fused.state_dict())
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("fused", "mixed"), [(FusedLayerNorm, MixedFusedLayerNorm), (FusedRMSNorm, MixedFusedRMSNorm)])
+def test_output_dtypes(route: Route, dtype: torch.dtype, fused, mixed) -> None:
+    x = torch.randn(4, 32, device=route.device, dtype=dtype)
+    with _library.implementation(route.implementation):
+        assert fused(32).to(route.device)(x).dtype == dtype
+        assert mixed(32).to(route.device)(x).dtype == torch.float32
+        assert mixed(32).to(route.device, dtype)(x).dtype == dtype
+        assert mixed(32).to(route.device, dtype)(x.float()).dtype == dtype
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("module", [FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm])
+@pytest.mark.parametrize("memory_efficient", [True, False])
+def test_autocast_casts_everything(route: Route, dtype: torch.dtype, module, memory_efficient: bool) -> None:
+    norm = module(32, memory_efficient=memory_efficient).to(route.device)
+    x = torch.randn(4, 32, device=route.device, requires_grad=True)
+    with _library.implementation(route.implementation):
+        with torch.autocast(route.device, dtype):
+            output = norm(x)
+        assert output.dtype == dtype
+        output.float().sum().backward()
+        with torch.autocast(route.device, dtype):
+            double = norm.double()(x.detach().double()) if route.implementation == "torch" else None
+    assert x.grad.dtype == torch.float32
+    assert norm.weight.grad.dtype in (torch.float32, torch.float64)
+    assert double is None or double.dtype == torch.float64
+
+
+def test_autocast_for_another_device_changes_nothing() -> None:
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert FusedLayerNorm(8)(torch.randn(2, 8)).dtype == torch.float32
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.parametrize("memory_efficient", [True, False])
+def test_memory_efficient_gives_the_same_gradients(memory_efficient: bool) -> None:
+    torch.manual_seed(1)
+    norm = FusedLayerNorm(32, memory_efficient=memory_efficient)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+    x = torch.randn(5, 32, requires_grad=True)
+    norm(x).sin().sum().backward()
+    plain = nn.LayerNorm(32).double()
+    plain.load_state_dict(norm.state_dict())
+    wide = x.detach().double().requires_grad_()
+    plain(wide).sin().sum().backward()
+    assert_close(x.grad, wide.grad)
+    assert_close(norm.weight.grad, plain.weight.grad, reduction=5)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        ("FusedLayerNormAffineFunction", ["input", "weight", "bias", "normalized_shape", "eps", "memory_efficient"]),
+        (
+            "FusedLayerNormAffineMixedDtypesFunction",
+            ["input", "weight", "bias", "normalized_shape", "eps", "memory_efficient"],
+        ),
+        ("FusedLayerNormFunction", ["input", "normalized_shape", "eps", "memory_efficient"]),
+        ("FusedRMSNormAffineFunction", ["input", "weight", "normalized_shape", "eps", "memory_efficient"]),
+        ("FusedRMSNormAffineMixedDtypesFunction", ["input", "weight", "normalized_shape", "eps", "memory_efficient"]),
+        ("FusedRMSNormFunction", ["input", "normalized_shape", "eps", "memory_efficient"]),
+    ],
+)
+@pytest.mark.parametrize("memory_efficient", [[], [False], [True]])
+def test_functions_that_clients_introspect_and_apply(function: str, arguments: list[str], memory_efficient) -> None:
+    node = getattr(fused_layer_norm, function)
+    assert inspect.getfullargspec(node.forward).args[1:] == arguments
+    values = {
+        "input": torch.randn(3, 16, requires_grad=True),
+        "weight": torch.ones(16, requires_grad=True),
+        "bias": torch.zeros(16, requires_grad=True),
+        "normalized_shape": (16,),
+        "eps": 1e-5,
+    }
+    output = node.apply(*(values[name] for name in arguments[:-1]), *memory_efficient)
+    x = values["input"].detach().double()
+    expected = nn.functional.layer_norm(x, (16,)) if "Layer" in function else nn.functional.rms_norm(x, (16,), eps=1e-5)
+    assert_close(output, expected)
+    tensors = [values[name] for name in arguments if isinstance(values.get(name), torch.Tensor)]
+    assert all(g is not None for g in torch.autograd.grad(output.sin().sum(), tensors))
+
+
+def test_functions_default_to_a_smaller_eps() -> None:
+    for name in (
+        "fused_layer_norm",
+        "fused_layer_norm_affine",
+        "fused_rms_norm",
+        "fused_rms_norm_affine",
+        "mixed_dtype_fused_layer_norm_affine",
+        "mixed_dtype_fused_rms_norm_affine",
+    ):
+        assert inspect.signature(getattr(fused_layer_norm, name)).parameters["eps"].default == 1e-6
+
+
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32, torch.float16])
+def test_manual_rms_norm(weight_dtype: torch.dtype | None) -> None:
+    x = torch.randn(3, 4, 8, dtype=torch.float16)
+    weight = None if weight_dtype is None else torch.rand(4, 8).to(weight_dtype)
+    output = fused_layer_norm.manual_rms_norm(x, (4, 8), weight, 1e-5)
+    wide_weight = None if weight is None else weight.double()
+    expected = nn.functional.rms_norm(x.double(), (4, 8), wide_weight, 1e-5)
+    torch.testing.assert_close(output.double(), expected, rtol=2e-3, atol=2e-3)
+    assert output.dtype == (torch.float16 if weight_dtype == torch.float16 else torch.float32)
+
+
+def test_subclasses_and_reassigned_weights() -> None:
+    class Scaled(FusedLayerNorm):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    norm = Scaled(8)
+    norm.weight = nn.Parameter(torch.full((8,), 3.0))
+    norm.bias = nn.Parameter(torch.ones(8))
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(norm(x), 2 * (3 * nn.functional.layer_norm(x, (8,)) + 1))
+    assert isinstance(norm, FusedLayerNorm)
+
+
+def test_mixed_norms_need_their_parameters() -> None:
+    for mixed in (MixedFusedLayerNorm, MixedFusedRMSNorm):
+        assert mixed(8, elementwise_affine=True).weight is not None
+        with pytest.raises(RuntimeError, match="elementwise_affine"):
+            mixed(8, elementwise_affine=False)
+        with pytest.raises(TypeError, match="momentum"):
+            mixed(8, momentum=0.1)
+
+
+def test_representation_and_reset() -> None:
+    norm = FusedRMSNorm([4, 8], eps=1e-3)
+    assert repr(norm) == "FusedRMSNorm((4, 8), eps=0.001, elementwise_affine=True)"
+    randomise(norm)
+    norm.reset_parameters()
+    assert torch.equal(norm.weight, torch.ones(4, 8))
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("memory_efficient", [False, True])
+def test_bad_input_is_refused_in_clear_words(route: Route, memory_efficient: bool) -> None:
+    norm = FusedLayerNorm(16, memory_efficient=memory_efficient).to(route.device)
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    with _library.implementation(route.implementation):
+        with pytest.raises(ValueError, match=r"normalized_shape=\[16\] .* \[4, 17\]"):
+            norm(torch.randn(4, 17, device=route.device))
+        with pytest.raises(TypeError, match=r"floating-point input, got torch\.int64"):
+            norm(torch.ones(4, 16, dtype=torch.int64, device=route.device))
+        with pytest.raises(ValueError, match=r"weight is on .*, the input on meta"):
+            norm(torch.randn(4, 16, device="meta"))
+        with pytest.raises(ValueError, match=r"weight has shape \[8\]"):
+            fused_layer_norm.fused_rms_norm_affine(
+                torch.randn(4, 16, device=route.device),
+                torch.ones(8, device=route.device),
+                (16,),
+                1e-5,
+                memory_efficient,
+            )
+        with pytest.raises(ValueError, match="normalized_shape"):
+            fused_layer_norm.fused_layer_norm(torch.randn((), device=route.device), (), 1e-5, memory_efficient)
+    for name, value in norm.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_small_inputs_are_refused_in_the_same_words() -> None:
+    with pytest.raises(ValueError, match="trailing dimensions"):
+        FusedLayerNorm(16)(torch.randn(4, 17))
+    with pytest.raises(ValueError, match="trailing dimensions"):
+        FusedRMSNorm(16)(torch.randn(4, 17))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("module", [FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm])
+def test_a_traced_module_follows_its_input(device: str, module) -> None:
+    norm = module(16).to(device)
+    traced = torch.jit.trace(norm, torch.randn(4, 16, device=device))
+    x = torch.randn(7, 16, device=device)
+    assert_close(traced(x), norm(x).double())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("module", [FusedLayerNorm, FusedRMSNorm])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_peak_memory_is_no_more_than_torchs(module, dtype: torch.dtype) -> None:
+    """Of a norm that stands inside a network: its input is needed by nobody else."""
+
+    def peak(norm: nn.Module) -> int:
+        source = torch.randn(8192, 4096, device="cuda", dtype=dtype, requires_grad=True)
+        gradient = torch.randn_like(source)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        norm(source * 1).backward(gradient)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    theirs = nn.LayerNorm if module is FusedLayerNorm else nn.RMSNorm
+    plain, saving, torchs = (
+        peak(norm.to("cuda", dtype)) for norm in (module(4096), module(4096, memory_efficient=True), theirs(4096))
+    )
+    tensor_bytes = 8192 * 4096 * dtype.itemsize
+    # Partial sums of the weight gradients are the price of a deterministic reduction: megabytes beside gigabytes.
+    assert plain <= torchs + tensor_bytes // 10
+    assert saving <= plain - tensor_bytes // 2

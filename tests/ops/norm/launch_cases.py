@@ -1,0 +1,38 @@
+"""Launches of the norm kernels to compile for every GPU: each kernel and flag, at sizes that real models use."""
+
+from __future__ import annotations
+
+import torch
+
+from apex.ops.norm import launches
+
+_BF16, _F32, _HALF = torch.bfloat16, torch.float32, torch.float16
+
+# rows, columns, dtype, weight dtype, subtract mean, from output
+_SHAPES = [
+    (16384, 64, _BF16, _BF16, True, False),
+    (16384, 1000, _HALF, _HALF, True, False),
+    (16384, 1024, _BF16, _BF16, True, False),
+    (16384, 1024, _F32, _F32, False, False),
+    (16384, 4096, _BF16, _F32, False, True),
+    (16384, 4096, _F32, _F32, True, False),
+    (8192, 5120, _BF16, _BF16, False, False),
+    (8192, 8192, _F32, _F32, True, True),
+    (8192, 8192, _BF16, None, False, False),
+    (4096, 16384, _BF16, _BF16, True, False),
+    (4096, 16384, _F32, _F32, False, False),
+    (4096, 12288, _F32, _F32, True, False),
+    (1024, 32768, _BF16, _BF16, True, False),
+]
+
+
+def record() -> None:
+    """Plans and (under `recording`) collects forward and backward of every shape."""
+    for rows, columns, dtype, weight_dtype, subtract_mean, from_output in _SHAPES:
+        x = torch.empty(rows, columns, dtype=dtype, device="meta")
+        weight = None if weight_dtype is None else torch.empty(columns, dtype=weight_dtype, device="meta")
+        bias = torch.empty_like(weight) if weight is not None and subtract_mean else None
+        output, mean, rstd = launches.triton_forward(x, weight, bias, columns, 1e-5, subtract_mean, dtype)
+        launches.triton_backward(
+            output, x, mean, rstd, weight, bias, columns, 1e-5, subtract_mean, from_output, dtype, True
+        )

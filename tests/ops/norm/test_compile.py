@@ -1,0 +1,123 @@
+"""The norms under torch.compile, opcheck and CUDA graphs."""
+
+import pytest
+import torch
+
+from apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
+from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction, FusedRMSNormAffineFunction
+from apex.ops import _library, norm
+from tests.harness import Route, assert_close, routes
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("subtract_mean", [True, False])
+@pytest.mark.parametrize("memory_efficient", [True, False])
+def test_opcheck(route: Route, subtract_mean: bool, memory_efficient: bool) -> None:
+    x = torch.randn(4, 40, device=route.device, requires_grad=True)
+    weight = torch.rand(40, device=route.device, requires_grad=True)
+    bias = torch.rand(40, device=route.device, requires_grad=True) if subtract_mean else None
+    with _library.implementation(route.implementation):
+        constants = (40, 1e-5, subtract_mean)
+        torch.library.opcheck(
+            torch.ops.apex.norm_forward.default, (x, weight, bias, *constants, memory_efficient, torch.float32)
+        )
+        plain = [None if t is None else t.detach() for t in (x, weight, bias)]
+        output, mean, rstd = norm.norm_forward(*plain, *constants, torch.float32)
+        saved = output if memory_efficient else plain[0]
+        torch.library.opcheck(
+            torch.ops.apex.norm_backward.default,
+            (
+                torch.randn_like(output),
+                saved,
+                mean,
+                rstd,
+                *plain[1:],
+                *constants,
+                memory_efficient,
+                torch.float32,
+                True,
+            ),
+        )
+
+
+def modules() -> list:
+    return [
+        FusedLayerNorm(48),
+        FusedRMSNorm(48),
+        FusedLayerNorm(48, memory_efficient=True),
+        FusedRMSNorm(48, elementwise_affine=False),
+        MixedFusedLayerNorm(48),
+        MixedFusedRMSNorm(48, memory_efficient=True),
+    ]
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("index", range(6))
+def test_compiled_module_without_graph_breaks(route: Route, index: int) -> None:
+    module = modules()[index].to(route.device)
+    x = torch.randn(6, 48, device=route.device, requires_grad=True)
+    # Generated C++ would need a compiler; on a GPU the generated code is Triton.
+    backend = "inductor" if route.device == "cuda" else "aot_eager"
+    inputs = (x, *module.parameters())
+    with _library.implementation(route.implementation):
+        torch._dynamo.reset()
+        expected = module(x)
+        expected_gradients = torch.autograd.grad(expected.sin().sum(), inputs)
+        compiled = torch.compile(module, fullgraph=True, backend=backend)(x)
+        gradients = torch.autograd.grad(compiled.sin().sum(), inputs)
+    assert_close(compiled, expected.double())
+    for actual, wanted in zip(gradients, expected_gradients, strict=True):
+        assert_close(actual, wanted.double(), reduction=6)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_compiled_autograd_functions(route: Route) -> None:
+    """Clients call these by name inside models that they compile."""
+    x = torch.randn(6, 48, device=route.device, requires_grad=True)
+    weight, bias = (torch.rand(48, device=route.device, requires_grad=True) for _ in range(2))
+
+    def function(x, weight, bias):
+        y = FusedLayerNormAffineFunction.apply(x, weight, bias, (48,), 1e-5, False)
+        return FusedRMSNormAffineFunction.apply(y, weight, (48,), 1e-5, True).sin()
+
+    backend = "inductor" if route.device == "cuda" else "aot_eager"
+    with _library.implementation(route.implementation):
+        torch._dynamo.reset()
+        expected = torch.autograd.grad(function(x, weight, bias).sum(), (x, weight, bias))
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        actual = torch.autograd.grad(compiled(x, weight, bias).sum(), (x, weight, bias))
+    for a, e in zip(actual, expected, strict=True):
+        assert_close(a, e.double(), reduction=6)
+
+
+def test_compiled_with_dynamic_shapes() -> None:
+    module = FusedLayerNorm(48, memory_efficient=True)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (3, 5, 8):
+        x = torch.randn(rows, 48)
+        assert torch.equal(compiled(x), module(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [1024, 4096, 16384, 20000])
+def test_cuda_graph_capture(columns: int) -> None:
+    x = torch.randn(512, columns, device="cuda", requires_grad=True)
+    module = FusedLayerNorm(columns).cuda()
+    inputs = (x, *module.parameters())
+    with _library.implementation("triton"):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):  # compile before capture
+            torch.autograd.grad(module(x).sin().sum(), inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = module(x)
+            gradients = torch.autograd.grad(output.sin().sum(), inputs)
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = module(x)
+        expected_gradients = torch.autograd.grad(expected.sin().sum(), inputs)
+    assert torch.equal(output, expected)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected_gradients, strict=True))

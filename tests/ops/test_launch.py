@@ -1,0 +1,80 @@
+"""The launcher: recording, the cached path, alignment, devices and streams."""
+
+import pytest
+import torch
+
+from apex.ops import _device, _library, norm
+from apex.ops._launch import KERNELS, recording
+from apex.ops.norm import launches
+
+
+def test_every_kernel_is_registered() -> None:
+    launches._kernels()
+    assert set(KERNELS) >= {
+        "norm_forward_rows",
+        "norm_forward_long",
+        "norm_backward_rows",
+        "norm_backward_wide",
+        "norm_backward_row_means",
+        "norm_backward_columns",
+        "sum_partials",
+    }
+
+
+def test_recording_launches_nothing() -> None:
+    x = torch.full((4, 16), 3.0)
+    with _device.pretend(_device.INTERPRETER), recording() as collected:
+        output, _, _ = launches.triton_forward(x.to("meta"), None, None, 16, 1e-5, True, torch.float32)
+    assert output.is_meta
+    assert [launch.bound.kernel.name for launch in collected] == ["norm_forward_rows"]
+
+
+def test_pretended_device_ends_with_its_block() -> None:
+    other = _device.DeviceFacts("other", "cuda", multiprocessors=7, warp_size=32, shared_memory=1 << 16)
+    with _device.pretend(other):
+        assert _device.facts(torch.device("cpu")) is other
+    assert _device.facts(torch.device("cpu")) is _device.INTERPRETER
+
+
+@pytest.mark.gpu
+def test_facts_of_a_gpu() -> None:
+    facts = _device.facts(torch.device("cuda", 0))
+    assert facts.multiprocessors == torch.cuda.get_device_properties(0).multi_processor_count
+    assert facts.shared_memory >= 48 * 1024
+    assert _device.facts(torch.device("cuda")) is facts
+
+
+@pytest.mark.gpu
+def test_the_cached_path_gives_the_same_bits_as_the_first_launch() -> None:
+    x = torch.randn(64, 1000, device="cuda")
+    with _library.implementation("triton"):
+        launches._forward_plan.cache_clear()
+        results = [norm.rms_norm(x, 1000) for _ in range(3)]
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.gpu
+def test_runs_on_the_current_stream() -> None:
+    """A kernel on another stream would read the input before the delayed copy has filled it."""
+    source = torch.randn(4096, 1024, device="cuda")
+    x = torch.zeros_like(source)
+    with _library.implementation("triton"):
+        expected = norm.rms_norm(source, 1024)
+        stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            x.copy_(source)
+            actual = norm.rms_norm(x, 1024)
+        torch.cuda.synchronize()
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_runs_on_the_device_of_its_tensors() -> None:
+    x = torch.randn(8, 64, device="cuda:1")
+    with torch.cuda.device(0), _library.implementation("triton"):
+        for _ in range(2):
+            assert norm.rms_norm(x, 64).device == x.device

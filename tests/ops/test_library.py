@@ -1,0 +1,102 @@
+"""The dispatch: which implementation runs, why, and who is told."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from apex import _env
+from apex.ops import _library, norm
+
+CPU = torch.device("cpu")
+
+
+def test_the_cpu_takes_torch_by_default() -> None:
+    with _library.implementation("auto"):
+        choice = _library.explain(norm.FAMILY, CPU, torch.float32)
+    assert choice.implementation == "torch"
+    assert choice.reason
+
+
+def test_torch_can_be_asked_for() -> None:
+    with _library.implementation("torch"):
+        assert _library.explain(norm.FAMILY, CPU, torch.float32) == _library.Choice("torch", "APEX_IMPL=torch")
+
+
+def test_a_request_that_cannot_be_met_says_why() -> None:
+    with _library.implementation("triton"), pytest.raises(RuntimeError, match=r"APEX_IMPL=triton .* float64"):
+        _library.explain(norm.FAMILY, CPU, torch.float64)
+
+
+def test_a_request_that_cannot_be_met_changes_nothing() -> None:
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    with _library.implementation("triton"), pytest.raises(RuntimeError, match="APEX_IMPL"):
+        norm.layer_norm(x, 8)
+    assert norm.layer_norm(x, 8).dtype == torch.float64
+
+
+def test_the_override_ends_with_its_block() -> None:
+    before = _library.requested()
+    with pytest.raises(ZeroDivisionError), _library.implementation("torch"):
+        raise ZeroDivisionError
+    assert _library.requested() == before
+
+
+def test_unknown_implementation() -> None:
+    with pytest.raises(ValueError, match="cuda"), _library.implementation("cuda"):  # type: ignore[arg-type]
+        pass
+
+
+@pytest.mark.parametrize("value", ["auto", "triton", "torch", " Torch ", ""])
+def test_environment_variable(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("APEX_IMPL", value)
+    assert _env.requested_implementation() == (value.strip().lower() or "auto")
+
+
+def test_environment_variable_with_an_unknown_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APEX_IMPL", "fast")
+    with pytest.raises(ValueError, match="APEX_IMPL='fast'"):
+        _env.requested_implementation()
+
+
+def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_library, "_reported", set())
+    with caplog.at_level(logging.INFO, logger="apex.ops"), _library.implementation("auto"):
+        for _ in range(3):
+            _library.explain(norm.FAMILY, CPU, torch.float64)
+            _library._choices.clear()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert "float64" in messages[0]
+
+
+def test_without_triton_everything_still_works() -> None:
+    """A process in which triton cannot be imported."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, apex\n"
+        "from apex.normalization import FusedLayerNorm\n"
+        "from apex.ops import _library\n"
+        "x = torch.randn(4, 8, requires_grad=True)\n"
+        "FusedLayerNorm(8, memory_efficient=True)(x).sum().backward()\n"
+        "print(_library.triton_problem())\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "APEX_IMPL")}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "triton" in result.stdout
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_triton() -> None:
+    with _library.implementation("auto"):
+        assert _library.explain(norm.FAMILY, torch.device("cuda", 0), torch.bfloat16).implementation == "triton"
+        assert _library.explain(norm.FAMILY, torch.device("cuda", 0), torch.float64).implementation == "torch"
+
+
+@pytest.mark.parametrize("family", _library.FAMILIES.values(), ids=lambda family: family.name)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_self_check_of_every_family(family: _library.OpFamily, device: str) -> None:
+    assert family.self_check(torch.device(device)) <= 1
