@@ -10,6 +10,8 @@ _BF16, _F32, _HALF = torch.bfloat16, torch.float32, torch.float16
 
 # rows, columns, dtype, weight dtype, subtract mean, from output
 _SHAPES = [
+    (1, 1, _F32, _F32, True, False),
+    (1, 20000, _F32, _F32, True, False),
     (16384, 64, _BF16, _BF16, True, False),
     (16384, 1000, _HALF, _HALF, True, False),
     (16384, 1024, _BF16, _BF16, True, False),

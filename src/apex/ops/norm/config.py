@@ -50,16 +50,21 @@ def forward_config(
     rows: int, row_length: int, element_size: int, subtract_mean: bool, device: DeviceFacts
 ) -> ForwardConfig:
     block = next_power_of_2(row_length)
-    hold_row = block <= 2048 or (subtract_mean and block <= 8192 and element_size == 2)
-    if hold_row:
-        # 4096 elements per program, 32 per thread: 16384x1024 bfloat16 in 22.5, against 23.7 with one row per warp.
-        per_program = max(1, 4096 // block)
+    two_bytes = element_size == 2
+    if block <= 1024 or (two_bytes and (block <= 2048 or (subtract_mean and block <= 16384))):
+        # Whole rows in registers, 16 to 64 elements per thread: layer norm bfloat16 16384x4096 in 70.9 with two rows
+        # per program (in chunks: 83.6), 4096x16384 in 75.4 with 8 warps (16: 114, the second reduction waits longer).
+        per_program = 1 if block == 2048 else max(1, (4096 if block < 2048 else 8192) // block)
         while per_program > 1 and rows // per_program < 2 * device.multiprocessors:
             per_program //= 2
-        return ForwardConfig(per_program, block, _warps(max(32, per_program * block // 32), device))
-    # Chunks of half a row where that is 2048 to 4096: RMS norm float32 16384x4096 in 128.5, 8192x8192 in 131.6.
-    block = min(4096, max(2048, block // 2))
-    return ForwardConfig(0, block, _warps(min(512, block * element_size // 16), device))
+        threads = 128 if block <= 2048 else 256
+        return ForwardConfig(per_program, block, _warps(min(threads, max(32, per_program * block // 8)), device))
+    # Half a row at a time, at most 4096 elements: RMS norm float32 16384x4096 in 129.5, 8192x8192 in 132.6.
+    chunk = min(4096, block // 2)
+    threads = min(512, chunk * element_size // 16)
+    if subtract_mean and block <= 2 * chunk:
+        threads //= 2  # two reductions, one after the other, cost more the more warps take part: 132.3, else 159
+    return ForwardConfig(0, chunk, _warps(threads, device))
 
 
 def backward_config(
@@ -85,16 +90,16 @@ def backward_config(
             num_stages=1 + max(0, ahead),
         )
     if row_length <= BACKWARD_WIDE_LIMIT:
-        # Without a bias gradient a whole row fits (4096x16384 bfloat16: 123 with one chunk, 142 with two); with it,
-        # chunks keep the loads of the second pass from spilling (float32: 253 with eight chunks, 314 with two).
-        chunks = 8 if bias_grad else 1
+        # Small chunks where bias gradients take registers too (4096x16384 float32: 254 with 8, over 300 with 2);
+        # otherwise as much at once as fits (bfloat16: 129 with 1, 146 with 2; float32: 226 with 2, over 246 with 1).
+        chunks = 8 if bias_grad else (1 if element_size == 2 else 2)
         return BackwardConfig(
             kind="wide",
             programs=max(1, min(device.multiprocessors, rows)),
             rows_per_program=1,
             block=block // chunks,
             chunks=chunks,
-            num_warps=_warps(1024 if chunks == 1 else 512, device),
+            num_warps=_warps(512 if bias_grad else 1024, device),
             num_stages=1,
         )
     groups = max(1, min(-(-rows // 16), -(-4 * device.multiprocessors // -(-row_length // 512))))

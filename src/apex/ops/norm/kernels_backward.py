@@ -359,6 +359,6 @@ def sum_partials(
         if tl.program_id(1) == 0:
             _sum_columns(partials, dweight, count, row_length, ROWS, BLOCK)
         else:
-            _sum_columns(partials + count.to(tl.int64) * row_length, dbias, count, row_length, ROWS, BLOCK)
+            _sum_columns(partials + tl.cast(count, tl.int64) * row_length, dbias, count, row_length, ROWS, BLOCK)
     else:
         _sum_columns(partials, dweight, count, row_length, ROWS, BLOCK)
