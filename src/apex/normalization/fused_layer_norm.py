@@ -121,6 +121,8 @@ class FusedRMSNormFunction(torch.autograd.Function):
 
 def _cast_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The tensors in the autocast dtype of the first one's device, where autocast is on; float64 stays."""
+    if not torch._C._is_any_autocast_enabled():  # the quick question first: most calls end here
+        return tensors
     device_type = tensors[0].device.type  # type: ignore[union-attr]
     if not torch.is_autocast_enabled(device_type):
         return tensors
@@ -139,8 +141,7 @@ def fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Layer norm with weight and bias, in the input's dtype."""
-    if torch._C._is_any_autocast_enabled():
-        input, weight, bias = _cast_for_autocast(input, weight, bias)
+    input, weight, bias = _cast_for_autocast(input, weight, bias)
     return norm.layer_norm(input, normalized_shape, weight, bias, eps, memory_efficient=memory_efficient)
 
 
@@ -175,8 +176,7 @@ def fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """RMS norm with a weight, in the input's dtype."""
-    if torch._C._is_any_autocast_enabled():
-        input, weight = _cast_for_autocast(input, weight)
+    input, weight = _cast_for_autocast(input, weight)
     return norm.rms_norm(input, normalized_shape, weight, eps, memory_efficient=memory_efficient)
 
 
@@ -266,10 +266,10 @@ class FusedLayerNorm(_Norm):
             init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        if weight is None or bias is None:
-            return fused_layer_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
-        return fused_layer_norm_affine(input, weight, bias, self.normalized_shape, self.eps, self.memory_efficient)
+        input, weight, bias = _cast_for_autocast(input, self.weight, self.bias)
+        return norm.layer_norm(
+            input, self.normalized_shape, weight, bias, self.eps, memory_efficient=self.memory_efficient
+        )
 
 
 class FusedRMSNorm(_Norm):
@@ -291,10 +291,8 @@ class FusedRMSNorm(_Norm):
             init.ones_(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight
-        if weight is None:
-            return fused_rms_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
-        return fused_rms_norm_affine(input, weight, self.normalized_shape, self.eps, self.memory_efficient)
+        input, weight = _cast_for_autocast(input, self.weight)
+        return norm.rms_norm(input, self.normalized_shape, weight, self.eps, memory_efficient=self.memory_efficient)
 
 
 def _refuse_without_affine(name: str, kwargs: dict[str, Any]) -> None:

@@ -28,6 +28,12 @@ def _run_takes_constants() -> bool:
 
 
 _FAST_PATH = _run_takes_constants()
+_LOW_BITS = (15).__and__
+# Without the checks of torch.cuda.current_device() and current_stream(): tensors on the device exist by then.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_current_stream = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 
 
 @dataclass(frozen=True)
@@ -84,34 +90,24 @@ class BoundLaunch:
         self._tail = (*numbers, *constants)
         # The compiled kernel for tensors that all start at a multiple of 16 bytes, as Triton specialises on that.
         self._aligned: Any = None
+        self._middle: tuple[Any, ...] = ()
+        self._index = device.index
 
     def __call__(self, *tensors: Tensor | None) -> None:
         compiled = self._aligned
         if compiled is None or _recorder is not None:
             self._launch_first(tensors)
             return
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        for address in addresses:
-            if address is not None and address & 15:
-                self._launch_plainly(tensors)
-                return
-        index = self.device.index
-        if torch._C._cuda_getDevice() != index:
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if any(map(_LOW_BITS, addresses)):
+            self._launch_plainly(tensors)
+            return
+        index = self._index
+        if _current_device() != index:
             with torch.cuda.device(index):
                 self(*tensors)
             return
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        compiled.run(
-            *self._head,
-            stream,
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *addresses,
-            *self._tail,
-        )
+        compiled.run(*self._head, _current_stream(index), *self._middle, *addresses, *self._tail)
 
     def _launch_first(self, tensors: tuple[Tensor | None, ...]) -> None:
         if _recorder is not None:
@@ -120,6 +116,8 @@ class BoundLaunch:
         compiled = self._launch_plainly(tensors)
         aligned = all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
         if _FAST_PATH and aligned and self.device.type == "cuda" and self.device.index is not None:
+            # Function and metadata, then no launch metadata and no hooks before and after the launch.
+            self._middle = (compiled.function, compiled.packed_metadata, None, None, None)
             self._aligned = compiled
 
     def _launch_plainly(self, tensors: tuple[Tensor | None, ...]) -> Any:

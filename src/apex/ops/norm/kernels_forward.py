@@ -99,11 +99,8 @@ def norm_forward_long(
             deviation = x - first if FULL else tl.where(position < row_length, x - first, 0.0)
             lane_sum += deviation
             lane_squares += deviation * deviation
-        if FULL:
-            lane_count = tl.cast(chunks, tl.float32)
-        else:
-            lane_count = tl.cdiv(row_length - column, BLOCK).to(tl.float32)
-        lane_offset = lane_sum * (1.0 / lane_count)
+        lane_count = tl.cdiv(row_length - column, BLOCK).to(tl.float32)
+        lane_offset = lane_sum / lane_count
         row_mean = tl.sum((first + lane_offset) * lane_count) / row_length
         tl.store(mean + row, row_mean)
         lane_deviation = first + lane_offset - row_mean

@@ -71,7 +71,8 @@ def triton_forward(
     subtract_mean: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    input = input.contiguous()
+    if not input.is_contiguous():
+        input = input.contiguous()
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     device = input.device
@@ -88,21 +89,53 @@ def triton_forward(
         device,
         _device.facts(device),
     )
-    output = torch.empty_like(input, dtype=out_dtype)
-    mean = torch.empty(rows, dtype=torch.float32, device=device) if subtract_mean else None
+    output = torch.empty_like(input) if input.dtype == out_dtype else torch.empty_like(input, dtype=out_dtype)
     rstd = torch.empty(rows, dtype=torch.float32, device=device)
+    mean = torch.empty_like(rstd) if subtract_mean else None
     launch(input, weight, bias, output, mean, rstd)
     return output, mean, rstd
 
 
 @dataclass(frozen=True)
-class _BackwardPlan:
-    """`row_means` runs first where rows are too long for one kernel; no `partial_rows` without parameter gradients."""
+class BackwardPlan:
+    """The launches of one backward pass.
+
+    `row_means` runs first where rows are too long for one kernel; no `partial_rows` without parameter gradients.
+    """
 
     main: BoundLaunch
     row_means: BoundLaunch | None
     sum_partials: BoundLaunch | None
+    rows: int
+    row_length: int
     partial_rows: int
+    dx_dtype: torch.dtype
+
+    def run(
+        self, dy: Tensor, saved: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Gradients of input, weight and bias."""
+        if not dy.is_contiguous():
+            dy = dy.contiguous()
+        if not saved.is_contiguous():
+            saved = saved.contiguous()
+        dx = torch.empty_like(saved) if saved.dtype == self.dx_dtype else torch.empty_like(saved, dtype=self.dx_dtype)
+        partials = None
+        if self.partial_rows:
+            partials = rstd.new_empty((self.partial_rows, self.row_length))
+        if self.row_means is None:
+            self.main(dy, saved, weight, bias, mean, rstd, dx, partials)
+        else:
+            row_means = rstd.new_empty((2, self.rows))
+            self.row_means(dy, saved, weight, bias, mean, rstd, row_means)
+            self.main(dy, saved, weight, bias, mean, rstd, row_means, dx, partials)
+        if self.sum_partials is None:
+            return dx, None, None
+        assert weight is not None
+        dweight = torch.empty_like(weight)
+        dbias = None if bias is None else torch.empty_like(bias)
+        self.sum_partials(partials, dweight, dbias)
+        return dx, dweight, dbias
 
 
 @functools.lru_cache(maxsize=4096)
@@ -120,7 +153,7 @@ def _backward_plan(
     dx_dtype: torch.dtype,
     device: torch.device,
     facts: _device.DeviceFacts,
-) -> _BackwardPlan:
+) -> BackwardPlan:
     kernels = _kernels()[1]
     has_weight, has_bias = weight_dtype is not None, bias_dtype is not None
     flags = (subtract_mean, from_output, has_weight, has_bias)
@@ -165,7 +198,37 @@ def _backward_plan(
             num_warps=4,
         )
     partial_rows = chosen.programs * (param_grads + (param_grads and has_bias))
-    return _BackwardPlan(main, row_means, sum_partials, partial_rows)
+    return BackwardPlan(main, row_means, sum_partials, rows, row_length, partial_rows, dx_dtype)
+
+
+def backward_plan(
+    saved: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    row_length: int,
+    eps: float,
+    subtract_mean: bool,
+    from_output: bool,
+    dy_dtype: torch.dtype,
+    dx_dtype: torch.dtype,
+    param_grads: bool,
+) -> BackwardPlan:
+    """The plan for tensors like these; its `run` takes a contiguous weight and bias."""
+    return _backward_plan(
+        saved.numel() // row_length,
+        row_length,
+        eps,
+        subtract_mean,
+        from_output,
+        param_grads and weight is not None,
+        saved.dtype,
+        dy_dtype,
+        None if weight is None else weight.dtype,
+        None if bias is None else bias.dtype,
+        dx_dtype,
+        saved.device,
+        _device.facts(saved.device),
+    )
 
 
 def triton_backward(
@@ -182,40 +245,9 @@ def triton_backward(
     dx_dtype: torch.dtype,
     param_grads: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    dy, saved = dy.contiguous(), saved.contiguous()
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    device = saved.device
-    rows = saved.numel() // row_length
-    plan = _backward_plan(
-        rows,
-        row_length,
-        eps,
-        subtract_mean,
-        from_output,
-        param_grads and weight is not None,
-        saved.dtype,
-        dy.dtype,
-        None if weight is None else weight.dtype,
-        None if bias is None else bias.dtype,
-        dx_dtype,
-        device,
-        _device.facts(device),
+    plan = backward_plan(
+        saved, weight, bias, row_length, eps, subtract_mean, from_output, dy.dtype, dx_dtype, param_grads
     )
-    dx = torch.empty_like(saved, dtype=dx_dtype)
-    partials = None
-    if plan.partial_rows:
-        partials = torch.empty((plan.partial_rows, row_length), dtype=torch.float32, device=device)
-    if plan.row_means is None:
-        plan.main(dy, saved, weight, bias, mean, rstd, dx, partials)
-    else:
-        row_means = torch.empty((2, rows), dtype=torch.float32, device=device)
-        plan.row_means(dy, saved, weight, bias, mean, rstd, row_means)
-        plan.main(dy, saved, weight, bias, mean, rstd, row_means, dx, partials)
-    if plan.sum_partials is None:
-        return dx, None, None
-    assert weight is not None
-    dweight = torch.empty_like(weight)
-    dbias = None if bias is None else torch.empty_like(bias)
-    plan.sum_partials(partials, dweight, dbias)
-    return dx, dweight, dbias
+    return plan.run(dy, saved, mean, rstd, weight, bias)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _library
 from . import config, reference
-from .launches import triton_backward, triton_forward
+from .launches import backward_plan, triton_backward, triton_forward
 from .self_check import self_check
 
 FAMILY = _library.register_family(
@@ -67,45 +67,62 @@ def forward_and_save(
 ) -> Tensor:
     """The forward of every norm's autograd Function."""
     row_length = math.prod(normalized_shape)
+    plan = None
     if torch.compiler.is_compiling():
         output, mean, rstd = torch.ops.apex.norm_forward(
             input, weight, bias, row_length, eps, subtract_mean, memory_efficient, out_dtype
         )
+    elif input.numel() and _library.runs_triton(FAMILY, input):
+        output, mean, rstd = triton_forward(input, weight, bias, row_length, eps, subtract_mean, out_dtype)
+        if (weight is None or weight.is_contiguous()) and (bias is None or bias.is_contiguous()):
+            # Planned here because the thread that runs the backward pass does Python at half the speed.
+            saved = output if memory_efficient else input
+            wants_params = any(ctx.needs_input_grad[1:3])
+            plan = backward_plan(
+                saved,
+                weight,
+                bias,
+                row_length,
+                eps,
+                subtract_mean,
+                memory_efficient,
+                out_dtype,
+                input.dtype,
+                wants_params,
+            )
     else:
-        output, mean, rstd = norm_forward(input, weight, bias, row_length, eps, subtract_mean, out_dtype)
+        output, mean, rstd = reference.forward(input, weight, bias, row_length, eps, subtract_mean, out_dtype)
     ctx.save_for_backward(output if memory_efficient else input, weight, bias, None if memory_efficient else mean, rstd)
-    ctx.row_length, ctx.eps, ctx.subtract_mean = row_length, eps, subtract_mean
-    ctx.memory_efficient, ctx.input_dtype = memory_efficient, input.dtype
+    ctx.plan = plan
+    ctx.constants = (row_length, eps, subtract_mean, memory_efficient, input.dtype)
     return output
 
 
 def backward_from_saved(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The backward of every norm's autograd Function: gradients of input, weight and bias."""
     saved, weight, bias, mean, rstd = ctx.saved_tensors
-    wants_params = any(ctx.needs_input_grad[1:3])
-    arguments = (weight, bias, ctx.row_length, ctx.eps, ctx.subtract_mean, ctx.memory_efficient, ctx.input_dtype)
+    if ctx.plan is not None and not torch.is_grad_enabled():
+        return ctx.plan.run(dy, saved, mean, rstd, weight, bias)
+    arguments = (dy, saved, mean, rstd, weight, bias, *ctx.constants, any(ctx.needs_input_grad[1:3]))
     if torch.compiler.is_compiling():
-        dx, dweight, dbias = torch.ops.apex.norm_backward(dy, saved, mean, rstd, *arguments, wants_params)
+        dx, dweight, dbias = torch.ops.apex.norm_backward(*arguments)
         return dx, none_if_empty(dweight, weight), none_if_empty(dbias, bias)
     if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
-        if ctx.memory_efficient:
+        row_length, eps, subtract_mean, memory_efficient, _ = ctx.constants
+        if memory_efficient:
             raise RuntimeError(
                 "memory_efficient=True keeps only the output of the norm, which is not enough for a second derivative; "
                 "use memory_efficient=False where create_graph=True is needed"
             )
-        mean, rstd = reference.statistics(saved, ctx.row_length, ctx.eps, ctx.subtract_mean)
-        return reference.backward(dy, saved, mean, rstd, *arguments, wants_params)
-    return norm_backward(dy, saved, mean, rstd, *arguments, wants_params)
+        statistics = reference.statistics(saved, row_length, eps, subtract_mean)
+        return reference.backward(dy, saved, *statistics, *arguments[4:])
+    return norm_backward(*arguments)
 
 
 class NormFunction(torch.autograd.Function):
-    """The one autograd node behind `layer_norm` and `rms_norm`."""
+    """The one autograd node behind `layer_norm` and `rms_norm`; takes the arguments of `forward_and_save`."""
 
-    @staticmethod
-    def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient, subtract_mean, out_dtype):  # type: ignore[override]
-        return forward_and_save(
-            ctx, input, weight, bias, normalized_shape, eps, memory_efficient, subtract_mean, out_dtype
-        )
+    forward = staticmethod(forward_and_save)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
