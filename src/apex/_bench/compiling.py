@@ -11,8 +11,16 @@ import torch
 def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """`function` compiled for the shapes it is called with next; forgets what was compiled for earlier cases."""
     torch.compiler.reset()
+    _compile_in_this_process()
     _keep_buffers_after_backward(device)
     return torch.compile(function, dynamic=False)
+
+
+def _compile_in_this_process() -> None:
+    """Starts no pool of compiler processes: they would still be starting up, on every core, while others are timed."""
+    import torch._inductor.config as settings
+
+    settings.compile_threads = 1
 
 
 def _keep_buffers_after_backward(device: torch.device) -> None:
