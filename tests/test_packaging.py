@@ -1,0 +1,56 @@
+"""What an installation consists of: a pure-Python wheel with the package, the compiled names and the recorded peers."""
+
+import importlib.metadata
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import apex
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_the_wheel_is_pure_python(wheel: Path) -> None:
+    assert wheel.name == f"apex-{apex.__version__}-py3-none-any.whl"
+
+
+def test_the_wheel_holds_everything(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = REPOSITORY / "src"
+    expected = {path.relative_to(sources).as_posix() for path in (sources / "apex").rglob("*.py")}
+    expected |= {path.name for path in (sources / "compiled_names").glob("*.py")}
+    expected |= {f"apex/_bench/peers/{path.name}" for path in (REPOSITORY / "benchmarks/peers").iterdir()}
+    assert expected <= names
+    other = {name for name in names - expected if ".dist-info/" not in name}
+    assert not other
+
+
+def test_the_wheel_names_its_command_and_its_requirements(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    folder = f"apex-{apex.__version__}.dist-info"
+    assert "apex = apex._cli:main" in archive.read(f"{folder}/entry_points.txt").decode()
+    metadata = archive.read(f"{folder}/METADATA").decode()
+    assert "Requires-Dist: torch>=2.6" in metadata
+    assert "Requires-Python: >=3.10" in metadata
+    assert "License-Expression: BSD-3-Clause" in metadata
+
+
+def test_clients_can_ask_for_the_version() -> None:
+    try:
+        version = importlib.metadata.version("apex")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("running from a source tree")
+    assert version == apex.__version__
