@@ -27,6 +27,7 @@ def test_every_implementation_is_measured(words, tmp_path):
     for row in measured.values():
         assert row["status"] == "ok", row
         assert row["host_microseconds"] > 0
+        assert row["gpu_microseconds"] > 0
 
 
 def test_memory_efficient_needs_less_memory():

@@ -59,7 +59,7 @@ def test_wrong_results_get_no_time(wrong):
     assert result.ratio is None
     assert not result.ours_is_sound
     row = next(line for line in printed(result).splitlines() if line.strip().startswith("doubling"))
-    assert row.split()[5:] == ["wrong", "-", "-", "-", "wrong", "-", "-"]
+    assert row.split()[5:] == ["wrong", "-", "-", "-", "-", "wrong", "-", "-"]
 
 
 def test_a_missing_result_is_wrong():

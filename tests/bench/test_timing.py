@@ -65,6 +65,21 @@ def test_host_time_waits_only_between_batches(monkeypatch):
     assert gpu.log == (["wait"] + ["call"] * timing.HOST_CALLS) * timing.QUICK.host_batches + ["wait"]
 
 
+def test_gpu_time_is_taken_behind_a_delay_that_covers_the_host(monkeypatch):
+    gpu = PretendedGpu(cost=0.5)
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: gpu.log.append("wait"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.log.append(cycles), raising=False)
+    monkeypatch.setattr(torch, "empty", gpu.empty)
+    assert timing.gpu_microseconds(gpu.call, torch.device("cuda"), host=150.0) == pytest.approx(500.0)
+    delay = timing.CYCLES_PER_MICROSECOND * 400
+    assert gpu.log == ["clear", delay, "event", "call", "event", "wait"] * timing.DELAYED_SAMPLES
+
+
+def test_the_cpu_has_no_gpu_time():
+    assert timing.gpu_microseconds(lambda: None, CPU, None) is None
+
+
 def test_the_cpu_has_no_host_time():
     assert timing.host_microseconds(lambda: None, CPU, timing.QUICK) is None
 

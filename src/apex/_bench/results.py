@@ -20,14 +20,15 @@ class Measurement:
     """One implementation of one case.
 
     `status` is "ok" (measured now), "recorded" (measured earlier on the same kind of device), "wrong" (results disagree
-    with the reference: no time) or "failed" (`error` says how). `worst_error` is the largest error of any element as a
-    multiple of its tolerance.
+    with the reference: no time) or "failed" (`error` says how). `gpu_microseconds` is the time on the GPU alone, the
+    host's work being hidden. `worst_error` is the largest error of any element as a multiple of its tolerance.
     """
 
     implementation: str
     status: Status
     microseconds: float | None = None
     host_microseconds: float | None = None
+    gpu_microseconds: float | None = None
     worst_error: float | None = None
     error: str | None = None
 

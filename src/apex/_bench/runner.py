@@ -54,8 +54,10 @@ def _measure(case: Case, device: torch.device, effort: timing.Effort) -> dict[st
         if isinstance(outcome, Exception):
             measurements[name] = Measurement(name, "failed", error=_describe(outcome))
         else:
-            microseconds, host = outcome
-            measurements[name] = replace(measurements[name], microseconds=microseconds, host_microseconds=host)
+            microseconds, host, gpu = outcome
+            measurements[name] = replace(
+                measurements[name], microseconds=microseconds, host_microseconds=host, gpu_microseconds=gpu
+            )
     return measurements
 
 
@@ -73,8 +75,8 @@ def _check(name: str, call: Call, expected: Sequence[Expected]) -> Measurement:
 
 def _time(
     case: Case, calls: dict[str, Call], device: torch.device, effort: timing.Effort
-) -> dict[str, tuple[float, float | None] | Exception]:
-    """Median and host time in microseconds per implementation, or what went wrong.
+) -> dict[str, tuple[float, float | None, float | None] | Exception]:
+    """Median, host time and GPU time in microseconds per implementation, or what went wrong.
 
     Wall-clock cases are measured in turns, so that a drift of the machine hits all alike.
     """
@@ -82,6 +84,7 @@ def _time(
     measure = timing.wall_samples if wall else timing.device_samples
     samples: dict[str, list[float]] = {name: [] for name in calls}
     host: dict[str, float | None] = {}
+    gpu: dict[str, float | None] = {}
     errors: dict[str, Exception] = {}
     for _ in range(effort.wall_rounds if wall else 1):
         for name, call in calls.items():
@@ -91,9 +94,10 @@ def _time(
                 samples[name].extend(measure(call, device, effort))
                 if name not in host:
                     host[name] = timing.host_microseconds(call, device, effort)
+                    gpu[name] = timing.gpu_microseconds(call, device, host[name])
             except Exception as error:
                 errors[name] = error
-    return {name: errors[name] if name in errors else (median(samples[name]), host[name]) for name in calls}
+    return {name: errors[name] if name in errors else (median(samples[name]), host[name], gpu[name]) for name in calls}
 
 
 def run_memory_case(case: MemoryCase, family: str, device: torch.device) -> MemoryResult:

@@ -83,7 +83,8 @@ def _full_columns(implementations: list[str]) -> list[Column]:
         _time_column(OURS),
         Column("GB/s", lambda case: _number(case.bandwidth(OURS), 0)),
         Column("% of copy", lambda case: _number(case.percent_of_copy(OURS), 0)),
-        Column("host us", _host),
+        Column("host us", _of_ours("host_microseconds")),
+        Column("gpu us", _of_ours("gpu_microseconds")),
         *(_time_column(name) for name in peers),
         Column("best peer", lambda case: Text(case.best_peer or MISSING)),
         Column("ours/best", _ratio),
@@ -110,9 +111,11 @@ def _time_column(implementation: str) -> Column:
     return Column(f"{implementation} us", cell)
 
 
-def _host(case: CaseResult) -> Text:
-    measurement = case.measurements.get(OURS)
-    return _number(None if measurement is None else measurement.host_microseconds)
+def _of_ours(field: str) -> Callable[[CaseResult], Text]:
+    def cell(case: CaseResult) -> Text:
+        return _number(getattr(case.measurements.get(OURS), field, None))
+
+    return cell
 
 
 def _best_time(case: CaseResult) -> Text:

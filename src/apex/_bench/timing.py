@@ -1,7 +1,9 @@
 """How long a call takes, in microseconds: on the device, by the clock on the wall, and on the host.
 
 On a GPU the device time is the median over repetitions, each between two events and after a 256 MB buffer was zeroed,
-so that the call finds a cold L2 cache; the number of repetitions follows from an estimate and a time budget.
+so that the call finds a cold L2 cache; the number of repetitions follows from an estimate and a time budget. A call
+that keeps the host busy for longer than the clearing takes is measured with gaps in it; the GPU time is therefore
+measured once more, behind a delay on the GPU during which the host queues the whole call.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ CPU_COPY_BYTES = 256 << 20
 HOST_CALLS = 20  # per batch: a GPU's queue holds about a thousand launches, and a full queue would stall the host
 WALL_BATCH_SECONDS = 5e-3
 MOST_SAMPLES = 10_000
+DELAYED_SAMPLES = 50
+CYCLES_PER_MICROSECOND = 2000  # of the GPU's clock, so that a delay is rather too long than too short
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,25 @@ def host_microseconds(call: Callable[[], object], device: torch.device, effort: 
             call()
         samples.append(1e6 * (time.perf_counter() - begin) / HOST_CALLS)
     synchronize(device)
+    return median(samples)
+
+
+def gpu_microseconds(call: Callable[[], object], device: torch.device, host: float | None) -> float | None:
+    """Time on the GPU alone, given the `host` microseconds of a call; None where there is no GPU to delay."""
+    if device.type != "cuda" or host is None:
+        return None
+    cache = torch.empty(CACHE_BYTES // 4, dtype=torch.int32, device="cuda")
+    delay = int(CYCLES_PER_MICROSECOND * (2 * host + 100))
+    samples = []
+    for _ in range(DELAYED_SAMPLES):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        cache.zero_()
+        torch.cuda._sleep(delay)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(1e3 * start.elapsed_time(end))
     return median(samples)
 
 
