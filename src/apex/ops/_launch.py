@@ -88,14 +88,14 @@ class BoundLaunch:
         self.num_stages = num_stages
         self._head: tuple[int, ...] = grid + (1,) * (3 - len(grid))
         self._tail = (*numbers, *constants)
-        # The compiled kernel for tensors that all start at a multiple of 16 bytes, as Triton specialises on that.
-        self._aligned: Any = None
+        # The compiled kernel's `run`, for tensors that all start at a multiple of 16 bytes: Triton specialises on that.
+        self._run: Any = None
         self._middle: tuple[Any, ...] = ()
         self._index = device.index
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        compiled = self._aligned
-        if compiled is None or _recorder is not None:
+        run = self._run
+        if run is None or _recorder is not None:
             self._launch_first(tensors)
             return
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -107,7 +107,7 @@ class BoundLaunch:
             with torch.cuda.device(index):
                 self(*tensors)
             return
-        compiled.run(*self._head, _current_stream(index), *self._middle, *addresses, *self._tail)
+        run(*self._head, _current_stream(index), *self._middle, *addresses, *self._tail)
 
     def _launch_first(self, tensors: tuple[Tensor | None, ...]) -> None:
         if _recorder is not None:
@@ -118,7 +118,7 @@ class BoundLaunch:
         if _FAST_PATH and aligned and self.device.type == "cuda" and self.device.index is not None:
             # Function and metadata, then no launch metadata and no hooks before and after the launch.
             self._middle = (compiled.function, compiled.packed_metadata, None, None, None)
-            self._aligned = compiled
+            self._run = compiled.run
 
     def _launch_plainly(self, tensors: tuple[Tensor | None, ...]) -> Any:
         function = self.kernel.function
