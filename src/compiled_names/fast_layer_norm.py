@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from apex.ops.norm import norm_backward, norm_forward
-from apex.ops.norm.op import checked_shape
+from apex.ops.norm.checks import checked_shape
 
 # Bounds a weight near zero when the input is recovered from the output.
 _SMALLEST_WEIGHT = 1e-5

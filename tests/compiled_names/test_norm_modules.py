@@ -83,7 +83,7 @@ def test_bad_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="trailing dimensions"):
         fused_layer_norm_cuda.forward_affine(x, (8, 4), gamma, beta, 1e-5)
     _, mean, invvar = fused_layer_norm_cuda.forward_affine(x, SHAPE, gamma, beta, 1e-5)
-    with pytest.raises(ValueError, match="dout has shape"):
+    with pytest.raises(ValueError, match="the gradient has shape"):
         fused_layer_norm_cuda.backward_affine(dy[:1], mean, invvar, x, SHAPE, gamma, beta, 1e-5, False)
 
 
@@ -112,3 +112,31 @@ def test_fast_layer_norm_needs_beta_to_recover_its_input() -> None:
     z, _, rsigma = fast_layer_norm.ln_fwd(torch.randn(6, 40), torch.ones(40), torch.zeros(40), 1e-5)
     with pytest.raises(ValueError, match="beta_"):
         fast_layer_norm.ln_bwd(z, z, None, rsigma, torch.ones(40), None, True)
+
+
+def test_statistics_that_do_not_belong_are_refused() -> None:
+    x, dy, gamma, beta = inputs("cpu")
+    _, mean, invvar = fused_layer_norm_cuda.forward_affine(x, SHAPE, gamma, beta, 1e-5)
+    with pytest.raises(ValueError, match="mean of each row is needed"):
+        fused_layer_norm_cuda.backward_affine(dy, None, invvar, x, SHAPE, gamma, beta, 1e-5, False)
+    with pytest.raises(ValueError, match="the mean has shape"):
+        fused_layer_norm_cuda.backward_affine(dy, mean[:1], invvar, x, SHAPE, gamma, beta, 1e-5, False)
+    with pytest.raises(ValueError, match="reciprocal deviation has shape"):
+        fused_layer_norm_cuda.rms_backward_affine(dy, invvar[:1], x, SHAPE, gamma, 1e-5, False)
+    flat = x.reshape(6, 32)
+    with pytest.raises(ValueError, match="mean of each row is needed"):
+        fast_layer_norm.ln_bwd(flat, flat, None, invvar, gamma.flatten())
+    with pytest.raises(ValueError, match="the gradient has shape"):
+        fast_layer_norm.ln_bwd(flat[:1], flat, mean, invvar, gamma.flatten())
+
+
+@pytest.mark.parametrize("route", routes())
+def test_statistics_of_any_layout_and_dtype(route: Route) -> None:
+    x, dy, gamma, beta = inputs(route.device)
+    with _library.implementation(route.implementation):
+        _, mean, invvar = fused_layer_norm_cuda.forward_affine(x, SHAPE, gamma, beta, 1e-5)
+        expected = fused_layer_norm_cuda.backward_affine(dy, mean, invvar, x, SHAPE, gamma, beta, 1e-5, False)
+        strided = [t.double().repeat_interleave(2)[::2] for t in (mean, invvar)]
+        actual = fused_layer_norm_cuda.backward_affine(dy, *strided, x, SHAPE, gamma, beta, 1e-5, False)
+    for a, e in zip(actual, expected, strict=True):
+        assert_close(a, e.double(), reduction=6)

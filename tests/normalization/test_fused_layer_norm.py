@@ -80,11 +80,13 @@ def test_autocast_casts_everything(route: Route, dtype: torch.dtype, module, mem
             output = norm(x)
         assert output.dtype == dtype
         output.float().sum().backward()
-        with torch.autocast(route.device, dtype):
-            double = norm.double()(x.detach().double()) if route.implementation == "torch" else None
     assert x.grad.dtype == torch.float32
-    assert norm.weight.grad.dtype in (torch.float32, torch.float64)
-    assert double is None or double.dtype == torch.float64
+    assert norm.weight.grad.dtype == torch.float32
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert FusedLayerNorm(8).double()(torch.randn(2, 8, dtype=torch.float64)).dtype == torch.float64
 
 
 def test_autocast_for_another_device_changes_nothing() -> None:
@@ -111,37 +113,131 @@ def test_memory_efficient_gives_the_same_gradients(memory_efficient: bool) -> No
     assert_close(norm.weight.grad, plain.weight.grad, reduction=5)
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments"),
-    [
-        ("FusedLayerNormAffineFunction", ["input", "weight", "bias", "normalized_shape", "eps", "memory_efficient"]),
-        (
-            "FusedLayerNormAffineMixedDtypesFunction",
-            ["input", "weight", "bias", "normalized_shape", "eps", "memory_efficient"],
-        ),
-        ("FusedLayerNormFunction", ["input", "normalized_shape", "eps", "memory_efficient"]),
-        ("FusedRMSNormAffineFunction", ["input", "weight", "normalized_shape", "eps", "memory_efficient"]),
-        ("FusedRMSNormAffineMixedDtypesFunction", ["input", "weight", "normalized_shape", "eps", "memory_efficient"]),
-        ("FusedRMSNormFunction", ["input", "normalized_shape", "eps", "memory_efficient"]),
-    ],
-)
+AFFINE = ["input", "weight", "bias", "normalized_shape", "eps", "memory_efficient"]
+FUNCTIONS = {
+    "FusedLayerNormAffineFunction": AFFINE,
+    "FusedLayerNormAffineMixedDtypesFunction": AFFINE,
+    "FusedLayerNormFunction": ["input", "normalized_shape", "eps", "memory_efficient"],
+    "FusedRMSNormAffineFunction": [name for name in AFFINE if name != "bias"],
+    "FusedRMSNormAffineMixedDtypesFunction": [name for name in AFFINE if name != "bias"],
+    "FusedRMSNormFunction": ["input", "normalized_shape", "eps", "memory_efficient"],
+}
+
+
+def function_values(device: str, dtype: torch.dtype = torch.float32) -> dict:
+    weight = (torch.rand(16, device=device) + 0.5).requires_grad_()
+    bias = torch.randn(16, device=device, requires_grad=True)
+    x = torch.randn(3, 16, device=device).to(dtype).requires_grad_()
+    return {"input": x, "weight": weight, "bias": bias, "normalized_shape": (16,), "eps": 1e-5}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_functions_that_clients_introspect(function: str) -> None:
+    assert inspect.getfullargspec(getattr(fused_layer_norm, function).forward).args[1:] == FUNCTIONS[function]
+
+
+@pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("memory_efficient", [[], [False], [True]])
-def test_functions_that_clients_introspect_and_apply(function: str, arguments: list[str], memory_efficient) -> None:
-    node = getattr(fused_layer_norm, function)
-    assert inspect.getfullargspec(node.forward).args[1:] == arguments
-    values = {
-        "input": torch.randn(3, 16, requires_grad=True),
-        "weight": torch.ones(16, requires_grad=True),
-        "bias": torch.zeros(16, requires_grad=True),
-        "normalized_shape": (16,),
-        "eps": 1e-5,
-    }
-    output = node.apply(*(values[name] for name in arguments[:-1]), *memory_efficient)
-    x = values["input"].detach().double()
-    expected = nn.functional.layer_norm(x, (16,)) if "Layer" in function else nn.functional.rms_norm(x, (16,), eps=1e-5)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_functions_that_clients_apply(function: str, memory_efficient: list, route: Route) -> None:
+    arguments = FUNCTIONS[function][:-1]
+    mixed = "Mixed" in function
+    values = function_values(route.device, torch.bfloat16 if mixed else torch.float32)
+    with _library.implementation(route.implementation):
+        output = getattr(fused_layer_norm, function).apply(*(values[name] for name in arguments), *memory_efficient)
+        tensors = {name: values[name] for name in arguments if isinstance(values[name], torch.Tensor)}
+        dy = torch.randn_like(output)
+        gradients = torch.autograd.grad(output, list(tensors.values()), dy)
+    assert output.dtype == torch.float32
+    wide = {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
+    if "Layer" in function:
+        expected = nn.functional.layer_norm(wide["input"], (16,), wide.get("weight"), wide.get("bias"), 1e-5)
+    else:
+        expected = nn.functional.rms_norm(wide["input"], (16,), wide.get("weight"), 1e-5)
     assert_close(output, expected)
-    tensors = [values[name] for name in arguments if isinstance(values.get(name), torch.Tensor)]
-    assert all(g is not None for g in torch.autograd.grad(output.sin().sum(), tensors))
+    wanted = torch.autograd.grad(expected, list(wide.values()), dy.double())
+    for name, actual, gradient in zip(tensors, gradients, wanted, strict=True):
+        assert actual.dtype == tensors[name].dtype
+        assert_close(actual, gradient, reduction=3, what=name)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("memory_efficient", [False, True])
+def test_functions_check_their_arguments(route: Route, memory_efficient: bool) -> None:
+    values = function_values(route.device)
+    x, weight, bias = values["input"], values["weight"], values["bias"]
+    apply = fused_layer_norm.FusedLayerNormAffineFunction.apply
+    rest = (1e-5, memory_efficient)
+    with _library.implementation(route.implementation):
+        assert apply(x, weight, bias, 16, *rest).shape == x.shape
+        with pytest.raises(ValueError, match="trailing dimensions"):
+            apply(torch.randn(3, 17, device=route.device), weight, bias, (16,), *rest)
+        with pytest.raises(ValueError, match="weight has shape"):
+            apply(x, weight[:8], bias, (16,), *rest)
+        with pytest.raises(ValueError, match="bias has shape"):
+            apply(x, weight, bias[:8], (16,), *rest)
+        with pytest.raises(ValueError, match="weight is on"):
+            apply(x, weight.detach().to("meta"), bias, (16,), *rest)
+        with pytest.raises(TypeError, match="floating-point"):
+            apply(x.detach().long(), weight, bias, (16,), *rest)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("module", [FusedLayerNorm, FusedRMSNorm])
+def test_an_output_may_be_changed_in_place(route: Route, memory_efficient: bool, module) -> None:
+    norm = module(16, memory_efficient=memory_efficient).to(route.device)
+    x = torch.randn(3, 16, device=route.device, requires_grad=True)
+    with _library.implementation(route.implementation):
+        output = norm(x)
+        if memory_efficient:  # the output is what was saved: autograd must notice, not compute from the wrong one
+            output += 1
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                output.sum().backward()
+        else:
+            output += 1
+            output.sum().backward()
+            assert x.grad is not None
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("trainable", ["input", "weight", "bias"])
+def test_only_one_tensor_requires_a_gradient(route: Route, trainable: str) -> None:
+    values = function_values(route.device)
+    tensors = {name: values[name].detach().requires_grad_(name == trainable) for name in ("input", "weight", "bias")}
+    dy = torch.randn(3, 16, device=route.device)
+    with _library.implementation(route.implementation):
+        output = fused_layer_norm.fused_layer_norm_affine(*tensors.values(), (16,), 1e-5)
+        (gradient,) = torch.autograd.grad(output, tensors[trainable], dy)
+    wide = {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
+    expected = nn.functional.layer_norm(wide["input"], (16,), wide["weight"], wide["bias"], 1e-5)
+    assert_close(gradient, torch.autograd.grad(expected, wide[trainable], dy.double())[0], reduction=3)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_weight_and_bias_of_different_dtypes(route: Route) -> None:
+    x = torch.randn(3, 16, device=route.device)
+    weight, bias = torch.ones(16, device=route.device), torch.ones(16, device=route.device, dtype=torch.float16)
+    expected = nn.functional.layer_norm(x.double(), (16,), weight.double(), bias.double(), 1e-5)
+    for implementation in (route.implementation, "auto"):
+        with _library.implementation(implementation):
+            for memory_efficient in (False, True):
+                output = fused_layer_norm.fused_layer_norm_affine(x, weight, bias, (16,), 1e-5, memory_efficient)
+                assert_close(output, expected)
+
+
+@pytest.mark.parametrize("shape", [16, (16,), [16], torch.Size([16]), torch.tensor(16).numpy()[()]])
+def test_ways_to_write_a_shape(shape) -> None:
+    x = torch.randn(3, 16)
+    expected = nn.functional.layer_norm(x, (16,))
+    for memory_efficient in (False, True):
+        torch.testing.assert_close(fused_layer_norm.fused_layer_norm(x, shape, 1e-5, memory_efficient), expected)
+
+
+def test_integer_weights_are_refused_whatever_the_shape_looks_like() -> None:
+    for shape in ((16,), [16], 16):
+        with pytest.raises(TypeError, match="weight must be floating-point"):
+            fused_layer_norm.fused_rms_norm_affine(torch.randn(3, 16), torch.ones(16, dtype=torch.int32), shape)
 
 
 def test_functions_default_to_a_smaller_eps() -> None:

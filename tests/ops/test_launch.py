@@ -6,6 +6,7 @@ import torch
 from apex.ops import _device, _library, norm
 from apex.ops._launch import KERNELS, recording
 from apex.ops.norm import launches
+from tests.harness import assert_close
 
 
 def test_every_kernel_is_registered() -> None:
@@ -77,4 +78,6 @@ def test_runs_on_the_device_of_its_tensors() -> None:
     x = torch.randn(8, 64, device="cuda:1")
     with torch.cuda.device(0), _library.implementation("triton"):
         for _ in range(2):
-            assert norm.rms_norm(x, 64).device == x.device
+            output = norm.rms_norm(x, 64)
+            assert output.device == x.device
+            assert_close(output, torch.nn.functional.rms_norm(x.double(), (64,), eps=1e-5))

@@ -76,6 +76,6 @@ def describe(device: torch.device) -> dict[str, Any]:
     return {
         "device": {"type": device.type, "name": device_name(device), "threads": torch.get_num_threads()},
         "versions": {name: str(version) for name, version in versions.items() if version is not None},
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
     }

@@ -2,13 +2,13 @@
 
 A family of ops (norms, softmax, ...) declares itself once with `register_family`. Its code then asks
 `runs_triton(family, tensor)` and does what it is told. The answer depends on the device, the dtype and `APEX_IMPL`
-alone, so it is computed once per combination and explained by `explain`.
+alone, so it is computed once per combination and explained by `explain`; beyond it a family may send inputs too small
+to be worth a launch to PyTorch, and says so in `OpFamily.small_inputs`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator
@@ -39,13 +39,15 @@ class OpFamily:
     """A group of ops that share kernels and dispatch.
 
     `self_check(device)` runs the family on `device` against the float64 reference and returns the largest error as a
-    multiple of its tolerance, so that anything above 1 is wrong.
+    multiple of its tolerance, so that anything above 1 is wrong. `small_inputs` says which inputs PyTorch's operators
+    take even where there are kernels, because they are quicker.
     """
 
     name: str
     summary: str
     self_check: Callable[[torch.device], float]
     triton_dtypes: frozenset[torch.dtype] = TRITON_DTYPES
+    small_inputs: str = ""
 
 
 FAMILIES: dict[str, OpFamily] = {}
@@ -54,6 +56,7 @@ _requested: _env.Implementation = _env.requested_implementation()
 _choices: dict[tuple[str, torch.device, torch.dtype], Choice] = {}
 _runs_triton: dict[tuple[str, torch.device, torch.dtype], bool] = {}
 _reported: set[tuple[str, str]] = set()
+_triton_found: list[str | None] = []
 
 
 def register_family(family: OpFamily) -> OpFamily:
@@ -88,9 +91,14 @@ def _set_requested(name: _env.Implementation) -> None:
     _runs_triton.clear()
 
 
-@functools.cache
 def triton_problem() -> str | None:
     """Why Triton cannot be used in this process, or None when it can."""
+    if not _triton_found:  # a list rather than functools.cache, which torch.compile warns of
+        _triton_found.append(_look_for_triton())
+    return _triton_found[0]
+
+
+def _look_for_triton() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the triton package is not installed"
     try:
@@ -133,7 +141,8 @@ def _choose(family: OpFamily, device: torch.device, dtype: torch.dtype) -> Choic
         return Choice("torch", obstacle)
     if device.type != "cuda":
         return Choice("torch", "the Triton interpreter is for tests; APEX_IMPL=triton selects it")
-    return Choice("triton", f"Triton on {torch.cuda.get_device_name(device)}")
+    exception = f"; {family.small_inputs}" if family.small_inputs else ""
+    return Choice("triton", f"Triton on {torch.cuda.get_device_name(device)}{exception}")
 
 
 def _report_fallback(family: str, device: torch.device, reason: str) -> None:
@@ -145,7 +154,15 @@ def _report_fallback(family: str, device: torch.device, reason: str) -> None:
 
 
 def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
-    """Whether `family` takes its Triton kernels for `tensor`: the hot-path form of `explain`."""
+    """Whether `family` takes its Triton kernels for `tensor`: the hot-path form of `explain`.
+
+    Never for a tensor subclass (DTensor, FakeTensor, ...): it has no address of its own, while PyTorch's operators know
+    what to do with it.
+    """
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        if _requested == "triton":
+            raise RuntimeError(f"APEX_IMPL=triton was asked for, but kernels do not take a {type(tensor).__name__}")
+        return False
     key = (family.name, tensor.device, tensor.dtype)
     answer = _runs_triton.get(key)
     if answer is None:

@@ -24,7 +24,11 @@ _SHAPES = [
     (4096, 16384, _BF16, _BF16, True, False),
     (4096, 16384, _F32, _F32, False, False),
     (4096, 12288, _F32, _F32, True, False),
+    (4096, 16384, _F32, _F32, True, True),
+    (4096, 16384, _BF16, None, True, False),
     (1024, 32768, _BF16, _BF16, True, False),
+    (1024, 32768, _F32, _F32, False, True),
+    (1024, 32768, _BF16, None, False, False),
 ]
 
 
@@ -35,6 +39,9 @@ def record() -> None:
         weight = None if weight_dtype is None else torch.empty(columns, dtype=weight_dtype, device="meta")
         bias = torch.empty_like(weight) if weight is not None and subtract_mean else None
         output, mean, rstd = launches.triton_forward(x, weight, bias, columns, 1e-5, subtract_mean, dtype)
-        launches.triton_backward(
-            output, x, mean, rstd, weight, bias, columns, 1e-5, subtract_mean, from_output, dtype, True
-        )
+        for param_grads in (True, False):
+            launches.triton_backward(
+                output, x, mean, rstd, weight, bias, columns, 1e-5, subtract_mean, from_output, dtype, param_grads
+            )
+    mixed = torch.empty(4096, 1024, dtype=_BF16, device="meta")
+    launches.triton_forward(mixed, torch.empty(1024, device="meta"), None, 1024, 1e-5, False, _F32)

@@ -94,8 +94,36 @@ def test_compiled_with_dynamic_shapes() -> None:
     module = FusedLayerNorm(48, memory_efficient=True)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (3, 5, 8):
-        x = torch.randn(rows, 48)
+        x = torch.randn(rows, 48, requires_grad=True)
+        actual, expected = (torch.autograd.grad(f(x).sin().sum(), x)[0] for f in (compiled, module))
         assert torch.equal(compiled(x), module(x))
+        assert_close(actual, expected.double())
+
+
+@pytest.mark.parametrize("route", routes())
+def test_the_operator_refuses_a_second_derivative(route: Route) -> None:
+    x = torch.randn(4, 24, device=route.device, requires_grad=True)
+    with _library.implementation(route.implementation):
+        output = torch.ops.apex.norm_forward(x, None, None, 24, 1e-5, True, False, torch.float32)[0]
+        (first,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="first derivative only"):
+            torch.autograd.grad(first.square().sum(), x)
+
+
+def test_tensor_subclasses_take_operators() -> None:
+    """FakeTensor stands for those that have no memory of their own, DTensor among them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with _library.implementation("auto"), FakeTensorMode():
+        x = torch.randn(4, 24, requires_grad=True)
+        for memory_efficient in (False, True):
+            output = norm.layer_norm(x, 24, memory_efficient=memory_efficient)
+            assert output.shape == (4, 24)
+            assert torch.autograd.grad(output.sum(), x)[0].shape == (4, 24)
+    with _library.implementation("triton"), FakeTensorMode():
+        x = torch.randn(4, 24)
+        with pytest.raises(RuntimeError, match="FakeTensor"):
+            norm.layer_norm(x, 24)
 
 
 @pytest.mark.gpu

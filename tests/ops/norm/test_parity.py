@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from apex.ops import _library, norm
+from apex.ops import _device, _library, norm
+from apex.ops._launch import recording
 from apex.ops.norm import reference
+from apex.ops.norm.launches import triton_backward
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 from tests.ops.norm.cases import CASES, LARGE_CASES, NormCase
 
@@ -143,11 +145,25 @@ def test_several_normalised_dimensions(route: Route) -> None:
     assert_close(output, wanted)
 
 
+def test_frozen_parameters_cost_no_launch() -> None:
+    x = torch.randn(4, 32, device="meta")
+    weight, bias = torch.empty(2, 32, device="meta")
+    statistics = torch.empty(4, device="meta")
+    for param_grads, kernels in ((True, ["norm_backward_rows", "sum_partials"]), (False, ["norm_backward_rows"])):
+        with _device.pretend(_device.INTERPRETER), recording() as collected:
+            triton_backward(
+                x, x, statistics, statistics, weight, bias, 32, 1e-5, True, False, torch.float32, param_grads
+            )
+        assert [launch.bound.kernel.name for launch in collected] == kernels
+
+
 @pytest.mark.parametrize("route", routes())
-def test_frozen_weight_gets_no_gradient(route: Route) -> None:
-    x = torch.randn(4, 32, device=route.device, requires_grad=True)
-    weight, bias = torch.rand(2, 32, device=route.device)
+def test_inference_plans_no_backward_pass(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("apex.ops.norm.autograd.backward_plan", lambda *arguments: pytest.fail("planned"))
+    x = torch.randn(4, 32, device=route.device)
+    weight = torch.rand(32, device=route.device, requires_grad=True)
     with _library.implementation(route.implementation):
-        norm.layer_norm(x, 32, weight, bias).sum().backward()
-    assert x.grad is not None
-    assert weight.grad is None
+        with torch.no_grad():
+            output = norm.rms_norm(x, 32, weight, memory_efficient=True)
+        assert norm.rms_norm(x, 32, weight.detach()).grad_fn is None
+    assert_close(output, torch.nn.functional.rms_norm(x.double(), (32,), weight.double(), 1e-5))

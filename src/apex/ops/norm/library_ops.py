@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from .. import _library
-from .op import none_if_empty, norm_backward, norm_forward
+from .autograd import none_if_empty
+from .dispatch import norm_backward, norm_forward
 
 
 def _forward(input, weight, bias, row_length, eps, subtract_mean, memory_efficient, out_dtype):
@@ -67,6 +68,12 @@ def _op_backward(ctx, dy, dmean, drstd):
     return dx, none_if_empty(dweight, weight), none_if_empty(dbias, bias), None, None, None, None, None
 
 
+def _refuse_second_derivative(ctx, *gradients):
+    raise RuntimeError(
+        "torch.ops.apex.norm_forward has a first derivative only; apex.ops.layer_norm and rms_norm have a second one"
+    )
+
+
 _library.register_op(
     "norm_forward(Tensor input, Tensor? weight, Tensor? bias, int row_length, float eps, bool subtract_mean, "
     "bool memory_efficient, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
@@ -81,4 +88,6 @@ _library.register_op(
     "-> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
+    backward=_refuse_second_derivative,
+    setup_context=lambda ctx, inputs, output: None,
 )

@@ -15,13 +15,14 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def _rows(tensor: Tensor, row_length: int) -> Tensor:
+def as_rows(tensor: Tensor, row_length: int) -> Tensor:
+    """The tensor as a matrix of rows; without rows where they have no elements."""
     return tensor.reshape(tensor.numel() // max(1, row_length), row_length)
 
 
 def statistics(input: Tensor, row_length: int, eps: float, subtract_mean: bool) -> tuple[Tensor | None, Tensor]:
     """Mean (None for RMS norm) and reciprocal standard deviation (or root mean square) of each row."""
-    rows = _rows(input, row_length).to(compute_dtype(input))
+    rows = as_rows(input, row_length).to(compute_dtype(input))
     mean = rows.mean(1) if subtract_mean else None
     centred = rows if mean is None else rows - mean[:, None]
     return mean, torch.rsqrt(centred.square().mean(1) + eps)
@@ -39,7 +40,7 @@ def forward(
     """Output (shape of `input`), mean and rstd (one value per row)."""
     compute = compute_dtype(input, weight)
     mean, rstd = statistics(input, row_length, eps, subtract_mean)
-    output = _rows(input, row_length).to(compute)
+    output = as_rows(input, row_length).to(compute)
     if mean is not None:
         output = output - mean[:, None]
     output = output * rstd[:, None]
@@ -66,9 +67,9 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias, from the saved input or (`from_output`) the saved output."""
     compute = compute_dtype(dy, saved, weight)
-    gradient = _rows(dy, row_length).to(compute)
+    gradient = as_rows(dy, row_length).to(compute)
     w = None if weight is None else weight.reshape(-1).to(compute)
-    normalised = _rows(saved, row_length).to(compute)
+    normalised = as_rows(saved, row_length).to(compute)
     rstd = rstd.reshape(-1, 1).to(compute)
     if from_output:
         if bias is not None:

@@ -26,7 +26,7 @@ def self_check(device: torch.device) -> float:
 def _largest_error(
     x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor | None, subtract_mean: bool, device: torch.device
 ) -> float:
-    from .op import norm_backward, norm_forward
+    from .dispatch import norm_backward, norm_forward
 
     constants = (COLUMNS, EPS, subtract_mean)
     output, mean, rstd = norm_forward(x.to(device), weight.to(device), _to(bias, device), *constants, x.dtype)

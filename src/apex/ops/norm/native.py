@@ -1,0 +1,104 @@
+"""PyTorch's own norm operators, used where there is no kernel and where they are the quicker way to the same result.
+
+PyTorch on the CPU sums the gradients of half-precision layer-norm weights in half precision: 5% off after 4096 rows.
+Where gradients are wanted, they are computed in float32 here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .reference import as_rows, compute_dtype
+
+
+def layer_norm(input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`torch.layer_norm` in the input's dtype, also under autocast."""
+    if torch._C._is_any_autocast_enabled():
+        with _autocast_off(input):
+            return torch.layer_norm(input, shape, weight, bias, eps)
+    return torch.layer_norm(input, shape, weight, bias, eps)
+
+
+def rms_norm(input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
+    """`torch.rms_norm` in the input's dtype, also under autocast."""
+    if torch._C._is_any_autocast_enabled():
+        with _autocast_off(input):
+            return torch.rms_norm(input, shape, weight, eps)
+    return torch.rms_norm(input, shape, weight, eps)
+
+
+def _autocast_off(input: Tensor) -> contextlib.AbstractContextManager:
+    """Autocast would turn a norm's result into float32."""
+    device_type = input.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def mixed_norm(
+    input: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    subtract_mean: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """A differentiable norm whose input, weight and output may have different dtypes."""
+    compute = input.dtype if weight is None else torch.promote_types(input.dtype, weight.dtype)
+    if subtract_mean and input.device.type == "cpu" and torch.is_grad_enabled():
+        compute = torch.promote_types(compute, torch.float32)
+    wide_weight, wide_bias = (None if t is None else t.to(compute) for t in (weight, bias))
+    if subtract_mean:
+        return layer_norm(input.to(compute), shape, wide_weight, wide_bias, eps).to(out_dtype)
+    return rms_norm(input.to(compute), shape, wide_weight, eps).to(out_dtype)
+
+
+def layer_norm_forward(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, row_length: int, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, mean and reciprocal deviation per row, without autograd."""
+    compute = compute_dtype(input, weight)
+    output, mean, rstd = torch.native_layer_norm(
+        as_rows(input, row_length).to(compute), (row_length,), _flat(weight, compute), _flat(bias, compute), eps
+    )
+    return output.to(out_dtype).reshape(input.shape), mean.flatten(), rstd.flatten()
+
+
+def layer_norm_backward(
+    dy: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    row_length: int,
+    dx_dtype: torch.dtype,
+    param_grads: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias, without autograd."""
+    compute = compute_dtype(dy, input, weight)
+    wanted = [True, param_grads and weight is not None, param_grads and bias is not None]
+    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+        as_rows(dy, row_length).to(compute),
+        as_rows(input, row_length).to(compute),
+        (row_length,),
+        mean.reshape(-1, 1).to(compute),
+        rstd.reshape(-1, 1).to(compute),
+        _flat(weight, compute),
+        _flat(bias, compute),
+        wanted,
+    )
+    return (
+        dx.to(dx_dtype).reshape(input.shape),
+        dweight.to(weight.dtype).reshape(weight.shape) if wanted[1] and weight is not None else None,
+        dbias.to(bias.dtype).reshape(bias.shape) if wanted[2] and bias is not None else None,
+    )
+
+
+def _flat(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if parameter is None else parameter.reshape(-1).to(dtype)
