@@ -8,6 +8,10 @@ import torch
 
 GPU = torch.cuda.is_available()
 
+# Processes that tests start in other folders find a source tree that was given by relative paths.
+if os.environ.get("PYTHONPATH"):
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, os.environ["PYTHONPATH"].split(os.pathsep)))
+
 # Before anything imports triton: kernels become interpreted functions at import.
 if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")

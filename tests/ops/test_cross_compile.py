@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton")
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 

@@ -90,6 +90,9 @@ def test_compiled_autograd_functions(route: Route) -> None:
         assert_close(a, e.double(), reduction=6)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.7", reason="PyTorch 2.6 cannot compile any autograd Function for dynamic sizes"
+)
 def test_compiled_with_dynamic_shapes() -> None:
     module = FusedLayerNorm(48, memory_efficient=True)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)

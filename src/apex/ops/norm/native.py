@@ -14,6 +14,9 @@ from torch import Tensor
 
 from .reference import as_rows, compute_dtype
 
+# Before it had a fused RMS norm, PyTorch computed the one of half-precision tensors in half precision.
+_RMS_NORM_IS_FUSED = hasattr(torch.ops.aten, "_fused_rms_norm")
+
 
 def layer_norm(input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """`torch.layer_norm` in the input's dtype, also under autocast."""
@@ -25,6 +28,8 @@ def layer_norm(input: Tensor, shape: Sequence[int], weight: Tensor | None, bias:
 
 def rms_norm(input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
     """`torch.rms_norm` in the input's dtype, also under autocast."""
+    if not _RMS_NORM_IS_FUSED and input.dtype in (torch.float16, torch.bfloat16):
+        return rms_norm(input.float(), shape, None if weight is None else weight.float(), eps).to(input.dtype)
     if torch._C._is_any_autocast_enabled():
         with _autocast_off(input):
             return torch.rms_norm(input, shape, weight, eps)
