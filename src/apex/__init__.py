@@ -5,9 +5,7 @@ Subpackages are imported at first use, so that `import apex` is quick and starts
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
+from ._lazy import lazy_subpackages
 from ._logging import RankInfoFormatter
 from ._version import __version__
 
@@ -43,11 +41,4 @@ def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int
     return False
 
 
-def __getattr__(name: str) -> Any:
-    if name in _SUBPACKAGES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBPACKAGES})
+__getattr__, __dir__ = lazy_subpackages(__name__, _SUBPACKAGES)

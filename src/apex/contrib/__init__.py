@@ -1,18 +1,5 @@
 """Further fused modules and optimizers; subpackages are imported at first use."""
 
-from __future__ import annotations
+from .._lazy import lazy_subpackages
 
-import importlib
-from typing import Any
-
-_SUBPACKAGES = frozenset({"layer_norm"})
-
-
-def __getattr__(name: str) -> Any:
-    if name in _SUBPACKAGES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBPACKAGES})
+__getattr__, __dir__ = lazy_subpackages(__name__, ["layer_norm"])

@@ -1,0 +1,23 @@
+"""Subpackages that are imported at first use, so that importing a package is quick and starts nothing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def lazy_subpackages(package: str, names: Iterable[str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` that make the subpackages `names` of the module `package` reachable as attributes."""
+    known = frozenset(names)
+
+    def get_attribute(name: str) -> Any:
+        if name in known:
+            return importlib.import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def list_attributes() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *known})
+
+    return get_attribute, list_attributes
