@@ -21,13 +21,13 @@ KERNELS: dict[str, Kernel] = {}
 _recorder: list[Launch] | None = None
 
 
-def _run_takes_constants() -> bool:
-    """Since Triton 3.3, a compiled kernel's `run` takes every argument, constants included."""
+def _run_is_known() -> bool:
+    """From Triton 3.3 to 3.7 a compiled kernel's `run` takes the arguments below; other versions launch the plain way."""
     major, minor = (int(part) for part in triton.__version__.split(".")[:2])
-    return (major, minor) >= (3, 3)
+    return (3, 3) <= (major, minor) <= (3, 7)
 
 
-_FAST_PATH = _run_takes_constants()
+_FAST_PATH = _run_is_known()
 _LOW_BITS = (15).__and__
 # Without the checks of torch.cuda.current_device() and current_stream(): tensors on the device exist by then.
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
