@@ -22,9 +22,9 @@ _recorder: list[Launch] | None = None
 
 
 def _run_is_known() -> bool:
-    """From Triton 3.3 to 3.7 a compiled kernel's `run` takes the arguments below; other versions launch the plain way."""
+    """From Triton 3.3 to 3.9 a compiled kernel's `run` takes the arguments given here; others are launched plainly."""
     major, minor = (int(part) for part in triton.__version__.split(".")[:2])
-    return (3, 3) <= (major, minor) <= (3, 7)
+    return (3, 3) <= (major, minor) <= (3, 9)
 
 
 _FAST_PATH = _run_is_known()
