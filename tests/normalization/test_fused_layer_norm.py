@@ -358,6 +358,8 @@ def test_peak_memory_is_no_more_than_torchs(module, dtype: torch.dtype) -> None:
         peak(norm.to("cuda", dtype)) for norm in (module(4096), module(4096, memory_efficient=True), theirs(4096))
     )
     tensor_bytes = 8192 * 4096 * dtype.itemsize
-    # Partial sums of the weight gradients are the price of a deterministic reduction: megabytes beside gigabytes.
-    assert plain <= torchs + tensor_bytes // 10
+    # The price of a deterministic reduction: a row of partial sums per multiprocessor for each parameter.
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    partial_sums = multiprocessors * 4096 * 4 * (2 if module is FusedLayerNorm else 1)
+    assert plain <= torchs + partial_sums + 2**20
     assert saving <= plain - tensor_bytes // 2

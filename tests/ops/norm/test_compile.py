@@ -40,6 +40,15 @@ def test_opcheck(route: Route, subtract_mean: bool, memory_efficient: bool) -> N
         )
 
 
+def test_opcheck_with_a_wider_weight() -> None:
+    x, weight = torch.randn(4, 40), torch.rand(40, dtype=torch.float64)
+    with _library.implementation("torch"):
+        for subtract_mean in (True, False):
+            torch.library.opcheck(
+                torch.ops.apex.norm_forward.default, (x, weight, None, 40, 1e-5, subtract_mean, False, torch.float64)
+            )
+
+
 def modules() -> list:
     return [
         FusedLayerNorm(48),

@@ -1,6 +1,6 @@
 """Launch choices for the norm kernels: small rules from shape, dtype and device, measured on an H200.
 
-Times are microseconds; `docs/performance.md` has the full table.
+Times are microseconds, of kernels launched directly: `benchmarks/results/nvidia_h200-norm-tuning.txt`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def forward_config(
     two_bytes = element_size == 2
     if block <= 1024 or (two_bytes and (block <= 2048 or (subtract_mean and block <= 16384))):
         # Whole rows in registers, 16 to 64 elements per thread: layer norm bfloat16 16384x4096 in 70.9 with two rows
-        # per program (in chunks: 83.6), 4096x16384 in 75.4 with 8 warps (16: 114, the second reduction waits longer).
+        # per program (in chunks: 90.0), 4096x16384 in 75.4 with 8 warps (16: 114, the second reduction waits longer).
         per_program = 1 if block == 2048 else max(1, (4096 if block < 2048 else 8192) // block)
         while per_program > 1 and rows // per_program < 2 * device.multiprocessors:
             per_program //= 2

@@ -78,7 +78,7 @@ def norm_forward_long(
     """One row of any length per program, in chunks, read twice: the second time from the cache.
 
     Few registers mean many programs in flight; with the eviction hints that beats holding the row in registers from
-    4096 columns on (RMS norm float32 16384x4096: 128 us instead of 135). The row is at least one chunk long; FULL: the
+    4096 columns on (RMS norm float32 16384x4096: 129 us instead of 135). The row is at least one chunk long; FULL: the
     chunks divide it.
     """
     row = tl.program_id(0).to(tl.int64)

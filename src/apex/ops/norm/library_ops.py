@@ -29,8 +29,7 @@ def _backward(dy, saved, mean, rstd, weight, bias, row_length, eps, subtract_mea
     dx, dweight, dbias = norm_backward(
         dy, saved, mean, rstd, weight, bias, row_length, eps, subtract_mean, from_output, dx_dtype, param_grads
     )
-    empty = rstd.new_empty(0)
-    return dx.contiguous(), empty if dweight is None else dweight, rstd.new_empty(0) if dbias is None else dbias
+    return dx.contiguous(), *(rstd.new_empty(0) if gradient is None else gradient for gradient in (dweight, dbias))
 
 
 def _backward_fake(

@@ -71,7 +71,8 @@ def layer_norm_forward(
     output, mean, rstd = torch.native_layer_norm(
         as_rows(input, row_length).to(compute), (row_length,), _flat(weight, compute), _flat(bias, compute), eps
     )
-    return output.to(out_dtype).reshape(input.shape), mean.flatten(), rstd.flatten()
+    statistics = compute_dtype(input)  # whatever the weight's dtype, as the other implementations have them
+    return output.to(out_dtype).reshape(input.shape), mean.flatten().to(statistics), rstd.flatten().to(statistics)
 
 
 def layer_norm_backward(
