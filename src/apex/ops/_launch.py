@@ -67,7 +67,11 @@ class Kernel:
 
 
 class BoundLaunch:
-    """Call it with the kernel's tensors, whose dtypes must be the same every time; None stands for an absent one."""
+    """Call it with the kernel's tensors, whose dtypes must be the same every time; None stands for an absent one.
+
+    `floats` replaces the bound numbers for one call. They must all be floats: Triton compiles a kernel for the
+    values of its integers, never for those of its floats.
+    """
 
     def __init__(
         self,
@@ -93,39 +97,40 @@ class BoundLaunch:
         self._middle: tuple[Any, ...] = ()
         self._index = device.index
 
-    def __call__(self, *tensors: Tensor | None) -> None:
+    def __call__(self, *tensors: Tensor | None, floats: tuple[float, ...] | None = None) -> None:
         run = self._run
+        tail = self._tail if floats is None else (*floats, *self.constants)
         if run is None or _recorder is not None:
-            self._launch_first(tensors)
+            self._launch_first(tensors, tail)
             return
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         if any(map(_LOW_BITS, addresses)):
-            self._launch_plainly(tensors)
+            self._launch_plainly(tensors, tail)
             return
         index = self._index
         if _current_device() != index:
             with torch.cuda.device(index):
-                self(*tensors)
+                self(*tensors, floats=floats)
             return
-        run(*self._head, _current_stream(index), *self._middle, *addresses, *self._tail)
+        run(*self._head, _current_stream(index), *self._middle, *addresses, *tail)
 
-    def _launch_first(self, tensors: tuple[Tensor | None, ...]) -> None:
+    def _launch_first(self, tensors: tuple[Tensor | None, ...], tail: tuple[Any, ...]) -> None:
         if _recorder is not None:
             _recorder.append(Launch(self, tensors))
             return
-        compiled = self._launch_plainly(tensors)
+        compiled = self._launch_plainly(tensors, tail)
         aligned = all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
         if _FAST_PATH and aligned and self.device.type == "cuda" and self.device.index is not None:
             # Function and metadata, then no launch metadata and no hooks before and after the launch.
             self._middle = (compiled.function, compiled.packed_metadata, None, None, None)
             self._run = compiled.run
 
-    def _launch_plainly(self, tensors: tuple[Tensor | None, ...]) -> Any:
+    def _launch_plainly(self, tensors: tuple[Tensor | None, ...], tail: tuple[Any, ...]) -> Any:
         function = self.kernel.function
         if self.device.type != "cuda":  # Triton's interpreter
-            return function[self.grid](*tensors, *self._tail)
+            return function[self.grid](*tensors, *tail)
         with torch.cuda.device(self.device):
-            return function[self.grid](*tensors, *self._tail, num_warps=self.num_warps, num_stages=self.num_stages)
+            return function[self.grid](*tensors, *tail, num_warps=self.num_warps, num_stages=self.num_stages)
 
 
 def kernel(function: Any) -> Kernel:
