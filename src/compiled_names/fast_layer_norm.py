@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from apex.ops.norm import norm_backward, norm_forward
-from apex.ops.norm.checks import checked_shape
+from apex.ops.norm import NormSpec, norm_backward, norm_forward
+from apex.ops.norm.checks import checked_shape, joined_statistics
 
 # Bounds a weight near zero when the input is recovered from the output.
 _SMALLEST_WEIGHT = 1e-5
@@ -18,8 +18,8 @@ _SMALLEST_WEIGHT = 1e-5
 def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> list[Tensor]:
     """[output, mean, reciprocal deviation]."""
     (row_length,) = checked_shape(x, gamma.shape, gamma, beta)
-    output, mean, rsigma = norm_forward(x, gamma, beta, row_length, epsilon, True, gamma.dtype)
-    assert mean is not None
+    output, statistics = norm_forward(x, gamma, beta, NormSpec(row_length, epsilon, True), gamma.dtype)
+    rsigma, mean = statistics.unbind()
     return [output, mean, rsigma]
 
 
@@ -38,9 +38,9 @@ def ln_bwd(
         raise ValueError("ln_bwd with memory_efficient=True needs beta_ to recover the input from the output")
     # Without memory_efficient beta is not needed for the maths, but its gradient is wanted all the same.
     beta = gamma if beta_ is None else beta_
-    dx, dgamma, dbeta = norm_backward(
-        dz, x_or_z, mu_, rsigma, gamma, beta, row_length, _SMALLEST_WEIGHT, True, memory_efficient, x_or_z.dtype
-    )
+    spec = NormSpec(row_length, _SMALLEST_WEIGHT, True, memory_efficient)
+    statistics = joined_statistics(mu_, rsigma, x_or_z, spec)
+    dx, dgamma, dbeta = norm_backward(dz, x_or_z, statistics, gamma, beta, spec, x_or_z.dtype)
     assert dgamma is not None
     assert dbeta is not None
     return [dx, dgamma, dbeta, dgamma.float()[None], dbeta.float()[None]]

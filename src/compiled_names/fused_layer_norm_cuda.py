@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex.ops.norm import norm_backward, norm_forward
-from apex.ops.norm.checks import checked_shape
+from apex.ops.norm import NormSpec, norm_backward, norm_forward
+from apex.ops.norm.checks import checked_shape, joined_statistics
 
 
 def _forward(
@@ -26,8 +26,9 @@ def _forward(
     out_dtype: torch.dtype,
 ) -> list[Tensor]:
     row_length = math.prod(checked_shape(input, normalized_shape, gamma, beta))
-    results = norm_forward(input, gamma, beta, row_length, epsilon, subtract_mean, out_dtype)
-    return [tensor for tensor in results if tensor is not None]
+    output, statistics = norm_forward(input, gamma, beta, NormSpec(row_length, epsilon, subtract_mean), out_dtype)
+    invvar, *mean = statistics.unbind()
+    return [output, *mean, invvar]
 
 
 def _backward(
@@ -43,19 +44,9 @@ def _backward(
     subtract_mean: bool,
 ) -> list[Tensor]:
     row_length = math.prod(checked_shape(input_or_output, normalized_shape, gamma, beta))
-    gradients = norm_backward(
-        dout,
-        input_or_output,
-        mean,
-        invvar,
-        gamma,
-        beta,
-        row_length,
-        epsilon,
-        subtract_mean,
-        memory_efficient,
-        input_or_output.dtype,
-    )
+    spec = NormSpec(row_length, epsilon, subtract_mean, memory_efficient)
+    statistics = joined_statistics(mean, invvar, input_or_output, spec)
+    gradients = norm_backward(dout, input_or_output, statistics, gamma, beta, spec, input_or_output.dtype)
     return [gradient for gradient in gradients if gradient is not None]
 
 

@@ -28,7 +28,7 @@ def test_every_kernel_is_registered() -> None:
 def test_recording_launches_nothing() -> None:
     x = torch.full((4, 16), 3.0)
     with _device.pretend(_device.INTERPRETER), recording() as collected:
-        output, _, _ = launches.triton_forward(x.to("meta"), None, None, 16, 1e-5, True, torch.float32)
+        output, _ = launches.triton_forward(x.to("meta"), None, None, norm.NormSpec(16, 1e-5, True), torch.float32)
     assert output.is_meta
     assert [launch.bound.kernel.name for launch in collected] == ["norm_forward_rows"]
 

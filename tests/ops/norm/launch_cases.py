@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops.norm import launches
+from apex.ops.norm import NormSpec, launches
 
 _BF16, _F32, _HALF = torch.bfloat16, torch.float32, torch.float16
 
@@ -38,10 +38,9 @@ def record() -> None:
         x = torch.empty(rows, columns, dtype=dtype, device="meta")
         weight = None if weight_dtype is None else torch.empty(columns, dtype=weight_dtype, device="meta")
         bias = torch.empty_like(weight) if weight is not None and subtract_mean else None
-        output, mean, rstd = launches.triton_forward(x, weight, bias, columns, 1e-5, subtract_mean, dtype)
+        spec = NormSpec(columns, 1e-5, subtract_mean, from_output)
+        output, statistics = launches.triton_forward(x, weight, bias, spec, dtype)
         for param_grads in (True, False):
-            launches.triton_backward(
-                output, x, mean, rstd, weight, bias, columns, 1e-5, subtract_mean, from_output, dtype, param_grads
-            )
+            launches.triton_backward(output, x, statistics, weight, bias, spec, dtype, param_grads)
     mixed = torch.empty(4096, 1024, dtype=_BF16, device="meta")
-    launches.triton_forward(mixed, torch.empty(1024, device="meta"), None, 1024, 1e-5, False, _F32)
+    launches.triton_forward(mixed, torch.empty(1024, device="meta"), None, NormSpec(1024, 1e-5, False), _F32)

@@ -17,26 +17,14 @@ def test_opcheck(route: Route, subtract_mean: bool, memory_efficient: bool) -> N
     weight = torch.rand(40, device=route.device, requires_grad=True)
     bias = torch.rand(40, device=route.device, requires_grad=True) if subtract_mean else None
     with _library.implementation(route.implementation):
-        constants = (40, 1e-5, subtract_mean)
-        torch.library.opcheck(
-            torch.ops.apex.norm_forward.default, (x, weight, bias, *constants, memory_efficient, torch.float32)
-        )
+        spec = norm.NormSpec(40, 1e-5, subtract_mean, memory_efficient)
+        torch.library.opcheck(torch.ops.apex.norm_forward.default, (x, weight, bias, *spec, torch.float32))
         plain = [None if t is None else t.detach() for t in (x, weight, bias)]
-        output, mean, rstd = norm.norm_forward(*plain, *constants, torch.float32)
+        output, statistics = norm.norm_forward(*plain, spec, torch.float32)
         saved = output if memory_efficient else plain[0]
         torch.library.opcheck(
             torch.ops.apex.norm_backward.default,
-            (
-                torch.randn_like(output),
-                saved,
-                mean,
-                rstd,
-                *plain[1:],
-                *constants,
-                memory_efficient,
-                torch.float32,
-                True,
-            ),
+            (torch.randn_like(output), saved, statistics, *plain[1:], *spec, torch.float32, True),
         )
 
 

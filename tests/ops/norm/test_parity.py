@@ -7,6 +7,7 @@ from torch import Tensor
 from apex.ops import _device, _library, norm
 from apex.ops.norm import reference
 from apex.ops.norm.launches import triton_backward
+from apex.ops.norm.spec import NormSpec
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 from tests.ops.norm.cases import CASES, LARGE_CASES, NormCase
 
@@ -16,9 +17,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 def exact(case: NormCase, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple:
     """Output and gradients in float64."""
     wide = [None if t is None else t.double().cpu() for t in (x, dy, weight, bias)]
-    arguments = (case.columns, case.eps, case.subtract_mean)
-    output, mean, rstd = reference.forward(wide[0], wide[2], wide[3], *arguments, torch.float64)
-    gradients = reference.backward(wide[1], wide[0], mean, rstd, wide[2], wide[3], *arguments, False, torch.float64)
+    arguments = (wide[2], wide[3], NormSpec(case.columns, case.eps, case.subtract_mean), torch.float64)
+    output, statistics = reference.forward(wide[0], *arguments)
+    gradients = reference.backward(wide[1], wide[0], statistics, *arguments)
     return output, gradients
 
 
@@ -68,26 +69,15 @@ def test_more_than_two_to_the_31_elements() -> None:
     rows, columns = (1 << 31) // 4096 + 3, 4096
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     weight, bias = torch.rand(2, columns, device="cuda", dtype=torch.bfloat16)
-    output, mean, rstd = norm.norm_forward(x, weight, bias, columns, 1e-5, True, torch.bfloat16)
-    dx, _, dbias = norm.norm_backward(x, x, mean, rstd, weight, bias, columns, 1e-5, True, False, torch.bfloat16)
+    arguments = (weight, bias, NormSpec(columns, 1e-5, True))
+    output, statistics = norm.norm_forward(x, *arguments, torch.bfloat16)
+    dx, _, dbias = norm.norm_backward(x, x, statistics, *arguments, torch.bfloat16)
     last = slice(rows - 2, rows)
-    expected, last_mean, last_rstd = reference.forward(
-        x[last].double(), weight.double(), bias.double(), columns, 1e-5, True, torch.float64
-    )
+    wide = x[last].double()
+    arguments = (weight.double(), bias.double(), NormSpec(columns, 1e-5, True), torch.float64)
+    expected, statistics = reference.forward(wide, *arguments)
     assert_close(output[last], expected)
-    expected_dx, _, _ = reference.backward(
-        x[last].double(),
-        x[last].double(),
-        last_mean,
-        last_rstd,
-        weight.double(),
-        bias.double(),
-        columns,
-        1e-5,
-        True,
-        False,
-        torch.float64,
-    )
+    expected_dx, _, _ = reference.backward(wide, wide, statistics, *arguments)
     assert_close(dx[last], expected_dx)
     assert_close(dbias, x.sum(0, dtype=torch.float64), reduction=rows)
 
@@ -150,18 +140,17 @@ def test_frozen_parameters_cost_no_launch() -> None:
 
     x = torch.randn(4, 32, device="meta")
     weight, bias = torch.empty(2, 32, device="meta")
-    statistics = torch.empty(4, device="meta")
+    statistics = torch.empty(2, 4, device="meta")
+    spec = NormSpec(32, 1e-5, True)
     for param_grads, kernels in ((True, ["norm_backward_rows", "sum_partials"]), (False, ["norm_backward_rows"])):
         with _device.pretend(_device.INTERPRETER), recording() as collected:
-            triton_backward(
-                x, x, statistics, statistics, weight, bias, 32, 1e-5, True, False, torch.float32, param_grads
-            )
+            triton_backward(x, x, statistics, weight, bias, spec, torch.float32, param_grads)
         assert [launch.bound.kernel.name for launch in collected] == kernels
 
 
 @pytest.mark.parametrize("route", routes())
 def test_inference_plans_no_backward_pass(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("apex.ops.norm.autograd.backward_plan", lambda *arguments: pytest.fail("planned"))
+    monkeypatch.setattr("apex.ops.norm.launches._backward_plan", lambda *arguments: pytest.fail("planned"))
     x = torch.randn(4, 32, device=route.device)
     weight = torch.rand(32, device=route.device, requires_grad=True)
     with _library.implementation(route.implementation):

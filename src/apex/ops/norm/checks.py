@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .spec import NormSpec
+
 # Positions within a row are 32-bit in the kernels.
 LONGEST_ROW = 2**31 - 2**16
 
@@ -63,24 +65,50 @@ def _explain(input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias:
     raise ValueError("a bias needs a weight beside it")
 
 
-def check_backward(
-    dy: Tensor, saved: Tensor, mean: Tensor | None, rstd: Tensor, row_length: int, needs_mean: bool
-) -> None:
-    """Refuses gradients and statistics that do not belong to `saved`."""
+def check_backward(dy: Tensor, saved: Tensor, statistics: Tensor, spec: NormSpec) -> None:
+    """Refuses a gradient and statistics that do not belong to `saved`."""
     if dy.shape != saved.shape or dy.device != saved.device:
         raise ValueError(
             f"the gradient has shape {list(dy.shape)} on {dy.device}, the saved tensor {list(saved.shape)} on "
             f"{saved.device}"
         )
+    rows = saved.numel() // max(1, spec.row_length)
+    fewest = 2 if spec.subtract_mean and not spec.from_output else 1
+    if (
+        statistics.dim() != 2
+        or statistics.shape[0] < fewest
+        or statistics.shape[1] != rows
+        or statistics.device != saved.device
+    ):
+        raise ValueError(
+            f"the statistics have shape {list(statistics.shape)} on {statistics.device}, expected {fewest} for each of "
+            f"{rows} rows on {saved.device}"
+        )
+
+
+def joined_statistics(mean: Tensor | None, rstd: Tensor, saved: Tensor, spec: NormSpec) -> Tensor:
+    """The one tensor that the norms use, from statistics that a caller has apart."""
+    needs_mean = spec.subtract_mean and not spec.from_output
     if needs_mean and mean is None:
         raise ValueError("the mean of each row is needed to differentiate a layer norm from its input")
-    rows = saved.numel() // max(1, row_length)
+    rows = saved.numel() // max(1, spec.row_length)
     for name, statistic in (("mean", mean if needs_mean else None), ("reciprocal deviation", rstd)):
         if statistic is not None and (statistic.numel() != rows or statistic.device != saved.device):
             raise ValueError(
                 f"the {name} has shape {list(statistic.shape)} on {statistic.device}, expected one value for each of "
                 f"{rows} rows on {saved.device}"
             )
+    if mean is None or not needs_mean:
+        return rstd.reshape(1, -1)
+    whole = rstd._base
+    if (
+        whole is not None
+        and whole is mean._base
+        and whole.shape == (2, rows)
+        and [row.data_ptr() for row in whole] == [rstd.data_ptr(), mean.data_ptr()]
+    ):
+        return whole  # as `norm_forward` gave them
+    return torch.stack((rstd.reshape(-1), mean.reshape(-1)))
 
 
 def check_row_length(shape: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ from . import config, native, reference
 from .checks import check_backward
 from .launches import triton_backward, triton_forward
 from .self_check import self_check
+from .spec import NormSpec
 
 FAMILY = _library.register_family(
     _library.OpFamily(
@@ -22,46 +23,31 @@ FAMILY = _library.register_family(
 
 
 def norm_forward(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    row_length: int,
-    eps: float,
-    subtract_mean: bool,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Output, mean (None for RMS norm) and reciprocal deviation per row."""
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Output and statistics: per row the reciprocal deviation, and below it, for layer norm, the mean."""
     if input.numel() and _library.runs_triton(FAMILY, input):
-        return triton_forward(input, weight, bias, row_length, eps, subtract_mean, out_dtype)
-    if subtract_mean and input.numel():
-        return native.layer_norm_forward(input, weight, bias, row_length, eps, out_dtype)
-    return reference.forward(input, weight, bias, row_length, eps, subtract_mean, out_dtype)
+        return triton_forward(input, weight, bias, spec, out_dtype)
+    if spec.subtract_mean and input.numel():
+        return native.layer_norm_forward(input, weight, bias, spec, out_dtype)
+    return reference.forward(input, weight, bias, spec, out_dtype)
 
 
 def norm_backward(
     dy: Tensor,
     saved: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
+    statistics: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    row_length: int,
-    eps: float,
-    subtract_mean: bool,
-    from_output: bool,
+    spec: NormSpec,
     dx_dtype: torch.dtype,
     param_grads: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias from the saved input, or output when `from_output`."""
-    check_backward(dy, saved, mean, rstd, row_length, needs_mean=subtract_mean and not from_output)
+    """Gradients of input, weight and bias from the saved input, or output when `spec.from_output`."""
+    check_backward(dy, saved, statistics, spec)
+    arguments = (weight, bias, spec, dx_dtype, param_grads)
     if saved.numel() and _library.runs_triton(FAMILY, saved):
-        mean = None if mean is None else mean.to(torch.float32).contiguous()
-        rstd = rstd.to(torch.float32).contiguous()
-        return triton_backward(
-            dy, saved, mean, rstd, weight, bias, row_length, eps, subtract_mean, from_output, dx_dtype, param_grads
-        )
-    if saved.numel() and mean is not None and subtract_mean and not from_output:
-        return native.layer_norm_backward(dy, saved, mean, rstd, weight, bias, row_length, dx_dtype, param_grads)
-    return reference.backward(
-        dy, saved, mean, rstd, weight, bias, row_length, eps, subtract_mean, from_output, dx_dtype, param_grads
-    )
+        return triton_backward(dy, saved, statistics.to(torch.float32).contiguous(), *arguments)
+    if saved.numel() and spec.subtract_mean:
+        return native.layer_norm_backward(dy, saved, statistics, *arguments)
+    return reference.backward(dy, saved, statistics, *arguments)

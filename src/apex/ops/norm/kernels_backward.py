@@ -1,6 +1,7 @@
 """Triton kernels of the backward pass of layer norm and RMS norm.
 
 Legend: a tensor is `rows` x `row_length`, contiguous; `saved` is the input, or the output when FROM_OUTPUT;
+`statistics` holds rstd, the reciprocal deviation of each row, and after those (for layer norm) the mean of each;
 `normalised` = (input - mean) * rstd; `wdy` = weight * dy. All arithmetic is float32.
 
     dx = rstd * (wdy - normalised * mean(wdy * normalised) - mean(wdy))      the last term for layer norm only
@@ -50,8 +51,7 @@ def norm_backward_rows(
     saved,
     weight,
     bias,
-    mean,
-    rstd,
+    statistics,
     dx,
     partials,
     rows,
@@ -94,10 +94,10 @@ def norm_backward_rows(
             mask = row_mask[:, None] & column_mask[None, :]
             value = tl.load(saved + offset, mask=mask, other=0.0).to(tl.float32)
             gradient = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
-        row_rstd = tl.load(rstd + row, mask=row_mask, other=None if FULL else 0.0)[:, None]
+        row_rstd = tl.load(statistics + row, mask=row_mask, other=None if FULL else 0.0)[:, None]
         row_mean = None
         if SUBTRACT_MEAN and not FROM_OUTPUT:
-            row_mean = tl.load(mean + row, mask=row_mask, other=None if FULL else 0.0)[:, None]
+            row_mean = tl.load(statistics + rows + row, mask=row_mask, other=None if FULL else 0.0)[:, None]
         normalised = _normalised(value, row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS)
         # Masked elements of `gradient` are zero, so no sum below sees what `normalised` holds there.
         wdy = gradient * w if HAS_WEIGHT else gradient
@@ -123,8 +123,7 @@ def norm_backward_wide(
     saved,
     weight,
     bias,
-    mean,
-    rstd,
+    statistics,
     dx,
     partials,
     rows,
@@ -155,8 +154,8 @@ def norm_backward_wide(
                 dbias = dbias + (tl.zeros([BLOCK], tl.float32),)
     for row in tl.range(program, rows, tl.num_programs(0)):
         start = tl.cast(row, tl.int64) * row_length
-        row_rstd = tl.load(rstd + row)
-        row_mean = tl.load(mean + row) if SUBTRACT_MEAN and not FROM_OUTPUT else 0.0
+        row_rstd = tl.load(statistics + row)
+        row_mean = tl.load(statistics + rows + row) if SUBTRACT_MEAN and not FROM_OUTPUT else 0.0
         products = tl.zeros([BLOCK], tl.float32)
         sums = tl.zeros([BLOCK], tl.float32)
         # The trip count must not be a constant: unrolled, the loads of all chunks are hoisted and registers spill.
@@ -228,8 +227,7 @@ def norm_backward_row_means(
     saved,
     weight,
     bias,
-    mean,
-    rstd,
+    statistics,
     row_means,
     row_length,
     eps,
@@ -243,8 +241,8 @@ def norm_backward_row_means(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     start = row * row_length
-    row_rstd = tl.load(rstd + row)
-    row_mean = tl.load(mean + row) if SUBTRACT_MEAN and not FROM_OUTPUT else 0.0
+    row_rstd = tl.load(statistics + row)
+    row_mean = tl.load(statistics + tl.num_programs(0) + row) if SUBTRACT_MEAN and not FROM_OUTPUT else 0.0
     products = tl.zeros([BLOCK], tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
     for chunk in tl.range(0, tl.cdiv(row_length, BLOCK)):
@@ -275,8 +273,7 @@ def norm_backward_columns(
     saved,
     weight,
     bias,
-    mean,
-    rstd,
+    statistics,
     row_means,
     dx,
     partials,
@@ -310,10 +307,10 @@ def norm_backward_columns(
         offset = row[:, None] * row_length + column[None, :]
         value = tl.load(saved + offset, mask=mask, other=0.0).to(tl.float32)
         gradient = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
-        row_rstd = tl.load(rstd + row, mask=row_mask, other=0.0)[:, None]
+        row_rstd = tl.load(statistics + row, mask=row_mask, other=0.0)[:, None]
         row_mean = None
         if SUBTRACT_MEAN and not FROM_OUTPUT:
-            row_mean = tl.load(mean + row, mask=row_mask, other=0.0)[:, None]
+            row_mean = tl.load(statistics + rows + row, mask=row_mask, other=0.0)[:, None]
         normalised = _normalised(value, row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS)
         wdy = gradient * w if HAS_WEIGHT else gradient
         correction = normalised * tl.load(row_means + row, mask=row_mask, other=0.0)[:, None]

@@ -1,6 +1,7 @@
 """Triton kernels of the forward pass of layer norm and RMS norm.
 
-A tensor is `rows` x `row_length`, contiguous. All arithmetic is float32. Run-time arguments first, constants last.
+A tensor is `rows` x `row_length`, contiguous; `statistics` holds the reciprocal deviation of each row, and after those
+(for layer norm) the mean of each. All arithmetic is float32. Run-time arguments first, constants last.
 """
 
 import triton
@@ -16,8 +17,7 @@ def norm_forward_rows(
     weight,
     bias,
     output,
-    mean,
-    rstd,
+    statistics,
     rows,
     row_length,
     eps,
@@ -44,12 +44,12 @@ def norm_forward_rows(
         x = tl.load(input + offset, mask=mask, other=0.0).to(tl.float32)
     if SUBTRACT_MEAN:
         row_mean = tl.sum(x, 1) / row_length
-        tl.store(mean + row, row_mean, mask=row_mask)
+        tl.store(statistics + rows + row, row_mean, mask=row_mask)
         x = x - row_mean[:, None]
         if not FULL:
             x = tl.where(mask, x, 0.0)
     row_rstd = tl.rsqrt(tl.sum(x * x, 1) / row_length + eps)
-    tl.store(rstd + row, row_rstd, mask=row_mask)
+    tl.store(statistics + row, row_rstd, mask=row_mask)
     y = x * row_rstd[:, None]
     if HAS_WEIGHT:
         y = y * tl.load(weight + column, mask=column_mask).to(tl.float32)[None, :]
@@ -65,8 +65,7 @@ def norm_forward_long(
     weight,
     bias,
     output,
-    mean,
-    rstd,
+    statistics,
     row_length,
     eps,
     SUBTRACT_MEAN: tl.constexpr,
@@ -102,7 +101,7 @@ def norm_forward_long(
         lane_count = tl.cdiv(row_length - column, BLOCK).to(tl.float32)
         lane_offset = lane_sum / lane_count
         row_mean = tl.sum((first + lane_offset) * lane_count) / row_length
-        tl.store(mean + row, row_mean)
+        tl.store(statistics + tl.num_programs(0) + row, row_mean)
         lane_deviation = first + lane_offset - row_mean
         lane_squares += (lane_deviation * lane_deviation - lane_offset * lane_offset) * lane_count
     else:
@@ -117,7 +116,7 @@ def norm_forward_long(
             ).to(tl.float32)
             lane_squares += x * x
     row_rstd = tl.rsqrt(tl.sum(lane_squares) / row_length + eps)
-    tl.store(rstd + row, row_rstd)
+    tl.store(statistics + row, row_rstd)
     for chunk in tl.range(0, chunks):
         position = chunk * BLOCK + column
         mask = None if FULL else position < row_length

@@ -6,6 +6,7 @@ What depends on shapes and dtypes alone is planned once and cached; a call then 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import _device
-from . import config
+from . import config, workspace
+from .spec import NormSpec
 
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
@@ -28,60 +30,90 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
     return kernels_forward, kernels_backward
 
 
+class ForwardPlan:
+    """The launch of a forward pass, and the way to the backward pass of the same tensors."""
+
+    def __init__(
+        self,
+        launch: BoundLaunch,
+        statistics_shape: tuple[int, int],
+        out_dtype: torch.dtype | None,
+        backward: Callable[[bool], BackwardPlan],
+    ) -> None:
+        self._launch = launch
+        self._statistics_shape = statistics_shape
+        self._out_dtype = out_dtype  # None where it is the input's
+        self._plan_backward = backward
+        self._backward: dict[bool, BackwardPlan] = {}
+
+    def run(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Output and statistics; weight and bias must be contiguous."""
+        if not input.is_contiguous():
+            input = input.contiguous()
+        output = torch.empty_like(input, dtype=self._out_dtype) if self._out_dtype else torch.empty_like(input)
+        statistics = torch.empty(self._statistics_shape, dtype=torch.float32, device=input.device)
+        self._launch(input, weight, bias, output, statistics)
+        return output, statistics
+
+    def backward(self, param_grads: bool) -> BackwardPlan:
+        """The plan for gradients in the output's dtype, made when it is first asked for."""
+        plan = self._backward.get(param_grads)
+        if plan is None:
+            plan = self._backward[param_grads] = self._plan_backward(param_grads)
+        return plan
+
+
 @functools.lru_cache(maxsize=4096)
 def _forward_plan(
+    spec: NormSpec,
     rows: int,
-    row_length: int,
-    eps: float,
-    subtract_mean: bool,
     input_dtype: torch.dtype,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
     out_dtype: torch.dtype,
     device: torch.device,
     facts: _device.DeviceFacts,
-) -> BoundLaunch:
+) -> ForwardPlan:
     kernels = _kernels()[0]
+    row_length, eps, subtract_mean, from_output = spec
     chosen = config.forward_config(rows, row_length, input_dtype.itemsize, subtract_mean, facts)
     flags = (subtract_mean, weight_dtype is not None, bias_dtype is not None)
     if chosen.rows_per_program:
         full = row_length == chosen.block and rows % chosen.rows_per_program == 0
-        return kernels.norm_forward_rows.bind(
+        launch = kernels.norm_forward_rows.bind(
             (-(-rows // chosen.rows_per_program),),
             (rows, row_length, eps),
             (*flags, chosen.rows_per_program, chosen.block, full),
             device=device,
             num_warps=chosen.num_warps,
         )
-    return kernels.norm_forward_long.bind(
-        (rows,),
-        (row_length, eps),
-        (*flags, chosen.block, row_length % chosen.block == 0),
-        device=device,
-        num_warps=chosen.num_warps,
+    else:
+        launch = kernels.norm_forward_long.bind(
+            (rows,),
+            (row_length, eps),
+            (*flags, chosen.block, row_length % chosen.block == 0),
+            device=device,
+            num_warps=chosen.num_warps,
+        )
+
+    def backward(param_grads: bool) -> BackwardPlan:
+        saved_dtype = out_dtype if from_output else input_dtype
+        dtypes = (saved_dtype, out_dtype, weight_dtype, bias_dtype, input_dtype)
+        return _backward_plan(spec, rows, param_grads and weight_dtype is not None, *dtypes, device, facts)
+
+    return ForwardPlan(
+        launch, (2 if subtract_mean else 1, rows), None if out_dtype == input_dtype else out_dtype, backward
     )
 
 
-def triton_forward(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    row_length: int,
-    eps: float,
-    subtract_mean: bool,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    if not input.is_contiguous():
-        input = input.contiguous()
-    weight = None if weight is None else weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
+def forward_plan(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, out_dtype: torch.dtype
+) -> ForwardPlan:
+    """The plan for tensors like these."""
     device = input.device
-    rows = input.numel() // row_length
-    launch = _forward_plan(
-        rows,
-        row_length,
-        eps,
-        subtract_mean,
+    return _forward_plan(
+        spec,
+        input.numel() // spec.row_length,
         input.dtype,
         None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
@@ -89,49 +121,48 @@ def triton_forward(
         device,
         _device.facts(device),
     )
-    output = torch.empty_like(input) if input.dtype == out_dtype else torch.empty_like(input, dtype=out_dtype)
-    rstd = torch.empty(rows, dtype=torch.float32, device=device)
-    mean = torch.empty_like(rstd) if subtract_mean else None
-    launch(input, weight, bias, output, mean, rstd)
-    return output, mean, rstd
+
+
+def triton_forward(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    weight, bias = _contiguous(weight), _contiguous(bias)
+    return forward_plan(input, weight, bias, spec, out_dtype).run(input, weight, bias)
 
 
 @dataclass(frozen=True)
 class BackwardPlan:
     """The launches of one backward pass.
 
-    `row_means` runs first where rows are too long for one kernel; no `partial_rows` without parameter gradients.
+    `row_means` runs first where rows are too long for one kernel; no `partial_sums` without parameter gradients.
     """
 
     main: BoundLaunch
     row_means: BoundLaunch | None
     sum_partials: BoundLaunch | None
     rows: int
-    row_length: int
-    partial_rows: int
+    partial_sums: int
     dx_dtype: torch.dtype
+    device: torch.device
 
     def run(
-        self, dy: Tensor, saved: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
+        self, dy: Tensor, saved: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Gradients of input, weight and bias."""
+        """Gradients of input, weight and bias; the latter two must be contiguous."""
         if not dy.is_contiguous():
             dy = dy.contiguous()
         if not saved.is_contiguous():
             saved = saved.contiguous()
         dx = torch.empty_like(saved) if saved.dtype == self.dx_dtype else torch.empty_like(saved, dtype=self.dx_dtype)
-        partials = None
-        if self.partial_rows:
-            partials = rstd.new_empty((self.partial_rows, self.row_length))
+        partials = workspace.partial_sums(self.partial_sums, self.device) if self.partial_sums else None
         if self.row_means is None:
-            self.main(dy, saved, weight, bias, mean, rstd, dx, partials)
+            self.main(dy, saved, weight, bias, statistics, dx, partials)
         else:
-            row_means = rstd.new_empty((2, self.rows))
-            self.row_means(dy, saved, weight, bias, mean, rstd, row_means)
-            self.main(dy, saved, weight, bias, mean, rstd, row_means, dx, partials)
-        if self.sum_partials is None:
+            row_means = statistics.new_empty((2, self.rows))
+            self.row_means(dy, saved, weight, bias, statistics, row_means)
+            self.main(dy, saved, weight, bias, statistics, row_means, dx, partials)
+        if weight is None or self.sum_partials is None:
             return dx, None, None
-        assert weight is not None
         dweight = torch.empty_like(weight)
         dbias = None if bias is None else torch.empty_like(bias)
         self.sum_partials(partials, dweight, dbias)
@@ -140,11 +171,8 @@ class BackwardPlan:
 
 @functools.lru_cache(maxsize=4096)
 def _backward_plan(
+    spec: NormSpec,
     rows: int,
-    row_length: int,
-    eps: float,
-    subtract_mean: bool,
-    from_output: bool,
     param_grads: bool,
     saved_dtype: torch.dtype,
     dy_dtype: torch.dtype,
@@ -155,6 +183,7 @@ def _backward_plan(
     facts: _device.DeviceFacts,
 ) -> BackwardPlan:
     kernels = _kernels()[1]
+    row_length, eps, subtract_mean, from_output = spec
     has_weight, has_bias = weight_dtype is not None, bias_dtype is not None
     flags = (subtract_mean, from_output, has_weight, has_bias)
     chosen = config.backward_config(rows, row_length, saved_dtype.itemsize, has_bias and param_grads, facts)
@@ -197,57 +226,35 @@ def _backward_plan(
             device=device,
             num_warps=4,
         )
-    partial_rows = chosen.programs * (param_grads + (param_grads and has_bias))
-    return BackwardPlan(main, row_means, sum_partials, rows, row_length, partial_rows, dx_dtype)
+    partial_sums = chosen.programs * row_length * (param_grads + (param_grads and has_bias))
+    return BackwardPlan(main, row_means, sum_partials, rows, partial_sums, dx_dtype, device)
 
 
-def backward_plan(
+def triton_backward(
+    dy: Tensor,
     saved: Tensor,
+    statistics: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    row_length: int,
-    eps: float,
-    subtract_mean: bool,
-    from_output: bool,
-    dy_dtype: torch.dtype,
+    spec: NormSpec,
     dx_dtype: torch.dtype,
     param_grads: bool,
-) -> BackwardPlan:
-    """The plan for tensors like these; its `run` takes a contiguous weight and bias."""
-    return _backward_plan(
-        saved.numel() // row_length,
-        row_length,
-        eps,
-        subtract_mean,
-        from_output,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    weight, bias = _contiguous(weight), _contiguous(bias)
+    plan = _backward_plan(
+        spec,
+        saved.numel() // spec.row_length,
         param_grads and weight is not None,
         saved.dtype,
-        dy_dtype,
+        dy.dtype,
         None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
         dx_dtype,
         saved.device,
         _device.facts(saved.device),
     )
+    return plan.run(dy, saved, statistics, weight, bias)
 
 
-def triton_backward(
-    dy: Tensor,
-    saved: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    row_length: int,
-    eps: float,
-    subtract_mean: bool,
-    from_output: bool,
-    dx_dtype: torch.dtype,
-    param_grads: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    weight = None if weight is None else weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    plan = backward_plan(
-        saved, weight, bias, row_length, eps, subtract_mean, from_output, dy.dtype, dx_dtype, param_grads
-    )
-    return plan.run(dy, saved, mean, rstd, weight, bias)
+def _contiguous(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.contiguous()

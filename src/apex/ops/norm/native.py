@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .reference import as_rows, compute_dtype
+from .reference import as_rows, compute_dtype, normalised_from_output
+from .spec import NormSpec
 
 # Before it had a fused RMS norm, PyTorch computed the one of half-precision tensors in half precision.
 _RMS_NORM_IS_FUSED = hasattr(torch.ops.aten, "_fused_rms_norm")
@@ -64,43 +65,54 @@ def mixed_norm(
 
 
 def layer_norm_forward(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, row_length: int, eps: float, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, mean and reciprocal deviation per row, without autograd."""
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Output and statistics of each row, without autograd."""
     compute = compute_dtype(input, weight)
+    row_length = spec.row_length
     output, mean, rstd = torch.native_layer_norm(
-        as_rows(input, row_length).to(compute), (row_length,), _flat(weight, compute), _flat(bias, compute), eps
+        as_rows(input, row_length).to(compute), (row_length,), _flat(weight, compute), _flat(bias, compute), spec.eps
     )
-    statistics = compute_dtype(input)  # whatever the weight's dtype, as the other implementations have them
-    return output.to(out_dtype).reshape(input.shape), mean.flatten().to(statistics), rstd.flatten().to(statistics)
+    # Whatever the weight's dtype, as the other implementations have them.
+    statistics = torch.stack((rstd.flatten(), mean.flatten())).to(compute_dtype(input))
+    return output.to(out_dtype).reshape(input.shape), statistics
 
 
 def layer_norm_backward(
     dy: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    saved: Tensor,
+    statistics: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    row_length: int,
+    spec: NormSpec,
     dx_dtype: torch.dtype,
     param_grads: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias, without autograd."""
-    compute = compute_dtype(dy, input, weight)
+    compute = compute_dtype(dy, saved, weight)
+    rows = as_rows(saved, spec.row_length)
     wanted = [True, param_grads and weight is not None, param_grads and bias is not None]
+    rstd = statistics[0, :, None].to(compute)
+    if spec.from_output:
+        # The norm of rows that are normalised already, whose gradient lacks but the factor rstd.
+        rows = normalised_from_output(rows, weight, bias, spec.eps, compute)
+        mean, deviation = torch.zeros_like(rstd), torch.ones_like(rstd)
+    else:
+        rows, mean, deviation = rows.to(compute), statistics[1, :, None].to(compute), rstd
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-        as_rows(dy, row_length).to(compute),
-        as_rows(input, row_length).to(compute),
-        (row_length,),
-        mean.reshape(-1, 1).to(compute),
-        rstd.reshape(-1, 1).to(compute),
+        as_rows(dy, spec.row_length).to(compute),
+        rows,
+        (spec.row_length,),
+        mean,
+        deviation,
         _flat(weight, compute),
         _flat(bias, compute),
         wanted,
     )
+    if spec.from_output:
+        dx *= rstd
     return (
-        dx.to(dx_dtype).reshape(input.shape),
+        dx.to(dx_dtype).reshape(saved.shape),
         dweight.to(weight.dtype).reshape(weight.shape) if wanted[1] and weight is not None else None,
         dbias.to(bias.dtype).reshape(bias.shape) if wanted[2] and bias is not None else None,
     )

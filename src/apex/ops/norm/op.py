@@ -12,6 +12,7 @@ from . import config, native
 from .autograd import NormFunction
 from .checks import check_row_length, checked_shape
 from .dispatch import FAMILY, norm_forward
+from .spec import NormSpec
 
 
 def layer_norm(
@@ -90,9 +91,11 @@ def _norm(
     # torch.jit.trace sees operators, not kernel launches; without elements there is nothing to launch.
     launchable = not torch._C._get_tracing_state() and input.numel() > 0
     if launchable and _library.runs_triton(FAMILY, input):
+        spec = NormSpec(check_row_length(shape), eps, subtract_mean, memory_efficient)
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return norm_forward(input, weight, bias, check_row_length(shape), eps, subtract_mean, out_dtype)[0]
-        return NormFunction.apply(input, weight, bias, shape, eps, memory_efficient, subtract_mean, out_dtype)
+            return norm_forward(input, weight, bias, spec, out_dtype)[0]
+        return NormFunction.apply(input, weight, bias, spec, out_dtype)
     if launchable and memory_efficient and torch.is_grad_enabled():
-        return NormFunction.apply(input, weight, bias, shape, eps, memory_efficient, subtract_mean, out_dtype)
+        spec = NormSpec(check_row_length(shape), eps, subtract_mean, memory_efficient)
+        return NormFunction.apply(input, weight, bias, spec, out_dtype)
     return native.mixed_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)

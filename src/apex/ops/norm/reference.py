@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .spec import NormSpec
+
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any tensor is float64, else float32."""
@@ -20,70 +22,71 @@ def as_rows(tensor: Tensor, row_length: int) -> Tensor:
     return tensor.reshape(tensor.numel() // max(1, row_length), row_length)
 
 
-def statistics(input: Tensor, row_length: int, eps: float, subtract_mean: bool) -> tuple[Tensor | None, Tensor]:
-    """Mean (None for RMS norm) and reciprocal standard deviation (or root mean square) of each row."""
-    rows = as_rows(input, row_length).to(compute_dtype(input))
-    mean = rows.mean(1) if subtract_mean else None
+def statistics(input: Tensor, spec: NormSpec) -> Tensor:
+    """Reciprocal standard deviation (or root mean square) of each row; below it, for layer norm, the mean."""
+    rows = as_rows(input, spec.row_length).to(compute_dtype(input))
+    mean = rows.mean(1) if spec.subtract_mean else None
     centred = rows if mean is None else rows - mean[:, None]
-    return mean, torch.rsqrt(centred.square().mean(1) + eps)
+    rstd = torch.rsqrt(centred.square().mean(1) + spec.eps)
+    return rstd[None] if mean is None else torch.stack((rstd, mean))
 
 
 def forward(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    row_length: int,
-    eps: float,
-    subtract_mean: bool,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Output (shape of `input`), mean and rstd (one value per row)."""
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Output (shape of `input`) and `statistics`."""
     compute = compute_dtype(input, weight)
-    mean, rstd = statistics(input, row_length, eps, subtract_mean)
-    output = as_rows(input, row_length).to(compute)
-    if mean is not None:
-        output = output - mean[:, None]
-    output = output * rstd[:, None]
+    moments = statistics(input, spec)
+    output = as_rows(input, spec.row_length).to(compute)
+    if spec.subtract_mean:
+        output = output - moments[1, :, None]
+    output = output * moments[0, :, None]
     if weight is not None:
         output = output * weight.reshape(-1).to(compute)
     if bias is not None:
         output = output + bias.reshape(-1).to(compute)
-    return output.to(out_dtype).reshape(input.shape), mean, rstd
+    return output.to(out_dtype).reshape(input.shape), moments
+
+
+def normalised_from_output(
+    output: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, compute: torch.dtype
+) -> Tensor:
+    """The normalised input, given rows of the output."""
+    normalised = output.to(compute)
+    if bias is not None:
+        normalised = normalised - bias.reshape(-1).to(compute)
+    if weight is not None:
+        w = weight.reshape(-1).to(compute)
+        # A weight of zero has erased its column from the output; bounding it keeps the quotient finite.
+        normalised = normalised / torch.where(w < 0, w.clamp(max=-eps), w.clamp(min=eps))
+    return normalised
 
 
 def backward(
     dy: Tensor,
     saved: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
+    statistics: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    row_length: int,
-    eps: float,
-    subtract_mean: bool,
-    from_output: bool,
+    spec: NormSpec,
     dx_dtype: torch.dtype,
     param_grads: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias, from the saved input or (`from_output`) the saved output."""
+    """Gradients of input, weight and bias, from the saved input or (`spec.from_output`) the saved output."""
     compute = compute_dtype(dy, saved, weight)
-    gradient = as_rows(dy, row_length).to(compute)
-    w = None if weight is None else weight.reshape(-1).to(compute)
-    normalised = as_rows(saved, row_length).to(compute)
-    rstd = rstd.reshape(-1, 1).to(compute)
-    if from_output:
-        if bias is not None:
-            normalised = normalised - bias.reshape(-1).to(compute)
-        if w is not None:
-            # A weight of zero has erased its column from the output; bounding it keeps the quotient finite.
-            normalised = normalised / torch.where(w < 0, w.clamp(max=-eps), w.clamp(min=eps))
+    gradient = as_rows(dy, spec.row_length).to(compute)
+    rows = as_rows(saved, spec.row_length)
+    rstd = statistics[0, :, None].to(compute)
+    if spec.from_output:
+        normalised = normalised_from_output(rows, weight, bias, spec.eps, compute)
     else:
-        if mean is not None:
-            normalised = normalised - mean.reshape(-1, 1).to(compute)
+        normalised = rows.to(compute)
+        if spec.subtract_mean:
+            normalised = normalised - statistics[1, :, None].to(compute)
         normalised = normalised * rstd
-    wdy = gradient if w is None else gradient * w
+    wdy = gradient if weight is None else gradient * weight.reshape(-1).to(compute)
     correction = normalised * (wdy * normalised).mean(1, keepdim=True)
-    if subtract_mean:
+    if spec.subtract_mean:
         correction = correction + wdy.mean(1, keepdim=True)
     dx = ((wdy - correction) * rstd).to(dx_dtype).reshape(saved.shape)
     dweight = dbias = None

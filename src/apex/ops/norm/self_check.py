@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._tolerance import excess
 from . import reference
+from .spec import NormSpec
 
 ROWS, COLUMNS, EPS = 48, 1000, 1e-5
 
@@ -28,16 +29,13 @@ def _largest_error(
 ) -> float:
     from .dispatch import norm_backward, norm_forward
 
-    constants = (COLUMNS, EPS, subtract_mean)
-    output, mean, rstd = norm_forward(x.to(device), weight.to(device), _to(bias, device), *constants, x.dtype)
-    gradients = norm_backward(
-        dy.to(device), x.to(device), mean, rstd, weight.to(device), _to(bias, device), *constants, False, x.dtype
-    )
-    exact_x, exact_weight, exact_bias = x.double(), weight.double(), _to(bias, torch.float64)
-    expected, mean, rstd = reference.forward(exact_x, exact_weight, exact_bias, *constants, torch.float64)
-    expected_gradients = reference.backward(
-        dy.double(), exact_x, mean, rstd, exact_weight, exact_bias, *constants, False, torch.float64
-    )
+    spec = NormSpec(COLUMNS, EPS, subtract_mean)
+    parameters = weight.to(device), _to(bias, device)
+    output, statistics = norm_forward(x.to(device), *parameters, spec, x.dtype)
+    gradients = norm_backward(dy.to(device), x.to(device), statistics, *parameters, spec, x.dtype)
+    exact = weight.double(), _to(bias, torch.float64)
+    expected, statistics = reference.forward(x.double(), *exact, spec, torch.float64)
+    expected_gradients = reference.backward(dy.double(), x.double(), statistics, *exact, spec, torch.float64)
     worst = excess(output.cpu(), expected)
     for actual, wanted, reduction in zip(gradients, expected_gradients, (1, ROWS, ROWS), strict=True):
         if actual is not None and wanted is not None:
