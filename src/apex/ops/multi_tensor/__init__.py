@@ -1,0 +1,11 @@
+"""Ops over lists of tensors: one launch for all of them.
+
+`TritonLists` and `TorchLists` (made by `make_lists`) apply an update rule of `rules`; the functions of `op` are the
+elementary passes.
+"""
+
+from .lists import Lists, make_lists
+from .op import axpby, l2norm, max_norm, scale, update_scale_hysteresis
+from .rule import Rule
+
+__all__ = ["Lists", "Rule", "axpby", "l2norm", "make_lists", "max_norm", "scale", "update_scale_hysteresis"]

@@ -1,0 +1,24 @@
+"""Launch rules of the multi-tensor kernels."""
+
+from __future__ import annotations
+
+from .._device import DeviceFacts
+
+# Elements per program. On an H200, AdamW on 1.3 billion bfloat16 parameters with float32 masters takes 8798 us with
+# 1024, 8911 with 2048, 9495 with 4096; in float32 8689, 8678, 8842. A pass over a single list gains from more: a norm
+# takes 1294, 1189, 1180.
+BLOCK = 1024
+SINGLE_LIST_BLOCK = 4096
+# Small enough that the interpreter sees tensors of several blocks in tests.
+INTERPRETER_BLOCK = 64
+WARPS = 4
+
+REDUCE_BLOCK = 1024
+REDUCE_WARPS = 4
+
+
+def block(facts: DeviceFacts, lists: int) -> int:
+    """Elements of each of the `lists` that one program handles."""
+    if facts.backend == "interpreter":
+        return INTERPRETER_BLOCK
+    return SINGLE_LIST_BLOCK if lists == 1 else BLOCK

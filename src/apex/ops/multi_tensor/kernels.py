@@ -1,0 +1,365 @@
+"""The kernels of the multi-tensor ops: one that applies a rule to lists of tensors, one that adds up what it measured.
+
+table       int64 [tensors, ROWS]            number of elements, then the address in every list but the gradients
+moving      int64 [tensors]                  addresses of the gradients, which move from step to step
+programs    int32 [programs, 2]              which tensor, and which block of it
+noop        number [1]                       nothing is done unless it is 0
+grad_scale  float32 [1]                      multiplies the gradients
+scalars     float32 [scalars on the device]  in place of those scalars that ON_DEVICE marks
+whole       float32 [tensors, 2]             the two numbers of each tensor
+partials    float32 [programs, QUANTITIES]   what a measuring rule found in each block
+overflow    number [1]                       becomes 1 where a checked value is infinite or NaN
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+from .rule import Rule
+
+
+@functools.cache
+def compiled(rule: Rule) -> Any:
+    """The rule's function as a `triton.jit` function: the same code, with `triton.language` as its `tl`."""
+    namespace: dict[str, Any] = {"tl": tl}
+    for helper in rule.helpers:
+        namespace[helper.__name__] = _jit(helper, namespace)
+    return _jit(rule.function, namespace)
+
+
+def _jit(function: Any, namespace: dict[str, Any]) -> Any:
+    copy = types.FunctionType(function.__code__, namespace, function.__name__)
+    copy.__module__ = function.__module__
+    return triton.jit(copy)
+
+
+@triton.jit
+def _pointer(at, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(at).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _load(pointer, offset, mask, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    if MASKED:
+        x = tl.load(pointer + offset + tl.arange(0, BLOCK), mask=mask, other=0.0)
+    else:
+        x = tl.load(pointer + offset + tl.arange(0, BLOCK))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _store(pointer, offset, x, mask, TYPE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    if MASKED:
+        tl.store(pointer + offset + tl.arange(0, BLOCK), x.to(TYPE), mask=mask)
+    else:
+        tl.store(pointer + offset + tl.arange(0, BLOCK), x.to(TYPE))
+
+
+@triton.jit
+def _round_stochastically(x, seed, tensor, index):
+    """A float32 that bfloat16 can hold, up or down with the probability that makes it right on average.
+
+    16 bits of noise per element by Murmur's finaliser; `torch_path.py` computes the same.
+    """
+    seed = tl.full((1,), seed, tl.float32).to(tl.uint32)  # a whole number below 2**24, which float32 holds exactly
+    noise = index.to(tl.uint32) * 0x9E3779B1 + (seed * 0x85EBCA6B + tensor.to(tl.uint32) * 0xC2B2AE35)
+    noise = (noise ^ (noise >> 16)) * 0x85EBCA6B
+    noise = (noise ^ (noise >> 13)) * 0xC2B2AE35
+    noise = (noise ^ (noise >> 16)) & 0xFFFF
+    bits = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def _not_finite(x):
+    return tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, axis=0)
+
+
+@triton.jit
+def _measure(terms, at, mask, MAXIMUM: tl.constexpr, MASKED: tl.constexpr):
+    if MASKED:
+        terms = tl.where(mask, terms, 0.0)
+    if MAXIMUM:
+        # tl.max does not promise to let a NaN through.
+        found = tl.max(terms, axis=0) + tl.sum(tl.where(terms == terms, 0.0, terms), axis=0)
+    else:
+        found = tl.sum(terms, axis=0)
+    tl.store(at, found)
+
+
+@triton.jit
+def _block(
+    tensors,
+    numbers,
+    seed,
+    tensor,
+    offset,
+    size,
+    RULE: tl.constexpr,
+    FLAGS: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    READS: tl.constexpr,
+    WRITES: tl.constexpr,
+    CHECKS: tl.constexpr,
+    QUANTITIES: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    TYPES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    table, moving, grad_scale, scalars, whole, partials, overflow = tensors
+    s0, s1, s2, s3, s4, s5, s6, s7 = numbers
+    if ON_DEVICE[0]:
+        s0 = tl.load(scalars)
+        scalars += 1
+    if ON_DEVICE[1]:
+        s1 = tl.load(scalars)
+        scalars += 1
+    if ON_DEVICE[2]:
+        s2 = tl.load(scalars)
+        scalars += 1
+    if ON_DEVICE[3]:
+        s3 = tl.load(scalars)
+        scalars += 1
+    if ON_DEVICE[4]:
+        s4 = tl.load(scalars)
+        scalars += 1
+    if ON_DEVICE[5]:
+        s5 = tl.load(scalars)
+        scalars += 1
+    if ON_DEVICE[6]:
+        s6 = tl.load(scalars)
+        scalars += 1
+    if ON_DEVICE[7]:
+        s7 = tl.load(scalars)
+    w0 = 0.0
+    w1 = 0.0
+    if whole is not None:
+        w0 = tl.load(whole + 2 * tensor)
+        w1 = tl.load(whole + 2 * tensor + 1)
+
+    # A slot without a list is 0, which no rule looks at.
+    x0 = 0.0
+    x1 = 0.0
+    x2 = 0.0
+    x3 = 0.0
+    x4 = 0.0
+    mask = tl.arange(0, BLOCK) < size - offset
+    at = table + tensor * ROWS
+    if TYPES[0] is not None:
+        at += 1
+        p0 = _pointer(at, TYPES[0], ALIGNED)
+        if READS[0]:
+            x0 = _load(p0, offset, mask, MASKED, BLOCK)
+    if TYPES[1] is not None:
+        p1 = _pointer(moving + tensor, TYPES[1], ALIGNED)
+        if READS[1]:
+            x1 = _load(p1, offset, mask, MASKED, BLOCK)
+    if TYPES[2] is not None:
+        at += 1
+        p2 = _pointer(at, TYPES[2], ALIGNED)
+        if READS[2]:
+            x2 = _load(p2, offset, mask, MASKED, BLOCK)
+    if TYPES[3] is not None:
+        at += 1
+        p3 = _pointer(at, TYPES[3], ALIGNED)
+        if READS[3]:
+            x3 = _load(p3, offset, mask, MASKED, BLOCK)
+    if TYPES[4] is not None:
+        at += 1
+        p4 = _pointer(at, TYPES[4], ALIGNED)
+        if READS[4]:
+            x4 = _load(p4, offset, mask, MASKED, BLOCK)
+
+    if CHECKS[1]:
+        if _not_finite(x1) != 0:
+            tl.store(overflow, 1)
+    if CHECKS[2]:
+        if _not_finite(x2) != 0:
+            tl.store(overflow, 1)
+    if grad_scale is not None:
+        x1 = x1 * tl.load(grad_scale)
+
+    values = (x0, x1, x2, x3, x4)
+    numbers = (s0, s1, s2, s3, s4, s5, s6, s7)
+    if QUANTITIES > 0:
+        values, terms = RULE(values, (w0, w1), numbers, FLAGS)
+        out = partials + tl.program_id(0).to(tl.int64) * QUANTITIES
+        _measure(terms[0], out, mask, MAXIMUM, MASKED)
+        if QUANTITIES > 1:
+            _measure(terms[1], out + 1, mask, MAXIMUM, MASKED)
+        if QUANTITIES > 2:
+            _measure(terms[2], out + 2, mask, MAXIMUM, MASKED)
+        if QUANTITIES > 3:
+            _measure(terms[3], out + 3, mask, MAXIMUM, MASKED)
+    else:
+        values = RULE(values, (w0, w1), numbers, FLAGS)
+
+    x0, x1, x2, x3, x4 = values
+    if TYPES[5] is not None:
+        p5 = _pointer(at + 1, TYPES[5], ALIGNED)
+        _store(p5, offset, x0, mask, TYPES[5], MASKED, BLOCK)
+    if WRITES[0]:
+        if STOCHASTIC:
+            x0 = _round_stochastically(x0, seed, tensor, offset + tl.arange(0, BLOCK))
+        _store(p0, offset, x0, mask, TYPES[0], MASKED, BLOCK)
+    if WRITES[1]:
+        _store(p1, offset, x1, mask, TYPES[1], MASKED, BLOCK)
+    if WRITES[2]:
+        _store(p2, offset, x2, mask, TYPES[2], MASKED, BLOCK)
+    if WRITES[3]:
+        _store(p3, offset, x3, mask, TYPES[3], MASKED, BLOCK)
+    if WRITES[4]:
+        _store(p4, offset, x4, mask, TYPES[4], MASKED, BLOCK)
+
+
+@kernel
+@triton.jit
+def apply_rule(
+    table,
+    moving,
+    programs,
+    noop,
+    grad_scale,
+    scalars,
+    whole,
+    partials,
+    overflow,
+    s0,
+    s1,
+    s2,
+    s3,
+    s4,
+    s5,
+    s6,
+    s7,
+    seed,
+    RULE: tl.constexpr,
+    FLAGS: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    READS: tl.constexpr,
+    WRITES: tl.constexpr,
+    CHECKS: tl.constexpr,
+    QUANTITIES: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    TYPES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`RULE` on one block of one tensor of each list.
+
+    READS, WRITES and CHECKS say for each slot whether it is; TYPES has its type (None without a list) and, last, the
+    type of a list that gets a copy of slot 0.
+    """
+    if noop is not None:
+        if tl.load(noop) != 0:
+            return
+    program = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(programs + 2 * program)
+    offset = tl.load(programs + 2 * program + 1).to(tl.int64) * BLOCK
+    size = tl.load(table + tensor * ROWS)
+    tensors = (table, moving, grad_scale, scalars, whole, partials, overflow)
+    numbers = (s0, s1, s2, s3, s4, s5, s6, s7)
+    # Loads under a mask are not vectorised, which costs 60% on large tensors: only a tensor's last block has one.
+    if offset + BLOCK <= size:
+        _block(
+            tensors,
+            numbers,
+            seed,
+            tensor,
+            offset,
+            size,
+            RULE,
+            FLAGS,
+            ON_DEVICE,
+            READS,
+            WRITES,
+            CHECKS,
+            QUANTITIES,
+            MAXIMUM,
+            TYPES,
+            ROWS,
+            ALIGNED,
+            STOCHASTIC,
+            BLOCK,
+            MASKED=False,
+        )
+    else:
+        _block(
+            tensors,
+            numbers,
+            seed,
+            tensor,
+            offset,
+            size,
+            RULE,
+            FLAGS,
+            ON_DEVICE,
+            READS,
+            WRITES,
+            CHECKS,
+            QUANTITIES,
+            MAXIMUM,
+            TYPES,
+            ROWS,
+            ALIGNED,
+            STOCHASTIC,
+            BLOCK,
+            MASKED=True,
+        )
+
+
+@kernel
+@triton.jit
+def reduce_partials(
+    partials,
+    bounds,
+    noop,
+    out,
+    QUANTITIES: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROOT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums (or maxima, or roots of sums) of rows `bounds[i]` to `bounds[i + 1]` of `partials` into `out[i]`.
+
+    Program (i, q) takes quantity q; `out` has COLUMNS columns. The order of the additions is fixed.
+    """
+    if noop is not None:
+        if tl.load(noop) != 0:
+            return
+    index = tl.program_id(0)
+    quantity = tl.program_id(1)
+    start = tl.load(bounds + index)
+    stop = tl.load(bounds + index + 1)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for position in range(start, stop, BLOCK):
+        rows = (position + lanes).to(tl.int64)
+        value = tl.load(partials + rows * QUANTITIES + quantity, mask=rows < stop, other=0.0)
+        if MAXIMUM:
+            total = tl.where((value > total) | (value != value), value, total)
+        else:
+            total += value
+    if MAXIMUM:
+        found = tl.max(total, axis=0) + tl.sum(tl.where(total == total, 0.0, total), axis=0)
+    else:
+        found = tl.sum(total, axis=0)
+    if ROOT:
+        found = tl.sqrt(found)
+    tl.store(out + index * COLUMNS + quantity, found)

@@ -1,0 +1,88 @@
+"""PyTorch's own fused optimizers, on the CPU where they are quicker than a loop of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from . import rules
+from .rule import Rule
+
+if TYPE_CHECKING:
+    from .torch_lists import TorchLists
+
+# A step so far on that every bias correction is exactly 1.
+_NEVER_CORRECTED = 1e9
+
+
+def _adam(lists: TorchLists, hyper: dict[str, Any], flags: tuple[bool, ...]) -> None:
+    params, grads, first, second, peaks = cast(Any, lists.slots)
+    corrected = hyper.get("bias_correction", True)
+    step = torch.tensor(float(hyper["step"]) if corrected else _NEVER_CORRECTED)
+    function = torch._fused_adamw_ if flags[0] else torch._fused_adam_
+    function(
+        params,
+        grads,
+        first,
+        second,
+        peaks or [],
+        [step] * len(params),
+        lr=float(hyper["lr"]),
+        beta1=hyper["beta1"],
+        beta2=hyper["beta2"],
+        weight_decay=hyper["weight_decay"],
+        eps=hyper["eps"],
+        amsgrad=len(flags) > 1 and flags[1],
+        maximize=False,
+    )
+
+
+def _sgd(lists: TorchLists, hyper: dict[str, Any], flags: tuple[bool, ...]) -> None:
+    params, grads, buffers = cast(Any, lists.slots[:3])
+    torch._fused_sgd_(
+        params,
+        grads,
+        buffers or [],
+        weight_decay=hyper.get("weight_decay", 0.0),
+        momentum=hyper.get("momentum", 0.0) if buffers else 0.0,
+        lr=float(hyper["lr"]),
+        dampening=hyper.get("dampening", 0.0),
+        nesterov=bool(flags) and flags[0],
+        maximize=False,
+        is_first_step=hyper.get("first", False),
+    )
+
+
+_FUNCTIONS: dict[Rule, Callable[..., None]] = {
+    rules.ADAM: _adam,
+    rules.ADAM_AMSGRAD: _adam,
+    rules.SGD: _sgd,
+    rules.PLAIN_SGD: _sgd,
+}
+
+
+def apply(
+    rule: Rule,
+    lists: TorchLists,
+    hyper: dict[str, Any],
+    flags: tuple[bool, ...],
+    grad_scale: Tensor | None,
+    seed: int | None,
+) -> bool:
+    """Runs PyTorch's fused step if it computes this rule on these lists; says whether it did."""
+    function = _FUNCTIONS.get(rule)
+    if function is None or lists.device.type != "cpu" or lists.copy or grad_scale is not None or seed is not None:
+        return False
+    used = [tensors for tensors in lists.slots if tensors]
+    if any(
+        tensors[0].dtype not in (torch.float32, torch.float64) or tensors[0].dtype != used[0][0].dtype
+        for tensors in used
+    ):
+        return False
+    if rule is rules.SGD and len(flags) > 1 and flags[1]:  # weight decay after the momentum
+        return False
+    function(lists, hyper, flags)
+    return True

@@ -1,0 +1,151 @@
+"""Scaling, sums and norms over lists of tensors, each in one pass per device and combination of dtypes.
+
+`overflow` is a tensor of one number that becomes 1 when an input has an infinite or NaN element; `noop` one that turns
+the work off on the device when it is not 0. Both may be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import rules
+from .lists import groups_of
+
+
+def scale(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    factor: float | Tensor,
+    *,
+    overflow: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> None:
+    """`outputs[i] = factor * inputs[i]`; they may be the same tensors."""
+    for _, lists in groups_of((outputs, inputs, None, None, None), ("outputs", "inputs", "", "", "")):
+        on_device = factor.reshape(1).to(lists.device, torch.float32) if isinstance(factor, Tensor) else None
+        lists.apply(
+            rules.SCALE,
+            {"factor": 1.0 if on_device is not None else factor},
+            grad_scale=on_device,
+            overflow=_on(overflow, lists.device),
+            noop=_on(noop, lists.device),
+            checks=(1,) if overflow is not None else (),
+        )
+
+
+def axpby(
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    a: float,
+    b: float,
+    *,
+    overflow: Tensor | None = None,
+    checks: str = "xy",
+    noop: Tensor | None = None,
+) -> None:
+    """`outputs[i] = a * x[i] + b * y[i]`; `checks` names the inputs that are checked for overflow."""
+    slots = tuple(slot for slot, name in ((1, "x"), (2, "y")) if overflow is not None and name in checks)
+    for _, lists in groups_of((outputs, x, y, None, None), ("outputs", "x", "y", "", "")):
+        lists.apply(
+            rules.AXPBY,
+            {"a": a, "b": b},
+            overflow=_on(overflow, lists.device),
+            noop=_on(noop, lists.device),
+            checks=slots,
+        )
+
+
+def l2norm(
+    inputs: Sequence[Tensor],
+    *,
+    per_tensor: bool = False,
+    outputs: Sequence[Tensor] | None = None,
+    factor: float | Tensor = 1.0,
+    overflow: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The norm of all elements, float32 [1], and, if asked for, of each tensor, float32 [tensors] (else empty).
+
+    Of `factor * inputs`, which `outputs` receives when given.
+    """
+    rule = rules.SQUARE_SUM if outputs is None else rules.SCALE_SQUARE_SUM
+    return _norm(rule, inputs, outputs, factor, per_tensor, overflow, noop)
+
+
+def max_norm(
+    inputs: Sequence[Tensor], *, per_tensor: bool = False, noop: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The largest absolute value of all elements, float32 [1], and, if asked for, of each tensor."""
+    return _norm(rules.MAXIMUM, inputs, None, 1.0, per_tensor, None, noop)
+
+
+def _norm(rule, inputs, outputs, factor, per_tensor, overflow, noop):  # type: ignore[no-untyped-def]
+    groups = groups_of((outputs, inputs, None, None, None), ("outputs", "inputs", "", "", ""))
+    device = inputs[0].device if inputs else torch.device("cpu")
+    each = torch.zeros(len(inputs) if per_tensor else 0, dtype=torch.float32, device=device)
+    totals = []
+    for indices, lists in groups:
+        on_device = factor.reshape(1).to(lists.device, torch.float32) if isinstance(factor, Tensor) else None
+        hyper = {} if rule is rules.MAXIMUM else {"factor": 1.0 if on_device is not None else factor}
+        found = lists.apply(
+            rule,
+            hyper,
+            grad_scale=on_device,
+            overflow=_on(overflow, lists.device),
+            noop=_on(noop, lists.device),
+            checks=(1,) if overflow is not None else (),
+        )
+        assert found is not None
+        if per_tensor:
+            values = found[:, 0] if rule.maximum else found[:, 0].sqrt()
+            if len(groups) == 1:
+                each = values
+            else:
+                each[torch.tensor(indices, device=device)] = values.to(device)
+        totals.append(lists.total(found, maximum=rule.maximum, root=len(groups) == 1 and not rule.maximum))
+    if len(totals) == 1:
+        return totals[0], each
+    if not totals:
+        return torch.zeros(1, dtype=torch.float32, device=device), each
+    stacked = torch.cat([total.to(device) for total in totals])
+    return (stacked.amax() if rule.maximum else stacked.sum().sqrt()).reshape(1), each
+
+
+def update_scale_hysteresis(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> Tensor:
+    """Lowers the loss scale after `hysteresis` overflows, raises it after `growth_interval` steps without; in place.
+
+    No wait for the device: everything is computed with `where`.
+    """
+    overflowed = found_inf.reshape(scale.shape) > 0
+    patience = torch.where(overflowed, hysteresis_tracker - 1, hysteresis_tracker)
+    backs_off = overflowed & (patience <= 0)
+    successes = growth_tracker + 1
+    grown = scale * growth_factor
+    # Growth that would leave float32 is not taken; the tracker starts anew all the same.
+    grows = ~overflowed & (successes == growth_interval)
+    scale.copy_(
+        torch.where(backs_off, scale * backoff_factor, torch.where(grows & torch.isfinite(grown), grown, scale))
+    )
+    growth_tracker.copy_(torch.where(overflowed | grows, torch.zeros_like(successes), successes))
+    hysteresis_tracker.copy_(torch.where(overflowed, patience, torch.full_like(patience, hysteresis)))
+    return scale
+
+
+def _on(flag: Tensor | None, device: torch.device) -> Tensor | None:
+    """A flag on the device of the tensors."""
+    if flag is None or flag.device == device:
+        return flag
+    raise ValueError(f"the flag is on {flag.device}, tensors are on {device}; they must be on the same device")

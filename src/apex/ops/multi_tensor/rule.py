@@ -1,0 +1,54 @@
+"""What an update rule is: a pure function of one element of each tensor list, and the lists that it reads and writes.
+
+A rule's function is called as `function(values, whole, scalars, FLAGS)`:
+
+    values   SLOTS numbers: 0 the parameter (or the output), 1 the gradient (or the input), 2 to 4 state
+    whole    two numbers that belong to the whole tensor, norms say
+    scalars  SCALARS numbers, the same for all tensors
+    FLAGS    FLAG_COUNT constants
+
+and returns the new values. A rule that measures returns the new values and a tuple of QUANTITIES terms, each of which
+is summed up (or maximised) over every tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+SLOTS = 5
+GRADIENT = 1
+SCALARS = 8
+FLAG_COUNT = 3
+QUANTITIES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """An update rule.
+
+    `function` is the maths, `helpers` are the functions it calls. `scalars(**hyper)` turns hyperparameters into the
+    numbers that `function` takes; it works on floats and on float64 tensors alike. `reads` and `writes` name slots.
+    `quantities` says how many of the terms are wanted, `maximum` that they are maximised instead of summed.
+    """
+
+    name: str
+    function: Callable[..., tuple[Any, ...]]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    scalars: Callable[..., tuple[Any, ...]]
+    helpers: tuple[Callable[..., Any], ...] = ()
+    quantities: int = 0
+    maximum: bool = False
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The slots that need a tensor list, in order."""
+        return tuple(slot for slot in range(SLOTS) if slot in self.reads or slot in self.writes)
+
+
+def padded(values: tuple[Any, ...], length: int, filler: Any) -> tuple[Any, ...]:
+    """`values` with `filler` up to `length`."""
+    assert len(values) <= length
+    return (*values, *(filler,) * (length - len(values)))

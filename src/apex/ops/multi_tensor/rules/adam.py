@@ -1,0 +1,53 @@
+"""Adam and AdamW, with or without AMSGrad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import maths as tl
+from ..rule import Rule
+
+
+def _adam(values, whole, scalars, FLAGS):
+    """FLAGS: decay decoupled from the gradient, AMSGrad."""
+    p, g, m, v, peak = values
+    step_size, rest1, beta2, rest2, eps, decay, root, _unused = scalars
+    if FLAGS[0]:
+        p = p * decay
+    else:
+        g = g + decay * p
+    m = m + (g - m) * rest1
+    v = v * beta2 + rest2 * g * g
+    if FLAGS[1]:
+        peak = tl.maximum(peak, v)
+        deviation = tl.sqrt(peak) * root + eps
+    else:
+        deviation = tl.sqrt(v) * root + eps
+    return p - step_size * m / deviation, g, m, v, peak
+
+
+def corrections(beta1: float, beta2: float, step: Any, bias_correction: bool) -> tuple[Any, Any]:
+    """The factors that undo the bias of Adam's moments towards zero: of the first, and of the second's root."""
+    if not bias_correction:
+        return 1.0, 1.0
+    return 1 / (1 - beta1**step), (1 - beta2**step) ** -0.5
+
+
+def _adam_scalars(
+    *,
+    lr: Any,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: Any,
+    bias_correction: bool = True,
+    decoupled: bool = True,
+) -> tuple[Any, ...]:
+    first, root = corrections(beta1, beta2, step, bias_correction)
+    decay = 1 - lr * weight_decay if decoupled else weight_decay
+    return lr * first, 1 - beta1, beta2, 1 - beta2, eps, decay, root
+
+
+ADAM = Rule("adam", _adam, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_adam_scalars)
+ADAM_AMSGRAD = Rule("adam_amsgrad", _adam, reads=(0, 1, 2, 3, 4), writes=(0, 2, 3, 4), scalars=_adam_scalars)

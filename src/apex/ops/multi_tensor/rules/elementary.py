@@ -1,0 +1,39 @@
+"""Passes over lists of tensors that are no optimizer: scaling, sums, norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import maths as tl
+from ..rule import Rule
+
+
+def _scale(values, whole, scalars, FLAGS):
+    _out, x, a, b, c = values
+    return x * scalars[0], x, a, b, c
+
+
+def _axpby(values, whole, scalars, FLAGS):
+    _out, x, y, a, b = values
+    return scalars[0] * x + scalars[1] * y, x, y, a, b
+
+
+def _square_sum(values, whole, scalars, FLAGS):
+    _out, x, a, b, c = values
+    x = x * scalars[0]
+    return (x, x, a, b, c), (x * x, 0.0, 0.0, 0.0)
+
+
+def _absolute_maximum(values, whole, scalars, FLAGS):
+    return values, (tl.abs(values[1]), 0.0, 0.0, 0.0)
+
+
+def _factor(factor: Any = 1.0) -> tuple[Any, ...]:
+    return (factor,)
+
+
+SCALE = Rule("scale", _scale, reads=(1,), writes=(0,), scalars=_factor)
+AXPBY = Rule("axpby", _axpby, reads=(1, 2), writes=(0,), scalars=lambda a, b: (a, b))
+SQUARE_SUM = Rule("square_sum", _square_sum, reads=(1,), writes=(), scalars=_factor, quantities=1)
+SCALE_SQUARE_SUM = Rule("scale_square_sum", _square_sum, reads=(1,), writes=(0,), scalars=_factor, quantities=1)
+MAXIMUM = Rule("maximum", _absolute_maximum, (1,), (), scalars=lambda: (), quantities=1, maximum=True)

@@ -1,0 +1,40 @@
+"""Stochastic gradient descent, with or without momentum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..rule import Rule
+
+
+def _sgd(values, whole, scalars, FLAGS):
+    """FLAGS: Nesterov, weight decay after the momentum."""
+    p, g, buffer, a, b = values
+    lr, keep, rest, decay, momentum, _c, _d, _e = scalars
+    if not FLAGS[1]:
+        g = g + decay * p
+    buffer = buffer * keep + rest * g
+    if FLAGS[0]:
+        update = g + momentum * buffer
+    else:
+        update = buffer
+    if FLAGS[1]:
+        update = update + decay * p
+    return p - lr * update, g, buffer, a, b
+
+
+def _plain_sgd(values, whole, scalars, FLAGS):
+    p, g, a, b, c = values
+    return p - scalars[0] * (g + scalars[3] * p), g, a, b, c
+
+
+def _sgd_scalars(
+    *, lr: Any, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, first: bool = False
+) -> tuple[Any, ...]:
+    """On its `first` step a momentum buffer becomes the gradient, undampened."""
+    keep, rest = (0.0, 1.0) if first else (momentum, 1 - dampening)
+    return lr, keep, rest, weight_decay, momentum
+
+
+SGD = Rule("sgd", _sgd, reads=(0, 1, 2), writes=(0, 2), scalars=_sgd_scalars)
+PLAIN_SGD = Rule("plain_sgd", _plain_sgd, reads=(0, 1), writes=(0,), scalars=_sgd_scalars)

@@ -1,0 +1,75 @@
+"""Where tensors lie, in device memory: what the multi-tensor kernels read instead of taking tensors as arguments.
+
+A table is uploaded anew when an address in it changes, into new memory: kernels in flight and captured CUDA graphs
+keep what they were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What captured uploads read from and write to: a replay of the graph uses both again.
+_captured: list[tuple[Tensor, Tensor]] = []
+
+
+def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor on `device`, in stream order and without waiting for the copy."""
+    host = torch.as_tensor(values, dtype=dtype)
+    if device.type != "cuda":
+        return host
+    host = host.pin_memory()
+    result = host.to(device, non_blocking=True)
+    if torch.cuda.is_current_stream_capturing():
+        _captured.append((host, result))
+    return result
+
+
+class Layout:
+    """Which program works on which block of which tensor, given the sizes of the tensors."""
+
+    def __init__(self, sizes: Sequence[int], block: int, device: torch.device) -> None:
+        counts = -(-torch.tensor(sizes, dtype=torch.int64) // block)
+        ends = counts.cumsum(0)
+        self.count = int(ends[-1]) if len(sizes) else 0
+        if self.count >= 2**31:
+            raise ValueError(f"{self.count} blocks of {block} elements are more than one launch can take")
+        tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+        within = torch.arange(self.count) - (ends - counts)[tensor]
+        self.programs = upload(torch.stack((tensor, within), 1), torch.int32, device)
+        self.bounds = upload(torch.cat((torch.zeros(1, dtype=torch.int64), ends)), torch.int32, device)
+
+
+class AddressTable:
+    """Sizes and addresses of tensor lists; the gradients, which move, apart from the rest."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.sizes = list(sizes)
+        self.device = device
+        self.fixed: Tensor | None = None
+        self.moving: Tensor | None = None
+        self._fixed_addresses: list[list[int]] | None = None
+        self._moving_addresses: list[int] | None = None
+        self._fixed_aligned = self._moving_aligned = True
+
+    def update_fixed(self, addresses: list[list[int]]) -> None:
+        """Addresses of every list but the gradients, one row per list; uploaded if they differ from the last ones."""
+        if addresses != self._fixed_addresses:
+            self.fixed = upload(list(zip(self.sizes, *addresses, strict=True)), torch.int64, self.device)
+            self._fixed_addresses = addresses
+            self._fixed_aligned = not any(address & 15 for row in addresses for address in row)
+
+    def update_moving(self, addresses: list[int] | None) -> None:
+        """Addresses of the gradients; uploaded if they differ from the last ones."""
+        if addresses != self._moving_addresses:
+            self.moving = None if addresses is None else upload(addresses, torch.int64, self.device)
+            self._moving_addresses = addresses
+            self._moving_aligned = addresses is None or not any(address & 15 for address in addresses)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every tensor starts at a multiple of 16 bytes."""
+        return self._fixed_aligned and self._moving_aligned

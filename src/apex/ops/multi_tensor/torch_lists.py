@@ -1,0 +1,228 @@
+"""Tensor lists anywhere: a rule is a loop of PyTorch operators over pieces that fit a cache.
+
+Large tensors are walked through in slices, small ones are strung together, so that the temporaries of a rule stay small
+and near and the number of operators follows the amount of data, not the number of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import native
+from .rule import FLAG_COUNT, SCALARS, SLOTS, Rule, padded
+
+Slots = Sequence[Sequence[Tensor] | None]
+
+# Elements per piece: on a CPU what stays in the cache with its temporaries, elsewhere what bounds the temporaries.
+CPU_PIECE = 1 << 16
+DEVICE_PIECE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tensors `first` to `last`, whole; or, of one tensor, elements `start` to `stop` in memory order."""
+
+    first: int
+    last: int
+    start: int | None = None
+    stop: int | None = None
+
+
+def _pieces(sizes: Sequence[int], limit: int, sliceable: Sequence[bool]) -> Iterator[Piece]:
+    index = 0
+    while index < len(sizes):
+        if not sliceable[index]:
+            yield Piece(index, index + 1)
+            index += 1
+        elif sizes[index] >= limit // 4:
+            for start in range(0, sizes[index], limit):
+                yield Piece(index, index + 1, start, min(start + limit, sizes[index]))
+            index += 1
+        else:
+            first, elements = index, 0
+            while index < len(sizes) and sliceable[index] and elements + sizes[index] <= limit:
+                elements += sizes[index]
+                index += 1
+            if elements:
+                yield Piece(first, index)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements in memory order, as a view."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each at its own place."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class TorchLists:
+    """Lists of tensors on one device, one dtype per list; strided ones too."""
+
+    def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
+        first = next(tensors for tensors in slots if tensors)
+        self.device = first[0].device
+        self.stream = 0
+        self.sizes = tuple(tensor.numel() for tensor in first)
+        self.point_to(slots, copy)
+        used = [tensors for tensors in (*slots, copy) if tensors]
+        self._compute = torch.float64 if any(tensors[0].dtype == torch.float64 for tensors in used) else torch.float32
+        same_layout = [
+            all(is_dense(tensor) and tensor.stride() == tensors[0].stride() for tensor in tensors)
+            for tensors in zip(*used, strict=True)
+        ]
+        limit = CPU_PIECE if self.device.type == "cpu" else DEVICE_PIECE
+        self._pieces = list(_pieces(self.sizes, limit, same_layout))
+        self._same_layout = same_layout
+
+    def point_to(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
+        """Other tensors of the same sizes, dtypes and layouts in place of the present ones."""
+        self.slots = tuple(slots)
+        self.copy = copy
+
+    def apply(
+        self,
+        rule: Rule,
+        hyper: dict[str, Any],
+        flags: tuple[bool, ...] = (),
+        *,
+        noop: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        whole: Tensor | None = None,
+        overflow: Tensor | None = None,
+        checks: tuple[int, ...] = (),
+        seed: int | None = None,
+    ) -> Tensor | None:
+        """Runs `rule` on all tensors; returns what it measured, float32 [tensors, 2 or more].
+
+        `hyper` goes to the rule's `scalars`. Nothing is done when `noop` is not 0. `grad_scale` multiplies the
+        gradients; `whole` holds the two numbers of each tensor; `overflow` becomes 1 when a slot among `checks` has an
+        infinite or NaN element; with a `seed`, slot 0 is rounded stochastically to bfloat16.
+        """
+        skip = None
+        if noop is not None:
+            if self.device.type != "cpu":
+                skip = noop.reshape(()) != 0  # no wait for the device
+            elif noop.item() != 0:
+                return torch.zeros(len(self.sizes), max(2, rule.quantities)) if rule.quantities else None
+        if skip is None and native.apply(rule, self, hyper, flags, grad_scale, seed):
+            return None
+        scalars = padded(
+            tuple(v.to(self._compute) if isinstance(v, Tensor) else v for v in rule.scalars(**hyper)), SCALARS, 0.0
+        )
+        constants = padded(flags, FLAG_COUNT, False)
+        found = None
+        if rule.quantities:
+            found = torch.zeros(len(self.sizes), max(2, rule.quantities), dtype=self._compute, device=self.device)
+        for piece in self._pieces:
+            values = [self._load(slot, piece) if slot in rule.reads else 0.0 for slot in range(SLOTS)]
+            if overflow is not None:
+                for slot in checks:
+                    bad = ~torch.isfinite(values[slot]).all()  # type: ignore[arg-type]
+                    overflow.copy_(torch.maximum(overflow, bad.to(overflow.dtype)))
+            if grad_scale is not None:
+                values[1] = values[1] * grad_scale.to(self._compute)
+            results = rule.function(tuple(values), self._whole(whole, piece), scalars, constants)
+            if found is not None:
+                results, terms = results
+                self._measure(rule, terms, piece, found)
+            self._write(rule, results, piece, skip, seed)
+        return None if found is None else found.to(torch.float32)
+
+    def total(self, per_tensor: Tensor, *, maximum: bool = False, root: bool = False) -> Tensor:
+        """Sum (or maximum) over the tensors of the first quantity, float32 [1]; its root if asked for."""
+        values = per_tensor[:, 0]
+        if not values.numel():
+            return torch.zeros(1, device=self.device)
+        found = values.amax() if maximum else values.sum(dtype=torch.float64)
+        return (found.sqrt() if root else found).to(torch.float32).reshape(1)
+
+    def _views(self, tensors: Sequence[Tensor], piece: Piece) -> list[Tensor]:
+        chosen = tensors[piece.first : piece.last]
+        if not self._same_layout[piece.first]:
+            return list(chosen)
+        views = [flat(tensor) for tensor in chosen]
+        return views if piece.start is None else [views[0][piece.start : piece.stop]]
+
+    def _load(self, slot: int, piece: Piece) -> Tensor:
+        tensors = self.slots[slot]
+        assert tensors is not None
+        views = self._views(tensors, piece)
+        return (views[0] if len(views) == 1 else torch.cat(views)).to(self._compute)
+
+    def _whole(self, whole: Tensor | None, piece: Piece) -> tuple[Any, Any]:
+        if whole is None:
+            return 0.0, 0.0
+        rows = whole[piece.first : piece.last].to(self._compute)
+        if piece.last - piece.first > 1:
+            sizes = torch.tensor(self.sizes[piece.first : piece.last], device=rows.device)
+            rows = torch.repeat_interleave(rows, sizes, dim=0, output_size=int(sizes.sum()) if sizes.is_cpu else None)
+            return rows[:, 0], rows[:, 1]
+        return rows[0, 0], rows[0, 1]
+
+    def _measure(self, rule: Rule, terms: Sequence[Any], piece: Piece, found: Tensor) -> None:
+        sizes = self.sizes[piece.first : piece.last]
+        for quantity in range(rule.quantities):
+            parts = terms[quantity].split(sizes) if len(sizes) > 1 else (terms[quantity],)
+            for index, part in enumerate(parts, piece.first):
+                if part.numel():
+                    if rule.maximum:
+                        found[index, quantity] = torch.maximum(found[index, quantity], part.amax())
+                    else:
+                        found[index, quantity] += part.sum()
+
+    def _write(
+        self, rule: Rule, results: Sequence[Tensor], piece: Piece, skip: Tensor | None, seed: int | None
+    ) -> None:
+        for slot in rule.writes:
+            tensors = self.slots[slot]
+            assert tensors is not None
+            value = results[slot]
+            if slot == 0 and seed is not None:
+                value = self._round_stochastically(value, piece, seed)
+            self._put(self._views(tensors, piece), value, piece, skip)
+            if slot == 0 and self.copy is not None:
+                self._put(self._views(self.copy, piece), value, piece, skip)
+
+    def _put(self, views: list[Tensor], value: Tensor, piece: Piece, skip: Tensor | None) -> None:
+        parts = value.split(self.sizes[piece.first : piece.last]) if len(views) > 1 else (value,)
+        for view, part in zip(views, parts, strict=True):
+            view.copy_(part if skip is None else torch.where(skip, view, part.to(view.dtype)))
+
+    def _round_stochastically(self, value: Tensor, piece: Piece, seed: int) -> Tensor:
+        """What the kernel does, in int64: see `kernels._round_stochastically`."""
+        if not self._same_layout[piece.first]:
+            index = torch.arange(value.numel(), device=value.device).reshape(value.shape)
+        elif piece.start is not None:
+            index = torch.arange(piece.start, piece.start + value.numel(), device=value.device)
+        else:
+            sizes = self.sizes[piece.first : piece.last]
+            index = torch.cat([torch.arange(size, device=value.device) for size in sizes])
+        numbers = torch.arange(piece.first, piece.last, device=value.device)
+        if piece.last - piece.first > 1:
+            numbers = torch.repeat_interleave(
+                numbers, torch.tensor(self.sizes[piece.first : piece.last], device=value.device)
+            )
+        word = 0xFFFFFFFF
+        noise = ((index & word) * 0x9E3779B1 + seed * 0x85EBCA6B + numbers * 0xC2B2AE35) & word
+        noise = ((noise ^ (noise >> 16)) * 0x85EBCA6B) & word
+        noise = ((noise ^ (noise >> 13)) * 0xC2B2AE35) & word
+        noise = (noise ^ (noise >> 16)) & 0xFFFF
+        single = value.to(torch.float32)
+        bits = (single.view(torch.int32).to(torch.int64) + noise) & ~0xFFFF
+        rounded = ((bits + 2**31) % 2**32 - 2**31).to(torch.int32).view(torch.float32)
+        return torch.where(single == single, rounded, single)

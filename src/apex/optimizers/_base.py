@@ -1,0 +1,286 @@
+"""What every fused optimizer shares: an optimizer is a rule, a state layout and flags; the rest is here.
+
+A subclass says which state a parameter has (`_state_names`) and how a bucket is updated (`_update`). It gets buckets,
+master weights, stochastic rounding, loss scaling without host syncs, CUDA graphs and checkpoints from this class.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from ._buckets import MASTER, Bucket, GroupPlan, local
+from ._checkpoints import load_state, saved_state
+
+logger = logging.getLogger("apex.optimizers")
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class Skip:
+    """What keeps a step from happening, and by what gradients are multiplied: tensors on the device, or None."""
+
+    def __init__(self, noop: Tensor | None = None, inverse_scale: Tensor | None = None) -> None:
+        self.noop = noop
+        self.inverse_scale = inverse_scale
+
+    def on(self, device: torch.device) -> Skip:
+        """The same on another device."""
+        if all(flag is None or flag.device == device for flag in (self.noop, self.inverse_scale)):
+            return self
+        move = lambda flag: None if flag is None else flag.to(device, non_blocking=True)  # noqa: E731
+        return Skip(move(self.noop), move(self.inverse_scale))
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base of the fused optimizers.
+
+    Options that all of them take by keyword:
+
+    - `master_weights`: float16 and bfloat16 parameters get a float32 copy, which is what is updated;
+    - `stochastic_rounding`: bfloat16 parameters without such a copy are rounded up or down at random, so that small
+      updates are not lost; the same seed gives the same bits;
+    - `capturable`: the step count (and the learning rate, if it is a tensor) stays on the device, so that a CUDA graph
+      can be replayed.
+    """
+
+    # Whether every element is updated by itself, so that a shard of a parameter can be updated without the others.
+    _takes_shards = True
+    # torch.amp.GradScaler then passes scale and overflow flag instead of waiting for the device.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if stochastic_rounding and master_weights:
+            raise ValueError("stochastic_rounding rounds parameters that have no master copy; master_weights makes one")
+        if stochastic_rounding and capturable:
+            raise ValueError(
+                "stochastic_rounding needs a new seed from the host at every step; capturable forbids that"
+            )
+        self.master_weights = master_weights
+        self.stochastic_rounding = stochastic_rounding
+        self.capturable = capturable
+        self.set_grad_none = set_grad_none
+        self._plans: dict[int, GroupPlan] = {}
+        # Steps that an overflow kept from happening, which the host has not heard of yet; by group.
+        self._skipped: dict[int, Tensor] = {}
+        super().__init__(params, defaults)
+
+    # What a subclass provides -----------------------------------------------------------------------------------------
+
+    def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
+        """Names of the state tensors in the order of the rule's slots."""
+        raise NotImplementedError
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+        """One step of one bucket; `step` counts from 1, and is a float64 tensor where it lives on the device."""
+        raise NotImplementedError
+
+    def _initial_state(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:
+        """A new state tensor: zeros, in float32 for half-precision parameters."""
+        return torch.zeros_like(param, dtype=state_dtype(param), memory_format=torch.preserve_format)
+
+    def _kind(self, param: Tensor, state: dict[str, Any]) -> Any:
+        """Parameters of different kinds go to different buckets."""
+        return None
+
+    def _rename_loaded_state(self) -> None:
+        """Called after loading: for state that PyTorch's optimizers keep under another name."""
+
+    def _before_update(self, skip: Skip) -> None:
+        """Called once per step, when every group's buckets are ready (`self._ready`): for norms over all gradients."""
+
+    # The step ---------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One optimization step; returns the closure's loss."""
+        loss = self._run_closure(closure)
+        self._step(self._skip_from_scaler())
+        return loss
+
+    def _run_closure(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def _step(self, skip: Skip) -> None:
+        if torch.compiler.is_compiling():
+            self._step_outside_graph(skip)
+        else:
+            self._step_now(skip)
+
+    # A compiled training step calls out to Python here: the kernels take addresses, which a graph does not have.
+    @torch.compiler.disable
+    def _step_outside_graph(self, skip: Skip) -> None:
+        self._step_now(skip)
+
+    @torch.no_grad()
+    def _step_now(self, skip: Skip) -> None:
+        ready = [(index, group, self._plan(index, group)) for index, group in enumerate(self.param_groups)]
+        self._ready = [(group, bucket) for _, group, plan in ready for bucket in plan.buckets]
+        self._before_update(skip)
+        for index, group, plan in ready:
+            if not plan.buckets:
+                continue
+            seed = self._next_seed(group)
+            step = self._next_step(index, group, plan.buckets[0].device, skip)
+            for bucket in plan.buckets:
+                there = skip.on(bucket.device)
+                count = step.to(bucket.device) if isinstance(step, Tensor) else step
+                rounds = seed is not None and bucket.params[0].dtype == torch.bfloat16
+                self._update(group, bucket, count, there, seed if rounds else None)
+        self._ready = []
+
+    def _plan(self, index: int, group: dict[str, Any]) -> GroupPlan:
+        plan = self._plans.get(index)
+        if plan is None or not plan.refresh(group["params"]):
+            names = tuple(self._state_names(group))
+            prepare = lambda param: self._prepare(param, group, names)  # noqa: E731
+            plan = self._plans[index] = GroupPlan(group["params"], prepare, names)
+        return plan
+
+    def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
+        """A parameter's state, filled in where something is missing, and its kind."""
+        if not self._takes_shards and local(param) is not param:
+            raise NotImplementedError(
+                f"{type(self).__name__} needs norms of whole parameters and does not take sharded ones (DTensor)"
+            )
+        state = self.state[param]
+        kind = self._kind(param, state)
+        for name in names:
+            if name not in state:
+                state[name] = self._initial_state(name, param, group)
+        if self.master_weights and param.dtype in LOW_PRECISION and MASTER not in state:
+            state[MASTER] = param.detach().to(torch.float32, copy=True)
+        return state, kind
+
+    def _next_step(self, index: int, group: dict[str, Any], device: torch.device, skip: Skip) -> Any:
+        """Counts a step: `group["step"]`, which skipped steps do not count in, wherever it is known."""
+        if self.capturable:
+            count = group.get("step", 0)
+            if not isinstance(count, Tensor):
+                count = torch.full((1,), int(count), dtype=torch.int32, device=device)
+            group["step"] = count
+            count += 1 if skip.noop is None else (skip.noop == 0).to(device, torch.int32).reshape(1)
+            return count.to(torch.float64).reshape(())
+        if skip.noop is None and index in self._skipped:
+            self._settle_skipped(index, group)
+        group["step"] = int(group.get("step", 0)) + 1
+        if skip.noop is None:
+            return group["step"]
+        skipped = self._skipped.get(index)
+        if skipped is None:
+            skipped = self._skipped[index] = torch.zeros((), dtype=torch.float64, device=skip.noop.device)
+        step = group["step"] - skipped
+        skipped += skip.noop.reshape(()) != 0
+        return step
+
+    def _settle_skipped(self, index: int, group: dict[str, Any]) -> None:
+        """Takes the skipped steps off the host's count, which waits for the device."""
+        group["step"] = int(group["step"]) - int(self._skipped.pop(index))
+
+    def _next_seed(self, group: dict[str, Any]) -> int | None:
+        """A seed for this step's stochastic rounding, below 2**24."""
+        if not self.stochastic_rounding:
+            return None
+        count = group["rounding_count"] = group.get("rounding_count", 0) + 1
+        return (count * 0x9E3779B1) & 0xFFFFFF
+
+    def _skip_from_scaler(self, grad_scaler: Any = None) -> Skip:
+        """Flag and factor that torch.amp.GradScaler left on the optimizer, or that `grad_scaler` has."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if grad_scaler is not None:
+            state = grad_scaler._per_optimizer_states[id(self)]
+            if state["stage"] is OptState.READY:
+                grad_scaler._check_inf_per_device(self)
+            current = grad_scaler._get_scale_async()
+            scale = None if state["stage"] is OptState.UNSCALED else current
+            flags = [flag.to(current.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
+            found = sum(flags[1:], flags[0]) if flags else None
+        inverse = None if scale is None else scale.double().reciprocal().to(torch.float32).reshape(1)
+        return Skip(found, inverse)
+
+    # Gradients, groups, checkpoints -----------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clears the gradients; frees them by default if the optimizer was made with `set_grad_none`."""
+        super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
+
+    @property
+    def _dummy_overflow_buf(self) -> Tensor:
+        """A flag that is 0, for subclasses that call functions of `amp_C` themselves."""
+        return torch.zeros(1, dtype=torch.int32, device=self.param_groups[0]["params"][0].device)
+
+    def master_parameters(self) -> list[Tensor]:
+        """The tensors that are really updated: the float32 masters where there are any, else the parameters."""
+        params = (param for group in self.param_groups for param in group["params"])
+        return [self.state[param].get(MASTER, param) if param in self.state else param for param in params]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, in the format of `torch.optim`, which loads it too; master weights included."""
+        for index in list(self._skipped):
+            self._settle_skipped(index, self.param_groups[index])
+        return saved_state(self, super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` of this class, or of PyTorch's optimizer of the same algorithm, returned."""
+        self._plans.clear()
+        self._skipped.clear()
+        load_state(self, state_dict, super().load_state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        options = {name: value for name, value in self.__dict__.items() if isinstance(value, bool | int | float | str)}
+        return {**options, **super().__getstate__()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plans = {}
+        self._skipped = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedOptimizer:
+        for index in list(self._skipped):
+            self._settle_skipped(index, self.param_groups[index])
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(
+            {
+                name: copy.deepcopy(value, memo)
+                for name, value in self.__dict__.items()
+                if name not in ("_plans", "_ready")
+            }
+        )
+        twin._plans = {}
+        return twin
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """float32 for half-precision parameters, else the parameter's own."""
+    return torch.float32 if param.dtype in LOW_PRECISION else param.dtype
+
+
+def check_hyperparameters(**values: float | Tensor) -> None:
+    """Raises for a negative one."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor) and value < 0:
+            raise ValueError(f"{name}={value} is negative")
+
+
+def check_betas(betas: tuple[float, float]) -> None:
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"betas[{index}]={beta} is not in [0, 1)")

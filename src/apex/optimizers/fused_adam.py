@@ -1,0 +1,110 @@
+"""FusedAdam: Adam and AdamW in one pass over all parameters."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..ops.multi_tensor import rules
+from ._base import FusedOptimizer, Skip, check_betas, check_hyperparameters
+from ._buckets import Bucket
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam with weight decay decoupled from the gradient (`adam_w_mode`, AdamW) or added to it (L2).
+
+    The same numbers as `torch.optim.AdamW` and `torch.optim.Adam`, whose state dicts it loads and which load its own.
+    Takes `torch.amp.GradScaler` without waiting for the device. See `FusedOptimizer` for the options after
+    `set_grad_none`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        *,
+        stochastic_rounding: bool = False,
+    ) -> None:
+        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas(betas)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+        }
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        super().__init__(
+            params,
+            defaults,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            capturable=capturable,
+            set_grad_none=set_grad_none,
+        )
+
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+        grad_scaler: Any = None,
+    ) -> Any:
+        """One optimization step; returns the closure's loss.
+
+        The arguments in the middle belong to `apex.contrib.optimizers.FusedAdam` and are refused here.
+        """
+        if any(argument is not None for argument in (grads, output_params, scale, grad_norms)):
+            raise RuntimeError(
+                "apex.optimizers.FusedAdam takes no grads, output_params, scale or grad_norms; "
+                "apex.contrib.optimizers.FusedAdam does"
+            )
+        loss = self._run_closure(closure)
+        self._step(self._skip_from_scaler(grad_scaler))
+        return loss
+
+    @property
+    def multi_tensor_adam(self) -> Callable[..., Any]:
+        """`amp_C.multi_tensor_adam`, which subclasses of the original call."""
+        return importlib.import_module("amp_C").multi_tensor_adam
+
+    def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+        beta1, beta2 = group["betas"]
+        decoupled = bool(self.adam_w_mode)
+        hyper = {
+            "lr": group["lr"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "step": step,
+            "bias_correction": bool(group["bias_correction"]),
+            "decoupled": decoupled,
+        }
+        bucket.lists.apply(
+            rules.ADAM_AMSGRAD if group["amsgrad"] else rules.ADAM,
+            hyper,
+            (decoupled, bool(group["amsgrad"])),
+            noop=skip.noop,
+            grad_scale=skip.inverse_scale,
+            seed=seed,
+        )
