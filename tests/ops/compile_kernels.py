@@ -47,7 +47,13 @@ TARGETS = {
     "gfx942": _target("hip", "gfx942", 64, 304, 64),  # MI300
 }
 
-_POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+_POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 
 
 def compile_launch(launch: _launch.Launch, target: Target) -> Any:

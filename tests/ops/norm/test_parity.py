@@ -58,6 +58,22 @@ def test_matches_reference(case: NormCase, route: Route) -> None:
     check(case, route)
 
 
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("columns", [100, 9001, 17000])
+def test_backward_from_a_half_precision_output(columns: int, route: Route) -> None:
+    """The rounding of the output is part of the problem here, so the reference gets the rounded output too."""
+    case = NormCase("", 5, columns, torch.bfloat16, torch.bfloat16)
+    output, dy, weight, bias = case.tensors(route.device)
+    spec = NormSpec(columns, case.eps, subtract_mean=True, from_output=True)
+    rstd = torch.rand(1, 5, device=route.device) + 0.5
+    with _library.implementation(route.implementation):
+        gradients = norm.norm_backward(dy, output, rstd, weight, bias, spec, torch.bfloat16)
+    wide = [t.double() for t in (dy, output, rstd, weight, bias)]
+    expected = reference.backward(*wide, spec, torch.float64)
+    for actual, wanted, terms in zip(gradients, expected, (1, 5, 5), strict=True):
+        assert_close(actual, wanted, reduction=terms)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", LARGE_CASES, ids=str)
 def test_matches_reference_at_model_sizes(case: NormCase) -> None:

@@ -76,6 +76,8 @@ def apply(
     function = _FUNCTIONS.get(rule)
     if function is None or lists.device.type != "cpu" or lists.copy or grad_scale is not None or seed is not None:
         return False
+    if not lists.same_layout:  # PyTorch's loops run over memory and know no strides
+        return False
     used = [tensors for tensors in lists.slots if tensors]
     if any(
         tensors[0].dtype not in (torch.float32, torch.float64) or tensors[0].dtype != used[0][0].dtype

@@ -88,6 +88,7 @@ class TorchLists:
         limit = CPU_PIECE if self.device.type == "cpu" else DEVICE_PIECE
         self._pieces = list(_pieces(self.sizes, limit, same_layout))
         self._same_layout = same_layout
+        self.same_layout = all(same_layout)
 
     def point_to(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
         """Other tensors of the same sizes, dtypes and layouts in place of the present ones."""

@@ -1,0 +1,49 @@
+"""Launches of the multi-tensor kernels to compile for every GPU: every rule, with its flags off and on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from apex.ops.multi_tensor import rules
+from apex.ops.multi_tensor.rule import FLAG_COUNT, SCALARS, SLOTS, Rule
+from apex.ops.multi_tensor.triton_lists import TritonLists
+
+ALL_RULES: list[Rule] = [value for value in vars(rules).values() if isinstance(value, Rule)]
+
+_F32, _BF16 = torch.float32, torch.bfloat16
+
+
+def _list(dtype: torch.dtype) -> list[Tensor]:
+    return [torch.empty(size, dtype=dtype, device="meta") for size in (5000, 3, 1)]
+
+
+def _record(
+    rule: Rule, flags: tuple[bool, ...], param: torch.dtype, grad: torch.dtype, copy: bool = False, **options
+) -> None:
+    slots = [None] * SLOTS
+    for slot in rule.slots:
+        slots[slot] = _list((param, grad, _F32, _F32, _F32)[slot])
+    lists = TritonLists(slots, _list(_BF16) if copy else None)
+    numbers = options.pop("numbers", (0.5,) * SCALARS)
+    plain = Rule(
+        rule.name, rule.function, rule.reads, rule.writes, lambda: numbers, rule.helpers, rule.quantities, rule.maximum
+    )
+    found = lists.apply(plain, {}, flags, whole=torch.empty(3, 2, device="meta"), **options)
+    if found is not None:
+        lists.total(found, maximum=rule.maximum, root=not rule.maximum)
+
+
+def record() -> None:
+    """Plans and (under `recording`) collects a launch of every rule."""
+    flag = torch.empty(1, dtype=torch.int32, device="meta")
+    factor = torch.empty(1, device="meta")
+    for rule in ALL_RULES:
+        for state in (False, True):
+            _record(rule, (state,) * FLAG_COUNT, _F32, _F32)
+    _record(rules.SCALE, (), _F32, torch.float16, overflow=flag, checks=(1,), noop=flag)
+    _record(rules.AXPBY, (), _BF16, _BF16, overflow=flag, checks=(1, 2))
+    _record(rules.ADAM, (True,), _F32, _BF16, copy=True, noop=factor, grad_scale=factor)
+    _record(rules.ADAM, (True,), _BF16, _BF16, seed=1)
+    on_device = tuple(torch.empty((), device="meta") if index % 2 else 0.5 for index in range(SCALARS))
+    _record(rules.ADAM, (True,), torch.float16, torch.float16, numbers=on_device, noop=flag)

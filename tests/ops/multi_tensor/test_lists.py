@@ -1,0 +1,157 @@
+"""Applying rules: masters, stochastic rounding, flags and numbers on the device; by every route."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from apex.ops import _library
+from apex.ops.multi_tensor import make_lists, rules
+from apex.ops.multi_tensor.torch_lists import TorchLists
+from apex.ops.multi_tensor.triton_lists import TritonLists
+from tests.harness import Route, assert_close, assert_equal_bits, routes
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+SIZES = (5, 300, 0, 64, 1)
+HYPER = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "step": 2}
+
+
+def make(device: str, *dtypes: torch.dtype) -> list[list[Tensor]]:
+    return [[torch.rand(size, device=device).to(dtype) for size in SIZES] for dtype in dtypes]
+
+
+def exact(slots: list[list[Tensor]]) -> list[list[Tensor]]:
+    """Parameters, moments after an AdamW step written out in float64."""
+    results = []
+    for p, g, m, v in zip(*([tensor.double() for tensor in tensors] for tensors in slots), strict=True):
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        p = p * (1 - 0.1 * 0.1) - 0.1 * (m / (1 - 0.9**2)) / ((v / (1 - 0.99**2)).sqrt() + 1e-6)
+        results.append((p, m, v))
+    return [list(column) for column in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 4, (torch.float16, torch.float16, torch.float32, torch.float32)])
+def test_adam_step(dtypes: tuple[torch.dtype, ...], route: Route) -> None:
+    slots = make(route.device, *dtypes)
+    expected = exact(slots)
+    with _library.implementation(route.implementation):
+        lists = make_lists([*slots, None])
+        assert isinstance(lists, TritonLists if route.implementation == "triton" else TorchLists)
+        lists.apply(rules.ADAM, HYPER, (True, False))
+    for slot, wanted in zip((0, 2, 3), expected, strict=True):
+        for tensor, value in zip(slots[slot], wanted, strict=True):
+            assert_close(tensor, value)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_numbers_on_the_device_and_a_copy_in_half_precision(route: Route) -> None:
+    slots = make(route.device, torch.float32, torch.bfloat16, torch.float32, torch.float32)
+    copies = [torch.empty_like(tensor, dtype=torch.bfloat16) for tensor in slots[0]]
+    expected = exact([slots[0], [g * 0.5 for g in slots[1]], *slots[2:]])
+    number = lambda value: torch.tensor(value, dtype=torch.float64, device=route.device)  # noqa: E731
+    hyper = {**HYPER, "lr": number(0.1), "step": number(2.0)}
+    zero, half = torch.zeros(1, device=route.device), torch.full((1,), 0.5, device=route.device)
+    with _library.implementation(route.implementation):
+        make_lists([*slots, None], copies).apply(rules.ADAM, hyper, (True, False), noop=zero, grad_scale=half)
+    for tensor, copy, value in zip(slots[0], copies, expected[0], strict=True):
+        assert_close(tensor, value)
+        assert_close(copy, tensor.double())
+        # Triton's interpreter cuts off where hardware rounds to nearest.
+        assert route == Route("cpu", "triton") or torch.equal(copy, tensor.bfloat16())
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_noop_leaves_everything(dtype: torch.dtype, route: Route) -> None:
+    slots = make(route.device, *(torch.float32,) * 4)
+    before = [tensor.clone() for tensors in slots for tensor in tensors]
+    flag = torch.ones(1, dtype=dtype, device=route.device)
+    with _library.implementation(route.implementation):
+        make_lists([*slots, None]).apply(rules.ADAM, HYPER, (True, False), noop=flag)
+    assert_equal_bits([tensor for tensors in slots for tensor in tensors], before)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_stochastic_rounding_is_right_on_average_and_repeatable(route: Route) -> None:
+    """A parameter of 1 minus steps of 1/1024 never moves when rounded to nearest: bfloat16 has 1/256 below 1."""
+    runs = []
+    with _library.implementation(route.implementation):
+        for _ in range(2):
+            params = [torch.ones(4000 if route.device == "cuda" else 1000, dtype=torch.bfloat16, device=route.device)]
+            grads = [torch.full_like(params[0], 1 / 1024)]
+            lists = make_lists([params, grads, None, None, None])
+            for seed in range(1, 17):
+                lists.apply(rules.PLAIN_SGD, {"lr": 1.0}, seed=seed)
+            runs.append(params[0])
+    assert_equal_bits(runs[:1], runs[1:])
+    assert runs[0].float().mean().item() == pytest.approx(1 - 16 / 1024, abs=1e-3)
+    assert runs[0].unique().numel() > 3
+    nearest = torch.ones(3, dtype=torch.bfloat16) - 1 / 1024
+    assert nearest.eq(1).all()
+
+
+def test_stochastic_rounding_has_the_same_bits_on_both_paths() -> None:
+    pytest.importorskip("triton")
+    results = []
+    for implementation in ("torch", "triton"):
+        torch.manual_seed(3)
+        params, grads = ([torch.randn(size).bfloat16() for size in SIZES] for _ in range(2))
+        params[1][0], params[1][1] = float("inf"), float("nan")
+        with _library.implementation(implementation):
+            make_lists([params, grads, None, None, None]).apply(rules.PLAIN_SGD, {"lr": 0.125}, seed=77)
+        results.append(params)
+    assert_equal_bits(*results)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_odd_offsets_and_strides(route: Route) -> None:
+    """Views that start anywhere and tensors whose memory is in another order or has holes."""
+    base = [torch.rand(700, device=route.device) for _ in range(4)]
+    for cut in (
+        lambda t: t[3:400],
+        lambda t: t[1:401].view(4, 4, 5, 5).contiguous(memory_format=torch.channels_last),
+        lambda t: t[:600].view(20, 30).t(),
+        lambda t: t[:600].view(20, 30)[:, ::3],
+    ):
+        slots = [[cut(tensor.clone())] for tensor in base]
+        expected = exact(slots)
+        with _library.implementation("auto" if route.implementation == "triton" else "torch"):
+            make_lists([*slots, None]).apply(rules.ADAM, HYPER, (True, False))
+        assert_close(slots[0][0], expected[0][0])
+        assert_close(slots[3][0], expected[2][0])
+
+
+@pytest.mark.parametrize("route", routes())
+def test_measured_sums_go_into_the_next_pass(route: Route) -> None:
+    tensors = make(route.device, torch.float32)[0]
+    with _library.implementation(route.implementation):
+        lists = make_lists([None, tensors, None, None, None])
+        found = lists.apply(rules.SQUARE_SUM, {})
+        total = lists.total(found, root=True)
+    assert found.shape == (len(SIZES), 2)
+    assert_close(found[:, 0], torch.stack([tensor.double().square().sum() for tensor in tensors]), reduction=300)
+    assert_close(total, torch.cat(tensors).double().norm().reshape(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warm", [True, False])
+def test_cuda_graph(warm: bool) -> None:
+    """Gradients that are made inside the graph have other addresses than before; a replay must find them again."""
+    slots = make("cuda", *(torch.float32,) * 4)
+    twin = [[tensor.clone() for tensor in tensors] for tensors in slots]
+    lists = make_lists([*slots, None]) if warm else None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gradients = [tensor * 2 for tensor in slots[1]]
+        if lists is None:
+            lists = make_lists([slots[0], gradients, *slots[2:], None])
+        lists.point_to([slots[0], gradients, *slots[2:], None])
+        lists.apply(rules.ADAM, HYPER, (True, False))
+    lists.point_to([*slots, None])  # an eager step in between must not disturb the graph's table
+    graph.replay()
+    graph.replay()
+    eager = make_lists([twin[0], [tensor * 2 for tensor in twin[1]], *twin[2:], None])
+    for _ in range(2):
+        eager.apply(rules.ADAM, HYPER, (True, False))
+    assert_equal_bits(slots[0], twin[0])

@@ -1,0 +1,61 @@
+"""Which program works on what: every element belongs to exactly one."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apex.ops.multi_tensor.tables import AddressTable, Layout
+from apex.ops.multi_tensor.torch_lists import _pieces, is_dense
+
+CPU = torch.device("cpu")
+
+
+@given(st.lists(st.integers(0, 300), max_size=12), st.sampled_from([16, 64]))
+def test_a_layout_covers_every_element_once(sizes: list[int], block: int) -> None:
+    layout = Layout(sizes, block, CPU)
+    covered = [0] * len(sizes)
+    for tensor, within in layout.programs.tolist():
+        assert within * block < sizes[tensor]
+        covered[tensor] += min(block, sizes[tensor] - within * block)
+    assert covered == sizes
+    bounds = layout.bounds.tolist()
+    assert bounds[-1] == layout.count == len(layout.programs)
+    for tensor in range(len(sizes)):
+        assert all(row[0] == tensor for row in layout.programs[bounds[tensor] : bounds[tensor + 1]].tolist())
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.booleans()), max_size=12), st.sampled_from([16, 64]))
+def test_pieces_cover_every_element_once(tensors: list[tuple[int, bool]], limit: int) -> None:
+    sizes = [size for size, _ in tensors]
+    covered = [0] * len(sizes)
+    for piece in _pieces(sizes, limit, [sliceable for _, sliceable in tensors]):
+        for index in range(piece.first, piece.last):
+            covered[index] += sizes[index] if piece.start is None else piece.stop - piece.start
+    assert covered == sizes
+
+
+def test_only_what_moved_is_uploaded() -> None:
+    table = AddressTable([4, 8], CPU)
+    table.update_fixed([[16, 32]])
+    table.update_moving([64, 128])
+    fixed, moving = table.fixed, table.moving
+    assert fixed.tolist() == [[4, 16], [8, 32]]
+    assert table.aligned
+    table.update_fixed([[16, 32]])
+    table.update_moving([64, 130])
+    assert table.fixed is fixed
+    assert table.moving is not moving
+    assert moving.tolist() == [64, 128], "a table in flight was overwritten"
+    assert table.moving.tolist() == [64, 130]
+    assert not table.aligned
+
+
+def test_dense_tensors() -> None:
+    images = torch.empty(2, 3, 4, 5)
+    assert is_dense(images)
+    assert is_dense(images.to(memory_format=torch.channels_last))
+    assert is_dense(images.transpose(1, 3))
+    assert is_dense(torch.empty(5, 1)[:, :1])
+    assert is_dense(torch.empty(0, 4))
+    assert not is_dense(images[:, ::2])
+    assert not is_dense(torch.empty(3, 1).expand(3, 4))
