@@ -232,8 +232,11 @@ def check_scaler(make: Factory, route: Route, *, dtype: torch.dtype = torch.floa
             else:
                 set_gradients(plain_params, step)
                 plain.step()
-        assert_equal_bits(params, plain_params)
-        assert_equal_bits(state_tensors(optimizer), state_tensors(plain))
+        # Not bit by bit: on a CPU, PyTorch's own fused loops serve the steps without a scale.
+        for found, wanted in zip(
+            (*params, *state_tensors(optimizer)), (*plain_params, *state_tensors(plain)), strict=True
+        ):
+            torch.testing.assert_close(found, wanted)
         saved, expected = optimizer.state_dict(), plain.state_dict()
         assert [int(group["step"]) for group in saved["param_groups"]] == [
             int(group["step"]) for group in expected["param_groups"]

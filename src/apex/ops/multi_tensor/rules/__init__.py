@@ -6,17 +6,29 @@ functions that both have, its helpers, and `if` on FLAGS, and nothing else. Diff
 precision by the `*_scalars` functions: in float32, 1 - 0.999 is off by 5e-5.
 """
 
+from .adagrad import ADAGRAD
 from .adam import ADAM, ADAM_AMSGRAD, corrections
-from .elementary import AXPBY, MAXIMUM, SCALE, SCALE_SQUARE_SUM, SQUARE_SUM
+from .elementary import AXPBY, MAXIMUM, SCALE, SCALE_AFTER_SQUARE_SUM, SCALE_SQUARE_SUM, SQUARE_SUM
+from .lamb import LAMB_MOMENTS, LAMB_STEP, LAMB_UNSCALED
+from .lars import LARS, LARS_NORMS
+from .novograd import NOVOGRAD
 from .sgd import PLAIN_SGD, SGD
 
 __all__ = [
+    "ADAGRAD",
     "ADAM",
     "ADAM_AMSGRAD",
     "AXPBY",
+    "LAMB_MOMENTS",
+    "LAMB_STEP",
+    "LAMB_UNSCALED",
+    "LARS",
+    "LARS_NORMS",
     "MAXIMUM",
+    "NOVOGRAD",
     "PLAIN_SGD",
     "SCALE",
+    "SCALE_AFTER_SQUARE_SUM",
     "SCALE_SQUARE_SUM",
     "SGD",
     "SQUARE_SUM",

@@ -24,6 +24,11 @@ def _square_sum(values, whole, scalars, FLAGS):
     return (x, x, a, b, c), (x * x, 0.0, 0.0, 0.0)
 
 
+def _scale_after_square_sum(values, whole, scalars, FLAGS):
+    _out, x, a, b, c = values
+    return (x * scalars[0], x, a, b, c), (x * x, 0.0, 0.0, 0.0)
+
+
 def _absolute_maximum(values, whole, scalars, FLAGS):
     return values, (tl.abs(values[1]), 0.0, 0.0, 0.0)
 
@@ -36,4 +41,7 @@ SCALE = Rule("scale", _scale, reads=(1,), writes=(0,), scalars=_factor)
 AXPBY = Rule("axpby", _axpby, reads=(1, 2), writes=(0,), scalars=lambda a, b: (a, b))
 SQUARE_SUM = Rule("square_sum", _square_sum, reads=(1,), writes=(), scalars=_factor, quantities=1)
 SCALE_SQUARE_SUM = Rule("scale_square_sum", _square_sum, reads=(1,), writes=(0,), scalars=_factor, quantities=1)
+SCALE_AFTER_SQUARE_SUM = Rule(
+    "scale_after_square_sum", _scale_after_square_sum, reads=(1,), writes=(0,), scalars=_factor, quantities=1
+)
 MAXIMUM = Rule("maximum", _absolute_maximum, (1,), (), scalars=lambda: (), quantities=1, maximum=True)

@@ -29,11 +29,10 @@ def _plain_sgd(values, whole, scalars, FLAGS):
 
 
 def _sgd_scalars(
-    *, lr: Any, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, first: bool = False
+    *, lr: Any, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, first: Any = False
 ) -> tuple[Any, ...]:
-    """On its `first` step a momentum buffer becomes the gradient, undampened."""
-    keep, rest = (0.0, 1.0) if first else (momentum, 1 - dampening)
-    return lr, keep, rest, weight_decay, momentum
+    """On its `first` step a momentum buffer becomes the gradient, undampened; a flag, or a number on the device."""
+    return lr, momentum * (1 - first), 1 - dampening * (1 - first), weight_decay, momentum
 
 
 SGD = Rule("sgd", _sgd, reads=(0, 1, 2), writes=(0, 2), scalars=_sgd_scalars)

@@ -1,0 +1,28 @@
+"""Adagrad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import maths as tl
+from ..rule import Rule
+
+
+def _adagrad(values, whole, scalars, FLAGS):
+    """FLAGS: decay decoupled from the gradient."""
+    p, g, total, a, b = values
+    lr, eps, decay, _c, _d, _e, _f, _g = scalars
+    if not FLAGS[0]:
+        g = g + decay * p
+    total = total + g * g
+    update = lr * g / (tl.sqrt(total) + eps)
+    if FLAGS[0]:
+        p = p * decay
+    return p - update, g, total, a, b
+
+
+def _adagrad_scalars(*, lr: Any, eps: float, weight_decay: float = 0.0, decoupled: bool = False) -> tuple[Any, ...]:
+    return lr, eps, 1 - lr * weight_decay if decoupled else weight_decay
+
+
+ADAGRAD = Rule("adagrad", _adagrad, reads=(0, 1, 2), writes=(0, 2), scalars=_adagrad_scalars)

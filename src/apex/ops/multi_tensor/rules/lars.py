@@ -1,0 +1,53 @@
+"""LARS: momentum SGD, its learning rate per tensor set by the lengths of parameter and gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import maths as tl
+from ..rule import Rule
+
+
+def _lars_norms(values, whole, scalars, FLAGS):
+    """Measures the squares of parameter and gradient."""
+    p, g = values[0], values[1]
+    return values, (p * p, g * g, 0.0, 0.0)
+
+
+def _lars(values, whole, scalars, FLAGS):
+    """FLAGS: Nesterov, weight decay after the momentum, `whole` is what `LARS_NORMS` measured (else not looked at)."""
+    p, g, buffer, a, b = values
+    lr, momentum, share, decay, trust, eps, _c, _d = scalars
+    if FLAGS[2]:
+        length = tl.sqrt(whole[0])
+        slope = tl.sqrt(whole[1])
+        both = (length > 0) & (slope > 0)
+        lr = lr * tl.where(both, trust * length / (slope + decay * length + eps), 1.0)
+    if not FLAGS[1]:
+        g = g + decay * p
+    buffer = buffer * momentum - lr * share * g
+    if FLAGS[0]:
+        update = buffer * momentum - lr * g
+    else:
+        update = buffer
+    if FLAGS[1]:
+        update = update - lr * decay * p
+    return p + update, g, buffer, a, b
+
+
+def _lars_scalars(
+    *,
+    lr: Any,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    trust_coefficient: float = 0.001,
+    eps: float = 0.0,
+    first: Any = False,
+) -> tuple[Any, ...]:
+    """On its `first` step a momentum buffer takes the gradient undampened; a flag, or a number on the device."""
+    return lr, momentum, 1 - dampening * (1 - first), weight_decay, trust_coefficient, eps
+
+
+LARS_NORMS = Rule("lars_norms", _lars_norms, reads=(0, 1), writes=(), scalars=lambda: (), quantities=2)
+LARS = Rule("lars", _lars, reads=(0, 1, 2), writes=(0, 2), scalars=_lars_scalars)

@@ -1,0 +1,46 @@
+"""NovoGrad: gradients over a moving average of their norm, which is one number per tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import maths as tl
+from ..rule import Rule
+from .adam import corrections
+
+
+def _novograd(values, whole, scalars, FLAGS):
+    """FLAGS: normalisation and decay inside the moment, `whole[0]` is the average of squares (else of the norm itself)."""
+    p, g, m, a, b = values
+    step_size, beta1, share, eps, decay, root, _c, _d = scalars
+    norm = whole[0]
+    if FLAGS[1]:
+        norm = tl.sqrt(norm)
+    inverse = 1.0 / (norm * root + eps)
+    if FLAGS[0]:
+        m = m * beta1 + share * (g * inverse + decay * p)
+        p = p - step_size * m
+    else:
+        m = m * beta1 + share * g
+        p = p * decay - step_size * inverse * m
+    return p, g, m, a, b
+
+
+def _novograd_scalars(
+    *,
+    lr: Any,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: Any,
+    bias_correction: bool = True,
+    grad_averaging: bool = True,
+    inside: bool = False,
+) -> tuple[Any, ...]:
+    first, root = corrections(beta1, beta2, step, bias_correction)
+    decay = weight_decay if inside else 1 - lr * weight_decay
+    return lr * first, beta1, 1 - beta1 if grad_averaging else 1.0, eps, decay, root
+
+
+NOVOGRAD = Rule("novograd", _novograd, reads=(0, 1, 2), writes=(0, 2), scalars=_novograd_scalars)
