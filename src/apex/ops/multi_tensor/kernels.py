@@ -94,6 +94,7 @@ def _measure(terms, at, mask, MAXIMUM: tl.constexpr, MASKED: tl.constexpr):
     else:
         found = tl.sum(terms, axis=0)
     tl.store(at, found)
+    return found
 
 
 @triton.jit
@@ -197,7 +198,10 @@ def _block(
     if QUANTITIES > 0:
         values, terms = RULE(values, (w0, w1), numbers, FLAGS)
         out = partials + tl.program_id(0).to(tl.int64) * QUANTITIES
-        _measure(terms[0], out, mask, MAXIMUM, MASKED)
+        found = _measure(terms[0], out, mask, MAXIMUM, MASKED)
+        if CHECKS[0]:
+            if not (tl.abs(found) < float("inf")):
+                tl.store(overflow, 1)
         if QUANTITIES > 1:
             _measure(terms[1], out + 1, mask, MAXIMUM, MASKED)
         if QUANTITIES > 2:
@@ -262,8 +266,8 @@ def apply_rule(
 ):
     """`RULE` on one block of one tensor of each list.
 
-    READS, WRITES and CHECKS say for each slot whether it is; TYPES has its type (None without a list) and, last, the
-    type of a list that gets a copy of slot 0.
+    READS, WRITES and CHECKS say for each slot whether it is; CHECKS[0] stands for what is measured first. TYPES has a
+    slot's type (None without a list) and, last, the type of a list that gets a copy of slot 0.
     """
     if noop is not None:
         if tl.load(noop) != 0:

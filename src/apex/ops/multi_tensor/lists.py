@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .rule import SLOTS
 from .self_check import self_check
 from .torch_lists import TorchLists, is_dense
 from .triton_lists import TritonLists, current_stream
@@ -93,7 +94,11 @@ def make_lists(slots: Slots, copy: Sequence[Tensor] | None = None) -> Lists:
 
 
 def groups_of(slots: Slots, names: Sequence[str]) -> list[tuple[Sequence[int], Lists]]:
-    """Every group of the lists, which are checked: indices, and the lists of these tensors."""
+    """Every group of the lists, which are checked: indices, and the lists of these tensors.
+
+    Slots at the end may be left out; a list after the last slot gets a copy of what is written to slot 0. `names` are
+    what errors call the lists.
+    """
     uniform = _uniform(slots)
     if uniform is not None:
         return [(uniform.indices, _remembered_lists(uniform.key, slots))]
@@ -104,8 +109,15 @@ def groups_of(slots: Slots, names: Sequence[str]) -> list[tuple[Sequence[int], L
 def _lists_of_group(slots: Slots) -> Lists:
     used = [tensors for tensors in slots if tensors]
     if not kernel_fits([tensors[0] for tensors in used]):
-        return TorchLists(slots)
+        return TorchLists(*_split(slots))
     return _remembered_lists(_key(slots, used[0][0].device, tuple(map(Tensor.numel, used[0]))), slots)
+
+
+def _split(slots: Slots) -> tuple[Slots, Sequence[Tensor] | None]:
+    """The slots of a rule, all of them, and the list that gets a copy of slot 0."""
+    if len(slots) > SLOTS:
+        return slots[:SLOTS], slots[SLOTS]
+    return (*slots, *(None,) * (SLOTS - len(slots))), None
 
 
 def _key(slots: Slots, device: torch.device, sizes: tuple[int, ...]) -> Any:
@@ -149,9 +161,9 @@ def _uniform(slots: Slots) -> _Uniform | None:
 def _remembered_lists(key: Any, slots: Slots) -> TritonLists:
     lists = _remembered.pop(key, None)
     if lists is None:
-        lists = TritonLists(slots)
+        lists = TritonLists(*_split(slots))
     else:
-        lists.point_to(slots)
+        lists.point_to(*_split(slots))
     _remembered[key] = lists
     if len(_remembered) > _REMEMBERED:
         _remembered.popitem(last=False)

@@ -15,6 +15,7 @@ from . import rules
 from .lists import groups_of
 
 
+@torch.no_grad()
 def scale(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
@@ -22,9 +23,10 @@ def scale(
     *,
     overflow: Tensor | None = None,
     noop: Tensor | None = None,
+    names: tuple[str, str] = ("outputs", "inputs"),
 ) -> None:
     """`outputs[i] = factor * inputs[i]`; they may be the same tensors."""
-    for _, lists in groups_of((outputs, inputs, None, None, None), ("outputs", "inputs", "", "", "")):
+    for _, lists in groups_of((outputs, inputs), names):
         on_device = factor.reshape(1).to(lists.device, torch.float32) if isinstance(factor, Tensor) else None
         lists.apply(
             rules.SCALE,
@@ -36,6 +38,7 @@ def scale(
         )
 
 
+@torch.no_grad()
 def axpby(
     x: Sequence[Tensor],
     y: Sequence[Tensor],
@@ -46,10 +49,11 @@ def axpby(
     overflow: Tensor | None = None,
     checks: str = "xy",
     noop: Tensor | None = None,
+    names: tuple[str, str, str] = ("outputs", "x", "y"),
 ) -> None:
     """`outputs[i] = a * x[i] + b * y[i]`; `checks` names the inputs that are checked for overflow."""
     slots = tuple(slot for slot, name in ((1, "x"), (2, "y")) if overflow is not None and name in checks)
-    for _, lists in groups_of((outputs, x, y, None, None), ("outputs", "x", "y", "", "")):
+    for _, lists in groups_of((outputs, x, y), names):
         lists.apply(
             rules.AXPBY,
             {"a": a, "b": b},
@@ -59,32 +63,40 @@ def axpby(
         )
 
 
+@torch.no_grad()
 def l2norm(
     inputs: Sequence[Tensor],
     *,
     per_tensor: bool = False,
     outputs: Sequence[Tensor] | None = None,
     factor: float | Tensor = 1.0,
+    of_inputs: bool = False,
     overflow: Tensor | None = None,
     noop: Tensor | None = None,
+    names: tuple[str, str] = ("outputs", "inputs"),
 ) -> tuple[Tensor, Tensor]:
     """The norm of all elements, float32 [1], and, if asked for, of each tensor, float32 [tensors] (else empty).
 
-    Of `factor * inputs`, which `outputs` receives when given.
+    Of `factor * inputs`, which `outputs` receives when given; or, if `of_inputs`, of `inputs`. `overflow` becomes 1 when
+    the norm is not finite.
     """
-    rule = rules.SQUARE_SUM if outputs is None else rules.SCALE_SQUARE_SUM
-    return _norm(rule, inputs, outputs, factor, per_tensor, overflow, noop)
+    if outputs is None:
+        rule = rules.SQUARE_SUM
+    else:
+        rule = rules.SCALE_AFTER_SQUARE_SUM if of_inputs else rules.SCALE_SQUARE_SUM
+    return _norm(rule, inputs, outputs, factor, per_tensor, overflow, noop, names)
 
 
+@torch.no_grad()
 def max_norm(
     inputs: Sequence[Tensor], *, per_tensor: bool = False, noop: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The largest absolute value of all elements, float32 [1], and, if asked for, of each tensor."""
-    return _norm(rules.MAXIMUM, inputs, None, 1.0, per_tensor, None, noop)
+    return _norm(rules.MAXIMUM, inputs, None, 1.0, per_tensor, None, noop, ("", "inputs"))
 
 
-def _norm(rule, inputs, outputs, factor, per_tensor, overflow, noop):  # type: ignore[no-untyped-def]
-    groups = groups_of((outputs, inputs, None, None, None), ("outputs", "inputs", "", "", ""))
+def _norm(rule, inputs, outputs, factor, per_tensor, overflow, noop, names):  # type: ignore[no-untyped-def]
+    groups = groups_of((outputs, inputs), names)
     device = inputs[0].device if inputs else torch.device("cpu")
     each = torch.zeros(len(inputs) if per_tensor else 0, dtype=torch.float32, device=device)
     totals = []
@@ -97,7 +109,7 @@ def _norm(rule, inputs, outputs, factor, per_tensor, overflow, noop):  # type: i
             grad_scale=on_device,
             overflow=_on(overflow, lists.device),
             noop=_on(noop, lists.device),
-            checks=(1,) if overflow is not None else (),
+            checks=(0,) if overflow is not None else (),
         )
         assert found is not None
         if per_tensor:
@@ -115,6 +127,7 @@ def _norm(rule, inputs, outputs, factor, per_tensor, overflow, noop):  # type: i
     return (stacked.amax() if rule.maximum else stacked.sum().sqrt()).reshape(1), each
 
 
+@torch.no_grad()
 def update_scale_hysteresis(
     scale: Tensor,
     growth_tracker: Tensor,
@@ -133,11 +146,13 @@ def update_scale_hysteresis(
     patience = torch.where(overflowed, hysteresis_tracker - 1, hysteresis_tracker)
     backs_off = overflowed & (patience <= 0)
     successes = growth_tracker + 1
-    grown = scale * growth_factor
+    # In double, so that factors that are no powers of two give the same sequence everywhere.
+    grown = (scale.double() * growth_factor).to(scale.dtype)
+    lowered = (scale.double() * backoff_factor).to(scale.dtype)
     # Growth that would leave float32 is not taken; the tracker starts anew all the same.
     grows = ~overflowed & (successes == growth_interval)
     scale.copy_(
-        torch.where(backs_off, scale * backoff_factor, torch.where(grows & torch.isfinite(grown), grown, scale))
+        torch.where(backs_off, lowered, torch.where(grows & torch.isfinite(grown), grown, scale))
     )
     growth_tracker.copy_(torch.where(overflowed | grows, torch.zeros_like(successes), successes))
     hysteresis_tracker.copy_(torch.where(overflowed, patience, torch.full_like(patience, hysteresis)))

@@ -70,6 +70,21 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def _share_layout(tensors: Sequence[Tensor]) -> bool:
+    """Whether elements at the same place in memory belong together."""
+    first = tensors[0]
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    return is_dense(first) and all(
+        tensor.shape == first.shape and tensor.stride() == first.stride() for tensor in tensors
+    )
+
+
+def _raise_flag(overflow: Tensor, values: Any) -> None:
+    bad = ~torch.isfinite(values).all()
+    overflow.copy_(torch.maximum(overflow, bad.to(overflow.dtype)))
+
+
 class TorchLists:
     """Lists of tensors on one device, one dtype per list; strided ones too."""
 
@@ -81,10 +96,7 @@ class TorchLists:
         self.point_to(slots, copy)
         used = [tensors for tensors in (*slots, copy) if tensors]
         self._compute = torch.float64 if any(tensors[0].dtype == torch.float64 for tensors in used) else torch.float32
-        same_layout = [
-            all(is_dense(tensor) and tensor.stride() == tensors[0].stride() for tensor in tensors)
-            for tensors in zip(*used, strict=True)
-        ]
+        same_layout = [_share_layout(tensors) for tensors in zip(*used, strict=True)]
         limit = CPU_PIECE if self.device.type == "cpu" else DEVICE_PIECE
         self._pieces = list(_pieces(self.sizes, limit, same_layout))
         self._same_layout = same_layout
@@ -112,7 +124,8 @@ class TorchLists:
 
         `hyper` goes to the rule's `scalars`. Nothing is done when `noop` is not 0. `grad_scale` multiplies the
         gradients; `whole` holds the two numbers of each tensor; `overflow` becomes 1 when a slot among `checks` has an
-        infinite or NaN element; with a `seed`, slot 0 is rounded stochastically to bfloat16.
+        infinite or NaN element, 0 standing for what was measured first; with a `seed`, slot 0 is rounded stochastically
+        to bfloat16.
         """
         skip = None
         if noop is not None:
@@ -133,8 +146,8 @@ class TorchLists:
             values = [self._load(slot, piece) if slot in rule.reads else 0.0 for slot in range(SLOTS)]
             if overflow is not None:
                 for slot in checks:
-                    bad = ~torch.isfinite(values[slot]).all()  # type: ignore[arg-type]
-                    overflow.copy_(torch.maximum(overflow, bad.to(overflow.dtype)))
+                    if slot:
+                        _raise_flag(overflow, values[slot])
             if grad_scale is not None:
                 values[1] = values[1] * grad_scale.to(self._compute)
             results = rule.function(tuple(values), self._whole(whole, piece), scalars, constants)
@@ -142,6 +155,8 @@ class TorchLists:
                 results, terms = results
                 self._measure(rule, terms, piece, found)
             self._write(rule, results, piece, skip, seed)
+        if overflow is not None and 0 in checks and found is not None:
+            _raise_flag(overflow, found[:, 0])
         return None if found is None else found.to(torch.float32)
 
     def total(self, per_tensor: Tensor, *, maximum: bool = False, root: bool = False) -> Tensor:
@@ -155,7 +170,7 @@ class TorchLists:
     def _views(self, tensors: Sequence[Tensor], piece: Piece) -> list[Tensor]:
         chosen = tensors[piece.first : piece.last]
         if not self._same_layout[piece.first]:
-            return list(chosen)
+            return list(chosen)  # one tensor, whose elements are taken in the order of its indices
         views = [flat(tensor) for tensor in chosen]
         return views if piece.start is None else [views[0][piece.start : piece.stop]]
 
@@ -163,7 +178,7 @@ class TorchLists:
         tensors = self.slots[slot]
         assert tensors is not None
         views = self._views(tensors, piece)
-        return (views[0] if len(views) == 1 else torch.cat(views)).to(self._compute)
+        return (views[0].reshape(-1) if len(views) == 1 else torch.cat(views)).to(self._compute)
 
     def _whole(self, whole: Tensor | None, piece: Piece) -> tuple[Any, Any]:
         if whole is None:
@@ -202,12 +217,13 @@ class TorchLists:
     def _put(self, views: list[Tensor], value: Tensor, piece: Piece, skip: Tensor | None) -> None:
         parts = value.split(self.sizes[piece.first : piece.last]) if len(views) > 1 else (value,)
         for view, part in zip(views, parts, strict=True):
+            part = part.view(view.shape)
             view.copy_(part if skip is None else torch.where(skip, view, part.to(view.dtype)))
 
     def _round_stochastically(self, value: Tensor, piece: Piece, seed: int) -> Tensor:
         """What the kernel does, in int64: see `kernels._round_stochastically`."""
         if not self._same_layout[piece.first]:
-            index = torch.arange(value.numel(), device=value.device).reshape(value.shape)
+            index = torch.arange(value.numel(), device=value.device)
         elif piece.start is not None:
             index = torch.arange(piece.start, piece.start + value.numel(), device=value.device)
         else:
