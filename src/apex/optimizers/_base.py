@@ -7,6 +7,7 @@ master weights, stochastic rounding, loss scaling without host syncs, CUDA graph
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from ._checkpoints import load_state, saved_state
 logger = logging.getLogger("apex.optimizers")
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+# Types of attributes that are pickled with an optimizer.
+_OPTIONS = (bool, int, float, str, torch.dtype)
 
 
 class Skip:
@@ -144,12 +148,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 count = step.to(bucket.device) if isinstance(step, Tensor) else step
                 rounds = seed is not None and bucket.params[0].dtype == torch.bfloat16
                 self._update(group, bucket, count, there, seed if rounds else None)
+                bucket.release()
         self._ready = []
 
     def _plan(self, index: int, group: dict[str, Any]) -> GroupPlan:
         plan = self._plans.get(index)
-        if plan is None or not plan.refresh(group["params"]):
-            names = tuple(self._state_names(group))
+        names = tuple(self._state_names(group))  # an option may have changed: a momentum that was 0
+        if plan is None or plan.names != names or not plan.refresh(group["params"]):
             prepare = lambda param: self._prepare(param, group, names)  # noqa: E731
             plan = self._plans[index] = GroupPlan(group["params"], prepare, names)
         return plan
@@ -244,7 +249,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         load_state(self, state_dict, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        options = {name: value for name, value in self.__dict__.items() if isinstance(value, bool | int | float | str)}
+        options = {name: value for name, value in self.__dict__.items() if isinstance(value, _OPTIONS)}
         return {**options, **super().__getstate__()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -266,6 +271,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
         twin._plans = {}
         return twin
+
+
+def compiled_function(name: str) -> Callable[..., Any]:
+    """A function of `amp_C`: subclasses of the original optimizers call these through attributes."""
+    return getattr(importlib.import_module("amp_C"), name)
 
 
 def state_dtype(param: Tensor) -> torch.dtype:

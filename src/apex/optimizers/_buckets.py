@@ -2,8 +2,8 @@
 
 Between two steps anything may happen: gradients are freed and made anew, parameters get other memory (`model.to`,
 `p.data = ...`), state is loaded or moved to another device. So every step looks at every address again, through `map`
-over built-in methods, which takes a few tenths of a microsecond per parameter; tables are uploaded and buckets made anew
-only where something moved.
+over built-in methods, which takes a few tenths of a microsecond per parameter; tables are uploaded and buckets made
+anew only where something moved.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from ..ops.multi_tensor import Lists, make_lists
 from ..ops.multi_tensor.lists import DTYPES, kernel_fits
 from ..ops.multi_tensor.rule import SLOTS
+from ..ops.multi_tensor.torch_lists import TorchLists
 from ..ops.multi_tensor.triton_lists import TritonLists, current_stream
 
 MASTER = "master_param"
@@ -38,8 +39,13 @@ class Bucket:
     Slot 0 of `lists` is the parameter, or its float32 master where there is one; then `lists.copy` is the parameter.
     """
 
-    def __init__(self, params: list[Tensor], states: list[dict[str, Any]], names: Sequence[str]) -> None:
+    def __init__(
+        self, params: list[Tensor], states: list[dict[str, Any]], names: Sequence[str], kind: Any = None
+    ) -> None:
         self.params = params
+        self.kind = kind
+        # What an optimizer keeps for as long as the bucket lives.
+        self.kept: dict[str, Any] = {}
         self.states = states
         self.names = names
         self.has_masters = bool(states) and MASTER in states[0]
@@ -47,7 +53,8 @@ class Bucket:
         self._distributed = any(local(param) is not param for param in params)
         self._state_lists = [[state[name] for state in states] for name in self._keys]
         self._contiguous = all(map(Tensor.is_contiguous, params))
-        self.lists: Lists = make_lists(*self._slots(self._gradients()))
+        self._held = self._gradients()
+        self.lists: Lists = make_lists(*self._slots(self._held))
         self.device = self.lists.device
         self._addresses = self._param_addresses()
 
@@ -102,8 +109,15 @@ class Bucket:
             return False
         if self._param_addresses() != self._addresses or self.lists.stream != current_stream(self.device):
             return False
-        self.lists.point_to(*self._slots(self._gradients()))
+        self._held = self._gradients()
+        self.lists.point_to(*self._slots(self._held))
         return True
+
+    def release(self) -> None:
+        """Lets go of the gradients, which whoever owns them may want to free."""
+        self._held = []
+        if isinstance(self.lists, TorchLists):
+            self.lists.slots = ()
 
 
 class GroupPlan:
@@ -117,6 +131,7 @@ class GroupPlan:
         self._absent = [param for param in params if param.grad is None]
         for index, param in enumerate(self._all):
             check_parameter(param, index)
+        self.names = tuple(names)
         kinds: dict[Any, tuple[list[Tensor], list[dict[str, Any]]]] = {}
         for param in present:
             state, kind = prepare(param)
@@ -131,7 +146,7 @@ class GroupPlan:
             members = kinds.setdefault(key, ([], []))
             members[0].append(param)
             members[1].append(state)
-        self.buckets = [Bucket(params, states, names) for params, states in kinds.values()]
+        self.buckets = [Bucket(params, states, names, key[0]) for key, (params, states) in kinds.items()]
 
     def refresh(self, params: Sequence[Tensor]) -> bool:
         """Whether the plan still holds, after pointing every bucket to where its tensors are now."""

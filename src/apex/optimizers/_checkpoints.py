@@ -23,13 +23,14 @@ logger = logging.getLogger("apex.optimizers")
 def saved_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Adds each parameter's step count for PyTorch's optimizers; copies, so that later steps do not change it."""
     state = dict(state_dict["state"])
-    groups = [dict(group) for group in state_dict["param_groups"]]
+    groups = [
+        {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+        for group in state_dict["param_groups"]
+    ]
     for group in groups:
         step = group.get("step")
         if step is None:
             continue
-        if isinstance(step, Tensor):
-            group["step"] = step.clone()
         for param in group["params"]:
             if param in state:
                 count = float(step) if not isinstance(step, Tensor) else step.to(torch.float32).reshape(())

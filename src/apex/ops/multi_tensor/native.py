@@ -52,11 +52,27 @@ def _sgd(lists: TorchLists, hyper: dict[str, Any], flags: tuple[bool, ...]) -> N
         dampening=hyper.get("dampening", 0.0),
         nesterov=bool(flags) and flags[0],
         maximize=False,
-        is_first_step=hyper.get("first", False),
+        is_first_step=bool(hyper.get("first", False)),
+    )
+
+
+def _adagrad(lists: TorchLists, hyper: dict[str, Any], flags: tuple[bool, ...]) -> None:
+    params, grads, sums = cast(Any, lists.slots[:3])
+    torch._fused_adagrad_(
+        params,
+        grads,
+        sums,
+        [torch.ones(())] * len(params),  # PyTorch looks at the step only to let the learning rate decay
+        lr=float(hyper["lr"]),
+        lr_decay=0.0,
+        weight_decay=hyper.get("weight_decay", 0.0),
+        eps=hyper["eps"],
+        maximize=False,
     )
 
 
 _FUNCTIONS: dict[Rule, Callable[..., None]] = {
+    rules.ADAGRAD: _adagrad,
     rules.ADAM: _adam,
     rules.ADAM_AMSGRAD: _adam,
     rules.SGD: _sgd,
@@ -85,6 +101,8 @@ def apply(
     ):
         return False
     if rule is rules.SGD and len(flags) > 1 and flags[1]:  # weight decay after the momentum
+        return False
+    if rule is rules.ADAGRAD and flags and flags[0] and hyper.get("weight_decay"):  # decoupled decay
         return False
     function(lists, hyper, flags)
     return True

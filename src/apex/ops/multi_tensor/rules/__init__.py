@@ -1,32 +1,51 @@
 """Every update rule, written once, in a file per family.
 
-A rule's function is pure arithmetic on one element of each list. It runs as it stands on PyTorch's tensors, with `maths`
-as `tl`, and is compiled for a GPU with `triton.language` in its place (`kernels.py`). So it may use operators, `tl.`
-functions that both have, its helpers, and `if` on FLAGS, and nothing else. Differences like 1 - beta are taken in double
-precision by the `*_scalars` functions: in float32, 1 - 0.999 is off by 5e-5.
+A rule's function is pure arithmetic on one element of each list. It runs as it stands on PyTorch's tensors, with
+`maths` as `tl`, and is compiled for a GPU with `triton.language` in its place (`kernels.py`). So it may use operators,
+`tl.` functions that both have, its helpers, and `if` on FLAGS, and nothing else. Differences like 1 - beta are taken in
+double precision by the `*_scalars` functions: in float32, 1 - 0.999 is off by 5e-5.
 """
 
+from .adadelta import ADADELTA
 from .adagrad import ADAGRAD
 from .adam import ADAM, ADAM_AMSGRAD, corrections
+from .adamp import ADAMP, ADAMP_MEASURE, ADAMP_NESTEROV
 from .elementary import AXPBY, MAXIMUM, SCALE, SCALE_AFTER_SQUARE_SUM, SCALE_SQUARE_SUM, SQUARE_SUM
 from .lamb import LAMB_MOMENTS, LAMB_STEP, LAMB_UNSCALED
-from .lars import LARS, LARS_NORMS
+from .lars import LARS, LARS_NORMS, PLAIN_LARS
+from .legacy import ADAM_UNDO, ADAM_UNSCALING, EARLY_ADAM, LAMB_UPDATE, LAMB_WEIGHTS, LARC, REVERSIBLE_ADAM
 from .novograd import NOVOGRAD
+from .rmsprop import RMSPROP, RMSPROP_ALL, RMSPROP_MORE
 from .sgd import PLAIN_SGD, SGD
 
 __all__ = [
+    "ADADELTA",
     "ADAGRAD",
     "ADAM",
+    "ADAMP",
+    "ADAMP_MEASURE",
+    "ADAMP_NESTEROV",
     "ADAM_AMSGRAD",
+    "ADAM_UNDO",
+    "ADAM_UNSCALING",
     "AXPBY",
+    "EARLY_ADAM",
     "LAMB_MOMENTS",
     "LAMB_STEP",
     "LAMB_UNSCALED",
+    "LAMB_UPDATE",
+    "LAMB_WEIGHTS",
+    "LARC",
     "LARS",
     "LARS_NORMS",
     "MAXIMUM",
     "NOVOGRAD",
+    "PLAIN_LARS",
     "PLAIN_SGD",
+    "REVERSIBLE_ADAM",
+    "RMSPROP",
+    "RMSPROP_ALL",
+    "RMSPROP_MORE",
     "SCALE",
     "SCALE_AFTER_SQUARE_SUM",
     "SCALE_SQUARE_SUM",

@@ -13,7 +13,7 @@ def _adam(values, whole, scalars, FLAGS):
     p, g, m, v, peak = values
     step_size, rest1, beta2, rest2, eps, decay, root, _unused = scalars
     if FLAGS[0]:
-        p = p * decay
+        p = p - p * decay
     else:
         g = g + decay * p
     m = m + (g - m) * rest1
@@ -45,7 +45,8 @@ def _adam_scalars(
     decoupled: bool = True,
 ) -> tuple[Any, ...]:
     first, root = corrections(beta1, beta2, step, bias_correction)
-    decay = 1 - lr * weight_decay if decoupled else weight_decay
+    # Not 1 - lr * weight_decay as a factor, whose rounding to float32 would add up over the steps.
+    decay = lr * weight_decay if decoupled else weight_decay
     return lr * first, 1 - beta1, beta2, 1 - beta2, eps, decay, root
 
 

@@ -63,7 +63,7 @@ def _lamb_scalars(
     bias_correction: bool = True,
     grad_averaging: bool = True,
 ) -> tuple[Any, ...]:
-    """Learning rate, correction of m, beta1, share of the gradient in m, eps, decay, correction of v's root, 1 - beta2."""
+    """lr, correction of m, beta1, share of the gradient in m, eps, decay, correction of v's root, 1 - beta2."""
     first, root = corrections(beta1, beta2, step, bias_correction)
     return lr, first, beta1, 1 - beta1 if grad_averaging else 1.0, eps, weight_decay, root, 1 - beta2
 

@@ -10,7 +10,7 @@ from .adam import corrections
 
 
 def _novograd(values, whole, scalars, FLAGS):
-    """FLAGS: normalisation and decay inside the moment, `whole[0]` is the average of squares (else of the norm itself)."""
+    """FLAGS: normalisation and decay inside the moment, `whole[0]` is an average of squares (else of norms)."""
     p, g, m, a, b = values
     step_size, beta1, share, eps, decay, root, _c, _d = scalars
     norm = whole[0]

@@ -1,0 +1,72 @@
+"""FusedAdagrad: Adagrad in one pass over all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.multi_tensor import rules
+from ._base import FusedOptimizer, Skip, check_hyperparameters, compiled_function, state_dtype
+from ._buckets import Bucket
+
+
+class FusedAdagrad(FusedOptimizer):
+    """Adagrad with weight decay added to the gradient (L2) or, with `adagrad_w_mode`, decoupled from it.
+
+    In L2 mode the same numbers as `torch.optim.Adagrad`, whose state dicts it loads (a decay of the learning rate
+    included) and which loads its own. See `FusedOptimizer` for the options by keyword.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+        *,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay)
+        self.adagrad_w_mode = 1 if adagrad_w_mode else 0
+        super().__init__(
+            params,
+            {"lr": lr, "eps": eps, "weight_decay": weight_decay},
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            capturable=capturable,
+            set_grad_none=set_grad_none,
+        )
+
+    @property
+    def multi_tensor_adagrad(self) -> Callable[..., Any]:
+        """`amp_C.multi_tensor_adagrad`, for subclasses written for the original."""
+        return compiled_function("multi_tensor_adagrad")
+
+    def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
+        return ("sum",)
+
+    def _initial_state(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:
+        # A group that torch.optim.Adagrad saved says where sums start.
+        start = group.get("initial_accumulator_value", 0)
+        return torch.full_like(param, start, dtype=state_dtype(param), memory_format=torch.preserve_format)
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+        decoupled = bool(self.adagrad_w_mode)
+        lr = group["lr"]
+        if group.get("lr_decay"):
+            lr = lr / (1 + (step - 1) * group["lr_decay"])
+        bucket.lists.apply(
+            rules.ADAGRAD,
+            {"lr": lr, "eps": group["eps"], "weight_decay": group["weight_decay"], "decoupled": decoupled},
+            (decoupled,),
+            noop=skip.noop,
+            grad_scale=skip.inverse_scale,
+            seed=seed,
+        )

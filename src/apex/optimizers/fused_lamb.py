@@ -1,0 +1,129 @@
+"""FusedLAMB: LAMB in three passes over all parameters, eleven reads or writes of an element in all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.multi_tensor import rules
+from ._base import FusedOptimizer, Skip, check_betas, check_hyperparameters, compiled_function
+from ._buckets import Bucket
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB (https://arxiv.org/abs/1904.00962): Adam's step, made as long as lr times the length of the parameter.
+
+    - Gradients are first divided by their global norm over `max_grad_norm` if that is more than 1; 0 or None turns
+      this off. All groups share the norm and the limit.
+    - Parameters without weight decay take Adam's step as it is; with `use_nvlamb` theirs is scaled too.
+    - `adam_w_mode` adds the decay to the step, else to the gradient.
+    - `grad_averaging=False` adds the whole gradient to the first moment instead of 1 - beta1 times the gradient.
+
+    Gradients are left as they are, where the original overwrites them. See `FusedOptimizer` for the options by keyword.
+    """
+
+    _takes_shards = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+        *,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError(f"{type(self).__name__} does not support the AMSGrad variant")
+        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm or 0.0)
+        check_betas(betas)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.use_nvlamb = use_nvlamb
+        # What this step's gradients are multiplied by, the loss scale included.
+        self._clipping: Skip | None = None
+        super().__init__(
+            params,
+            defaults,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            capturable=capturable,
+            set_grad_none=set_grad_none,
+        )
+
+    @property
+    def multi_tensor_lamb(self) -> Callable[..., Any]:
+        """`amp_C.multi_tensor_lamb`, for subclasses written for the original."""
+        return compiled_function("multi_tensor_lamb")
+
+    @property
+    def multi_tensor_l2norm(self) -> Callable[..., Any]:
+        """`amp_C.multi_tensor_l2norm`, for subclasses written for the original."""
+        return compiled_function("multi_tensor_l2norm")
+
+    def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def _before_update(self, skip: Skip) -> None:
+        limit = self.defaults["max_grad_norm"]
+        self._clipping = None
+        if not limit or not self._ready:
+            return
+        totals = []
+        for _, bucket in self._ready:
+            there = skip.on(bucket.device)
+            squares = bucket.lists.apply(
+                rules.SQUARE_SUM, {"factor": 1 / limit}, noop=there.noop, grad_scale=there.inverse_scale
+            )
+            assert squares is not None
+            totals.append(bucket.lists.total(squares))
+        total = totals[0]
+        if len(totals) > 1:
+            total = torch.stack([each.to(total.device) for each in totals]).sum(0)
+        factor = total.clamp_(min=1.0).rsqrt_()
+        if skip.inverse_scale is not None:
+            factor = factor * skip.inverse_scale.to(factor.device)
+        self._clipping = Skip(skip.noop, factor)
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+        if self._clipping is not None:
+            skip = self._clipping.on(bucket.device)
+        beta1, beta2 = group["betas"]
+        flags = (bool(self.adam_w_mode),)
+        hyper = {
+            "lr": group["lr"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "step": step,
+            "bias_correction": bool(group["bias_correction"]),
+            "grad_averaging": bool(group["grad_averaging"]),
+        }
+        scaling: dict[str, Any] = {"noop": skip.noop, "grad_scale": skip.inverse_scale}
+        if not (self.use_nvlamb or group["weight_decay"]):
+            bucket.lists.apply(rules.LAMB_UNSCALED, hyper, flags, seed=seed, **scaling)
+            return
+        squares = bucket.lists.apply(rules.LAMB_MOMENTS, hyper, flags, **scaling)
+        bucket.lists.apply(rules.LAMB_STEP, hyper, flags, noop=skip.noop, whole=squares, seed=seed)

@@ -1,0 +1,100 @@
+"""FusedLARS: momentum SGD with a learning rate per layer, in two passes over all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import required
+
+from ..ops.multi_tensor import rules
+from ._base import Skip, check_hyperparameters, compiled_function
+from ._buckets import Bucket
+from ._momentum import MomentumOptimizer
+
+
+class FusedLARS(MomentumOptimizer):
+    """Layer-wise adaptive rate scaling (https://arxiv.org/abs/1708.03888), as ROCm's variant of Apex has it.
+
+    The learning rate of a parameter w with gradient g is multiplied by
+
+        trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)
+
+    where neither norm is 0, and goes into the momentum buffer with the gradient: v = momentum * v - rate * (g + decay *
+    w), w = w + v. A group with `is_skipped=True` (biases, norms) keeps its plain learning rate. The original takes
+    `dampening` and `wd_after_momentum` and ignores them; here they do what they do in `FusedSGD`. See
+    `MomentumOptimizer` for what `apex.amp` does with it, and `FusedOptimizer` for the options by keyword.
+    """
+
+    _takes_shards = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = required,  # type: ignore[assignment]
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        trust_coefficient: float = 0.001,
+        eps: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+        *,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        check_hyperparameters(trust_coefficient=trust_coefficient, eps=eps)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "is_skipped": False,
+        }
+        self.trust_coefficient = trust_coefficient
+        self.eps = eps
+        super().__init__(
+            params,
+            defaults,
+            wd_after_momentum=wd_after_momentum,
+            materialize_master_grads=materialize_master_grads,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            capturable=capturable,
+            set_grad_none=set_grad_none,
+        )
+
+    @property
+    def multi_tensor_lars(self) -> Callable[..., Any]:
+        """`amp_C.multi_tensor_lars`, for subclasses written for the original."""
+        return compiled_function("multi_tensor_lars")
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+        adapts = not group["is_skipped"]
+        scaling: dict[str, Any] = {"noop": skip.noop, "grad_scale": skip.inverse_scale}
+        norms = bucket.lists.apply(rules.LARS_NORMS, {}, **scaling) if adapts else None
+        first = self._first(bucket, skip)
+        hyper: dict[str, Any] = {
+            "lr": group["lr"],
+            "weight_decay": group["weight_decay"],
+            "trust_coefficient": group["trust_coefficient"],
+            "eps": group["eps"],
+        }
+        if bucket.names:
+            hyper |= {"momentum": group["momentum"], "dampening": group["dampening"], "first": first}
+        bucket.lists.apply(
+            rules.LARS if bucket.names else rules.PLAIN_LARS,
+            hyper,
+            (bool(group["nesterov"]), bool(self.wd_after_momentum), adapts),
+            whole=norms,
+            seed=seed,
+            **scaling,
+        )
+        self._note_first(first, skip)

@@ -1,0 +1,199 @@
+"""FusedNovoGrad: NovoGrad in two passes over all gradients and one over the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.multi_tensor import rules
+from ._base import LOW_PRECISION, FusedOptimizer, Skip, check_betas, check_hyperparameters, compiled_function
+from ._buckets import Bucket
+
+NORM = "exp_avg_sq"
+# In place of a norm that has not been measured yet.
+UNKNOWN = -1.0
+
+
+class FusedNovoGrad(FusedOptimizer):
+    """NovoGrad (https://arxiv.org/abs/1905.11286): momentum of gradients over a moving average of their norm.
+
+    - `norm_type` 2 averages squares of each parameter's L2 norm, 0 averages its largest absolute value.
+    - The average starts with the first norm, or at 0 with `init_zero`.
+    - `reg_inside_moment` puts division by the norm and weight decay inside the momentum; else they are done to the
+      update.
+    - `grad_averaging=False` adds the whole gradient to the momentum instead of 1 - beta1 times the gradient.
+
+    The average is a number per parameter, `state[p]["exp_avg_sq"]`, which a step updates in place. The original keeps
+    its root, of all parameters in a group with a gradient, in `group["exp_avg_sq"]`: a list of two tensors, for 16-bit
+    parameters and for others. `state_dict` adds this list and `load_state_dict` takes it, so that checkpoints go both
+    ways. See `FusedOptimizer` for the options by keyword.
+    """
+
+    _takes_shards = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+        *,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant")
+        if norm_type not in (0, 2):
+            raise ValueError(f"norm_type={norm_type} is neither 2 (L2) nor 0 (largest absolute value)")
+        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas(betas)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+        }
+        self.moment_mode = 0 if reg_inside_moment else 1
+        super().__init__(
+            params,
+            defaults,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            capturable=capturable,
+            set_grad_none=set_grad_none,
+        )
+
+    @property
+    def multi_tensor_novograd(self) -> Callable[..., Any]:
+        """`amp_C.multi_tensor_novograd`, for subclasses written for the original."""
+        return compiled_function("multi_tensor_novograd")
+
+    def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
+        return ("exp_avg",)
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+        beta1, beta2 = group["betas"]
+        squares = group["norm_type"] == 2
+        inside = self.moment_mode == 0
+        scaling: dict[str, Any] = {"noop": skip.noop, "grad_scale": skip.inverse_scale}
+        found = bucket.lists.apply(rules.SQUARE_SUM if squares else rules.MAXIMUM, {}, **scaling)
+        assert found is not None
+        averages = self._averages(group, bucket)
+        self._blend(bucket, found[:, 0], 1 - beta2, skip.noop)
+        hyper = {
+            "lr": group["lr"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "step": step,
+            "bias_correction": bool(group["bias_correction"]),
+            "grad_averaging": bool(group["grad_averaging"]),
+            "inside": inside,
+        }
+        bucket.lists.apply(rules.NOVOGRAD, hyper, (inside, squares), whole=averages, seed=seed, **scaling)
+
+    # The average of each parameter's norm -----------------------------------------------------------------------------
+
+    def _averages(self, group: dict[str, Any], bucket: Bucket) -> Tensor:
+        """The averages of a bucket, float32 [tensors, 2], in the first column; every state has its own as a view."""
+        averages = bucket.kept.get("averages")
+        if averages is None:
+            start = 0.0 if group["init_zero"] else UNKNOWN
+            fresh = torch.full((), start, dtype=torch.float32, device=bucket.device)
+            known = [state.get(NORM, fresh).to(bucket.device, torch.float32) for state in bucket.states]
+            averages = bucket.kept["averages"] = torch.zeros(len(known), 2, device=bucket.device)
+            column = bucket.kept["column"] = averages[:, 0]
+            column.copy_(torch.stack(known))
+            for state, average in zip(bucket.states, column.unbind(), strict=True):
+                state[NORM] = average
+            bucket.kept["unknown"] = not group["init_zero"]
+        return averages
+
+    def _blend(self, bucket: Bucket, found: Tensor, share: float, noop: Tensor | None) -> None:
+        """Takes this step's norms into the averages; mostly one operator, because the host is the limit here."""
+        column: Tensor = bucket.kept["column"]
+        unknown: bool = bucket.kept["unknown"]
+        if noop is None and not unknown:
+            column.lerp_(found, share)
+            return
+        blended = column.lerp(found, share)
+        if unknown:
+            blended = torch.where(column < 0, found, blended)
+        if noop is not None:
+            blended = torch.where(noop.reshape(()) != 0, column, blended)
+        column.copy_(blended)
+        bucket.kept["unknown"] = unknown and noop is not None
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state; each group has the norms of its parameters as the original keeps them, too."""
+        saved = super().state_dict()
+        for group, saved_group in zip(self.param_groups, saved["param_groups"], strict=True):
+            lists: tuple[list[Tensor], list[Tensor]] = ([], [])
+            for param, state in self._stepped(group):
+                lists[_place(param)].append(state[NORM].clamp(min=0))
+            joined = [torch.stack(norms) if norms else torch.empty(0) for norms in lists]
+            saved_group[NORM] = [norms.sqrt() for norms in joined] if group["norm_type"] == 2 else joined
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` of this class, or of the original, returned."""
+        norms = [group.get(NORM) for group in state_dict["param_groups"]]
+        self._check_norms(state_dict, norms)
+        super().load_state_dict(state_dict)
+        for group, lists in zip(self.param_groups, norms, strict=True):
+            group.pop(NORM, None)
+            places = [0, 0]
+            for param, state in self._stepped(group):
+                place = _place(param)
+                if NORM not in state and lists is not None:
+                    norm = lists[place][places[place]].to(param.device, torch.float32)
+                    state[NORM] = norm.square() if group["norm_type"] == 2 else norm.clone()
+                places[place] += 1
+
+    def _check_norms(self, state_dict: dict[str, Any], norms: list[Any]) -> None:
+        for index, (group, saved, lists) in enumerate(
+            zip(self.param_groups, state_dict["param_groups"], norms, strict=False)
+        ):
+            states = [state_dict["state"].get(name, {}) for name in saved["params"]]
+            if lists is None or len(states) != len(group["params"]):
+                continue  # the latter is for PyTorch to complain about
+            wanted = [0, 0]
+            for param, state in zip(group["params"], states, strict=True):
+                wanted[_place(param)] += "exp_avg" in state
+            found = [0 if tensor is None else tensor.numel() for tensor in lists]
+            if found != wanted:
+                raise ValueError(
+                    f"param_groups[{index}]['exp_avg_sq'] has {found[0]} norms of 16-bit parameters and {found[1]} of "
+                    f"others; the state has {wanted[0]} and {wanted[1]} parameters with a gradient"
+                )
+
+    def _stepped(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """The parameters of a group that have state, in order."""
+        for param in group["params"]:
+            state = self.state.get(param, {})
+            if "exp_avg" in state:
+                yield param, state
+
+
+def _place(param: Tensor) -> int:
+    """Which of the original's two lists has a parameter's norm."""
+    return 0 if param.dtype in LOW_PRECISION else 1

@@ -1,0 +1,79 @@
+"""FusedSGD: stochastic gradient descent, with or without momentum, in one pass over all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import required
+
+from ..ops.multi_tensor import rules
+from ._base import Skip, compiled_function
+from ._buckets import Bucket
+from ._momentum import MomentumOptimizer
+
+
+class FusedSGD(MomentumOptimizer):
+    """SGD with momentum, dampening, Nesterov's momentum and weight decay.
+
+    The same numbers as `torch.optim.SGD`, whose state dicts it loads and which loads its own. With `wd_after_momentum`
+    the decay is added to the update instead of the gradient, so that the momentum does not see it. See
+    `MomentumOptimizer` for what `apex.amp` does with it, and `FusedOptimizer` for the options by keyword.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = required,  # type: ignore[assignment]
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+        *,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(
+            params,
+            defaults,
+            wd_after_momentum=wd_after_momentum,
+            materialize_master_grads=materialize_master_grads,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            capturable=capturable,
+            set_grad_none=set_grad_none,
+        )
+
+    @property
+    def multi_tensor_sgd(self) -> Callable[..., Any]:
+        """`amp_C.multi_tensor_sgd`, for subclasses written for the original."""
+        return compiled_function("multi_tensor_sgd")
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+        hyper: dict[str, Any] = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+        if not bucket.names:
+            bucket.lists.apply(rules.PLAIN_SGD, hyper, noop=skip.noop, grad_scale=skip.inverse_scale, seed=seed)
+            return
+        first = self._first(bucket, skip)
+        hyper |= {"momentum": group["momentum"], "dampening": group["dampening"], "first": first}
+        bucket.lists.apply(
+            rules.SGD,
+            hyper,
+            (bool(group["nesterov"]), bool(self.wd_after_momentum)),
+            noop=skip.noop,
+            grad_scale=skip.inverse_scale,
+            seed=seed,
+        )
+        self._note_first(first, skip)
