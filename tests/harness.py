@@ -59,4 +59,6 @@ def assert_equal_bits(first: Sequence[Tensor | None], second: Sequence[Tensor | 
     for a, b in zip(first, second, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
-            assert torch.equal(a.view(torch.uint8) if a.numel() else a, b.view(torch.uint8) if b.numel() else b)
+            assert a.dtype == b.dtype
+            assert a.shape == b.shape
+            assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
