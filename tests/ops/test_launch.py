@@ -1,5 +1,7 @@
 """The launcher: recording, the cached path, alignment, devices and streams."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from tests.harness import assert_close
 
 pytest.importorskip("triton")
 
+from apex.ops import _launch
 from apex.ops._launch import KERNELS, recording
 
 
@@ -18,6 +21,7 @@ def test_every_kernel_is_registered() -> None:
         "norm_forward_rows",
         "norm_forward_long",
         "norm_backward_rows",
+        "norm_backward_held",
         "norm_backward_wide",
         "norm_backward_row_means",
         "norm_backward_columns",
@@ -31,6 +35,34 @@ def test_recording_launches_nothing() -> None:
         output, _ = launches.triton_forward(x.to("meta"), None, None, norm.NormSpec(16, 1e-5, True), torch.float32)
     assert output.is_meta
     assert [launch.bound.kernel.name for launch in collected] == ["norm_forward_rows"]
+
+
+def _compiled(module: str, scratch: int = 0) -> SimpleNamespace:
+    """A compiled kernel as Triton makes it, as far as a launch is concerned."""
+    run = type("Launcher", (), {"__module__": module})()
+    run.launch = lambda *arguments: None
+    run.launch_cooperative_grid, run.launch_pdl = False, False
+    run.global_scratch_size, run.profile_scratch_size = scratch, 0
+    run.arg_annotations, run.kernel_signature = ["annotations"], b"signature"
+    return SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0))
+
+
+def test_c_function_is_called_only_where_its_arguments_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia, nothing = "triton.backends.nvidia.driver", (None,) * 3
+    plainly = (7, (4, 1, 0), *nothing)
+    for version, middle, packed in (
+        ((3, 6), (7, False, False, None, None, (4, 1, 0), *nothing), False),
+        ((3, 7), (7, False, False, (4, 1, 0), *nothing, None, None, ["annotations"], b"signature"), True),
+    ):
+        monkeypatch.setattr(_launch, "_TRITON", version)
+        compiled = _compiled(nvidia)
+        assert _launch._launcher(compiled) == (compiled.run.launch, middle, packed)
+        for other in (_compiled(nvidia, scratch=128), _compiled("triton.backends.amd.driver")):
+            assert _launch._launcher(other) == (other.run, plainly, False)
+    for version in ((3, 5), (3, 8)):
+        monkeypatch.setattr(_launch, "_TRITON", version)
+        compiled = _compiled(nvidia)
+        assert _launch._launcher(compiled) == (compiled.run, plainly, False)
 
 
 def test_pretended_device_ends_with_its_block() -> None:

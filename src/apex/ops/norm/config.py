@@ -26,7 +26,7 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """`kind` names the kernel: rows, wide or columns."""
+    """`kind` names the kernel: rows, held, wide or columns."""
 
     kind: str
     programs: int
@@ -35,6 +35,7 @@ class BackwardConfig:
     chunks: int
     num_warps: int
     num_stages: int
+    held: int = 0
 
 
 def next_power_of_2(value: int) -> int:
@@ -90,17 +91,32 @@ def backward_config(
             num_stages=1 + max(0, ahead),
         )
     if row_length <= BACKWARD_WIDE_LIMIT:
-        # Small chunks where bias gradients take registers too (4096x16384 float32: 254 with 8, over 300 with 2);
-        # otherwise as much at once as fits (bfloat16: 129 with 1, 146 with 2; float32: 226 with 2, over 246 with 1).
-        chunks = 8 if bias_grad else (1 if element_size == 2 else 2)
+        # As many rows for every program, so that none works on while the others wait.
+        programs = -(-rows // -(-rows // device.multiprocessors))
+        if element_size == 2 and device.backend != "hip":
+            # 4096x16384 bfloat16: layer norm in 142 (read twice: 149), RMS norm in 116 (134). The latter has registers
+            # to spare, so that more threads do better than loading the next row ahead (128).
+            return BackwardConfig(
+                kind="held",
+                programs=programs,
+                rows_per_program=1,
+                block=block,
+                chunks=1,
+                num_warps=_warps(256 if bias_grad else 512, device),
+                num_stages=2 if bias_grad and 4 * block * element_size + 4096 <= device.shared_memory else 1,
+            )
+        # 4096x16384 float32, with the sum of the partials: layer norm in 230 (16 chunks, 5 held: 241; none held: 258),
+        # RMS norm in 209 (8 chunks, 4 held: 215; 2 chunks, none held: 229).
+        chunks, held = (8, 2) if bias_grad else (4, 2)
         return BackwardConfig(
             kind="wide",
-            programs=max(1, min(device.multiprocessors, rows)),
+            programs=programs,
             rows_per_program=1,
             block=block // chunks,
             chunks=chunks,
-            num_warps=_warps(512 if bias_grad else 1024, device),
+            num_warps=_warps(256 if bias_grad else 1024, device),
             num_stages=1,
+            held=held,
         )
     groups = max(1, min(-(-rows // 16), -(-4 * device.multiprocessors // -(-row_length // 512))))
     return BackwardConfig(

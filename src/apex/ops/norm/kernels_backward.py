@@ -116,6 +116,87 @@ def norm_backward_rows(
             tl.store(place + tl.num_programs(0).to(tl.int64) * row_length, tl.sum(dbias, 0), mask=column_mask)
 
 
+@triton.jit
+def _forgotten(value, NVIDIA: tl.constexpr):
+    """The same half-precision values, but unknown to the compiler, so that it converts them again.
+
+    Otherwise it would keep them as float32 from their first use to their second, in twice the registers.
+    """
+    if NVIDIA:
+        value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=value.dtype, is_pure=False, pack=2)
+    return value
+
+
+@kernel
+@triton.jit
+def norm_backward_held(
+    dy,
+    saved,
+    weight,
+    bias,
+    statistics,
+    dx,
+    partials,
+    rows,
+    row_length,
+    eps,
+    SUBTRACT_MEAN: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PARAM_GRADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    STAGES: tl.constexpr,
+    NVIDIA: tl.constexpr,
+):
+    """A persistent grid for long rows in half precision: a row is read once and held in its own dtype.
+
+    Weights are read twice per row, from the cache, to leave their registers to the weight and bias gradients.
+    """
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    mask = None if FULL else column < row_length
+    zero = None if FULL else 0.0
+    one = None if FULL else 1.0
+    dweight = tl.zeros([BLOCK], tl.float32)
+    dbias = tl.zeros([BLOCK], tl.float32)
+    for row in tl.range(program, rows, tl.num_programs(0), num_stages=STAGES):
+        start = tl.cast(row, tl.int64) * row_length
+        row_rstd = tl.load(statistics + row)
+        row_mean = tl.load(statistics + rows + row) if SUBTRACT_MEAN and not FROM_OUTPUT else 0.0
+        held_value = tl.load(saved + start + column, mask=mask, other=zero)
+        held_gradient = tl.load(dy + start + column, mask=mask, other=zero)
+        w = None
+        b = None
+        if HAS_WEIGHT:
+            w = tl.load(weight + column, mask=mask, other=one).to(tl.float32)
+        if HAS_BIAS and FROM_OUTPUT:
+            b = tl.load(bias + column, mask=mask, other=zero).to(tl.float32)
+        value = held_value.to(tl.float32)
+        normalised = _normalised(value, row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS)
+        wdy = held_gradient.to(tl.float32) * w if HAS_WEIGHT else held_gradient.to(tl.float32)
+        mean_product = tl.sum(wdy * normalised) / row_length
+        mean_sum = tl.sum(wdy) / row_length if SUBTRACT_MEAN else 0.0
+        value = _forgotten(held_value, NVIDIA).to(tl.float32)
+        gradient = _forgotten(held_gradient, NVIDIA).to(tl.float32)
+        if HAS_WEIGHT:
+            w = tl.load(weight + column, mask=mask, other=one, eviction_policy="evict_last").to(tl.float32)
+        normalised = _normalised(value, row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS)
+        wdy = gradient * w if HAS_WEIGHT else gradient
+        result = (wdy - normalised * mean_product - mean_sum) * row_rstd
+        tl.store(dx + start + column, result.to(dx.dtype.element_ty), mask=mask)
+        if PARAM_GRADS:
+            dweight += gradient * normalised
+            if HAS_BIAS:
+                dbias += gradient
+    if PARAM_GRADS:
+        place = partials + program.to(tl.int64) * row_length + column
+        tl.store(place, dweight, mask=mask)
+        if HAS_BIAS:
+            tl.store(place + tl.num_programs(0).to(tl.int64) * row_length, dbias, mask=mask)
+
+
 @kernel
 @triton.jit
 def norm_backward_wide(
@@ -135,16 +216,20 @@ def norm_backward_wide(
     HAS_BIAS: tl.constexpr,
     PARAM_GRADS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    HELD: tl.constexpr,
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """A persistent grid for rows too long to hold beside their weight gradients: each row is read twice, in CHUNKS.
 
-    Only the gradients of weight and bias stay in registers (a 16384-wide row of float32, its gradient and both sums
-    would fill the whole register file); the second read comes from the cache.
+    The gradients of weight and bias stay in registers (a 16384-wide row of float32, its gradient and both sums would
+    fill the whole register file), and so do the HELD chunks that the first pass reads last and the second needs first;
+    the second read of the others comes from the cache.
     """
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
+    zero = None if FULL else 0.0
+    one = None if FULL else 1.0
     dweight = ()
     dbias = ()
     if PARAM_GRADS:
@@ -158,40 +243,47 @@ def norm_backward_wide(
         row_mean = tl.load(statistics + rows + row) if SUBTRACT_MEAN and not FROM_OUTPUT else 0.0
         products = tl.zeros([BLOCK], tl.float32)
         sums = tl.zeros([BLOCK], tl.float32)
-        # The trip count must not be a constant: unrolled, the loads of all chunks are hoisted and registers spill.
-        for chunk in tl.range(0, 1 if CHUNKS == 1 else tl.cdiv(row_length, BLOCK)):
-            position = chunk * BLOCK + column
+        held_values = ()
+        held_gradients = ()
+        for step in tl.static_range(CHUNKS):
+            position = (step + HELD) % CHUNKS * BLOCK + column
             mask = None if FULL else position < row_length
-            zero = None if FULL else 0.0
-            one = None if FULL else 1.0
-            value = tl.load(saved + start + position, mask=mask, other=zero, eviction_policy="evict_last")
-            gradient = tl.load(dy + start + position, mask=mask, other=zero, eviction_policy="evict_last")
-            gradient = gradient.to(tl.float32)
+            if step < CHUNKS - HELD:
+                value = tl.load(saved + start + position, mask=mask, other=zero, eviction_policy="evict_last")
+                gradient = tl.load(dy + start + position, mask=mask, other=zero, eviction_policy="evict_last")
+            else:
+                value = tl.load(saved + start + position, mask=mask, other=zero)
+                gradient = tl.load(dy + start + position, mask=mask, other=zero)
+                held_values = held_values + (value,)
+                held_gradients = held_gradients + (gradient,)
             w = None
             b = None
             if HAS_WEIGHT:
                 w = tl.load(weight + position, mask=mask, other=one).to(tl.float32)
             if HAS_BIAS and FROM_OUTPUT:
                 b = tl.load(bias + position, mask=mask, other=zero).to(tl.float32)
+            # Multiplied by rstd after the sum: what differs between the passes is computed twice, not kept.
             normalised = _normalised(
-                value.to(tl.float32), row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
+                value.to(tl.float32), row_mean, 1.0, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
             )
-            wdy = gradient * w if HAS_WEIGHT else gradient
+            wdy = gradient.to(tl.float32) * w if HAS_WEIGHT else gradient.to(tl.float32)
             products += wdy * normalised
             if SUBTRACT_MEAN:
                 sums += wdy
-        mean_product = tl.sum(products) / row_length
+        mean_product = tl.sum(products) / row_length if FROM_OUTPUT else tl.sum(products) * row_rstd / row_length
         mean_sum = tl.sum(sums) / row_length if SUBTRACT_MEAN else 0.0
         next_dweight = ()
         next_dbias = ()
         for chunk in tl.static_range(CHUNKS):
             position = chunk * BLOCK + column
             mask = None if FULL else position < row_length
-            zero = None if FULL else 0.0
-            one = None if FULL else 1.0
-            value = tl.load(saved + start + position, mask=mask, other=zero, eviction_policy="evict_first")
-            gradient = tl.load(dy + start + position, mask=mask, other=zero, eviction_policy="evict_first")
-            gradient = gradient.to(tl.float32)
+            if chunk < HELD:
+                value = held_values[chunk]
+                gradient = held_gradients[chunk].to(tl.float32)
+            else:
+                value = tl.load(saved + start + position, mask=mask, other=zero, eviction_policy="evict_first")
+                gradient = tl.load(dy + start + position, mask=mask, other=zero, eviction_policy="evict_first")
+                gradient = gradient.to(tl.float32)
             w = None
             b = None
             if HAS_WEIGHT:
