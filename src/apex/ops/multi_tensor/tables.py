@@ -6,6 +6,8 @@ keep what they were given.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,14 +20,21 @@ _captured: list[tuple[Tensor, Tensor]] = []
 
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor on `device`, in stream order and without waiting for the copy."""
-    host = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda":
-        return host
-    host = host.pin_memory()
+        return torch.as_tensor(values, dtype=dtype)
+    if isinstance(values, Tensor):
+        host = values.to(dtype).pin_memory()
+    else:
+        host = torch.tensor(values, dtype=dtype, pin_memory=True)
     result = host.to(device, non_blocking=True)
     if torch.cuda.is_current_stream_capturing():
         _captured.append((host, result))
     return result
+
+
+def _low_bits(addresses: Sequence[int]) -> int:
+    """0 if every address is a multiple of 16."""
+    return functools.reduce(operator.or_, addresses, 0) & 15
 
 
 class Layout:
@@ -60,14 +69,14 @@ class AddressTable:
         if addresses != self._fixed_addresses:
             self.fixed = upload(list(zip(self.sizes, *addresses, strict=True)), torch.int64, self.device)
             self._fixed_addresses = addresses
-            self._fixed_aligned = not any(address & 15 for row in addresses for address in row)
+            self._fixed_aligned = not any(_low_bits(row) for row in addresses)
 
     def update_moving(self, addresses: list[int] | None) -> None:
         """Addresses of the gradients; uploaded if they differ from the last ones."""
         if addresses != self._moving_addresses:
             self.moving = None if addresses is None else upload(addresses, torch.int64, self.device)
             self._moving_addresses = addresses
-            self._moving_aligned = addresses is None or not any(address & 15 for address in addresses)
+            self._moving_aligned = addresses is None or not _low_bits(addresses)
 
     @property
     def aligned(self) -> bool:

@@ -39,7 +39,10 @@ def _triton_type(dtype: torch.dtype | None) -> Any:
 
 
 def current_stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    """The handle of the stream that work on `device` goes to; 0 on the CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
 
 
 class TritonLists:
