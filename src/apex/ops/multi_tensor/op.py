@@ -32,8 +32,8 @@ def scale(
             rules.SCALE,
             {"factor": 1.0 if on_device is not None else factor},
             grad_scale=on_device,
-            overflow=_on(overflow, lists.device),
-            noop=_on(noop, lists.device),
+            overflow=flag_on(overflow, lists.device),
+            noop=flag_on(noop, lists.device),
             checks=(1,) if overflow is not None else (),
         )
 
@@ -57,8 +57,8 @@ def axpby(
         lists.apply(
             rules.AXPBY,
             {"a": a, "b": b},
-            overflow=_on(overflow, lists.device),
-            noop=_on(noop, lists.device),
+            overflow=flag_on(overflow, lists.device),
+            noop=flag_on(noop, lists.device),
             checks=slots,
         )
 
@@ -77,8 +77,8 @@ def l2norm(
 ) -> tuple[Tensor, Tensor]:
     """The norm of all elements, float32 [1], and, if asked for, of each tensor, float32 [tensors] (else empty).
 
-    Of `factor * inputs`, which `outputs` receives when given; or, if `of_inputs`, of `inputs`. `overflow` becomes 1 when
-    the norm is not finite.
+    Of `factor * inputs`, which `outputs` receives when given; or, if `of_inputs`, of `inputs`. `overflow` becomes 1
+    when the norm is not finite.
     """
     if outputs is None:
         rule = rules.SQUARE_SUM
@@ -89,10 +89,15 @@ def l2norm(
 
 @torch.no_grad()
 def max_norm(
-    inputs: Sequence[Tensor], *, per_tensor: bool = False, noop: Tensor | None = None
+    inputs: Sequence[Tensor],
+    *,
+    per_tensor: bool = False,
+    overflow: Tensor | None = None,
+    noop: Tensor | None = None,
+    names: tuple[str, str] = ("", "inputs"),
 ) -> tuple[Tensor, Tensor]:
     """The largest absolute value of all elements, float32 [1], and, if asked for, of each tensor."""
-    return _norm(rules.MAXIMUM, inputs, None, 1.0, per_tensor, None, noop, ("", "inputs"))
+    return _norm(rules.MAXIMUM, inputs, None, 1.0, per_tensor, overflow, noop, names)
 
 
 def _norm(rule, inputs, outputs, factor, per_tensor, overflow, noop, names):  # type: ignore[no-untyped-def]
@@ -107,8 +112,8 @@ def _norm(rule, inputs, outputs, factor, per_tensor, overflow, noop, names):  # 
             rule,
             hyper,
             grad_scale=on_device,
-            overflow=_on(overflow, lists.device),
-            noop=_on(noop, lists.device),
+            overflow=flag_on(overflow, lists.device),
+            noop=flag_on(noop, lists.device),
             checks=(0,) if overflow is not None else (),
         )
         assert found is not None
@@ -151,15 +156,13 @@ def update_scale_hysteresis(
     lowered = (scale.double() * backoff_factor).to(scale.dtype)
     # Growth that would leave float32 is not taken; the tracker starts anew all the same.
     grows = ~overflowed & (successes == growth_interval)
-    scale.copy_(
-        torch.where(backs_off, lowered, torch.where(grows & torch.isfinite(grown), grown, scale))
-    )
+    scale.copy_(torch.where(backs_off, lowered, torch.where(grows & torch.isfinite(grown), grown, scale)))
     growth_tracker.copy_(torch.where(overflowed | grows, torch.zeros_like(successes), successes))
     hysteresis_tracker.copy_(torch.where(overflowed, patience, torch.full_like(patience, hysteresis)))
     return scale
 
 
-def _on(flag: Tensor | None, device: torch.device) -> Tensor | None:
+def flag_on(flag: Tensor | None, device: torch.device) -> Tensor | None:
     """A flag on the device of the tensors."""
     if flag is None or flag.device == device:
         return flag

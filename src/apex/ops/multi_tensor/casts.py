@@ -1,0 +1,47 @@
+"""Copies between dtypes, among them the 8-bit float that is the upper half of a float16, kept in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .op import scale
+
+# Sign and exponent of a float32, as a signed number.
+_POWER = -(1 << 23)
+
+
+def to_bytes(values: Tensor) -> Tensor:
+    """Rounded to 2 bits of mantissa, halves away from zero: the upper byte of the float16."""
+    single = values.to(torch.float32)
+    power = (single.view(torch.int32) & _POWER).view(torch.float32)
+    return ((single + power / 8).to(torch.float16).view(torch.int16) >> 8).to(torch.uint8)
+
+
+def from_bytes(values: Tensor) -> Tensor:
+    """The float16 whose upper byte this is."""
+    return (values.to(torch.int16) << 8).view(torch.float16)
+
+
+@torch.no_grad()
+def maybe_cast(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], skip: Tensor | None, names: tuple[str, str]
+) -> None:
+    """Copies every input to its output, whatever their dtypes; nothing if `skip` is not 0."""
+    plain: list[tuple[Tensor, Tensor]] = []
+    special: list[tuple[Tensor, Tensor]] = []
+    for pair in zip(outputs, inputs, strict=True):
+        (special if torch.uint8 in (pair[0].dtype, pair[1].dtype) else plain).append(pair)
+    for output, source in special:
+        if output.numel() != source.numel():
+            raise ValueError(f"a tensor of {names[0]} has {output.numel()} elements, of {names[1]} {source.numel()}")
+        for name, tensor in zip(names, (output, source), strict=True):
+            if tensor.dtype not in (torch.uint8, torch.float16, torch.bfloat16, torch.float32):
+                raise TypeError(f"a tensor of {name} is {tensor.dtype}, which is not cast to or from bytes")
+    scale([source for _, source in plain], [output for output, _ in plain], 1.0, noop=skip, names=names)
+    for output, source in special:
+        values = from_bytes(source) if source.dtype == torch.uint8 else source
+        cast = (to_bytes(values) if output.dtype == torch.uint8 else values.to(output.dtype)).view(output.shape)
+        output.copy_(cast if skip is None else torch.where(skip.reshape(()) != 0, output, cast))

@@ -1,0 +1,145 @@
+"""Rules over lists that a caller brings along: checked, grouped, and changed behind autograd's back.
+
+Optimizers keep their own buckets; this is for functions that are called with lists, the compiled names above all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import rules
+from .lists import Slots, groups_of
+from .op import flag_on, l2norm, max_norm
+from .rule import Rule
+
+_NAMES = tuple(f"tensor_lists[{index}]" for index in range(6))
+
+TensorLists = Sequence[Sequence[Tensor]]
+NamedSlots = tuple[Slots, Sequence[str]]
+
+
+def expect(tensor_lists: TensorLists, *counts: int) -> None:
+    """Raises unless there are as many lists as one of `counts`."""
+    if len(tensor_lists) not in counts:
+        wanted = " or ".join(map(str, counts))
+        raise ValueError(f"tensor_lists has {len(tensor_lists)} lists; {wanted} are expected")
+
+
+def expect_flag(flag: Tensor, name: str = "noop_flag") -> Tensor:
+    """The flag, if it is one."""
+    if not isinstance(flag, Tensor):
+        raise TypeError(f"{name} is a {type(flag).__name__}; a tensor of one number is expected")
+    if flag.numel() != 1:
+        raise ValueError(f"{name} has {flag.numel()} elements; a tensor of one number is expected")
+    return flag
+
+
+def in_slots(tensor_lists: TensorLists, *order: int | None) -> NamedSlots:
+    """The lists in the order of a rule's slots (and, sixth, the copy of slot 0), and what errors call them."""
+    slots = [None if index is None else tensor_lists[index] for index in order]
+    return slots, ["" if index is None else _NAMES[index] for index in order]
+
+
+@torch.no_grad()
+def update(
+    rule: Rule,
+    named: NamedSlots,
+    hyper: dict[str, Any],
+    flags: tuple[bool, ...] = (),
+    *,
+    noop: Tensor | None = None,
+    grad_scale: float | Tensor = 1.0,
+    whole: Tensor | None = None,
+) -> list[Tensor]:
+    """One pass of `rule`, see `TorchLists.apply`; what it measured, for each group of tensors."""
+    found = []
+    for indices, lists in groups_of(*named):
+        measured = lists.apply(
+            rule,
+            hyper,
+            flags,
+            noop=flag_on(noop, lists.device),
+            grad_scale=_factor_on(grad_scale, lists.device),
+            whole=None if whole is None else _rows(whole, indices, lists.device),
+        )
+        if measured is not None:
+            found.append(measured)
+    return found
+
+
+@torch.no_grad()
+def lamb(
+    named: NamedSlots,
+    hyper: dict[str, Any],
+    *,
+    decoupled: bool,
+    adapts: bool,
+    noop: Tensor | None = None,
+    grad_scale: float | Tensor = 1.0,
+) -> None:
+    """A step of LAMB, or, unless it `adapts` its length to the parameter's, of Adam."""
+    if not adapts:
+        update(rules.LAMB_UNSCALED, named, hyper, (decoupled,), noop=noop, grad_scale=grad_scale)
+        return
+    for _, lists in groups_of(*named):
+        here = flag_on(noop, lists.device)
+        factor = _factor_on(grad_scale, lists.device)
+        found = lists.apply(rules.LAMB_MOMENTS, hyper, (decoupled,), noop=here, grad_scale=factor)
+        lists.apply(rules.LAMB_STEP, hyper, (decoupled,), noop=here, whole=found)
+
+
+def clip_factor(norm: float | Tensor, largest: float | Tensor) -> float | Tensor:
+    """What shortens gradients of this norm to the largest one allowed; 1 if they are no longer than that."""
+    if not isinstance(norm, Tensor) and not isinstance(largest, Tensor):
+        return largest / norm if norm > largest else 1.0
+    norm = torch.as_tensor(norm, dtype=torch.float64)
+    return torch.where(norm > largest, largest / norm, 1.0).reshape(())
+
+
+def per_tensor(tensors: Sequence[Tensor], **named: Tensor) -> Tensor:
+    """One or two numbers for each tensor, [tensors, 2], given by name as vectors."""
+    for name, values in named.items():
+        if values.numel() != len(tensors):
+            raise ValueError(f"{name} has {values.numel()} elements; there are {len(tensors)} tensors")
+    columns = [values.detach().reshape(-1) for values in named.values()]
+    return torch.stack((columns[0], columns[-1]), 1)
+
+
+@torch.no_grad()
+def average_norms(
+    gradients: Sequence[Tensor], norms: Tensor, beta: float, *, maximum: bool, overflow: Tensor, name: str
+) -> None:
+    """Moves `norms` [tensors] towards the gradients' norms: the largest values, or the roots of average squares."""
+    if norms.numel() != len(gradients):
+        raise ValueError(f"{name} has {norms.numel()} elements; there are {len(gradients)} tensors")
+    if not gradients:
+        return
+    found = (max_norm if maximum else l2norm)(gradients, per_tensor=True, overflow=overflow, names=("", _NAMES[0]))[
+        1
+    ].view(norms.shape)
+    if maximum:
+        norms.mul_(beta).add_(found, alpha=1 - beta)
+    else:
+        norms.square_().mul_(beta).addcmul_(found, found, value=1 - beta).sqrt_()
+
+
+def number(value: float | Tensor) -> float | Tensor:
+    """A number for a rule's `scalars`: tensors, which stay on their device, in double precision."""
+    return value.detach().to(torch.float64).reshape(()) if isinstance(value, Tensor) else value
+
+
+def _factor_on(factor: float | Tensor, device: torch.device) -> Tensor | None:
+    if isinstance(factor, Tensor):
+        return factor.detach().reshape(1).to(device, torch.float32)
+    return None if factor == 1.0 else torch.full((1,), factor, dtype=torch.float32, device=device)
+
+
+def _rows(whole: Tensor, indices: Sequence[int], device: torch.device) -> Tensor:
+    """The rows of the tensors of a group."""
+    if len(indices) != len(whole):
+        whole = whole[torch.tensor(indices, device=whole.device)]
+    return whole.to(device, torch.float32).contiguous()

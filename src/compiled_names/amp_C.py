@@ -1,0 +1,472 @@
+"""Upstream's compiled module of this name: passes and optimizer steps over lists of tensors.
+
+`chunk_size` is taken for the interface's sake. `noop_flag` is a tensor of one number: functions that say so do nothing
+where it is set; those that look for infinite and NaN values set it to 1. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex.ops import multi_tensor
+from apex.ops.multi_tensor import rules
+from apex.ops.multi_tensor.updates import (
+    TensorLists,
+    average_norms,
+    clip_factor,
+    expect,
+    expect_flag,
+    in_slots,
+    lamb,
+    number,
+    per_tensor,
+    update,
+)
+
+
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float | Tensor) -> None:
+    """[inputs, outputs]: output = scale * input; the flag is set by an input that is not finite."""
+    expect(tensor_lists, 2)
+    inputs, outputs = tensor_lists
+    names = ("tensor_lists[1]", "tensor_lists[0]")
+    multi_tensor.scale(inputs, outputs, scale, overflow=expect_flag(noop_flag), names=names)
+
+
+def multi_tensor_axpby(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, a: float, b: float, arg_to_check: int
+) -> None:
+    """[x, y, outputs]: output = a * x + b * y; the flag is set by x (0), y (1) or either (-1) not being finite."""
+    expect(tensor_lists, 3)
+    if arg_to_check not in (-1, 0, 1):
+        raise ValueError(f"arg_to_check={arg_to_check} is not -1 (both), 0 (the first list) or 1 (the second)")
+    x, y, outputs = tensor_lists
+    names = ("tensor_lists[2]", "tensor_lists[0]", "tensor_lists[1]")
+    checks = ("x", "y", "xy")[arg_to_check]
+    multi_tensor.axpby(x, y, outputs, a, b, overflow=expect_flag(noop_flag), checks=checks, names=names)
+
+
+def _norm(
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    per_tensor: bool | None,
+    *,
+    outputs: Sequence[Tensor] | None = None,
+    factor: float | Tensor = 1.0,
+) -> tuple[Tensor, Tensor]:
+    if not tensor_lists[0]:
+        return torch.zeros(1, device=expect_flag(noop_flag).device), torch.zeros(0, device=noop_flag.device)
+    return multi_tensor.l2norm(
+        tensor_lists[0],
+        per_tensor=bool(per_tensor),
+        outputs=outputs,
+        factor=factor,
+        of_inputs=outputs is not None,
+        overflow=expect_flag(noop_flag),
+        names=("tensor_lists[1]", "tensor_lists[0]"),
+    )
+
+
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor_python: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """[inputs]: the norm of all, [1], and if asked for of each, [tensors] (else empty).
+
+    The flag is set by a norm that is not finite, here and in the other norms.
+    """
+    expect(tensor_lists, 1)
+    return _norm(noop_flag, tensor_lists, per_tensor_python)
+
+
+def multi_tensor_l2norm_mp(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor_python: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `multi_tensor_l2norm`, which takes mixed dtypes too."""
+    expect(tensor_lists, 1)
+    return _norm(noop_flag, tensor_lists, per_tensor_python)
+
+
+def multi_tensor_l2norm_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float, per_tensor_python: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """[inputs, outputs]: norms of the inputs as they are; output = scale * input."""
+    expect(tensor_lists, 2)
+    return _norm(noop_flag, tensor_lists, per_tensor_python, outputs=tensor_lists[1], factor=scale)
+
+
+def multi_tensor_unscale_l2norm(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    inv_scale: Tensor,
+    per_tensor_python: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """[inputs]: norms of inv_scale * input; the inputs stay as they are."""
+    expect(tensor_lists, 1)
+    return _norm(noop_flag, tensor_lists, per_tensor_python, factor=inv_scale)
+
+
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    wd: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float,
+) -> None:
+    """[gradients, parameters, momentum] or these and [half-precision copies]; gradients times `scale`.
+
+    Does nothing where the flag is set. Without momentum, its list is not touched.
+    """
+    expect(tensor_lists, 3, 4)
+    copy = 3 if len(tensor_lists) == 4 else None
+    hyper = {"lr": number(lr), "weight_decay": wd}
+    if momentum == 0:
+        named = in_slots(tensor_lists, 1, 0, None, None, None, copy)
+        update(rules.PLAIN_SGD, named, hyper, noop=expect_flag(noop_flag), grad_scale=scale)
+        return
+    hyper |= {"momentum": momentum, "dampening": dampening, "first": bool(first_run)}
+    named = in_slots(tensor_lists, 1, 0, 2, None, None, copy)
+    flags = (bool(nesterov), bool(wd_after_momentum))
+    update(rules.SGD, named, hyper, flags, noop=expect_flag(noop_flag), grad_scale=scale)
+
+
+def _hyper(
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int | Tensor,
+    bias_correction: int,
+    weight_decay: float,
+) -> dict[str, Any]:
+    """What the rules of Adam's relatives call their hyperparameters."""
+    return {
+        "lr": number(lr),
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "step": number(step),
+        "bias_correction": bool(bias_correction),
+    }
+
+
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """[gradients, parameters, first moments, second moments]; mode 0 has decay in the gradient, 1 decoupled.
+
+    The flag is not looked at.
+    """
+    expect(tensor_lists, 4)
+    hyper = _hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay) | {"decoupled": bool(mode)}
+    update(rules.ADAM, in_slots(tensor_lists, 1, 0, 2, 3), hyper, (bool(mode), False))
+
+
+def _adam_capturable(
+    noop_flag: Tensor,
+    named: tuple,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    hyper = _hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay) | {"decoupled": bool(mode)}
+    noop = expect_flag(noop_flag)
+    update(rules.ADAM_UNSCALING, named, hyper, (bool(mode), False), noop=noop, grad_scale=inv_scale)
+
+
+def multi_tensor_adam_capturable(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """As `multi_tensor_adam`, with numbers on the device; gradients are left multiplied by `inv_scale`.
+
+    Does nothing where the flag is set.
+    """
+    expect(tensor_lists, 4)
+    named = in_slots(tensor_lists, 1, 0, 2, 3)
+    _adam_capturable(noop_flag, named, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
+
+
+def multi_tensor_adam_capturable_master(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """As `multi_tensor_adam_capturable`, with a fifth list, [master weights], of which the parameters become a copy."""
+    expect(tensor_lists, 5)
+    named = in_slots(tensor_lists, 4, 0, 2, 3, None, 1)
+    _adam_capturable(noop_flag, named, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
+
+
+def multi_tensor_adagrad(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: float,
+    epsilon: float,
+    mode: int,
+    weight_decay: float,
+) -> None:
+    """[gradients, parameters, sums of squares]; mode 0 has decay in the gradient, 1 decoupled."""
+    expect(tensor_lists, 3)
+    hyper = {"lr": number(lr), "eps": epsilon, "weight_decay": weight_decay, "decoupled": bool(mode)}
+    update(rules.ADAGRAD, in_slots(tensor_lists, 1, 0, 2), hyper, (bool(mode),))
+
+
+def multi_tensor_novograd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    grad_norms: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    norm_type: int,
+) -> None:
+    """[gradients, parameters, moments]; mode 0 has norm and decay inside the moment, 1 outside.
+
+    `grad_norms` [tensors] is the moving average of gradient norms (norm_type 2, of their squares) and is updated; the
+    flag is set by a norm that is not finite.
+    """
+    expect(tensor_lists, 3)
+    flag = expect_flag(noop_flag)
+    average_norms(tensor_lists[0], grad_norms, beta2, maximum=norm_type == 0, overflow=flag, name="grad_norms")
+    hyper = _hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
+    hyper |= {"grad_averaging": bool(grad_averaging), "inside": mode == 0}
+    whole = per_tensor(tensor_lists[0], grad_norms=grad_norms)
+    update(rules.NOVOGRAD, in_slots(tensor_lists, 1, 0, 2), hyper, (mode == 0, False), whole=whole)
+
+
+def multi_tensor_lamb(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: float,
+    use_nvlamb_python: bool | None = None,
+) -> None:
+    """[gradients, parameters, first moments, second moments]; mode 0 has decay in the gradient, 1 decoupled.
+
+    Gradients are divided by global_grad_norm / max_grad_norm where that is above 1. Without decay, only NVLAMB adapts
+    the step to the length of the parameter. The flag is not looked at; gradients are left as they were.
+    """
+    expect(tensor_lists, 4)
+    hyper = _hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
+    hyper |= {"grad_averaging": bool(grad_averaging)}
+    lamb(
+        in_slots(tensor_lists, 1, 0, 2, 3),
+        hyper,
+        decoupled=bool(mode),
+        adapts=bool(use_nvlamb_python) or weight_decay != 0,
+        grad_scale=clip_factor(global_grad_norm, max_grad_norm),
+    )
+
+
+def multi_tensor_lamb_mp(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: Tensor,
+    use_nvlamb_python: bool | None,
+    found_inf: Tensor,
+    inv_scale: Tensor,
+) -> None:
+    """As `multi_tensor_lamb`, with numbers on the device and perhaps a fifth list, [half-precision copies].
+
+    Gradients are multiplied by `inv_scale` too. Does nothing where the flag or `found_inf` is set.
+    """
+    expect(tensor_lists, 4, 5)
+    hyper = _hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
+    hyper |= {"grad_averaging": bool(grad_averaging)}
+    noop = expect_flag(noop_flag).to(torch.float32).reshape(1) + expect_flag(found_inf, "found_inf").reshape(1)
+    lamb(
+        in_slots(tensor_lists, 1, 0, 2, 3, None, 4 if len(tensor_lists) == 5 else None),
+        hyper,
+        decoupled=bool(mode),
+        adapts=bool(use_nvlamb_python) or weight_decay != 0,
+        noop=noop,
+        grad_scale=clip_factor(global_grad_norm, max_grad_norm) * inv_scale.reshape(()),
+    )
+
+
+def multi_tensor_lamb_stage1_cuda(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    per_tensor_decay: Tensor,
+    step: int,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    global_grad_norm: Tensor,
+    max_global_grad_norm: float,
+) -> None:
+    """[gradients, parameters, first moments, second moments, updates], the last written; `step` counts from 0."""
+    expect(tensor_lists, 5)
+    hyper = {"beta1": beta1, "beta2": beta2, "beta3": 1 - beta1, "eps": epsilon, "step": number(step) + 1}
+    update(
+        rules.LAMB_UPDATE,
+        in_slots(tensor_lists, 1, 0, 2, 3, 4),
+        hyper,
+        (True,),
+        grad_scale=clip_factor(global_grad_norm, max_global_grad_norm),
+        whole=per_tensor(tensor_lists[0], per_tensor_decay=per_tensor_decay),
+    )
+
+
+def multi_tensor_lamb_stage2_cuda(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    per_tensor_param_norm: Tensor,
+    per_tensor_update_norm: Tensor,
+    lr: float,
+    weight_decay: float,
+    use_nvlamb_python: bool | None = None,
+) -> None:
+    """[parameters, updates]: the second half of the step, with the norms of both given."""
+    expect(tensor_lists, 2)
+    norms = per_tensor(
+        tensor_lists[0], per_tensor_param_norm=per_tensor_param_norm, per_tensor_update_norm=per_tensor_update_norm
+    )
+    whole = norms if use_nvlamb_python or weight_decay != 0 else torch.zeros_like(norms)
+    update(rules.LAMB_WEIGHTS, in_slots(tensor_lists, 0, 1), {"lr": number(lr)}, whole=whole)
+
+
+def multi_tensor_lars(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    grad_norms: Tensor,
+    param_norms: Tensor,
+    lr: float,
+    trust_coefficient: float,
+    epsilon: float,
+    weight_decay: float,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float,
+    is_skipped: bool,
+) -> None:
+    """[gradients, parameters, momentum] or these and [half-precision copies]; gradients times `scale`.
+
+    The learning rate follows the norms unless `is_skipped`. Does nothing where the flag is set.
+    """
+    expect(tensor_lists, 3, 4)
+    hyper = {
+        "lr": number(lr),
+        "momentum": momentum,
+        "dampening": dampening,
+        "weight_decay": weight_decay,
+        "trust_coefficient": trust_coefficient,
+        "eps": epsilon,
+        "first": bool(first_run),
+    }
+    whole = None
+    if not is_skipped:
+        whole = per_tensor(tensor_lists[0], param_norms=param_norms, grad_norms=grad_norms).square()
+    update(
+        rules.LARS,
+        in_slots(tensor_lists, 1, 0, 2, None, None, 3 if len(tensor_lists) == 4 else None),
+        hyper,
+        (bool(nesterov), bool(wd_after_momentum), not is_skipped),
+        noop=expect_flag(noop_flag),
+        grad_scale=scale,
+        whole=whole,
+    )
+
+
+def update_scale_hysteresis(
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> Tensor:
+    """Lowers the loss scale after `hysteresis` overflows in a row, raises it after `growth_interval` good steps."""
+    return multi_tensor.update_scale_hysteresis(
+        current_scale,
+        growth_tracker,
+        hysteresis_tracker,
+        found_inf,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        hysteresis,
+    )

@@ -1,0 +1,110 @@
+"""Upstream's compiled module of this name: Adam on shards, with a copy of the parameters in another dtype.
+
+`grad_scale` [1] multiplies the gradients. mode 0 has decay in the gradient, 1 decoupled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex.ops.multi_tensor import remainders, rules
+from apex.ops.multi_tensor.updates import TensorLists, expect, expect_flag, in_slots, number, update
+
+
+def _step(
+    named: tuple,
+    noop: Tensor | None,
+    grad_scale: Tensor,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int | Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    hyper: dict[str, Any] = {
+        "lr": number(lr),
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "step": number(step),
+        "bias_correction": bool(bias_correction),
+        "decoupled": bool(mode),
+    }
+    update(rules.ADAM, named, hyper, (bool(mode), False), noop=noop, grad_scale=grad_scale)
+
+
+def multi_tensor_fused_adam(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    grad_scale: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """[parameters, first moments, second moments, gradients, copies]; the flag is not looked at."""
+    expect(tensor_lists, 5)
+    named = in_slots(tensor_lists, 0, 3, 1, 2, None, 4)
+    _step(named, None, grad_scale, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
+
+
+def multi_tensor_fused_adam_capturable(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    grad_scale: Tensor,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """As `multi_tensor_fused_adam`, with numbers on the device; does nothing where the flag is set."""
+    expect(tensor_lists, 5)
+    named = in_slots(tensor_lists, 0, 3, 1, 2, None, 4)
+    noop = expect_flag(noop_flag)
+    _step(named, noop, grad_scale, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
+
+
+@torch.no_grad()
+def multi_tensor_fused_adam_with_param_remainders(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    grad_scale: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """[parameters, remainders, first moments, second moments, gradients, new parameters]; the flag is not looked at.
+
+    Parameters are bfloat16 and remainders the int16 that they lack to float32, see `apex.ops.multi_tensor.remainders`.
+    """
+    expect(tensor_lists, 6)
+    params, lower, first, second, gradients, outputs = tensor_lists
+    remainders.check(params, lower, outputs, ("tensor_lists[0]", "tensor_lists[1]", "tensor_lists[5]"))
+    masters = list(map(remainders.join, params, lower))
+    named = (masters, gradients, first, second), [f"tensor_lists[{index}]" for index in (0, 4, 2, 3)]
+    _step(named, None, grad_scale, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
+    for master, output, remainder in zip(masters, outputs, lower, strict=True):
+        remainders.split(master, output, remainder)
