@@ -7,6 +7,16 @@ from .fused_lars import FusedLARS
 from .fused_mixed_precision_lamb import FusedMixedPrecisionLamb
 from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
+from .lamb import Lamb
+from .npu_fused_adadelta import NpuFusedAdadelta
+from .npu_fused_adam import NpuFusedAdam
+from .npu_fused_adamp import NpuFusedAdamP
+from .npu_fused_adamw import NpuFusedAdamW
+from .npu_fused_bert_adam import NpuFusedBertAdam
+from .npu_fused_lamb import NpuFusedLamb
+from .npu_fused_rmsprop import NpuFusedRMSprop
+from .npu_fused_rmsprop_tf import NpuFusedRMSpropTF
+from .npu_fused_sgd import NpuFusedSGD
 
 __all__ = [
     "FusedAdagrad",
@@ -16,4 +26,14 @@ __all__ = [
     "FusedMixedPrecisionLamb",
     "FusedNovoGrad",
     "FusedSGD",
+    "Lamb",
+    "NpuFusedAdadelta",
+    "NpuFusedAdam",
+    "NpuFusedAdamP",
+    "NpuFusedAdamW",
+    "NpuFusedBertAdam",
+    "NpuFusedLamb",
+    "NpuFusedRMSprop",
+    "NpuFusedRMSpropTF",
+    "NpuFusedSGD",
 ]

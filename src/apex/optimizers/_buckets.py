@@ -82,6 +82,10 @@ class Bucket:
             params, copy = state.pop(), params
         return [params, grads, *state, *(None for _ in range(SLOTS - 2 - len(state)))], copy
 
+    def slots(self) -> tuple[list[list[Tensor] | None], list[Tensor] | None]:
+        """The tensors of `lists` as they are now, and the list that gets a copy of slot 0."""
+        return self._slots(self._gradients())
+
     def _param_addresses(self) -> list[int]:
         return list(map(_data_ptr, map(local, self.params) if self._distributed else self.params))
 

@@ -1,12 +1,14 @@
 """Tensor lists anywhere: a rule is a loop of PyTorch operators over pieces that fit a cache.
 
 Large tensors are walked through in slices, small ones are strung together, so that the temporaries of a rule stay small
-and near and the number of operators follows the amount of data, not the number of tensors.
+and near and the number of operators follows the amount of data, not the number of tensors. On a CPU the operators are
+those of the rule's program (`programs.py`), elsewhere those of its function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,9 @@ import torch
 from torch import Tensor
 
 from . import native
+from .programs import pattern_of, program_of
 from .rule import FLAG_COUNT, SCALARS, SLOTS, Rule, padded
+from .tracing import FULL, SMALL
 
 Slots = Sequence[Sequence[Tensor] | None]
 
@@ -81,8 +85,14 @@ def _share_layout(tensors: Sequence[Tensor]) -> bool:
 
 
 def _raise_flag(overflow: Tensor, values: Any) -> None:
+    # A sum takes a twentieth of the time of a look at every element. It may overflow where no element is infinite.
+    if values.device.type == "cpu" and math.isfinite(values.sum()):
+        return
     bad = ~torch.isfinite(values).all()
     overflow.copy_(torch.maximum(overflow, bad.to(overflow.dtype)))
+
+
+_flatten = torch._C._nn.flatten_dense_tensors
 
 
 class TorchLists:
@@ -93,6 +103,7 @@ class TorchLists:
         self.device = first[0].device
         self.stream = 0
         self.sizes = tuple(tensor.numel() for tensor in first)
+        self.results = len(self.sizes)
         self.point_to(slots, copy)
         used = [tensors for tensors in (*slots, copy) if tensors]
         self._compute = torch.float64 if any(tensors[0].dtype == torch.float64 for tensors in used) else torch.float32
@@ -100,6 +111,7 @@ class TorchLists:
         limit = CPU_PIECE if self.device.type == "cpu" else DEVICE_PIECE
         self._pieces = list(_pieces(self.sizes, limit, same_layout))
         self._same_layout = same_layout
+        self._contiguous = [tensor.is_contiguous() for tensor in first]
         self.same_layout = all(same_layout)
 
     def point_to(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
@@ -107,6 +119,7 @@ class TorchLists:
         self.slots = tuple(slots)
         self.copy = copy
 
+    @torch.no_grad()
     def apply(
         self,
         rule: Rule,
@@ -132,16 +145,13 @@ class TorchLists:
             if self.device.type != "cpu":
                 skip = noop.reshape(()) != 0  # no wait for the device
             elif noop.item() != 0:
-                return torch.zeros(len(self.sizes), max(2, rule.quantities)) if rule.quantities else None
+                return torch.zeros(self.results, max(2, rule.quantities)) if rule.quantities else None
         if skip is None and native.apply(rule, self, hyper, flags, grad_scale, seed):
             return None
-        scalars = padded(
-            tuple(v.to(self._compute) if isinstance(v, Tensor) else v for v in rule.scalars(**hyper)), SCALARS, 0.0
-        )
-        constants = padded(flags, FLAG_COUNT, False)
+        compute = self._computation(rule, hyper, flags)
         found = None
         if rule.quantities:
-            found = torch.zeros(len(self.sizes), max(2, rule.quantities), dtype=self._compute, device=self.device)
+            found = torch.zeros(self.results, max(2, rule.quantities), dtype=torch.float64, device=self.device)
         for piece in self._pieces:
             values = [self._load(slot, piece) if slot in rule.reads else 0.0 for slot in range(SLOTS)]
             if overflow is not None:
@@ -150,14 +160,47 @@ class TorchLists:
                         _raise_flag(overflow, values[slot])
             if grad_scale is not None:
                 values[1] = values[1] * grad_scale.to(self._compute)
-            results = rule.function(tuple(values), self._whole(whole, piece), scalars, constants)
+            results, terms = compute(values, self._whole(whole, piece))
             if found is not None:
-                results, terms = results
                 self._measure(rule, terms, piece, found)
             self._write(rule, results, piece, skip, seed)
-        if overflow is not None and 0 in checks and found is not None:
+        if found is None:
+            return None
+        found = found.to(torch.float32)
+        if overflow is not None and 0 in checks:
             _raise_flag(overflow, found[:, 0])
-        return None if found is None else found.to(torch.float32)
+        return found
+
+    def _computation(
+        self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...]
+    ) -> Callable[[Sequence[Any], tuple[Any, Any]], tuple[Any, Sequence[Any]]]:
+        """A function of values and whole that gives, by slot, what is written, and what is measured.
+
+        On a CPU it may work in place, on values of slots that are written.
+        """
+        scalars = padded(rule.scalars(**hyper), SCALARS, 0.0)
+        constants = padded(flags, FLAG_COUNT, False)
+        if self.device.type == "cpu":
+            numbers = [float(value) for value in scalars]
+            pattern = pattern_of(numbers)
+            prepared: dict[int | None, Any] = {}
+
+            def run(values: Sequence[Any], whole: tuple[Any, Any]) -> tuple[Any, Sequence[Any]]:
+                kind = None if not isinstance(whole[0], Tensor) else FULL if whole[0].dim() else SMALL
+                if kind not in prepared:
+                    program = program_of(rule, constants, kind, pattern)
+                    prepared[kind] = program, program.registers(numbers)
+                program, registers = prepared[kind]
+                return program.run(values, whole, registers)
+
+            return run
+        scalars = tuple(v.to(self._compute) if isinstance(v, Tensor) else v for v in scalars)
+
+        def call(values: Sequence[Any], whole: tuple[Any, Any]) -> tuple[Any, Sequence[Any]]:
+            results = rule.function(tuple(values), whole, scalars, constants)
+            return results if rule.quantities else (results, ())
+
+        return call
 
     def total(self, per_tensor: Tensor, *, maximum: bool = False, root: bool = False) -> Tensor:
         """Sum (or maximum) over the tensors of the first quantity, float32 [1]; its root if asked for."""
@@ -171,35 +214,44 @@ class TorchLists:
         chosen = tensors[piece.first : piece.last]
         if not self._same_layout[piece.first]:
             return list(chosen)  # one tensor, whose elements are taken in the order of its indices
-        views = [flat(tensor) for tensor in chosen]
-        return views if piece.start is None else [views[0][piece.start : piece.stop]]
+        if piece.start is not None:
+            return [flat(chosen[0])[piece.start : piece.stop]]
+        return [t if contiguous else flat(t) for t, contiguous in zip(chosen, self._contiguous[piece.first :])]
 
     def _load(self, slot: int, piece: Piece) -> Tensor:
         tensors = self.slots[slot]
         assert tensors is not None
         views = self._views(tensors, piece)
-        return (views[0].reshape(-1) if len(views) == 1 else torch.cat(views)).to(self._compute)
+        return (views[0].reshape(-1) if len(views) == 1 else _flatten(views)).to(self._compute)
 
     def _whole(self, whole: Tensor | None, piece: Piece) -> tuple[Any, Any]:
         if whole is None:
             return 0.0, 0.0
         rows = whole[piece.first : piece.last].to(self._compute)
         if piece.last - piece.first > 1:
-            sizes = torch.tensor(self.sizes[piece.first : piece.last], device=rows.device)
-            rows = torch.repeat_interleave(rows, sizes, dim=0, output_size=int(sizes.sum()) if sizes.is_cpu else None)
-            return rows[:, 0], rows[:, 1]
+            sizes = self.sizes[piece.first : piece.last]
+            counts, total = torch.tensor(sizes, device=rows.device), sum(sizes)
+            first, second = (torch.repeat_interleave(rows[:, k], counts, output_size=total) for k in range(2))
+            return first, second
         return rows[0, 0], rows[0, 1]
 
     def _measure(self, rule: Rule, terms: Sequence[Any], piece: Piece, found: Tensor) -> None:
-        sizes = self.sizes[piece.first : piece.last]
-        for quantity in range(rule.quantities):
-            parts = terms[quantity].split(sizes) if len(sizes) > 1 else (terms[quantity],)
-            for index, part in enumerate(parts, piece.first):
-                if part.numel():
-                    if rule.maximum:
-                        found[index, quantity] = torch.maximum(found[index, quantity], part.amax())
-                    else:
-                        found[index, quantity] += part.sum()
+        rows = found[piece.first : piece.last]
+        for quantity, term in enumerate(terms):
+            if piece.last - piece.first > 1:
+                parts = self._of_each_tensor(rule, term, piece)
+            else:
+                parts = term.amax() if rule.maximum else term.sum()
+            if rule.maximum:
+                rows[:, quantity] = torch.maximum(rows[:, quantity], parts)
+            else:
+                rows[:, quantity] += parts
+
+    def _of_each_tensor(self, rule: Rule, term: Tensor, piece: Piece) -> Tensor:
+        """Sums or maxima over each tensor of a piece that has several: one call instead of one per tensor."""
+        lengths = torch.tensor(self.sizes[piece.first : piece.last], device=term.device)
+        # In double precision, because the terms are added one after the other.
+        return torch.segment_reduce(term.double(), "max" if rule.maximum else "sum", lengths=lengths, initial=0)
 
     def _write(
         self, rule: Rule, results: Sequence[Tensor], piece: Piece, skip: Tensor | None, seed: int | None
@@ -215,13 +267,33 @@ class TorchLists:
                 self._put(self._views(self.copy, piece), value, piece, skip)
 
     def _put(self, views: list[Tensor], value: Tensor, piece: Piece, skip: Tensor | None) -> None:
-        parts = value.split(self.sizes[piece.first : piece.last]) if len(views) > 1 else (value,)
-        for view, part in zip(views, parts, strict=True):
-            part = part.view(view.shape)
-            view.copy_(part if skip is None else torch.where(skip, view, part.to(view.dtype)))
+        if len(views) == 1:
+            (view,) = views
+            if value.data_ptr() != view.data_ptr():  # else it was computed in place
+                part = value.view(view.shape)
+                view.copy_(part if skip is None else torch.where(skip, view, part.to(view.dtype)))
+            return
+        parts = value.split(self.sizes[piece.first : piece.last])
+        parts = [part.view(view.shape) for view, part in zip(views, parts, strict=True)]
+        if skip is not None:
+            parts = [torch.where(skip, view, part.to(view.dtype)) for view, part in zip(views, parts, strict=True)]
+        torch._foreach_copy_(views, parts)
 
     def _round_stochastically(self, value: Tensor, piece: Piece, seed: int) -> Tensor:
         """What the kernel does, in int64: see `kernels._round_stochastically`."""
+        index, numbers = self._numbering(value, piece)
+        word = 0xFFFFFFFF
+        noise = ((index & word) * 0x9E3779B1 + seed * 0x85EBCA6B + numbers * 0xC2B2AE35) & word
+        noise = ((noise ^ (noise >> 16)) * 0x85EBCA6B) & word
+        noise = ((noise ^ (noise >> 13)) * 0xC2B2AE35) & word
+        noise = (noise ^ (noise >> 16)) & 0xFFFF
+        single = value.to(torch.float32)
+        bits = (single.view(torch.int32).to(torch.int64) + noise) & ~0xFFFF
+        rounded = ((bits + 2**31) % 2**32 - 2**31).to(torch.int32).view(torch.float32)
+        return torch.where(single == single, rounded, single)
+
+    def _numbering(self, value: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+        """The index of every element within its tensor, and the number of its tensor."""
         if not self._same_layout[piece.first]:
             index = torch.arange(value.numel(), device=value.device)
         elif piece.start is not None:
@@ -234,12 +306,4 @@ class TorchLists:
             numbers = torch.repeat_interleave(
                 numbers, torch.tensor(self.sizes[piece.first : piece.last], device=value.device)
             )
-        word = 0xFFFFFFFF
-        noise = ((index & word) * 0x9E3779B1 + seed * 0x85EBCA6B + numbers * 0xC2B2AE35) & word
-        noise = ((noise ^ (noise >> 16)) * 0x85EBCA6B) & word
-        noise = ((noise ^ (noise >> 13)) * 0xC2B2AE35) & word
-        noise = (noise ^ (noise >> 16)) & 0xFFFF
-        single = value.to(torch.float32)
-        bits = (single.view(torch.int32).to(torch.int64) + noise) & ~0xFFFF
-        rounded = ((bits + 2**31) % 2**32 - 2**31).to(torch.int32).view(torch.float32)
-        return torch.where(single == single, rounded, single)
+        return index, numbers

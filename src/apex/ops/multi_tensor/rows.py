@@ -1,0 +1,232 @@
+"""Lists of tensors whose rows are measured and updated one by one: row i is everything at index i of dimension 0.
+
+A vector is a single row. Rows are entries of the tables of the kernels, found by arithmetic: a model with 1.3 billion
+parameters has half a million of them, too many to look at one by one from Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _device
+from . import config
+from .lists import kernel_fits
+from .rule import GRADIENT, Rule
+from .tables import AddressTable, Layout, upload
+from .torch_lists import CPU_PIECE, DEVICE_PIECE, Piece, Slots, TorchLists, is_dense
+from .triton_lists import TritonLists, current_stream
+
+MINIMUM_BLOCK = 128
+
+
+def row_count(tensor: Tensor) -> int:
+    """The number of rows, none of them empty."""
+    if not tensor.numel():
+        return 0
+    return tensor.shape[0] if tensor.ndim > 1 else 1
+
+
+def rows_are_stretches(tensor: Tensor) -> bool:
+    """Whether every row is one stretch of memory, and the rows lie one after the other."""
+    if tensor.ndim < 2 or tensor.is_contiguous():
+        return tensor.is_contiguous()
+    return is_dense(tensor) and (tensor.shape[0] == 1 or tensor.stride(0) == tensor.numel() // max(1, tensor.shape[0]))
+
+
+class RowTable(AddressTable):
+    """The addresses of all rows, given those of the tensors."""
+
+    def __init__(
+        self, counts: Tensor, row_sizes: Tensor, widths: Sequence[int], gradient_width: int, device: torch.device
+    ) -> None:
+        self.owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        first = counts.cumsum(0) - counts
+        super().__init__(row_sizes[self.owner].tolist(), device)
+        self._widths = torch.tensor([*widths, gradient_width])
+        self._before = (torch.arange(len(self.owner)) - first[self.owner]) * row_sizes[self.owner]
+        step = self._widths[:, None] * row_sizes * (counts > 1)
+        self._rows_aligned = not bool((step & 15).any())
+
+    def _of_rows(self, addresses: list[list[int]], widths: Tensor) -> Tensor:
+        return torch.tensor(addresses)[:, self.owner] + widths[:, None] * self._before
+
+    def update_fixed(self, addresses: list[list[int]]) -> None:
+        """Addresses of the tensors of every list but the gradients; see `AddressTable.update_fixed`."""
+        if addresses != self._fixed_addresses:
+            rows = self._of_rows(addresses, self._widths[:-1])
+            self.fixed = upload(torch.stack((torch.tensor(self.sizes), *rows), 1), torch.int64, self.device)
+            self._fixed_addresses = addresses
+            self._fixed_aligned = self._rows_aligned and not any(address & 15 for row in addresses for address in row)
+
+    def update_moving(self, addresses: list[int] | None) -> None:
+        """Addresses of the gradients; see `AddressTable.update_moving`."""
+        if addresses is not None and addresses != self._moving_addresses:
+            self.moving = upload(self._of_rows([addresses], self._widths[-1:])[0], torch.int64, self.device)
+            self._moving_addresses = addresses
+            self._moving_aligned = not any(address & 15 for address in addresses)
+
+
+class TritonRowLists(TritonLists):
+    """`TritonLists` whose tensors are rows."""
+
+    def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
+        first = next(tensors for tensors in slots if tensors)
+        self.device = first[0].device
+        self.stream = current_stream(self.device)
+        self.types = tuple(tensors[0].dtype if tensors else None for tensors in (*slots, copy))
+        counts = [row_count(tensor) for tensor in first]
+        row_sizes = [tensor.numel() // max(1, count) for tensor, count in zip(first, counts, strict=True)]
+        gradients = slots[GRADIENT]
+        assert gradients
+        fixed = [
+            tensors[0].element_size() for slot, tensors in enumerate((*slots, copy)) if slot != GRADIENT and tensors
+        ]
+        self._table: RowTable = RowTable(
+            torch.tensor(counts), torch.tensor(row_sizes), fixed, gradients[0].element_size(), self.device
+        )
+        self.sizes = tuple(self._table.sizes)
+        self._block = self._block_for(sum(dtype is not None for dtype in self.types))
+        self._layout = Layout(self.sizes, self._block, self.device)
+        self.owner = upload(self._table.owner, torch.int64, self.device)
+        bounds = torch.cat((torch.zeros(1, dtype=torch.int64), torch.tensor(counts).cumsum(0)))
+        self._tensor_bounds = upload(bounds, torch.int32, self.device)
+        self._launches = {}
+        self._all_tensors = None
+        self.point_to(slots, copy)
+
+    def _block_for(self, lists: int) -> int:
+        """No more than the average row needs: what a block has beyond the end of its row is idle."""
+        largest = config.block(_device.facts(self.device), lists)
+        average = sum(self.sizes) // max(1, len(self.sizes))
+        return min(largest, max(MINIMUM_BLOCK, 1 << (average - 1).bit_length() if average > 1 else 1))
+
+    def _per_tensor(self, rule: Rule, partials: Tensor, noop: Tensor | None) -> Tensor:
+        if self._layout.count == len(self.sizes):  # a block per row
+            return partials
+        return super()._per_tensor(rule, partials, noop)
+
+    def of_tensors(self, per_row: Tensor, *, maximum: bool = False) -> Tensor:
+        """Sums (or maxima) over the rows of each tensor: float32 [tensors, columns] from [rows, columns]."""
+        columns = per_row.shape[1]
+        out = torch.empty(self._tensor_bounds.numel() - 1, columns, dtype=torch.float32, device=self.device)
+        self._reduce(per_row, self._tensor_bounds, None, out, columns, maximum, root=False)
+        return out
+
+
+class TorchRowLists(TorchLists):
+    """`TorchLists` that measure, and take the two numbers, row by row."""
+
+    def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
+        super().__init__(slots, copy)
+        first = next(tensors for tensors in slots if tensors)
+        self._counts = [row_count(tensor) for tensor in first]
+        self._first_rows = [sum(self._counts[:index]) for index in range(len(first))]
+        self.results = sum(self._counts)
+        # Other tensors are taken whole, in the order of their indices, which is the order of their rows too.
+        self._same_layout = [
+            same and rows_are_stretches(tensor) for same, tensor in zip(self._same_layout, first, strict=True)
+        ]
+        limit = CPU_PIECE if self.device.type == "cpu" else DEVICE_PIECE
+        self._pieces = list(self._row_pieces(limit))
+        self.owner = torch.repeat_interleave(torch.arange(len(first)), torch.tensor(self._counts)).to(self.device)
+
+    def _row_size(self, index: int) -> int:
+        return self.sizes[index] // max(1, self._counts[index])
+
+    def _row_pieces(self, limit: int) -> Iterator[Piece]:
+        """Slices of large tensors: some whole rows, or a part of one. Small tensors strung together."""
+        index = 0
+        while index < len(self.sizes):
+            size, row = self.sizes[index], self._row_size(index)
+            if not self._same_layout[index]:
+                yield Piece(index, index + 1)
+                index += 1
+            elif size >= limit // 4:
+                if row <= limit:
+                    step = limit // row * row
+                    yield from (Piece(index, index + 1, at, min(at + step, size)) for at in range(0, size, step))
+                else:
+                    for begin in range(0, size, row):
+                        for at in range(begin, begin + row, limit):
+                            yield Piece(index, index + 1, at, min(at + limit, begin + row))
+                index += 1
+            else:
+                begin, elements = index, 0
+                while (
+                    index < len(self.sizes)
+                    and self._same_layout[index]
+                    and self.sizes[index] < limit // 4
+                    and elements + self.sizes[index] <= limit
+                ):
+                    elements += self.sizes[index]
+                    index += 1
+                if elements:
+                    yield Piece(begin, index)
+
+    def _row_range(self, index: int, piece: Piece) -> tuple[int, int]:
+        """The rows of tensor `index` that a piece touches."""
+        first = self._first_rows[index]
+        if piece.start is None or piece.stop is None:
+            return first, first + self._counts[index]
+        row = self._row_size(index)
+        return first + piece.start // row, first + -(-piece.stop // row)
+
+    def _spread(self, per_row: Tensor, piece: Piece) -> Tensor:
+        """A value for every element of the piece from one for every row."""
+        parts = []
+        for index in range(piece.first, piece.last):
+            begin, end = self._row_range(index, piece)
+            row = self._row_size(index)
+            if end - begin == 1 and piece.start is not None and piece.stop is not None:
+                row = piece.stop - piece.start
+            parts.append(per_row[begin:end, None].expand(-1, row).reshape(-1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _whole(self, whole: Tensor | None, piece: Piece) -> tuple[Any, Any]:
+        if whole is None:
+            return 0.0, 0.0
+        wide = whole.to(self._compute)
+        return self._spread(wide[:, 0], piece), self._spread(wide[:, 1], piece)
+
+    def _measure(self, rule: Rule, terms: Sequence[Any], piece: Piece, found: Tensor) -> None:
+        sizes = self.sizes[piece.first : piece.last]
+        for quantity in range(rule.quantities):
+            parts = terms[quantity].split(sizes) if len(sizes) > 1 else (terms[quantity],)
+            for index, part in enumerate(parts, piece.first):
+                begin, end = self._row_range(index, piece)
+                if end > begin:
+                    found[begin:end, quantity] += part.view(end - begin, -1).sum(1)
+
+    def _numbering(self, value: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+        """The index of every element within its row, and the number of its row."""
+        rows = torch.arange(self.results, device=value.device)
+        indices = []
+        for index in range(piece.first, piece.last):
+            begin, end = self._row_range(index, piece)
+            row = self._row_size(index)
+            if piece.start is not None and piece.stop is not None and end - begin == 1:
+                indices.append(torch.arange(piece.start % row, piece.start % row + value.numel(), device=value.device))
+            else:
+                indices.append(torch.arange(row, device=value.device).repeat(end - begin))
+        return torch.cat(indices), self._spread(rows, piece)
+
+    def of_tensors(self, per_row: Tensor, *, maximum: bool = False) -> Tensor:
+        """Sums (or maxima) over the rows of each tensor: [tensors, columns] from [rows, columns]."""
+        nothing = per_row.new_zeros(per_row.shape[1])
+        parts = per_row.split(self._counts)
+        return torch.stack([nothing if not len(part) else part.amax(0) if maximum else part.sum(0) for part in parts])
+
+
+RowLists = TritonRowLists | TorchRowLists
+
+
+def make_row_lists(slots: Slots, copy: Sequence[Tensor] | None = None) -> RowLists:
+    """The lists of one group (see `make_lists`), row by row, on the implementation that the dispatch chooses."""
+    used = [tensors for tensors in (*slots, copy) if tensors]
+    fits = all(map(kernel_fits, zip(*used, strict=True))) and all(map(rows_are_stretches, used[0]))
+    has_rows = any(tensor.numel() for tensor in used[0])
+    return TritonRowLists(slots, copy) if fits and has_rows else TorchRowLists(slots, copy)

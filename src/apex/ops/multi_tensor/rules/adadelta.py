@@ -1,0 +1,25 @@
+"""Adadelta."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import maths as tl
+from ..rule import Rule
+
+
+def _adadelta(values, whole, scalars, FLAGS):
+    p, g, square, travelled, a = values
+    lr, rho, rest, eps, decay, _b, _c, _d = scalars
+    g = g + decay * p
+    square = square * rho + rest * g * g
+    delta = tl.sqrt(travelled + eps) / tl.sqrt(square + eps) * g
+    travelled = travelled * rho + rest * delta * delta
+    return p - lr * delta, g, square, travelled, a
+
+
+def _adadelta_scalars(*, lr: Any, rho: float, eps: float, weight_decay: float) -> tuple[Any, ...]:
+    return lr, rho, 1 - rho, eps, weight_decay
+
+
+ADADELTA = Rule("adadelta", _adadelta, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_adadelta_scalars)

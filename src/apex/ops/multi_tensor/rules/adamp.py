@@ -1,0 +1,48 @@
+"""AdamP: Adam whose steps do not lengthen weights that a normalisation makes invariant to their length.
+
+Two passes. The first moves Adam's moments on and measures, for every row, what the projection needs; the second takes
+the step. In between the optimizer decides which tensors are projected, and along what.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import maths as tl
+from ..rule import Rule
+from .adam import corrections
+
+
+def _direction(g, m, v, scalars, NESTEROV):
+    """Where Adam would go, the learning rate and the first correction left out."""
+    if NESTEROV:
+        m = m + (g - m) * scalars[1]
+    return m / (tl.sqrt(v) * scalars[6] + scalars[4])
+
+
+def _adamp_measure(values, whole, scalars, FLAGS):
+    """FLAGS: Nesterov."""
+    p, g, m, v, a = values
+    m = m + (g - m) * scalars[1]
+    v = v * scalars[2] + scalars[3] * g * g
+    direction = _direction(g, m, v, scalars, FLAGS[0])
+    return (p, g, m, v, a), (p * g, g * g, p * p, p * direction)
+
+
+def _adamp(values, whole, scalars, FLAGS):
+    """FLAGS: Nesterov. The two numbers of a row: what part of the parameter leaves the direction; the weight decay."""
+    p, g, m, v, a = values
+    direction = _direction(g, m, v, scalars, FLAGS[0]) - whole[0] * p
+    return p - whole[1] * p - scalars[0] * direction, g, m, v, a
+
+
+def _adamp_scalars(*, lr: Any, beta1: float, beta2: float, eps: float, step: Any) -> tuple[Any, ...]:
+    first, root = corrections(beta1, beta2, step, True)
+    return lr * first, 1 - beta1, beta2, 1 - beta2, eps, 0.0, root
+
+
+ADAMP_MEASURE = Rule(
+    "adamp_measure", _adamp_measure, (0, 1, 2, 3), (2, 3), _adamp_scalars, helpers=(_direction,), quantities=4
+)
+ADAMP = Rule("adamp", _adamp, (0, 2, 3), (0,), _adamp_scalars, helpers=(_direction,))
+ADAMP_NESTEROV = Rule("adamp_nesterov", _adamp, (0, 1, 2, 3), (0,), _adamp_scalars, helpers=(_direction,))

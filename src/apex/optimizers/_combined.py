@@ -1,0 +1,303 @@
+"""Optimizers whose parameters and gradients lie in combined buffers: one flat tensor per device and dtype.
+
+The originals are views of the buffers, so that one operator on a buffer (a norm, a clip, an all-reduce) serves all.
+A user can break that sharing at any time: `p.grad = ...`, `model.zero_grad()`, `model.half()`. Every step looks at all
+addresses again and moves back what was moved away; the numbers never depend on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.multi_tensor import flat
+from ..ops.multi_tensor.lists import DTYPES
+from ._base import FusedOptimizer, Skip
+from ._buckets import local
+
+logger = logging.getLogger("apex.optimizers")
+
+_grad_of = operator.attrgetter("grad")
+_data_ptr = Tensor.data_ptr
+
+
+def _alike(tensor: Tensor, other: Tensor) -> bool:
+    """Whether one can take the other's place, however it is strided."""
+    return (tensor.shape, tensor.dtype, tensor.device, tensor.layout) == (
+        other.shape,
+        other.dtype,
+        other.device,
+        other.layout,
+    )
+
+
+class Combination:
+    """Parameters of one device and dtype in one buffer, and their gradients in another."""
+
+    def __init__(self, members: list[Tensor], groups: list[int]) -> None:
+        """`groups` has the parameter group of each member; members of a group follow each other."""
+        self.members = members
+        self._groups = groups
+        self.params, self._homes = flat.combine(members)
+        self.grads = torch.zeros_like(self.params)
+        self._offsets, _ = flat.offsets_of(members)
+        self._grad_homes = [
+            flat.view_like(self.grads, offset, member) for offset, member in zip(self._offsets, members, strict=True)
+        ]
+        self._addresses = list(map(_data_ptr, self._homes))
+        self._grad_addresses = list(map(_data_ptr, self._grad_homes))
+        # Whether a gradient's place in the buffer is in use; otherwise it is zero.
+        self._in_use = [False] * len(members)
+
+    def holds_params(self) -> bool:
+        """Moves parameters that got other memory back to the buffer; False where that cannot be done."""
+        addresses = list(map(_data_ptr, self.members))
+        if addresses == self._addresses:
+            return True
+        moved = [index for index, address in enumerate(addresses) if address != self._addresses[index]]
+        for index in moved:
+            member, home = self.members[index], self._homes[index]
+            if not _alike(member, home) or member.stride() != home.stride():
+                return False
+        if flat.overlapping(self.members):
+            return False
+        # Cloned first: a parameter may have been given the memory of another.
+        values = [self.members[index].detach().clone() for index in moved]
+        for index, value in zip(moved, values, strict=True):
+            self.members[index].data = self._homes[index].copy_(value)
+        return True
+
+    def gather(self) -> None:
+        """Moves gradients that have other memory to the buffer."""
+        gradients = list(map(_grad_of, self.members))
+        if self._shares_all(gradients):
+            return
+        moved, values = [], []
+        storage = self.grads.untyped_storage().data_ptr()
+        for index, (gradient, home) in enumerate(zip(gradients, self._grad_homes, strict=True)):
+            if gradient is None or not _alike(gradient, home):
+                if self._in_use[index]:
+                    home.zero_()
+                    self._in_use[index] = False
+            else:
+                self._in_use[index] = True
+                if gradient.data_ptr() != self._grad_addresses[index]:
+                    value = gradient.detach()
+                    moved.append(index)
+                    values.append(value.clone() if value.untyped_storage().data_ptr() == storage else value)
+        if moved:
+            torch._foreach_copy_([self._grad_homes[index] for index in moved], values)
+        for index in moved:
+            self.members[index].grad = self._grad_homes[index]
+
+    def _shares_all(self, gradients: Sequence[Tensor | None]) -> bool:
+        try:
+            return list(map(_data_ptr, gradients)) == self._grad_addresses  # type: ignore[arg-type]
+        except (TypeError, RuntimeError):  # a gradient that is None or sparse
+            return False
+
+    def zero(self) -> None:
+        """Zeroes every gradient and keeps, or takes up, sharing; what is None stays so."""
+        self.grads.zero_()
+        gradients = list(map(_grad_of, self.members))
+        if self._shares_all(gradients):
+            return
+        for index, (gradient, home) in enumerate(zip(gradients, self._grad_homes, strict=True)):
+            self._in_use[index] = gradient is not None and _alike(gradient, home)
+            if self._in_use[index]:
+                self.members[index].grad = home
+            elif gradient is not None:
+                self.members[index].grad = gradient.detach().zero_()
+
+    def part_of_group(self, buffer: Tensor, group: int) -> Tensor | None:
+        """The part of one of the buffers that belongs to a parameter group."""
+        indices = [index for index, number in enumerate(self._groups) if number == group]
+        if not indices:
+            return None
+        end = self._offsets[indices[-1]] + flat.aligned_size(self.members[indices[-1]])
+        return buffer[self._offsets[indices[0]] : end]
+
+    def mask(self) -> Tensor:
+        """1 where an element of a gradient is, 0 in the gaps, shaped like the buffers."""
+        mask = torch.zeros_like(self.grads)
+        for offset, member in zip(self._offsets, self.members, strict=True):
+            mask[offset : offset + member.numel()] = 1
+        return mask
+
+
+class CombinedTensors:
+    """All combinations of an optimizer, made anew when its parameters change."""
+
+    def __init__(self) -> None:
+        self.combinations: list[Combination] = []
+        self._params: list[Tensor] = []
+        # Parameters that are left where they are: frozen, sharded, overlapping.
+        self.loose: list[Tensor] = []
+        self._frozen: list[Tensor] = []
+        self._reported = False
+
+    def knows(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether the parameters are the ones that were combined."""
+        params = [param for group in groups for param in group["params"]]
+        return len(params) == len(self._params) and all(map(operator.is_, params, self._params))
+
+    @torch.no_grad()
+    def update(self, groups: list[dict[str, Any]]) -> None:
+        """Makes the buffers hold what the parameters and gradients are now."""
+        params = [param for group in groups for param in group["params"]]
+        if not self.knows(groups) or any(param.requires_grad for param in self._frozen):
+            self._build(groups, params)
+        elif not all(combination.holds_params() for combination in self.combinations):
+            if not self._reported:
+                logger.warning(
+                    "parameters were given memory outside of the combined buffer; they are combined anew, "
+                    "which takes a copy of all of them each time"
+                )
+                self._reported = True
+            self._build(groups, params)
+        for combination in self.combinations:
+            combination.gather()
+
+    def _build(self, groups: list[dict[str, Any]], params: list[Tensor]) -> None:
+        owners = [index for index, group in enumerate(groups) for _ in group["params"]]
+        able = [index for index, param in enumerate(params) if _can_be_combined(param)]
+        shared = flat.overlapping([params[index] for index in able])
+        chosen = [index for position, index in enumerate(able) if position not in shared]
+        kinds: dict[Any, list[int]] = {}
+        for index in chosen:
+            kinds.setdefault((params[index].device, params[index].dtype), []).append(index)
+        # One after the other, each replaced before the next is made: memory for one more buffer is enough.
+        self.combinations = []
+        for indices in kinds.values():
+            self.combinations.append(
+                Combination([params[index] for index in indices], [owners[index] for index in indices])
+            )
+        taken = set(chosen)
+        self.loose = [param for index, param in enumerate(params) if index not in taken]
+        self._frozen = [param for param in self.loose if not param.requires_grad]
+        self._params = params
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CombinedTensors:
+        return CombinedTensors()
+
+
+def _can_be_combined(param: Tensor) -> bool:
+    return (
+        param.requires_grad
+        and local(param) is param
+        and type(param) in (Tensor, torch.nn.Parameter)
+        and param.layout == torch.strided
+        and param.dtype in DTYPES
+        and not param.is_meta
+    )
+
+
+class NpuFusedOptimizerBase(FusedOptimizer):
+    """Base of Ascend's optimizers, on every device: see `FusedOptimizer` for the options after the star.
+
+    At the first step, or the first look at the buffers, trainable parameters move to one buffer per device and dtype,
+    a group's next to each other; their gradients move to another as they appear. `get_optimizer_combined_params` and
+    `get_optimizer_combined_grads` return the buffers. Parameters that share memory with each other, or are
+    distributed, stay where they are and are updated all the same.
+
+    `zero_grad()` zeroes the gradients and keeps them in their buffer. `zero_grad(set_to_none=True)` frees them from it,
+    with PyTorch's meaning (a parameter without a gradient is not touched by a step) at the price of a copy per step.
+    """
+
+    is_npu_fused_optimizer = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._combined = CombinedTensors()
+        super().__init__(*args, **options)
+        self.set_grad_none = False
+
+    @torch.no_grad()
+    def _step_now(self, skip: Skip) -> None:
+        self._combined.update(self.param_groups)
+        super()._step_now(skip)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Zeroes the gradients; with `set_to_none` they become None, and move to the buffer when there are new ones."""
+        if set_to_none is None:
+            set_to_none = self.set_grad_none
+        if set_to_none or not self._combined.knows(self.param_groups):
+            super().zero_grad(set_to_none=set_to_none)
+        else:
+            self._zero_combined()
+
+    # Outside of compiled graphs, which have no addresses.
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _zero_combined(self) -> None:
+        for combination in self._combined.combinations:
+            combination.zero()
+        for param in self._combined.loose:
+            if param.grad is not None:
+                param.grad.detach_().zero_()
+
+    def get_optimizer_combined_params(self) -> list[Tensor]:
+        """The buffers of the parameters, one per device and dtype."""
+        return [combination.params for combination in self._combinations()]
+
+    def get_optimizer_combined_grads(self) -> list[Tensor]:
+        """The buffers of the gradients, one per device and dtype; zero where a parameter has none."""
+        return [combination.grads for combination in self._combinations()]
+
+    def get_optimizer_combined_grad_masks(self) -> list[Tensor]:
+        """For each buffer of gradients a tensor that is 1 where gradients are and 0 in the gaps between them."""
+        return [combination.mask() for combination in self._combinations()]
+
+    @property
+    def combined_params_indexed_by_group(self) -> list[list[Tensor]]:
+        """For each parameter group its parts of the parameters' buffers."""
+        return self._by_group("params")
+
+    @property
+    def combined_grads_indexed_by_group(self) -> list[list[Tensor]]:
+        """For each parameter group its parts of the gradients' buffers."""
+        return self._by_group("grads")
+
+    def _by_group(self, name: str) -> list[list[Tensor]]:
+        combinations = self._combinations()
+        parts = [
+            [combination.part_of_group(getattr(combination, name), index) for combination in combinations]
+            for index in range(len(self.param_groups))
+        ]
+        return [[part for part in group if part is not None] for group in parts]
+
+    def _combinations(self) -> list[Combination]:
+        self._combined.update(self.param_groups)
+        return self._combined.combinations
+
+    def _all_gradients(self) -> list[Tensor]:
+        """The buffers of the gradients, and the gradients that are in none."""
+        loose = [param.grad for param in self._combined.loose if param.grad is not None]
+        return self.get_optimizer_combined_grads() + loose
+
+    @torch.no_grad()
+    def clip_optimizer_grad_norm_fused(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the gradients down to a norm of `max_norm` over all of them; returns the norm that they had.
+
+        Runs on the buffers and does not wait for the device.
+        """
+        gradients = self._all_gradients()
+        if not gradients:
+            return torch.zeros(())
+        norms = [
+            torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32))
+            for gradient in gradients
+        ]
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]), norm_type)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device))
+        return total
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._combined = CombinedTensors()

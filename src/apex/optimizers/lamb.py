@@ -1,0 +1,78 @@
+"""Lamb: LAMB in the form of BERT's early PyTorch trainings, on combined parameters and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..ops.multi_tensor import rules
+from ._base import Skip, check_betas, check_hyperparameters
+from ._buckets import Bucket
+from ._combined import NpuFusedOptimizerBase
+
+# Weights longer than this are taken as this long.
+LONGEST_WEIGHT = 10.0
+
+
+class Lamb(NpuFusedOptimizerBase):
+    """LAMB without bias correction, the norm of the weights clamped to 10.
+
+    Each parameter moves by `lr * min(|p|, 10) / |u| * u`, where u is Adam's step plus `weight_decay * p`; by `lr * u`
+    where a norm is zero, and with `adam`. `apex.optimizers.FusedLAMB` is LAMB with bias correction.
+    """
+
+    _takes_shards = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        adam: bool = False,
+        *,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas(betas)
+        self.adam = adam
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            capturable=capturable,
+        )
+
+    def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
+        return "exp_avg", "exp_avg_sq"
+
+    def _clipped(self, skip: Skip) -> Skip:
+        """`skip` with what gradients are multiplied by before they are used."""
+        return skip
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+        beta1, beta2 = group["betas"]
+        hyper = {
+            "lr": group["lr"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "step": step,
+            "bias_correction": False,
+        }
+        lists, flags = bucket.lists, (True,)
+        factor = self._clipped(skip).on(bucket.device).inverse_scale
+        if self.adam:
+            lists.apply(rules.LAMB_UNSCALED, hyper, flags, noop=skip.noop, grad_scale=factor, seed=seed)
+            return
+        squares = lists.apply(rules.LAMB_MOMENTS, hyper, flags, noop=skip.noop, grad_scale=factor)
+        assert squares is not None
+        squares[:, 0].clamp_(max=LONGEST_WEIGHT**2)
+        lists.apply(rules.LAMB_STEP, hyper, flags, noop=skip.noop, whole=squares, seed=seed)

@@ -1,0 +1,47 @@
+"""NpuFusedAdadelta: Adadelta on combined parameters and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..ops.multi_tensor import rules
+from ._base import Skip, check_hyperparameters
+from ._buckets import Bucket
+from ._combined import NpuFusedOptimizerBase
+
+
+class NpuFusedAdadelta(NpuFusedOptimizerBase):
+    """The numbers of `torch.optim.Adadelta`, with which state dicts are interchangeable."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1.0,
+        rho: float = 0.9,
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        *,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay)
+        if not 0.0 <= rho <= 1.0:
+            raise ValueError(f"rho={rho} is not in [0, 1]")
+        super().__init__(
+            params,
+            {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay},
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            capturable=capturable,
+        )
+
+    def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
+        return "square_avg", "acc_delta"
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+        hyper = {name: group[name] for name in ("lr", "rho", "eps", "weight_decay")}
+        bucket.lists.apply(rules.ADADELTA, hyper, noop=skip.noop, grad_scale=skip.inverse_scale, seed=seed)

@@ -1,0 +1,42 @@
+"""NpuFusedAdam: Adam on combined parameters and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ._combined import NpuFusedOptimizerBase
+from .fused_adam import FusedAdam
+
+
+class NpuFusedAdam(NpuFusedOptimizerBase, FusedAdam):
+    """The numbers of `torch.optim.Adam`, with which state dicts are interchangeable: decay is added to the gradient."""
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            adam_w_mode=self._decoupled,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            capturable=capturable,
+        )

@@ -1,0 +1,40 @@
+"""NpuFusedAdamW: AdamW on combined parameters and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .npu_fused_adam import NpuFusedAdam
+
+
+class NpuFusedAdamW(NpuFusedAdam):
+    """The numbers of `torch.optim.AdamW`, with which state dicts are interchangeable."""
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            capturable=capturable,
+        )

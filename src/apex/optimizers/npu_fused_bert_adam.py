@@ -1,0 +1,157 @@
+"""NpuFusedBertAdam: BERT's Adam and its schedules of the learning rate, on combined parameters and gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import required
+
+from ..ops.multi_tensor import rules
+from ._base import Skip, check_hyperparameters
+from ._buckets import Bucket
+from ._combined import NpuFusedOptimizerBase
+from ._norms import clipped, global_norm
+
+# Schedules ------------------------------------------------------------------------------------------------------------
+# x is the share of the training that is done, a number or a tensor; a negative warmup means none.
+
+
+def _warmed_up(x: Any, warmup: float, later: Any) -> Any:
+    """x / warmup while x is below warmup, then `later`."""
+    if warmup <= 0:
+        return later
+    if isinstance(x, Tensor):
+        return torch.where(x < warmup, x / warmup, later)
+    return x / warmup if x < warmup else later
+
+
+def _at_least_zero(x: Any) -> Any:
+    return x.clamp(min=0.0) if isinstance(x, Tensor) else max(x, 0.0)
+
+
+def warmup_cosine(x: Any, warmup: float = 0.002) -> Any:
+    """Up to 1 in a straight line, then along half a cosine down to 0."""
+    cosine = torch.cos(math.pi * x) if isinstance(x, Tensor) else math.cos(math.pi * x)
+    return _warmed_up(x, warmup, 0.5 * (1.0 + cosine))
+
+
+def warmup_constant(x: Any, warmup: float = 0.002) -> Any:
+    """Up to 1 in a straight line, then 1."""
+    return _warmed_up(x, warmup, torch.ones_like(x) if isinstance(x, Tensor) else 1.0)
+
+
+def warmup_linear(x: Any, warmup: float = 0.002) -> Any:
+    """Up to 1 in a straight line, then down to 0 in another."""
+    return _warmed_up(x, warmup, _at_least_zero((x - 1.0) / (max(warmup, 0.0) - 1.0)))
+
+
+def warmup_poly(x: Any, warmup: float = 0.002, degree: float = 0.5) -> Any:
+    """Up to 1 in a straight line, then the given power of what is left of the training."""
+    return _warmed_up(x, warmup, _at_least_zero(1.0 - x) ** degree)
+
+
+SCHEDULES: dict[str, Callable[..., Any]] = {
+    "warmup_cosine": warmup_cosine,
+    "warmup_constant": warmup_constant,
+    "warmup_linear": warmup_linear,
+    "warmup_poly": warmup_poly,
+}
+
+
+class NpuFusedBertAdam(NpuFusedOptimizerBase):
+    """Adam as BERT was trained with: no bias correction, decoupled weight decay, a schedule of the learning rate.
+
+    The learning rate of a step is `lr` times `schedule` of the steps before it over `t_total`; `warmup` is the share of
+    `t_total` in which it rises, -1 for none. It is `lr` at all times if `t_total` is -1. Where a group has a
+    `max_grad_norm` above 0, its gradients are scaled down such that the norm over all groups would not exceed it.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = required,  # type: ignore[assignment]
+        warmup: float = -1,
+        t_total: int = -1,
+        schedule: str = "warmup_linear",
+        b1: float = 0.9,
+        b2: float = 0.99,
+        e: float = 1e-6,
+        weight_decay: float = 0.01,
+        max_grad_norm: float = -1,
+        *,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        check_hyperparameters(lr=0.0 if lr is required else lr, e=e, weight_decay=weight_decay)
+        if warmup != -1 and not 0.0 <= warmup < 1.0:
+            raise ValueError(f"warmup={warmup} is neither in [0, 1) nor -1")
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule={schedule!r} is not known; there are {', '.join(SCHEDULES)}")
+        for name, beta in (("b1", b1), ("b2", b2)):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"{name}={beta} is not in [0, 1)")
+        defaults = {
+            "lr": lr,
+            "schedule": schedule,
+            "warmup": warmup,
+            "t_total": t_total,
+            "b1": b1,
+            "b2": b2,
+            "e": e,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+        }
+        self.global_grad_norm: Tensor | None = None
+        super().__init__(
+            params,
+            defaults,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            capturable=capturable,
+        )
+
+    @property
+    def _clips(self) -> bool:
+        return any(group["max_grad_norm"] > 0 for group in self.param_groups)
+
+    @property
+    def _takes_shards(self) -> bool:  # type: ignore[override]
+        return not self._clips
+
+    def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
+        return "exp_avg", "exp_avg_sq"
+
+    @torch.no_grad()
+    def get_global_grad_norm(self) -> Tensor:
+        """The norm of all gradients as they are, float32 [1]; also kept as `global_grad_norm`."""
+        norms = [torch.linalg.vector_norm(grad.float()) for grad in self._all_gradients()]
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])) if norms else None
+        self.global_grad_norm = torch.zeros(1) if total is None else total.reshape(1)
+        return self.global_grad_norm
+
+    def _before_update(self, skip: Skip) -> None:
+        self.global_grad_norm = global_norm([bucket for _, bucket in self._ready], skip) if self._clips else None
+
+    def _rate(self, group: dict[str, Any], step: Any) -> Any:
+        if group["t_total"] == -1:
+            return group["lr"]
+        return group["lr"] * SCHEDULES[group["schedule"]]((step - 1) / group["t_total"], group["warmup"])
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+        if group["max_grad_norm"] > 0:
+            skip = clipped(skip, self.global_grad_norm, group["max_grad_norm"]).on(bucket.device)
+        hyper = {
+            "lr": self._rate(group, step),
+            "beta1": group["b1"],
+            "beta2": group["b2"],
+            "eps": group["e"],
+            "weight_decay": group["weight_decay"],
+            "step": step,
+            "bias_correction": False,
+        }
+        bucket.lists.apply(rules.ADAM, hyper, (True,), noop=skip.noop, grad_scale=skip.inverse_scale, seed=seed)

@@ -1,0 +1,49 @@
+"""NpuFusedLamb: `Lamb` with gradients clipped by their norm over all parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ._base import Skip
+from ._norms import clipped, global_norm
+from .lamb import Lamb
+
+
+class NpuFusedLamb(Lamb):
+    """`Lamb`; with `use_global_grad_norm` gradients longer than 1, all taken together, are divided by their norm."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        adam: bool = False,
+        use_global_grad_norm: bool = False,
+        *,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            adam,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            capturable=capturable,
+        )
+        self.use_global_grad_norm = use_global_grad_norm
+        self._norm: Tensor | None = None
+
+    def _before_update(self, skip: Skip) -> None:
+        self._norm = global_norm([bucket for _, bucket in self._ready], skip) if self.use_global_grad_norm else None
+
+    def _clipped(self, skip: Skip) -> Skip:
+        return clipped(skip, self._norm, 1.0)

@@ -1,0 +1,74 @@
+"""NpuFusedRMSprop: RMSprop on combined parameters and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..ops.multi_tensor import rules
+from ._base import Skip, check_hyperparameters
+from ._buckets import Bucket
+from ._combined import NpuFusedOptimizerBase
+
+_RULES = (rules.RMSPROP, rules.RMSPROP_MORE, rules.RMSPROP_ALL)
+
+
+class NpuFusedRMSprop(NpuFusedOptimizerBase):
+    """The numbers of `torch.optim.RMSprop`, with which state dicts are interchangeable."""
+
+    # TensorFlow has epsilon below the root.
+    _epsilon_below_root = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        *,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
+        **more: Any,
+    ) -> None:
+        check_hyperparameters(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
+        defaults = {
+            "lr": lr,
+            "alpha": alpha,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "centered": centered,
+            **more,
+        }
+        super().__init__(
+            params,
+            defaults,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            capturable=capturable,
+        )
+
+    def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
+        buffer = ("momentum_buffer",) if group["momentum"] > 0 else ()
+        mean = ("grad_avg",) if group["centered"] else ()
+        return ("square_avg", *buffer, *mean)
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {name: group[name] for name in ("lr", "alpha", "eps", "weight_decay", "momentum")}
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+        flags = (bool(group["centered"]), group["momentum"] > 0, self._epsilon_below_root)
+        bucket.lists.apply(
+            _RULES[flags[0] + flags[1]],
+            self._hyper(group),
+            flags,
+            noop=skip.noop,
+            grad_scale=skip.inverse_scale,
+            seed=seed,
+        )
