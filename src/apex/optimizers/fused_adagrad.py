@@ -49,6 +49,14 @@ class FusedAdagrad(FusedOptimizer):
         """`amp_C.multi_tensor_adagrad`, for subclasses written for the original."""
         return compiled_function("multi_tensor_adagrad")
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state, with the options without which `torch.optim.Adagrad` could not go on from it."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            group.setdefault("lr_decay", 0)
+            group.setdefault("initial_accumulator_value", 0)
+        return saved
+
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return ("sum",)
 
