@@ -308,7 +308,8 @@ def multi_tensor_lamb(
     """[gradients, parameters, first moments, second moments]; mode 0 has decay in the gradient, 1 decoupled.
 
     Gradients are divided by global_grad_norm / max_grad_norm where that is above 1. Without decay, only NVLAMB adapts
-    the step to the length of the parameter. The flag is not looked at; gradients are left as they were.
+    the step to the length of the parameter. The flag is not looked at. Where moments are in half precision, gradients
+    are overwritten.
     """
     expect(tensor_lists, 4)
     hyper = _hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)

@@ -81,15 +81,52 @@ def lamb(
     noop: Tensor | None = None,
     grad_scale: float | Tensor = 1.0,
 ) -> None:
-    """A step of LAMB, or, unless it `adapts` its length to the parameter's, of Adam."""
+    """A step of LAMB, or, unless it `adapts` its length to the parameter's, of Adam.
+
+    Half-precision moments are too coarse to compute the step from them a second time: gradients then become the steps.
+    """
+    moments = (tensor for tensors in named[0][2:4] for tensor in tensors or ())
     if not adapts:
         update(rules.LAMB_UNSCALED, named, hyper, (decoupled,), noop=noop, grad_scale=grad_scale)
+    elif any(tensor.dtype.itemsize < 4 for tensor in moments):
+        _lamb_through_gradients(named, hyper, decoupled, noop, grad_scale)
+    else:
+        for _, lists in groups_of(*named):
+            here = flag_on(noop, lists.device)
+            factor = _factor_on(grad_scale, lists.device)
+            found = lists.apply(rules.LAMB_MOMENTS, hyper, (decoupled,), noop=here, grad_scale=factor)
+            lists.apply(rules.LAMB_STEP, hyper, (decoupled,), noop=here, whole=found)
+
+
+def _lamb_through_gradients(
+    named: NamedSlots, hyper: dict[str, Any], decoupled: bool, noop: Tensor | None, grad_scale: float | Tensor
+) -> None:
+    slots, names = named
+    params, gradients, first, second = slots[:4]
+    assert params is not None
+    assert gradients is not None
+    if not params:
         return
-    for _, lists in groups_of(*named):
-        here = flag_on(noop, lists.device)
-        factor = _factor_on(grad_scale, lists.device)
-        found = lists.apply(rules.LAMB_MOMENTS, hyper, (decoupled,), noop=here, grad_scale=factor)
-        lists.apply(rules.LAMB_STEP, hyper, (decoupled,), noop=here, whole=found)
+    device = params[0].device
+    options = {key: hyper[key] for key in ("beta1", "beta2", "eps", "step", "bias_correction")}
+    options["beta3"] = 1 - hyper["beta1"] if hyper["grad_averaging"] else 1.0
+    update(
+        rules.LAMB_UPDATE,
+        ((params, gradients, first, second, gradients), (*names[:4], names[1])),
+        options,
+        (decoupled,),
+        noop=noop,
+        grad_scale=grad_scale,
+        whole=torch.full((len(params), 2), hyper["weight_decay"], device=device),
+    )
+    norms = [l2norm(tensors, per_tensor=True)[1] for tensors in (params, gradients)]
+    update(
+        rules.LAMB_WEIGHTS,
+        ((params, gradients, None, None, None, *slots[5:]), (*names[:2], "", "", "", *names[5:])),
+        {"lr": hyper["lr"]},
+        noop=noop,
+        whole=torch.stack(norms, 1),
+    )
 
 
 def clip_factor(norm: float | Tensor, largest: float | Tensor) -> float | Tensor:
