@@ -9,7 +9,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of all tensors, one after the other, as a new vector."""
+    """The elements of all tensors, one after the other, as a new vector; of a single one, a view if it can be."""
     return _flatten_dense_tensors(_checked(tensors))
 
 
