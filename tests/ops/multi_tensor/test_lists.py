@@ -97,7 +97,7 @@ def test_stochastic_rounding_has_the_same_bits_on_both_paths() -> None:
     for implementation in ("torch", "triton"):
         torch.manual_seed(3)
         params, grads = ([torch.randn(size).bfloat16() for size in SIZES] for _ in range(2))
-        params[1][0], params[1][1] = float("inf"), float("nan")
+        grads[1][0], grads[1][1] = float("inf"), float("nan")
         with _library.implementation(implementation):
             make_lists([params, grads, None, None, None]).apply(rules.PLAIN_SGD, {"lr": 0.125}, seed=77)
         results.append(params)

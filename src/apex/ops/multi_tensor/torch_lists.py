@@ -93,6 +93,7 @@ def _raise_flag(overflow: Tensor, values: Any) -> None:
 
 
 _flatten = torch._C._nn.flatten_dense_tensors
+_unflatten = torch._C._nn.unflatten_dense_tensors
 
 
 class TorchLists:
@@ -153,7 +154,8 @@ class TorchLists:
         if rule.quantities:
             found = torch.zeros(self.results, max(2, rule.quantities), dtype=torch.float64, device=self.device)
         for piece in self._pieces:
-            values = [self._load(slot, piece) if slot in rule.reads else 0.0 for slot in range(SLOTS)]
+            views = {slot: self._views(self.slots[slot], piece) for slot in rule.slots}
+            values = [self._joined(views[slot]) if slot in rule.reads else 0.0 for slot in range(SLOTS)]
             if overflow is not None:
                 for slot in checks:
                     if slot:
@@ -163,7 +165,8 @@ class TorchLists:
             results, terms = compute(values, self._whole(whole, piece))
             if found is not None:
                 self._measure(rule, terms, piece, found)
-            self._write(rule, results, piece, skip, seed)
+            for slot in rule.writes:
+                self._write(slot, views[slot], results[slot], piece, skip, seed)
         if found is None:
             return None
         found = found.to(torch.float32)
@@ -210,19 +213,23 @@ class TorchLists:
         found = values.amax() if maximum else values.sum(dtype=torch.float64)
         return (found.sqrt() if root else found).to(torch.float32).reshape(1)
 
-    def _views(self, tensors: Sequence[Tensor], piece: Piece) -> list[Tensor]:
+    def _views(self, tensors: Sequence[Tensor] | None, piece: Piece) -> list[Tensor]:
+        assert tensors is not None
         chosen = tensors[piece.first : piece.last]
         if not self._same_layout[piece.first]:
             return list(chosen)  # one tensor, whose elements are taken in the order of its indices
-        if piece.start is not None:
-            return [flat(chosen[0])[piece.start : piece.stop]]
-        return [t if contiguous else flat(t) for t, contiguous in zip(chosen, self._contiguous[piece.first :])]
+        if len(chosen) > 1:
+            contiguous = self._contiguous[piece.first : piece.last]
+            return list(chosen) if all(contiguous) else [flat(tensor) for tensor in chosen]
+        view = flat(chosen[0])
+        if piece.start is None or (piece.start == 0 and piece.stop == view.numel()):
+            return [view]
+        return [view[piece.start : piece.stop]]
 
-    def _load(self, slot: int, piece: Piece) -> Tensor:
-        tensors = self.slots[slot]
-        assert tensors is not None
-        views = self._views(tensors, piece)
-        return (views[0].reshape(-1) if len(views) == 1 else _flatten(views)).to(self._compute)
+    def _joined(self, views: list[Tensor]) -> Tensor:
+        """All elements of the views: in one dimension, and in the dtype that is computed in."""
+        values = views[0].reshape(-1) if len(views) == 1 else _flatten(views)
+        return values if values.dtype == self._compute else values.to(self._compute)
 
     def _whole(self, whole: Tensor | None, piece: Piece) -> tuple[Any, Any]:
         if whole is None:
@@ -254,27 +261,24 @@ class TorchLists:
         return torch.segment_reduce(term.double(), "max" if rule.maximum else "sum", lengths=lengths, initial=0)
 
     def _write(
-        self, rule: Rule, results: Sequence[Tensor], piece: Piece, skip: Tensor | None, seed: int | None
+        self, slot: int, views: list[Tensor], value: Tensor, piece: Piece, skip: Tensor | None, seed: int | None
     ) -> None:
-        for slot in rule.writes:
-            tensors = self.slots[slot]
-            assert tensors is not None
-            value = results[slot]
-            if slot == 0 and seed is not None:
-                value = self._round_stochastically(value, piece, seed)
-            self._put(self._views(tensors, piece), value, piece, skip)
-            if slot == 0 and self.copy is not None:
-                self._put(self._views(self.copy, piece), value, piece, skip)
+        if slot == 0 and seed is not None:
+            value = self._round_stochastically(value, piece, seed)
+        self._put(views, value, piece, skip)
+        if slot == 0 and self.copy is not None:
+            self._put(self._views(self.copy, piece), value, piece, skip)
 
     def _put(self, views: list[Tensor], value: Tensor, piece: Piece, skip: Tensor | None) -> None:
+        if len(views) == 1 and value.data_ptr() == views[0].data_ptr():
+            return  # computed in place
+        sizes = self.sizes[piece.first : piece.last]
         if len(views) == 1:
-            (view,) = views
-            if value.data_ptr() != view.data_ptr():  # else it was computed in place
-                part = value.view(view.shape)
-                view.copy_(part if skip is None else torch.where(skip, view, part.to(view.dtype)))
-            return
-        parts = value.split(self.sizes[piece.first : piece.last])
-        parts = [part.view(view.shape) for view, part in zip(views, parts, strict=True)]
+            parts = [value.view(views[0].shape)]
+        elif all(sizes):
+            parts = _unflatten(value, views)
+        else:
+            parts = [part.view(view.shape) for view, part in zip(views, value.split(sizes), strict=True)]
         if skip is not None:
             parts = [torch.where(skip, view, part.to(view.dtype)) for view, part in zip(views, parts, strict=True)]
         torch._foreach_copy_(views, parts)
