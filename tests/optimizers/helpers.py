@@ -35,7 +35,8 @@ LIMIT = 1e-6
 class Reference(torch.optim.Optimizer):
     """A plain optimizer to compare with: `update` is the formula for one parameter, changed in place.
 
-    `group["step"]` counts from 1 and is shared by the parameters of a group, as in the fused optimizers.
+    `group["step"]` counts from 1 the steps in which any parameter of the group had a gradient, as in the fused
+    optimizers.
     """
 
     def __init__(self, params: Any, **defaults: Any) -> None:
@@ -51,10 +52,10 @@ class Reference(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         self.prepare([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, p.grad.clone(), self.state[p], group)
+            present = [p for p in group["params"] if p.grad is not None]
+            group["step"] = group.get("step", 0) + bool(present)
+            for p in present:
+                self.update(p, p.grad.clone(), self.state[p], group)
 
 
 def parameters(

@@ -17,12 +17,12 @@ def _adagrad(values, whole, scalars, FLAGS):
     total = total + g * g
     update = lr * g / (tl.sqrt(total) + eps)
     if FLAGS[0]:
-        p = p * decay
+        update = update + decay * p
     return p - update, g, total, a, b
 
 
 def _adagrad_scalars(*, lr: Any, eps: float, weight_decay: float = 0.0, decoupled: bool = False) -> tuple[Any, ...]:
-    return lr, eps, 1 - lr * weight_decay if decoupled else weight_decay
+    return lr, eps, lr * weight_decay if decoupled else weight_decay
 
 
 ADAGRAD = Rule("adagrad", _adagrad, reads=(0, 1, 2), writes=(0, 2), scalars=_adagrad_scalars)

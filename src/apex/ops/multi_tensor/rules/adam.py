@@ -12,9 +12,7 @@ def _adam(values, whole, scalars, FLAGS):
     """FLAGS: decay decoupled from the gradient, AMSGrad."""
     p, g, m, v, peak = values
     step_size, rest1, beta2, rest2, eps, decay, root, _unused = scalars
-    if FLAGS[0]:
-        p = p - p * decay
-    else:
+    if not FLAGS[0]:
         g = g + decay * p
     m = m + (g - m) * rest1
     v = v * beta2 + rest2 * g * g
@@ -23,7 +21,11 @@ def _adam(values, whole, scalars, FLAGS):
         deviation = tl.sqrt(peak) * root + eps
     else:
         deviation = tl.sqrt(v) * root + eps
-    return p - step_size * m / deviation, g, m, v, peak
+    update = step_size * m / deviation
+    if FLAGS[0]:
+        # In one subtraction: the rounding of p - decay * p by itself hardly changes from step to step, and adds up.
+        update = update + decay * p
+    return p - update, g, m, v, peak
 
 
 def corrections(beta1: float, beta2: float, step: Any, bias_correction: bool) -> tuple[Any, Any]:

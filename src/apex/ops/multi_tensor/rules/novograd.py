@@ -22,7 +22,7 @@ def _novograd(values, whole, scalars, FLAGS):
         p = p - step_size * m
     else:
         m = m * beta1 + share * g
-        p = p * decay - step_size * inverse * m
+        p = p - (step_size * inverse * m + decay * p)
     return p, g, m, a, b
 
 
@@ -39,7 +39,7 @@ def _novograd_scalars(
     inside: bool = False,
 ) -> tuple[Any, ...]:
     first, root = corrections(beta1, beta2, step, bias_correction)
-    decay = weight_decay if inside else 1 - lr * weight_decay
+    decay = weight_decay if inside else lr * weight_decay
     return lr * first, beta1, 1 - beta1 if grad_averaging else 1.0, eps, decay, root
 
 
