@@ -51,6 +51,30 @@ def test_scale_finds_what_is_not_finite(where: tuple[int, int], bad: float, rout
 
 
 @pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("mixed", [False, True])
+def test_culprits_are_counted(mixed: bool, route: Route) -> None:
+    """Per tensor, infinite elements and NaNs; also where tensors of several dtypes go separate ways."""
+    inputs = make(route.device, torch.float16)
+    if mixed:
+        inputs[1] = inputs[1].float()
+    inputs[1][[3, 70, 299]] = torch.tensor([float("inf"), float("-inf"), float("nan")], device=route.device).to(
+        inputs[1].dtype
+    )
+    inputs[3][5] = float("nan")
+    outputs = [torch.empty_like(tensor, dtype=torch.float32) for tensor in inputs]
+    for call in (
+        lambda **options: scale(inputs, outputs, 0.5, **options),
+        lambda **options: axpby(inputs, outputs, outputs, 0.5, 0.0, checks="x", **options),
+    ):
+        flag = torch.zeros(1, device=route.device)
+        culprits = torch.zeros(len(inputs), 2, dtype=torch.int32, device=route.device)
+        with _library.implementation(route.implementation):
+            call(overflow=flag, culprits=culprits)
+        assert flag.item() == 1
+        assert culprits.tolist() == [[0, 0], [2, 1], [0, 0], [0, 1], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("route", routes())
 def test_scale_in_place_by_a_factor_on_the_device(route: Route) -> None:
     tensors = make(route.device)
     expected = [tensor.double() * 3 for tensor in tensors]
@@ -83,6 +107,9 @@ def test_axpby_checks_what_it_is_told_to(checks: str, route: Route) -> None:
             for output, wanted in zip(outputs, expected, strict=True):
                 assert_close(output, wanted)
             assert not flag.item()
+            axpby(x, y, outputs, torch.tensor(2.0, device=route.device), -0.5)
+            for output, wanted in zip(outputs, expected, strict=True):
+                assert_close(output, wanted)
             (x if poisoned == "x" else y)[1][7] = float("inf")
             axpby(x, y, outputs, 2.0, -0.5, overflow=flag, checks=checks)
         assert bool(flag.item()) == (poisoned in checks)

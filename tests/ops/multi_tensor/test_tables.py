@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apex.ops.multi_tensor.tables import AddressTable, Layout
-from apex.ops.multi_tensor.torch_lists import _pieces, is_dense
+from apex.ops.multi_tensor.torch_lists import cut_into_pieces, is_dense
 
 CPU = torch.device("cpu")
 
@@ -28,8 +28,9 @@ def test_a_layout_covers_every_element_once(sizes: list[int], block: int) -> Non
 def test_pieces_cover_every_element_once(tensors: list[tuple[int, bool]], limit: int) -> None:
     sizes = [size for size, _ in tensors]
     covered = [0] * len(sizes)
-    for piece in _pieces(sizes, limit, [sliceable for _, sliceable in tensors]):
-        for index in range(piece.first, piece.last):
+    for piece in cut_into_pieces(sizes, limit, [sliceable for _, sliceable in tensors]):
+        assert len(piece.indices) == 1 or (piece.start is None and sum(sizes[i] for i in piece.indices) <= limit)
+        for index in piece.indices:
             covered[index] += sizes[index] if piece.start is None else piece.stop - piece.start
     assert covered == sizes
 

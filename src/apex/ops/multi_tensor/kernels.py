@@ -9,6 +9,7 @@ scalars     float32 [scalars on the device]  in place of those scalars that ON_D
 whole       float32 [tensors, 2]             the two numbers of each tensor
 partials    float32 [programs, QUANTITIES]   what a measuring rule found in each block
 overflow    number [1]                       becomes 1 where a checked value is infinite or NaN
+    culprits    int32 [tensors, 2]               how many elements of checked slot 1 are infinite, and how many NaN
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def _block(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    table, moving, grad_scale, scalars, whole, partials, overflow = tensors
+    table, moving, grad_scale, scalars, whole, partials, overflow, culprits = tensors
     s0, s1, s2, s3, s4, s5, s6, s7 = numbers
     if ON_DEVICE[0]:
         s0 = tl.load(scalars)
@@ -187,6 +188,12 @@ def _block(
     if CHECKS[1]:
         if _not_finite(x1) != 0:
             tl.store(overflow, 1)
+            if culprits is not None:
+                # Sums of integers are the same in any order.
+                infinite = (tl.abs(x1) == float("inf")).to(tl.int32)
+                tl.atomic_add(culprits + 2 * tensor, tl.sum(infinite, axis=0))
+                unknown = tl.where(x1 == x1, 0, 1)
+                tl.atomic_add(culprits + 2 * tensor + 1, tl.sum(unknown, axis=0))
     if CHECKS[2]:
         if _not_finite(x2) != 0:
             tl.store(overflow, 1)
@@ -241,6 +248,7 @@ def apply_rule(
     whole,
     partials,
     overflow,
+    culprits,
     s0,
     s1,
     s2,
@@ -276,7 +284,7 @@ def apply_rule(
     tensor = tl.load(programs + 2 * program)
     offset = tl.load(programs + 2 * program + 1).to(tl.int64) * BLOCK
     size = tl.load(table + tensor * ROWS)
-    tensors = (table, moving, grad_scale, scalars, whole, partials, overflow)
+    tensors = (table, moving, grad_scale, scalars, whole, partials, overflow, culprits)
     numbers = (s0, s1, s2, s3, s4, s5, s6, s7)
     # Loads under a mask are not vectorised, which costs 60% on large tensors: only a tensor's last block has one.
     if offset + BLOCK <= size:

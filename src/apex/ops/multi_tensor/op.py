@@ -1,12 +1,14 @@
 """Scaling, sums and norms over lists of tensors, each in one pass per device and combination of dtypes.
 
 `overflow` is a tensor of one number that becomes 1 when an input has an infinite or NaN element; `noop` one that turns
-the work off on the device when it is not 0. Both may be the same.
+the work off on the device when it is not 0. Both may be the same. `culprits`, int32 [tensors, 2], counts infinite and
+NaN elements of every tensor that is checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,20 +24,34 @@ def scale(
     factor: float | Tensor,
     *,
     overflow: Tensor | None = None,
+    culprits: Tensor | None = None,
     noop: Tensor | None = None,
     names: tuple[str, str] = ("outputs", "inputs"),
 ) -> None:
     """`outputs[i] = factor * inputs[i]`; they may be the same tensors."""
-    for _, lists in groups_of((outputs, inputs), names):
+    for indices, lists in groups_of((outputs, inputs), names):
         on_device = factor.reshape(1).to(lists.device, torch.float32) if isinstance(factor, Tensor) else None
-        lists.apply(
-            rules.SCALE,
-            {"factor": 1.0 if on_device is not None else factor},
-            grad_scale=on_device,
-            overflow=flag_on(overflow, lists.device),
-            noop=flag_on(noop, lists.device),
-            checks=(1,) if overflow is not None else (),
-        )
+        with _counters(culprits, indices, lists.device) as counters:
+            lists.apply(
+                rules.SCALE,
+                {"factor": 1.0 if on_device is not None else factor},
+                grad_scale=on_device,
+                overflow=flag_on(overflow, lists.device),
+                culprits=counters,
+                noop=flag_on(noop, lists.device),
+                checks=(1,) if overflow is not None else (),
+            )
+
+
+@contextlib.contextmanager
+def _counters(culprits: Tensor | None, indices: Sequence[int], device: torch.device) -> Iterator[Tensor | None]:
+    """The counters of one group of tensors, which are added to those of all."""
+    if culprits is None or (len(indices) == len(culprits) and culprits.device == device):
+        yield culprits
+        return
+    counters = torch.zeros(len(indices), 2, dtype=torch.int32, device=device)
+    yield counters
+    culprits[torch.tensor(indices, device=culprits.device)] += counters.to(culprits.device)
 
 
 @torch.no_grad()
@@ -43,24 +59,29 @@ def axpby(
     x: Sequence[Tensor],
     y: Sequence[Tensor],
     outputs: Sequence[Tensor],
-    a: float,
+    a: float | Tensor,
     b: float,
     *,
     overflow: Tensor | None = None,
+    culprits: Tensor | None = None,
     checks: str = "xy",
     noop: Tensor | None = None,
     names: tuple[str, str, str] = ("outputs", "x", "y"),
 ) -> None:
-    """`outputs[i] = a * x[i] + b * y[i]`; `checks` names the inputs that are checked for overflow."""
+    """`outputs[i] = a * x[i] + b * y[i]`; `checks` names the inputs that are checked, `culprits` counts in `x`."""
     slots = tuple(slot for slot, name in ((1, "x"), (2, "y")) if overflow is not None and name in checks)
-    for _, lists in groups_of((outputs, x, y), names):
-        lists.apply(
-            rules.AXPBY,
-            {"a": a, "b": b},
-            overflow=flag_on(overflow, lists.device),
-            noop=flag_on(noop, lists.device),
-            checks=slots,
-        )
+    for indices, lists in groups_of((outputs, x, y), names):
+        on_device = a.reshape(1).to(lists.device, torch.float32) if isinstance(a, Tensor) else None
+        with _counters(culprits, indices, lists.device) as counters:
+            lists.apply(
+                rules.AXPBY,
+                {"a": 1.0 if on_device is not None else a, "b": b},
+                grad_scale=on_device,
+                overflow=flag_on(overflow, lists.device),
+                culprits=counters,
+                noop=flag_on(noop, lists.device),
+                checks=slots,
+            )
 
 
 @torch.no_grad()

@@ -15,45 +15,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import native
+from . import foreach, native
 from .programs import pattern_of, program_of
 from .rule import FLAG_COUNT, SCALARS, SLOTS, Rule, padded
 from .tracing import FULL, SMALL
 
 Slots = Sequence[Sequence[Tensor] | None]
 
-# Elements per piece: on a CPU what stays in the cache with its temporaries, elsewhere what bounds the temporaries.
-CPU_PIECE = 1 << 16
+# Elements per piece. It bounds the temporaries; on a CPU, calls of fewer elements cost more than a near cache saves.
+CPU_PIECE = 1 << 20
 DEVICE_PIECE = 1 << 24
+# Tensors of fewer elements are strung together: on a CPU the calls for one of 65536 take as long as copying it around.
+STRUNG = 1 << 16
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors `first` to `last`, whole; or, of one tensor, elements `start` to `stop` in memory order."""
+    """Tensors of these `indices`, whole; or, of one tensor, elements `start` to `stop` in memory order."""
 
-    first: int
-    last: int
+    indices: tuple[int, ...]
     start: int | None = None
     stop: int | None = None
 
 
-def _pieces(sizes: Sequence[int], limit: int, sliceable: Sequence[bool]) -> Iterator[Piece]:
-    index = 0
-    while index < len(sizes):
+def cut_into_pieces(
+    sizes: Sequence[int],
+    limit: int,
+    sliceable: Sequence[bool],
+    slices: Callable[[int], Iterator[tuple[int, int]]] | None = None,
+) -> Iterator[Piece]:
+    """Pieces of at most `limit` elements, but for tensors that are not sliceable, which are pieces of their own.
+
+    `slices` gives the bounds of a tensor's slices; without it they are as long as possible.
+    """
+    strung: list[int] = []
+    elements = 0
+    for index, size in enumerate(sizes):
+        if not size:
+            continue
         if not sliceable[index]:
-            yield Piece(index, index + 1)
-            index += 1
-        elif sizes[index] >= limit // 4:
-            for start in range(0, sizes[index], limit):
-                yield Piece(index, index + 1, start, min(start + limit, sizes[index]))
-            index += 1
+            yield Piece((index,))
+        elif size >= min(STRUNG, limit // 4):
+            bounds = slices(index) if slices else ((at, min(at + limit, size)) for at in range(0, size, limit))
+            yield from (Piece((index,), start, stop) for start, stop in bounds)
         else:
-            first, elements = index, 0
-            while index < len(sizes) and sliceable[index] and elements + sizes[index] <= limit:
-                elements += sizes[index]
-                index += 1
-            if elements:
-                yield Piece(first, index)
+            if elements + size > limit:
+                yield Piece(tuple(strung))
+                strung, elements = [], 0
+            strung.append(index)
+            elements += size
+    if strung:
+        yield Piece(tuple(strung))
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -84,12 +96,22 @@ def _share_layout(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def _raise_flag(overflow: Tensor, values: Any) -> None:
+def _raise_flag(overflow: Tensor, values: Any) -> bool:
+    """Notes what is not finite; False where the host knows that all is."""
     # A sum takes a twentieth of the time of a look at every element. It may overflow where no element is infinite.
     if values.device.type == "cpu" and math.isfinite(values.sum()):
-        return
+        return False
     bad = ~torch.isfinite(values).all()
     overflow.copy_(torch.maximum(overflow, bad.to(overflow.dtype)))
+    return True
+
+
+def _checked(found: Tensor, overflow: Tensor | None, checks: tuple[int, ...]) -> Tensor:
+    """What was measured, as it is returned."""
+    found = found.to(torch.float32)
+    if overflow is not None and 0 in checks:
+        _raise_flag(overflow, found[:, 0])
+    return found
 
 
 _flatten = torch._C._nn.flatten_dense_tensors
@@ -110,9 +132,11 @@ class TorchLists:
         self._compute = torch.float64 if any(tensors[0].dtype == torch.float64 for tensors in used) else torch.float32
         same_layout = [_share_layout(tensors) for tensors in zip(*used, strict=True)]
         limit = CPU_PIECE if self.device.type == "cpu" else DEVICE_PIECE
-        self._pieces = list(_pieces(self.sizes, limit, same_layout))
+        self._pieces = list(cut_into_pieces(self.sizes, limit, same_layout))
         self._same_layout = same_layout
         self._contiguous = [tensor.is_contiguous() for tensor in first]
+        # Sums are gathered in double precision where a device has it.
+        self._sums = torch.float64 if self.device.type in ("cpu", "cuda") else torch.float32
         self.same_layout = all(same_layout)
 
     def point_to(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
@@ -131,6 +155,7 @@ class TorchLists:
         grad_scale: Tensor | None = None,
         whole: Tensor | None = None,
         overflow: Tensor | None = None,
+        culprits: Tensor | None = None,
         checks: tuple[int, ...] = (),
         seed: int | None = None,
     ) -> Tensor | None:
@@ -138,8 +163,8 @@ class TorchLists:
 
         `hyper` goes to the rule's `scalars`. Nothing is done when `noop` is not 0. `grad_scale` multiplies the
         gradients; `whole` holds the two numbers of each tensor; `overflow` becomes 1 when a slot among `checks` has an
-        infinite or NaN element, 0 standing for what was measured first; with a `seed`, slot 0 is rounded stochastically
-        to bfloat16.
+        infinite or NaN element, 0 standing for what was measured first, and `culprits`, int32 [tensors, 2], counts such
+        elements of slot 1; with a `seed`, slot 0 is rounded stochastically to bfloat16.
         """
         skip = None
         if noop is not None:
@@ -149,17 +174,21 @@ class TorchLists:
                 return torch.zeros(self.results, max(2, rule.quantities)) if rule.quantities else None
         if skip is None and native.apply(rule, self, hyper, flags, grad_scale, seed):
             return None
+        if skip is None and foreach.scale(rule, self, hyper, grad_scale, overflow):
+            return None
+        found = foreach.measure(rule, self, hyper, grad_scale) if skip is None else None
+        if found is not None:
+            return _checked(found, overflow, checks)
         compute = self._computation(rule, hyper, flags)
-        found = None
         if rule.quantities:
-            found = torch.zeros(self.results, max(2, rule.quantities), dtype=torch.float64, device=self.device)
+            found = torch.zeros(self.results, max(2, rule.quantities), dtype=self._sums, device=self.device)
         for piece in self._pieces:
             views = {slot: self._views(self.slots[slot], piece) for slot in rule.slots}
             values = [self._joined(views[slot]) if slot in rule.reads else 0.0 for slot in range(SLOTS)]
             if overflow is not None:
                 for slot in checks:
-                    if slot:
-                        _raise_flag(overflow, values[slot])
+                    if slot and _raise_flag(overflow, values[slot]) and slot == 1 and culprits is not None:
+                        self._count_culprits(culprits, values[slot], piece)
             if grad_scale is not None:
                 values[1] = values[1] * grad_scale.to(self._compute)
             results, terms = compute(values, self._whole(whole, piece))
@@ -167,12 +196,13 @@ class TorchLists:
                 self._measure(rule, terms, piece, found)
             for slot in rule.writes:
                 self._write(slot, views[slot], results[slot], piece, skip, seed)
-        if found is None:
-            return None
-        found = found.to(torch.float32)
-        if overflow is not None and 0 in checks:
-            _raise_flag(overflow, found[:, 0])
-        return found
+        return None if found is None else _checked(found, overflow, checks)
+
+    def _count_culprits(self, culprits: Tensor, values: Any, piece: Piece) -> None:
+        sizes = self.sizes[piece.first : piece.last]
+        parts = values.split(sizes) if len(sizes) > 1 else (values,)
+        for index, part in enumerate(parts, piece.first):
+            culprits[index] += torch.stack((part.isinf().sum(), part.isnan().sum()))
 
     def _computation(
         self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...]
@@ -210,17 +240,16 @@ class TorchLists:
         values = per_tensor[:, 0]
         if not values.numel():
             return torch.zeros(1, device=self.device)
-        found = values.amax() if maximum else values.sum(dtype=torch.float64)
+        found = values.amax() if maximum else values.sum(dtype=self._sums)
         return (found.sqrt() if root else found).to(torch.float32).reshape(1)
 
     def _views(self, tensors: Sequence[Tensor] | None, piece: Piece) -> list[Tensor]:
         assert tensors is not None
-        chosen = tensors[piece.first : piece.last]
-        if not self._same_layout[piece.first]:
-            return list(chosen)  # one tensor, whose elements are taken in the order of its indices
+        chosen = [tensors[index] for index in piece.indices]
+        if not self._same_layout[piece.indices[0]]:
+            return chosen  # one tensor, whose elements are taken in the order of its indices
         if len(chosen) > 1:
-            contiguous = self._contiguous[piece.first : piece.last]
-            return list(chosen) if all(contiguous) else [flat(tensor) for tensor in chosen]
+            return [t if self._contiguous[i] else flat(t) for i, t in zip(piece.indices, chosen, strict=True)]
         view = flat(chosen[0])
         if piece.start is None or (piece.start == 0 and piece.stop == view.numel()):
             return [view]
@@ -234,31 +263,32 @@ class TorchLists:
     def _whole(self, whole: Tensor | None, piece: Piece) -> tuple[Any, Any]:
         if whole is None:
             return 0.0, 0.0
-        rows = whole[piece.first : piece.last].to(self._compute)
-        if piece.last - piece.first > 1:
-            sizes = self.sizes[piece.first : piece.last]
+        rows = whole[list(piece.indices)].to(self._compute)
+        if len(piece.indices) > 1:
+            sizes = self._sizes_of(piece)
             counts, total = torch.tensor(sizes, device=rows.device), sum(sizes)
             first, second = (torch.repeat_interleave(rows[:, k], counts, output_size=total) for k in range(2))
             return first, second
         return rows[0, 0], rows[0, 1]
 
+    def _sizes_of(self, piece: Piece) -> list[int]:
+        return [self.sizes[index] for index in piece.indices]
+
     def _measure(self, rule: Rule, terms: Sequence[Any], piece: Piece, found: Tensor) -> None:
-        rows = found[piece.first : piece.last]
+        rows = list(piece.indices)
         for quantity, term in enumerate(terms):
-            if piece.last - piece.first > 1:
-                parts = self._of_each_tensor(rule, term, piece)
-            else:
-                parts = term.amax() if rule.maximum else term.sum()
-            if rule.maximum:
-                rows[:, quantity] = torch.maximum(rows[:, quantity], parts)
-            else:
-                rows[:, quantity] += parts
+            parts = self._of_each_tensor(rule, term, piece).to(found.dtype)
+            before = found[rows, quantity]
+            found[rows, quantity] = torch.maximum(before, parts) if rule.maximum else before + parts
 
     def _of_each_tensor(self, rule: Rule, term: Tensor, piece: Piece) -> Tensor:
-        """Sums or maxima over each tensor of a piece that has several: one call instead of one per tensor."""
-        lengths = torch.tensor(self.sizes[piece.first : piece.last], device=term.device)
-        # In double precision, because the terms are added one after the other.
-        return torch.segment_reduce(term.double(), "max" if rule.maximum else "sum", lengths=lengths, initial=0)
+        """Sums or maxima over each tensor of a piece."""
+        if len(piece.indices) > 1 and self.device.type == "cpu":
+            lengths = torch.tensor(self._sizes_of(piece))
+            # In double precision, because the terms are added one after the other.
+            return torch.segment_reduce(term.double(), "max" if rule.maximum else "sum", lengths=lengths)
+        parts = term.split(self._sizes_of(piece)) if len(piece.indices) > 1 else (term,)
+        return torch.stack([part.amax() if rule.maximum else part.sum() for part in parts])
 
     def _write(
         self, slot: int, views: list[Tensor], value: Tensor, piece: Piece, skip: Tensor | None, seed: int | None
@@ -272,13 +302,7 @@ class TorchLists:
     def _put(self, views: list[Tensor], value: Tensor, piece: Piece, skip: Tensor | None) -> None:
         if len(views) == 1 and value.data_ptr() == views[0].data_ptr():
             return  # computed in place
-        sizes = self.sizes[piece.first : piece.last]
-        if len(views) == 1:
-            parts = [value.view(views[0].shape)]
-        elif all(sizes):
-            parts = _unflatten(value, views)
-        else:
-            parts = [part.view(view.shape) for view, part in zip(views, value.split(sizes), strict=True)]
+        parts = [value.view(views[0].shape)] if len(views) == 1 else _unflatten(value, views)
         if skip is not None:
             parts = [torch.where(skip, view, part.to(view.dtype)) for view, part in zip(views, parts, strict=True)]
         torch._foreach_copy_(views, parts)
@@ -298,16 +322,12 @@ class TorchLists:
 
     def _numbering(self, value: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
         """The index of every element within its tensor, and the number of its tensor."""
-        if not self._same_layout[piece.first]:
-            index = torch.arange(value.numel(), device=value.device)
-        elif piece.start is not None:
-            index = torch.arange(piece.start, piece.start + value.numel(), device=value.device)
-        else:
-            sizes = self.sizes[piece.first : piece.last]
-            index = torch.cat([torch.arange(size, device=value.device) for size in sizes])
-        numbers = torch.arange(piece.first, piece.last, device=value.device)
-        if piece.last - piece.first > 1:
-            numbers = torch.repeat_interleave(
-                numbers, torch.tensor(self.sizes[piece.first : piece.last], device=value.device)
-            )
+        if len(piece.indices) == 1:
+            start = piece.start or 0
+            index = torch.arange(start, start + value.numel(), device=value.device)
+            return index, torch.tensor(piece.indices, device=value.device)
+        sizes = self._sizes_of(piece)
+        index = torch.cat([torch.arange(size, device=value.device) for size in sizes])
+        numbers = torch.tensor(piece.indices, device=value.device)
+        numbers = torch.repeat_interleave(numbers, torch.tensor(sizes, device=value.device))
         return index, numbers

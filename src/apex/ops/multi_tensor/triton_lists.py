@@ -88,6 +88,7 @@ class TritonLists:
         grad_scale: Tensor | None = None,
         whole: Tensor | None = None,
         overflow: Tensor | None = None,
+        culprits: Tensor | None = None,
         checks: tuple[int, ...] = (),
         seed: int | None = None,
     ) -> Tensor | None:
@@ -116,6 +117,7 @@ class TritonLists:
                 _type(grad_scale),
                 whole is None,
                 _type(overflow),
+                culprits is None,
             )
             launch = self._launches.get(key)
             if launch is None:
@@ -130,6 +132,7 @@ class TritonLists:
                 whole,
                 partials,
                 overflow,
+                culprits,
                 floats=(*map(float, padded(floats, SCALARS, 0.0)), float(seed or 0)),
             )
         return None if partials is None else self._per_tensor(rule, partials, noop)
