@@ -36,13 +36,14 @@ class AdamP(Reference):
 
     def update(self, p, g, state, group) -> None:
         beta1, beta2 = group["betas"]
+        step = state["step"] = state.get("step", 0) + 1
         m = state.setdefault("exp_avg", torch.zeros_like(p)).mul_(beta1).add_(g, alpha=1 - beta1)
         v = state.setdefault("exp_avg_sq", torch.zeros_like(p)).mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        denominator = (v / (1 - beta2 ** group["step"])).sqrt() + group["eps"]
+        denominator = (v / (1 - beta2**step)).sqrt() + group["eps"]
         ahead = beta1 * m + (1 - beta1) * g if group["nesterov"] else m
         direction, ratio = self.project(p, g, ahead / denominator, group) if p.ndim > 1 else (ahead / denominator, 1)
         p.mul_(1 - group["lr"] * group["weight_decay"] * ratio)
-        p.sub_(group["lr"] / (1 - beta1 ** group["step"]) * direction)
+        p.sub_(group["lr"] / (1 - beta1**step) * direction)
 
     def project(self, p: Tensor, g: Tensor, direction: Tensor, group: dict[str, Any]) -> tuple[Tensor, float]:
         if not p.numel():

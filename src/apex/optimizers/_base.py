@@ -105,6 +105,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _rename_loaded_state(self) -> None:
         """Called after loading: for state that PyTorch's optimizers keep under another name."""
 
+    def _before_plan(self, index: int, group: dict[str, Any]) -> None:
+        """Called when a group's buckets are about to be made anew: parameters came or went, got other memory, ..."""
+
     def _before_update(self, skip: Skip) -> None:
         """Called once per step, when every group's buckets are ready (`self._ready`): for norms over all gradients."""
 
@@ -155,6 +158,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         plan = self._plans.get(index)
         names = tuple(self._state_names(group))  # an option may have changed: a momentum that was 0
         if plan is None or plan.names != names or not plan.refresh(group["params"]):
+            self._before_plan(index, group)
             prepare = lambda param: self._prepare(param, group, names)  # noqa: E731
             plan = self._plans[index] = GroupPlan(group["params"], prepare, names)
         return plan

@@ -6,11 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
+from ._base import Skip
+from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
+from ._own_steps import OwnSteps
 from .fused_adam import FusedAdam
 
 
-class NpuFusedAdam(NpuFusedOptimizerBase, FusedAdam):
+class NpuFusedAdam(NpuFusedOptimizerBase, OwnSteps, FusedAdam):
     """The numbers of `torch.optim.Adam`, with which state dicts are interchangeable: decay is added to the gradient."""
 
     _decoupled = False
@@ -40,3 +43,6 @@ class NpuFusedAdam(NpuFusedOptimizerBase, FusedAdam):
             stochastic_rounding=stochastic_rounding,
             capturable=capturable,
         )
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+        super()._update(group, bucket, self._step_of(bucket, step), skip, seed)

@@ -13,12 +13,13 @@ from ..ops.multi_tensor.rows import RowLists, make_row_lists, row_count, rows_ar
 from ._base import Skip, check_betas, check_hyperparameters
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
+from ._own_steps import OwnSteps
 
 _ROWS = "rows"
 _THRESHOLDS = "thresholds"
 
 
-class NpuFusedAdamP(NpuFusedOptimizerBase):
+class NpuFusedAdamP(NpuFusedOptimizerBase, OwnSteps):
     """AdamP (https://arxiv.org/abs/2006.08217): Adam that does not lengthen weights whose length has no effect.
 
     A parameter of two or more dimensions counts as such when its gradient is nearly at right angles to it: when for
@@ -67,7 +68,8 @@ class NpuFusedAdamP(NpuFusedOptimizerBase):
         return "exp_avg", "exp_avg_sq"
 
     def _kind(self, param: Tensor, state: dict[str, Any]) -> Any:
-        return rows_are_stretches(param)  # others have no rows that a kernel could walk along
+        # Rows that are no stretches of memory are nothing that a kernel could walk along.
+        return super()._kind(param, state), rows_are_stretches(param)
 
     def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
         slots, copy = bucket.slots()
@@ -78,7 +80,8 @@ class NpuFusedAdamP(NpuFusedOptimizerBase):
         else:
             rows.point_to(slots, copy)
         beta1, beta2 = group["betas"]
-        hyper = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"], "step": step}
+        hyper = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
+        hyper["step"] = self._step_of(bucket, step)
         nesterov = bool(group["nesterov"])
         scaling: dict[str, Any] = {"noop": skip.noop, "grad_scale": skip.inverse_scale}
         found = rows.apply(rules.ADAMP_MEASURE, hyper, (nesterov,), **scaling)

@@ -15,6 +15,7 @@ from ._base import Skip, check_hyperparameters
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
 from ._norms import clipped, global_norm
+from ._own_steps import OwnSteps
 
 # Schedules ------------------------------------------------------------------------------------------------------------
 # x is the share of the training that is done, a number or a tensor; a negative warmup means none.
@@ -62,7 +63,7 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 }
 
 
-class NpuFusedBertAdam(NpuFusedOptimizerBase):
+class NpuFusedBertAdam(NpuFusedOptimizerBase, OwnSteps):
     """Adam as BERT was trained with: no bias correction, decoupled weight decay, a schedule of the learning rate.
 
     The learning rate of a step is `lr` times `schedule` of the steps before it over `t_total`; `warmup` is the share of
@@ -145,6 +146,7 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase):
     def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
         if group["max_grad_norm"] > 0:
             skip = clipped(skip, self.global_grad_norm, group["max_grad_norm"]).on(bucket.device)
+        step = self._step_of(bucket, step)
         hyper = {
             "lr": self._rate(group, step),
             "beta1": group["b1"],
