@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from apex.ops import implementation
-from tests.harness import Route, assert_equal_bits
+from tests.harness import Route, assert_equal_bits, routes
 
 Factory = Callable[[Any], torch.optim.Optimizer]
 
@@ -28,6 +28,7 @@ SHAPES = ((9, 8), (5,), (0,))
 STEPS = 100
 # Triton's interpreter takes 5 to 8 ms for a block of any kernel; a test that wants all steps says so.
 INTERPRETER_STEPS = 12
+INTERPRETER = [parameter for parameter in routes() if parameter.id == "interpreter"]
 # Norm-wise over all parameters, float32 against float64.
 LIMIT = 1e-6
 

@@ -107,6 +107,11 @@ def test_bad_options(options: dict[str, Any]) -> None:
         FusedAdagrad(parameters(), **options)
 
 
+@pytest.mark.parametrize("route", helpers.INTERPRETER)
+def test_hundred_steps(route: Route) -> None:
+    helpers.check_training(ours(weight_decay=0.1), theirs(weight_decay=0.1), route, steps=100)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("adagrad_w_mode", [False, True])
 def test_cuda_graph(adagrad_w_mode: bool) -> None:

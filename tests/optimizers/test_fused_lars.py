@@ -123,6 +123,11 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         FusedLARS(parameters(), **{"lr": 0.1, **options})
 
 
+@pytest.mark.parametrize("route", helpers.INTERPRETER)
+def test_hundred_steps(route: Route) -> None:
+    helpers.check_training(ours(**FLAGS["nesterov"]), exact(**FLAGS["nesterov"]), route, steps=100)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_cuda_graph(flags: dict[str, Any]) -> None:

@@ -160,11 +160,9 @@ def test_bad_options() -> None:
             FusedNovoGrad(parameters(), **options)
 
 
-def test_hundred_steps_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    helpers.check_training(ours(**FLAGS["decay"]), exact(**FLAGS["decay"]), Route("cpu", "triton"), steps=100)
+@pytest.mark.parametrize("route", helpers.INTERPRETER)
+def test_hundred_steps(route: Route) -> None:
+    helpers.check_training(ours(**FLAGS["decay"]), exact(**FLAGS["decay"]), route, steps=100)
 
 
 @pytest.mark.gpu

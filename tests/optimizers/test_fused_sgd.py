@@ -241,6 +241,6 @@ def test_cuda_graph(flags: dict[str, Any]) -> None:
     helpers.check_graph(ours(**flags, capturable=True))
 
 
-def test_hundred_steps_under_the_interpreter() -> None:
-    route = Route("cpu", "triton")
+@pytest.mark.parametrize("route", helpers.INTERPRETER)
+def test_hundred_steps(route: Route) -> None:
     helpers.check_training(ours(**FLAGS["nesterov"]), theirs(**FLAGS["nesterov"]), route, steps=100)
