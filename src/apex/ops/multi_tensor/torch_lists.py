@@ -199,9 +199,8 @@ class TorchLists:
         return None if found is None else _checked(found, overflow, checks)
 
     def _count_culprits(self, culprits: Tensor, values: Any, piece: Piece) -> None:
-        sizes = self.sizes[piece.first : piece.last]
-        parts = values.split(sizes) if len(sizes) > 1 else (values,)
-        for index, part in enumerate(parts, piece.first):
+        parts = values.split(self._sizes_of(piece)) if len(piece.indices) > 1 else (values,)
+        for index, part in zip(piece.indices, parts, strict=True):
             culprits[index] += torch.stack((part.isinf().sum(), part.isnan().sum()))
 
     def _computation(
