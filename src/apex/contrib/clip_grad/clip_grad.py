@@ -1,0 +1,48 @@
+"""Gradients shortened to a norm: one pass that measures, one that scales by a factor which stays on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ...ops.multi_tensor import l2norm, max_norm as maximum, scale
+
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32}
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_`: scales all gradients by what brings their joint norm down to `max_norm`.
+
+    Returns the norm before that, in float32 for half-precision gradients too. PyTorch's own function serves norms other
+    than 2 and infinity, and gradients that are float64, sparse or distributed.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm_type = float(norm_type)
+    if norm_type not in (2.0, torch.inf) or not _are_plain(gradients):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    if not gradients:
+        return torch.tensor(0.0)
+    norm = (l2norm if norm_type == 2.0 else maximum)(gradients)[0].reshape(())
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type} of all gradients is {norm.item()}, to which they cannot be clipped; "
+            "with error_if_nonfinite=False they are scaled by it nevertheless"
+        )
+    scale(gradients, gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def _are_plain(gradients: list[Tensor]) -> bool:
+    return (
+        {type(gradient) for gradient in gradients} <= {Tensor}
+        and {gradient.dtype for gradient in gradients} <= _DTYPES
+        and {gradient.layout for gradient in gradients} <= {torch.strided}
+    )

@@ -1,0 +1,91 @@
+"""Optimizers whose `step` is given gradients, and copies to write, as lists beside the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ops.multi_tensor import l2norm
+from ...ops.multi_tensor.lists import check
+
+
+class Given(NamedTuple):
+    """A parameter, its gradient, and the tensor that gets a copy of the updated parameter, if any."""
+
+    param: Tensor
+    gradient: Tensor
+    output: Tensor | None
+
+
+def _check(members: list[Given]) -> None:
+    """Raises for what cannot be updated, before anything is."""
+    check(([member.param for member in members], [member.gradient for member in members]), ("params", "grads"))
+    copied = [member for member in members if member.output is not None]
+    outputs = [member.output for member in copied if member.output is not None]
+    check(([member.param for member in copied], outputs), ("params", "output_params"))
+
+
+class GivenOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers that FP16_Optimizer drives."""
+
+    def _run_closure(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def _given(self, grads: Any, output_params: Any) -> list[list[Given]]:
+        """What is to be updated, by group: parameters that have a gradient, given or their own."""
+        gradients, outputs = (
+            self._by_group(tensors, name) for tensors, name in ((grads, "grads"), (output_params, "output_params"))
+        )
+        found = []
+        for group, of_group, copies in zip(self.param_groups, gradients, outputs, strict=True):
+            members = []
+            for param, gradient, output in zip(group["params"], of_group, copies, strict=True):
+                gradient = param.grad if gradient is None else gradient
+                if gradient is None:
+                    continue
+                if gradient.layout != torch.strided:
+                    raise RuntimeError(
+                        f"{type(self).__name__} does not support sparse gradients; torch.optim.SparseAdam does"
+                    )
+                members.append(Given(param, gradient, output))
+            _check(members)
+            found.append(members)
+        return found
+
+    def _by_group(self, tensors: Any, name: str) -> Iterable[list[Any]]:
+        """A tensor or None for every parameter: from nothing, from an iterable for one group, or from one per group."""
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if tensors is None:
+            return [[None] * size for size in sizes]
+        tensors = list(tensors)
+        if not tensors or tensors[0] is None or isinstance(tensors[0], Tensor):
+            tensors = [tensors]
+        lists = [[None] * size if each is None else list(each) for each, size in zip(tensors, sizes, strict=False)]
+        if len(tensors) != len(sizes) or any(map(int.__ne__, map(len, lists), sizes)):
+            raise ValueError(f"{name} has lists of {list(map(len, lists))} tensors, the parameter groups {sizes}")
+        return lists
+
+    def _norms(self, grad_norms: Any, given: list[list[Given]]) -> Iterator[Any]:
+        """The norm of each group's gradients, before unscaling: as given, or computed where it is wanted and is not."""
+        norms = [None] * len(given) if grad_norms is None else list(grad_norms)
+        for group, norm, members in zip(self.param_groups, norms, given, strict=True):
+            if group.get("max_grad_norm", 0) > 0 and norm is None and members:
+                norm = l2norm([member.gradient for member in members])[0]
+            yield norm
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned; state keeps the dtype it was saved in."""
+        super().load_state_dict(state_dict)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, param in zip(saved, params, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[param][name] = value.detach().to(param.device, copy=True)

@@ -1,0 +1,117 @@
+"""FusedAdam in its first form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.multi_tensor import rules
+from ...ops.multi_tensor.updates import number, update
+from ...optimizers._base import check_betas, check_hyperparameters, state_dtype
+from ._given import Given, GivenOptimizer
+
+_NAMES = ("params", "grads", "exp_avg", "exp_avg_sq", "", "output_params")
+
+
+class FusedAdam(GivenOptimizer):
+    """Adam with the second moment uncorrected under the root, and the decay within the step.
+
+    p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * (m / (sqrt(v) + eps) + weight_decay * p), with sqrt(v + eps) if
+    `eps_inside_sqrt`. A positive `max_grad_norm` shortens the gradients of a group to this norm. `use_mt` makes no
+    difference: all parameters are updated in one pass in any case.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        use_mt: bool = False,
+        amp_scale_adjustment: float = 1.0,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError("apex.contrib.optimizers.FusedAdam does not support the AMSGrad variant")
+        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+        check_betas(betas)
+        self.eps_mode = 0 if eps_inside_sqrt else 1
+        self._amp_scale_adjustment = amp_scale_adjustment
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: float | Tensor = 1.0,
+        grad_norms: Any = None,
+    ) -> Any:
+        """One optimization step; returns the closure's loss.
+
+        - `grads`: gradients in place of the parameters' own, a list, or a list per group; None where there is none.
+        - `output_params`: tensors, laid out like `grads`, that get a copy of the updated parameters.
+        - `scale`: what gradients are divided by.
+        - `grad_norms`: the norm of each group's gradients, before that division; computed where it is not given.
+        """
+        loss = self._run_closure(closure)
+        stash = getattr(self, "_amp_stash", None)
+        if stash is not None and hasattr(stash, "grads"):
+            grads, output_params, grad_norms = stash.grads, stash.output_params, stash.grad_norms
+            scale = stash.scale * self._amp_scale_adjustment
+        given = self._given(grads, output_params)
+        for group, norm, members in zip(self.param_groups, self._norms(grad_norms, given), given, strict=True):
+            self._update(group, members, _combined_scale(scale, norm, group["max_grad_norm"]))
+        return loss
+
+    def _update(self, group: dict[str, Any], members: list[Given], scale: float | Tensor) -> None:
+        alike: dict[Any, list[Given]] = {}
+        for member in members:
+            state = self.state[member.param]
+            if not state:
+                state["step"] = 0
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(member.param, dtype=state_dtype(member.param))
+            state["step"] += 1
+            alike.setdefault((int(state["step"]), member.output is None), []).append(member)
+        beta1, beta2 = group["betas"]
+        for (step, alone), chosen in alike.items():
+            params, gradients, outputs = (list(column) for column in zip(*chosen, strict=True))
+            moments = ([self.state[param][name] for param in params] for name in ("exp_avg", "exp_avg_sq"))
+            hyper = {
+                "lr": group["lr"],
+                "beta1": beta1,
+                "beta2": beta2,
+                "eps": group["eps"],
+                "weight_decay": group["weight_decay"],
+                "step": step,
+                "bias_correction": bool(group["bias_correction"]),
+                "scale": scale,
+            }
+            slots = [params, gradients, *moments, None, None if alone else outputs]
+            update(rules.EARLY_ADAM, (slots, _NAMES), hyper, (self.eps_mode == 0,))
+
+
+def _combined_scale(scale: float | Tensor, norm: float | Tensor | None, largest: float) -> float | Tensor:
+    """The scale, times what the gradients are too long by; on the device if a part of it is there."""
+    scale = number(scale)
+    if largest <= 0 or norm is None:
+        return scale
+    excess = (number(norm) / scale + 1e-6) / largest
+    return scale * (excess.clamp(min=1.0) if isinstance(excess, Tensor) else max(excess, 1.0))

@@ -1,0 +1,104 @@
+"""FusedSGD in its first form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import required
+
+from ...ops.multi_tensor import rules
+from ...ops.multi_tensor.updates import number, update
+from ...optimizers._base import check_hyperparameters, state_dtype
+from ._given import Given, GivenOptimizer
+
+_NAMES = ("params", "grads", "momentum_buffer", "", "", "output_params")
+
+
+class FusedSGD(GivenOptimizer):
+    """SGD with momentum, dampening, Nesterov's momentum and weight decay, as in `torch.optim.SGD`.
+
+    With `wd_after_momentum` the decay is added to the update instead of the gradient. `materialize_master_grads` is
+    part of the interface alone.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = required,  # type: ignore[assignment]
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+    ) -> None:
+        given = {} if lr is required else {"lr": lr}
+        check_hyperparameters(**given, momentum=momentum, weight_decay=weight_decay)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(f"nesterov needs a momentum (is {momentum}) and no dampening (is {dampening})")
+        self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults)
+
+    def get_momentums(self, params: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
+        """The momentum buffers, made where they are missing, and whether the last was."""
+        buffers, fresh = [], True
+        for param in params:
+            state = self.state[param]
+            fresh = state.get("momentum_buffer") is None
+            if fresh:
+                state["momentum_buffer"] = torch.zeros_like(param, dtype=state_dtype(param))
+            buffers.append(state["momentum_buffer"])
+        return buffers, fresh
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: float | Tensor = 1.0,
+        grad_norms: Any = None,
+    ) -> Any:
+        """One optimization step; returns the closure's loss.
+
+        - `grads`: gradients in place of the parameters' own, a list, or a list per group; None where there is none.
+        - `output_params`: tensors, laid out like `grads`, that get a copy of the updated parameters.
+        - `scale`: what gradients are divided by.
+        - `grad_norms` is not looked at.
+        """
+        if hasattr(self, "_amp_stash"):
+            raise RuntimeError("apex.contrib.optimizers.FusedSGD is not for amp; apex.optimizers.FusedSGD is")
+        loss = self._run_closure(closure)
+        given = self._given(grads, output_params)
+        for group, members in zip(self.param_groups, given, strict=True):
+            self._update(group, members, 1 / number(scale))
+        return loss
+
+    def _update(self, group: dict[str, Any], members: list[Given], factor: float | Tensor) -> None:
+        alike: dict[Any, list[Given]] = {}
+        for member in members:
+            first = self.state[member.param].get("momentum_buffer") is None
+            alike.setdefault((first, member.output is None), []).append(member)
+        for (first, alone), chosen in alike.items():
+            params, gradients, outputs = (list(column) for column in zip(*chosen, strict=True))
+            copies = None if alone else outputs
+            hyper = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+            if group["momentum"] == 0:
+                slots = [params, gradients, None, None, None, copies]
+                update(rules.PLAIN_SGD, (slots, _NAMES), hyper, grad_scale=factor)
+                continue
+            hyper |= {"momentum": group["momentum"], "dampening": group["dampening"], "first": first}
+            slots = [params, gradients, self.get_momentums(params)[0], None, None, copies]
+            flags = (bool(group["nesterov"]), bool(self.wd_after_momentum))
+            update(rules.SGD, (slots, _NAMES), hyper, flags, grad_scale=factor)
