@@ -2,4 +2,4 @@
 
 from .._lazy import lazy_subpackages
 
-__getattr__, __dir__ = lazy_subpackages(__name__, ["combine_tensors", "layer_norm"])
+__getattr__, __dir__ = lazy_subpackages(__name__, ["clip_grad", "combine_tensors", "layer_norm", "optimizers"])

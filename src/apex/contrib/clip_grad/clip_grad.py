@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ...ops.multi_tensor import l2norm, max_norm as maximum, scale
+from ...ops.multi_tensor import l2norm, scale
+from ...ops.multi_tensor import max_norm as maximum
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 

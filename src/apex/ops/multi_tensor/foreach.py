@@ -50,12 +50,12 @@ def scale(
     if overflow is not None and not math.isfinite(_square_sums(inputs).sum()):
         return False
     factor = _factor(hyper, grad_scale)
-    if any(output is not tensor for output, tensor in zip(outputs, inputs, strict=True)):
-        pairs = [(output, tensor.view(output.shape)) for output, tensor in zip(outputs, inputs, strict=True)]
-        outputs, inputs = (list(column) for column in zip(*pairs, strict=True))
-        torch._foreach_copy_(outputs, inputs)
+    targets = list(outputs)
+    if any(target is not tensor for target, tensor in zip(targets, inputs, strict=True)):
+        sources = [tensor.view(target.shape) for target, tensor in zip(targets, inputs, strict=True)]
+        torch._foreach_copy_(targets, sources)
     if factor != 1.0:
-        torch._foreach_mul_(outputs, factor)
+        torch._foreach_mul_(targets, factor)
     return True
 
 

@@ -1,0 +1,111 @@
+"""LARC: gradients scaled per parameter, so that any optimizer takes steps in proportion to the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..ops.multi_tensor import rules
+from ..ops.multi_tensor.lists import check, groups_of
+from ..optimizers._buckets import local
+
+_NAMES = ("params", "gradients")
+
+
+class LARC:
+    """Layer-wise adaptive rate control (https://arxiv.org/abs/1708.03888) around any optimizer.
+
+    A parameter's rate is trust_coefficient * |p| / (|g| + weight_decay * |p| + eps): with `clip` the optimizer's own lr
+    if that is less, else times it. It is reached by scaling the gradient, with the weight decay in it; the optimizer
+    itself sees none. Where |p| or |g| is 0 the gradient stays as it is. Nothing waits for the device.
+    """
+
+    def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
+        self.optim = optimizer
+        self.trust_coefficient = trust_coefficient
+        self.eps = eps
+        self.clip = clip
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's."""
+        return self.optim.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's."""
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's."""
+        return self.optim.defaults
+
+    def __repr__(self) -> str:
+        return repr(self.optim)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the optimizer's state."""
+        self.optim.load_state_dict(state_dict)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clears the gradients, with the optimizer's own arguments."""
+        self.optim.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the optimizer."""
+        self.optim.add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Scales the gradients, then takes the optimizer's step; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        decays = [group.get("weight_decay", 0) for group in self.optim.param_groups]
+        had_decay = ["weight_decay" in group for group in self.optim.param_groups]
+        self._scale_gradients()
+        try:
+            for group in self.optim.param_groups:
+                group["weight_decay"] = 0
+            result = self.optim.step()
+        finally:
+            for group, decay, had in zip(self.optim.param_groups, decays, had_decay, strict=True):
+                if had:
+                    group["weight_decay"] = decay
+                else:
+                    group.pop("weight_decay", None)
+        return result if closure is None else loss
+
+    @torch.no_grad()
+    def _scale_gradients(self) -> None:
+        ready = []
+        for group in self.optim.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            gradients = [param.grad for param in params]
+            if any(local(param) is not param for param in params):
+                raise NotImplementedError(
+                    "LARC needs norms of whole parameters and does not take sharded ones (DTensor)"
+                )
+            check((params, gradients), _NAMES)
+            ready.append((group, params, gradients))
+        for group, params, gradients in ready:
+            hyper = {
+                "lr": group["lr"],
+                "trust_coefficient": self.trust_coefficient,
+                "eps": self.eps,
+                "weight_decay": group.get("weight_decay", 0),
+            }
+            for _, lists in groups_of((params, gradients), _NAMES):
+                norms = lists.apply(rules.LARS_NORMS, {})
+                lists.apply(rules.LARC, hyper, (bool(self.clip),), whole=norms)

@@ -1,0 +1,32 @@
+"""Training on several devices: LARC, so far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .LARC import LARC
+
+__all__ = ["LARC"]
+
+# What upstream has here and this package has not yet. Clients that find it absent catch ModuleNotFoundError alone.
+_ABSENT = frozenset(
+    {
+        "DistributedDataParallel",
+        "Reducer",
+        "SyncBatchNorm",
+        "convert_syncbn_model",
+        "create_syncbn_process_group",
+        "distributed",
+        "multiproc",
+        "optimized_sync_batchnorm",
+        "optimized_sync_batchnorm_kernel",
+        "sync_batchnorm",
+        "sync_batchnorm_kernel",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ABSENT:
+        raise ModuleNotFoundError(f"apex.parallel.{name} is not there yet; of apex.parallel only LARC is")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
