@@ -9,7 +9,7 @@ from ._lazy import lazy_subpackages
 from ._logging import RankInfoFormatter
 from ._version import __version__
 
-_SUBPACKAGES = frozenset({"contrib", "multi_tensor_apply", "normalization", "ops", "optimizers", "parallel"})
+_SUBPACKAGES = frozenset({"amp", "contrib", "multi_tensor_apply", "normalization", "ops", "optimizers", "parallel"})
 
 __all__ = [
     "RankInfoFormatter",

@@ -1,0 +1,42 @@
+"""Mixed precision: `initialize`, `scale_loss`, and the functions around them."""
+
+from ._amp_state import _amp_state, master_params
+from .amp import (
+    bfloat16_function,
+    float_function,
+    half_function,
+    init,
+    promote_function,
+    register_bfloat16_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from .frontend import initialize, load_state_dict, state_dict
+from .handle import _reports, disable_casts, scale_loss
+
+
+def shutdown() -> None:
+    """Ends amp: casts are off, models and optimizers are as if `initialize` had never been called."""
+    _amp_state.reset()
+    _reports.clear()
+
+
+__all__ = [
+    "bfloat16_function",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "init",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "shutdown",
+    "state_dict",
+]

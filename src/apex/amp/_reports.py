@@ -1,0 +1,101 @@
+"""What is said about steps that were skipped: as soon as the device has told, without waiting for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._amp_state import _amp_state, maybe_print
+from ._stash import Counted
+from .scaler import LossScaler
+
+_HINT_AFTER = 4
+_NAMED = 5
+
+
+class _Note(NamedTuple):
+    """Overflow flag, scale and counters after one backward pass, on their way to the host."""
+
+    loss_id: int
+    floor: float | None
+    values: Tensor
+    arrival: Any
+    params: list[Tensor]
+
+
+class OverflowReports:
+    """Notes taken at every backward pass, read when they have arrived."""
+
+    def __init__(self) -> None:
+        self._pending: deque[_Note] = deque()
+        self._skipped: dict[int, int] = {}
+        self._skipped_at_floor: dict[int, int] = {}
+
+    def note(self, scaler: LossScaler, loss_id: int, counted: list[Counted]) -> None:
+        """Sends to the host what it will want to say if the gradients overflowed."""
+        device = scaler.overflow.device
+        counters = [each.culprits.to(device, torch.float32).flatten() for each in counted]
+        values, arrival = torch.cat((scaler.overflow, scaler.scale_tensor(), *counters)), None
+        if device.type == "cuda":
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            host.copy_(values, non_blocking=True)
+            values, arrival = host, torch.cuda.Event()
+            arrival.record()
+        params = [param for each in counted for param in each.params]
+        self._pending.append(_Note(loss_id, scaler._min_loss_scale, values, arrival, params))
+        if arrival is None:
+            self.read()
+
+    def read(self) -> None:
+        """Reports what has arrived."""
+        while self._pending and (self._pending[0].arrival is None or self._pending[0].arrival.query()):
+            self._report(self._pending.popleft())
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.__init__()  # type: ignore[misc]
+
+    def _report(self, note: _Note) -> None:
+        overflowed, scale, *counters = note.values.tolist()
+        if not overflowed:
+            self._skipped[note.loss_id] = self._skipped_at_floor[note.loss_id] = 0
+            return
+        skipped = self._skipped[note.loss_id] = self._skipped.get(note.loss_id, 0) + 1
+        culprits = _culprits(note.params, counters)
+        maybe_print(f"Gradient overflow.  Skipping step, loss scaler {note.loss_id} reducing loss scale to {scale}")
+        maybe_print(f"  {culprits}")
+        if skipped % _HINT_AFTER == 0:
+            maybe_print(
+                f"  {skipped} steps in a row were skipped. A few are normal while the scale is found; if it goes on, look "
+                "at the parameters named above, lower the learning rate, clip gradients, or use O4 or O5 (bfloat16)"
+            )
+        self._give_up_at_floor(note, scale, culprits)
+
+    def _give_up_at_floor(self, note: _Note, scale: float, culprits: str) -> None:
+        if scale > (1.0 if note.floor is None else note.floor):
+            self._skipped_at_floor[note.loss_id] = 0
+            return
+        count = self._skipped_at_floor[note.loss_id] = self._skipped_at_floor.get(note.loss_id, 0) + 1
+        if count >= _amp_state.overflow_patience:
+            self._skipped_at_floor[note.loss_id] = 0
+            raise FloatingPointError(
+                f"gradients overflowed in {count} steps in a row with loss scale {scale}, which cannot be lowered any "
+                f"further: {culprits}. The loss or the model itself produces values that are not finite "
+                "(amp.initialize(overflow_patience=...) sets how many such steps are tolerated)"
+            )
+
+
+def _culprits(params: list[Tensor], counters: list[float]) -> str:
+    """Which parameters have gradients that are not finite, and how."""
+    found = []
+    for index, param in enumerate(params):
+        infinite, unknown = (int(count) for count in counters[2 * index : 2 * index + 2])
+        if infinite or unknown:
+            name = _amp_state.names.get(param, f"a parameter of shape {tuple(param.shape)}")
+            kinds = [f"{count} {kind}" for count, kind in ((infinite, "inf"), (unknown, "nan")) if count]
+            found.append(f"{name} ({', '.join(kinds)})")
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f"{len(found)} of {len(params)} gradients are not finite: {', '.join(found[:_NAMED])}{more}"

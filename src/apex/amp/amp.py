@@ -1,0 +1,134 @@
+"""User functions with casts, and `init`, the older way to switch casting on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import _casting
+from ._amp_state import _amp_state
+from ._initialize import applier, to_type
+from .handle import AmpHandle, NoOpHandle
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# (module, name, cast) of functions to be replaced while casts are on.
+_registered: list[tuple[Any, str, str]] = []
+
+
+def _tensors_of(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    applier(values, lambda value: found.append(value) if isinstance(value, Tensor) else None)
+    return [tensor for tensor in found if tensor.is_floating_point()]
+
+
+def _widest(args: Any, kwargs: Any) -> torch.dtype | None:
+    dtypes = [tensor.dtype for tensor in _tensors_of((args, kwargs))]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+def _wrapped(function: Callable[..., Any], choose: Callable[[Any, Any], torch.dtype | None]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not casts_are_on():
+            return function(*args, **kwargs)
+        dtype = choose(args, kwargs)
+        if dtype is None:
+            return function(*args, **kwargs)
+        cast = lambda value: to_type(dtype, value) if isinstance(value, Tensor) else value  # noqa: E731
+        return function(*applier(args, cast), **applier(kwargs, cast))
+
+    return wrapper
+
+
+def casts_are_on() -> bool:
+    """Whether O1, O4 or `init` is casting functions here and now."""
+    return _amp_state.handle is not None and _amp_state.handle.is_active() and not _casting._suspended.depth
+
+
+_CHOICES: dict[str, Callable[[Any, Any], torch.dtype | None]] = {
+    "half": lambda args, kwargs: torch.float16,
+    "bfloat16": lambda args, kwargs: torch.bfloat16,
+    "float": lambda args, kwargs: torch.float32,
+    "promote": _widest,
+}
+
+
+def half_function(fn: F) -> F:
+    """Decorator: floating-point arguments become float16 while casts are on."""
+    return _wrapped(fn, _CHOICES["half"])  # type: ignore[return-value]
+
+
+def bfloat16_function(fn: F) -> F:
+    """Decorator: floating-point arguments become bfloat16 while casts are on."""
+    return _wrapped(fn, _CHOICES["bfloat16"])  # type: ignore[return-value]
+
+
+def float_function(fn: F) -> F:
+    """Decorator: floating-point arguments become float32 while casts are on."""
+    return _wrapped(fn, _CHOICES["float"])  # type: ignore[return-value]
+
+
+def promote_function(fn: F) -> F:
+    """Decorator: floating-point arguments become the widest type among them while casts are on."""
+    return _wrapped(fn, _CHOICES["promote"])  # type: ignore[return-value]
+
+
+def _register(module: Any, name: str, cast: str) -> None:
+    if not hasattr(module, name):
+        raise ValueError(f"no function named {name} in module {module}")
+    _registered.append((module, name, cast))
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """`module.name` gets float16 arguments; call it before `initialize`."""
+    _register(module, name, "half")
+
+
+def register_bfloat16_function(module: Any, name: str) -> None:
+    """`module.name` gets bfloat16 arguments; call it before `initialize`."""
+    _register(module, name, "bfloat16")
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """`module.name` gets float32 arguments; call it before `initialize`."""
+    _register(module, name, "float")
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """`module.name` gets arguments of the widest type among them; call it before `initialize`."""
+    _register(module, name, "promote")
+
+
+def apply_registrations() -> None:
+    """Replaces the functions that users registered; shutdown puts the originals back."""
+    while _registered:
+        module, name, cast = _registered.pop(0)
+        original = getattr(module, name)
+        setattr(module, name, _wrapped(original, _CHOICES[cast]))
+        _amp_state.undo.append(functools.partial(setattr, module, name, original))
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    patch_type: torch.dtype = torch.float16,
+) -> AmpHandle | NoOpHandle:
+    """Switches casting on for this thread and returns a handle: the interface from before `initialize`."""
+    del allow_banned
+    if not enabled:
+        return NoOpHandle()
+    handle = AmpHandle(loss_scale, enable_caching, verbose)
+    if _amp_state.handle is None or not _amp_state.handle.is_active():
+        _amp_state.undo.append(_casting.switch_on(patch_type))
+    _amp_state.handle = handle
+    apply_registrations()
+    return handle

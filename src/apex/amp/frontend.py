@@ -1,0 +1,293 @@
+"""Opt levels, their properties, and `initialize`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from ._amp_state import _amp_state, maybe_print, warn_or_err
+from ._initialize import initialize_models_and_optimizers
+from .scaler import LossScaler
+
+
+class Properties:
+    """The settings of a session: what an opt level sets and a user may override; `options` holds them all."""
+
+    options: dict[str, Any]
+
+    def __init__(self) -> None:
+        self.__dict__["options"] = {
+            "enabled": False,
+            "opt_level": None,
+            "cast_model_type": None,
+            "patch_torch_functions": False,
+            "patch_torch_functions_type": None,
+            "keep_batchnorm_fp32": None,
+            "master_weights": None,
+            "loss_scale": 1.0,
+        }
+
+    def _update_options_dict(self, new_options: dict[str, Any]) -> None:
+        for name, value in new_options.items():
+            if name not in self.options:
+                raise ValueError(f"tried to set the unexpected option {name!r}")
+            self.options[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        options = self.__dict__.get("options", {})
+        if name in options:
+            return options[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.options:
+            super().__setattr__(name, value)
+            return
+        self.options[name] = self._checked(name, value)
+
+    def _checked(self, name: str, value: Any) -> Any:
+        casts_functions = self.opt_level in ("O1", "O4")
+        if name == "cast_model_type" and casts_functions and value not in (None, False, torch.float32):
+            warn_or_err(
+                f"{self.opt_level} casts at function calls and leaves the model's weights in float32; for a model cast "
+                f"to another type use opt_level='O2', 'O3' or 'O5'. cast_model_type was {value}"
+            )
+        if name == "patch_torch_functions" and value and not casts_functions:
+            warn_or_err("patch_torch_functions=True comes with opt_level='O1' or 'O4' and cannot be set with others")
+        if name == "keep_batchnorm_fp32":
+            value = {"True": True, "False": False, "None": None}.get(value, value) if isinstance(value, str) else value
+            if casts_functions and value is not None:
+                warn_or_err(
+                    f"with opt_level {self.opt_level} batch norms run in float32 by themselves, so keep_batchnorm_fp32 "
+                    f"should be None. keep_batchnorm_fp32 was {value}"
+                )
+            if value not in (True, False, None):
+                raise ValueError(f"keep_batchnorm_fp32 must be a bool, 'True', 'False' or None, not {value!r}")
+        if name == "master_weights" and casts_functions and value is not None:
+            warn_or_err(
+                f"master_weights make no sense with {self.opt_level}, whose model weights are float32 themselves"
+            )
+        if name == "loss_scale" and value != "dynamic":
+            value = float(value)
+            if not value > 0:
+                raise ValueError(f"loss_scale must be positive or 'dynamic', not {value}")
+        return value
+
+
+class _Level:
+    """An opt level: calling it sets its properties."""
+
+    brief = ""
+    more = ""
+    settings: dict[str, Any]
+
+    def __call__(self, properties: Properties) -> Properties:
+        properties.options.update(self.settings, enabled=True)
+        return properties
+
+
+def _settings(level: str, cast: Any, patch: Any, batchnorm: Any, masters: Any, scale: Any) -> dict[str, Any]:
+    return {
+        "opt_level": level,
+        "cast_model_type": cast,
+        "patch_torch_functions": patch is not None,
+        "patch_torch_functions_type": patch,
+        "keep_batchnorm_fp32": batchnorm,
+        "master_weights": masters,
+        "loss_scale": scale,
+    }
+
+
+class O0(_Level):
+    """Everything in float32."""
+
+    brief = "O0:  Pure FP32 training."
+    more = "The model is cast to float32 and nothing else happens: the baseline for accuracy.\n"
+    settings = _settings("O0", torch.float32, None, None, False, 1.0)
+
+
+class O1(_Level):
+    """Autocast: functions that gain from float16 run in it."""
+
+    brief = "O1:  Insert automatic casts around Pytorch functions and Tensor methods."
+    more = "Weights stay in float32; matrix products and convolutions run in float16, what needs range in float32.\n"
+    settings = _settings("O1", None, torch.float16, None, None, "dynamic")
+
+
+class O2(_Level):
+    """The model in float16 with float32 batch norms and master weights."""
+
+    brief = "O2:  FP16 training with FP32 batchnorm and FP32 master weights.\n"
+    more = "The model is cast to float16 except for batch norms; the optimizer updates float32 copies of its weights.\n"
+    settings = _settings("O2", torch.float16, None, True, True, "dynamic")
+
+
+class O3(_Level):
+    """Everything in float16."""
+
+    brief = "O3:  Pure FP16 training."
+    more = "The model is cast to float16 and nothing else happens: the baseline for speed.\n"
+    settings = _settings("O3", torch.float16, None, False, False, 1.0)
+
+
+class O4(_Level):
+    """O1 with bfloat16, which needs no loss scale."""
+
+    brief = "O4:  Insert automatic casts around Pytorch functions and Tensor methods, to bfloat16."
+    more = "Weights stay in float32; matrix products and convolutions run in bfloat16.\n"
+    settings = _settings("O4", None, torch.bfloat16, None, None, 1.0)
+
+
+class O5(_Level):
+    """O2 with bfloat16, which needs no loss scale."""
+
+    brief = "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.\n"
+    more = (
+        "The model is cast to bfloat16 except for batch norms; the optimizer updates float32 copies of its weights.\n"
+    )
+    settings = _settings("O5", torch.bfloat16, None, True, True, 1.0)
+
+
+opt_levels = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0(), "O4": O4(), "O5": O5()}
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | None = None,
+    dynamic_init_scale: float = 2.0**16,
+    scale_growth_factor: float = 2.0,
+    scale_backoff_factor: float | None = None,
+    scale_window: int = 2000,
+    combine_grad: bool | None = None,
+    combine_ddp: bool | None = None,
+    ddp_replica_count: int = 4,
+    user_cast_preferred: bool | None = None,
+    check_combined_tensors: bool | None = None,
+    overflow_patience: int = 100,
+) -> Any:
+    """Prepares models and optimizers for mixed precision; returns them as they came, one or lists.
+
+    `opt_level` chooses the properties (docs/amp.md says which for what); arguments that are not None override single
+    ones. The model alone is returned if `optimizers` is None.
+
+    - `cast_model_type`, `keep_batchnorm_fp32`, `master_weights`: see O2, O3 and O5.
+    - `patch_torch_functions`, `patch_torch_functions_type`: see O1 and O4.
+    - `loss_scale`: a number, or "dynamic": starting at `dynamic_init_scale`, times `scale_growth_factor` after
+      `scale_window` steps without overflow, times `scale_backoff_factor` after one, between `min_loss_scale` and
+      `max_loss_scale`. After `overflow_patience` skipped steps in a row with the scale at its minimum (or below 1,
+      without one) an error is raised.
+    - `cast_model_outputs`: the type of the models' outputs, float32 by default where the model is cast.
+    - `num_losses`: how many losses have a scale of their own (`loss_id` of `scale_loss`).
+    - `combine_grad`: gradients lie in one buffer per type; `check_combined_tensors` checks at every step that they
+      still do. `combine_ddp` and `ddp_replica_count` are accepted for the data-parallel work.
+    - `user_cast_preferred`: functions that the user registered to be cast keep their registration in O1.
+    - `verbosity`: 0 prints nothing.
+    """
+    del combine_ddp, ddp_replica_count, user_cast_preferred
+    _amp_state.verbosity = int(verbosity)
+    if not enabled:
+        _amp_state.opt_properties = Properties()
+        return models if optimizers is None else (models, optimizers)
+    if opt_level not in opt_levels:
+        raise RuntimeError(
+            f"unexpected optimization level {opt_level!r}; options are {', '.join(sorted(map(repr, opt_levels)))} "
+            "(the letter O, not the number zero)"
+        )
+    properties = _chosen_properties(
+        opt_level,
+        {
+            "cast_model_type": cast_model_type,
+            "patch_torch_functions": patch_torch_functions,
+            "patch_torch_functions_type": patch_torch_functions_type,
+            "keep_batchnorm_fp32": keep_batchnorm_fp32,
+            "master_weights": master_weights,
+            "loss_scale": loss_scale,
+        },
+    )
+    if num_losses < 1:
+        raise ValueError(f"num_losses must be at least 1, not {num_losses}")
+    scaling = {
+        "init_scale": dynamic_init_scale,
+        "scale_factor": scale_growth_factor,
+        "scale_window": scale_window,
+        "min_loss_scale": min_loss_scale,
+        "max_loss_scale": max_loss_scale,
+        "backoff_factor": scale_backoff_factor,
+    }
+    result = initialize_models_and_optimizers(
+        models,
+        optimizers,
+        properties,
+        cast_model_outputs,
+        combine_grad=bool(combine_grad),
+        check_combined=bool(check_combined_tensors),
+    )
+    _amp_state.opt_properties = properties
+    _amp_state.min_loss_scale = min_loss_scale
+    _amp_state.max_loss_scale = max_loss_scale
+    _amp_state.overflow_patience = overflow_patience
+    _amp_state.loss_scalers = [LossScaler(properties.loss_scale, **scaling) for _ in range(num_losses)]  # type: ignore[arg-type]
+    return result
+
+
+def _chosen_properties(opt_level: str, overrides: dict[str, Any]) -> Properties:
+    level = opt_levels[opt_level]
+    properties = level(Properties())
+    maybe_print(f"Selected optimization level {level.brief}", True)
+    maybe_print("Defaults for this optimization level are:", True)
+    _print_options(properties)
+    maybe_print("Processing user overrides (additional kwargs that are not None)...", True)
+    for name, value in overrides.items():
+        if value is not None:
+            setattr(properties, name, value)
+    maybe_print("After processing overrides, optimization options are:", True)
+    _print_options(properties)
+    return properties
+
+
+def _print_options(properties: Properties) -> None:
+    for name, value in properties.options.items():
+        maybe_print(f"{name:22} : {value}", True)
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Every loss scaler's scale and count of steps since it changed: `loss_scaler0`, `loss_scaler1`, ..."""
+    result: dict[str, Any] = OrderedDict() if destination is None else destination
+    for index, scaler in enumerate(_amp_state.loss_scalers):
+        result[f"loss_scaler{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+    return result
+
+
+def load_state_dict(state_dict: dict[str, Any]) -> None:
+    """Loads what `state_dict` returned; changes nothing if it does not fit."""
+    if not hasattr(_amp_state, "opt_properties"):
+        raise RuntimeError("amp.load_state_dict was called before amp.initialize; initialize first, then load")
+    names = [name for name in state_dict if "loss_scaler" in name]
+    unexpected = [name for name in state_dict if "loss_scaler" not in name]
+    if unexpected:
+        raise RuntimeError(f"error in loading amp's state_dict: unexpected key(s) {', '.join(map(repr, unexpected))}")
+    if len(names) != len(_amp_state.loss_scalers):
+        raise RuntimeError(
+            f"the state_dict has {len(names)} loss scaler(s), this session {len(_amp_state.loss_scalers)}: call "
+            f"amp.initialize with num_losses={len(names)} to load it"
+        )
+    for name in names:
+        scaler = _amp_state.loss_scalers[int(name.removeprefix("loss_scaler"))]
+        scaler._loss_scale = state_dict[name]["loss_scale"]
+        scaler._unskipped = state_dict[name]["unskipped"]

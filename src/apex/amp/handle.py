@@ -1,0 +1,227 @@
+"""`scale_loss`, `disable_casts`, and the handle of the older interface."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _casting
+from ._amp_state import _amp_state, maybe_print
+from ._process_optimizer import takes_flag
+from ._reports import OverflowReports
+from ._stash import Counted
+from .opt import OptimWrapper
+from .scaler import LossScaler
+
+_reports = OverflowReports()
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Yields the loss times its scale, to be differentiated inside; afterwards gradients are unscaled and checked.
+
+    With `delay_unscale` they stay scaled, for more backward passes to add to them: give it to all but the last before a
+    step. `delay_overflow_check` leaves the scale as it is. `loss_id` names the scale where `initialize` made several.
+    """
+    del model
+    if not hasattr(_amp_state, "opt_properties"):
+        raise RuntimeError(
+            "amp.scale_loss was called before amp.initialize; first: "
+            "model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
+        )
+    properties = _amp_state.opt_properties
+    if not properties.enabled:
+        yield loss
+        return
+    optimizer_list = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    scaler = _scaler(loss_id)
+    scaler.to(loss.device)
+    if not properties.master_weights and not scaler.dynamic and scaler.loss_scale() == 1.0:
+        with _casting.casts(False):
+            yield loss.float()
+        return
+    _check_optimizers(optimizer_list)
+    if not delay_unscale:
+        for optimizer in optimizer_list:
+            if not optimizer._amp_stash.params_have_scaled_gradients:
+                optimizer._prepare_amp_backward()
+    _reports.read()
+    with _casting.casts(False):
+        yield loss.float() * scaler.scale_tensor().reshape(())
+    if delay_unscale:
+        for optimizer in optimizer_list:
+            optimizer._amp_stash.params_have_scaled_gradients = True
+        return
+    scaler.clear_overflow_state()
+    with torch.no_grad():
+        counted = []
+        for optimizer in optimizer_list:
+            counted.extend(optimizer._post_amp_backward(scaler))
+            optimizer._amp_stash.params_have_scaled_gradients = False
+        if not delay_overflow_check:
+            _settle(scaler, loss_id, optimizer_list, counted)
+
+
+def _scaler(loss_id: int) -> LossScaler:
+    count = len(_amp_state.loss_scalers)
+    if not 0 <= loss_id < count:
+        raise IndexError(
+            f"loss_id={loss_id} is unknown: amp.initialize was called with num_losses={count}, and counting starts at 0"
+        )
+    return _amp_state.loss_scalers[loss_id]
+
+
+def _check_optimizers(optimizers: list[Any]) -> None:
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "_amp_stash"):
+            raise RuntimeError(
+                f"amp.scale_loss was given an optimizer ({type(optimizer).__name__}) that amp.initialize has not seen"
+            )
+
+
+def _settle(scaler: LossScaler, loss_id: int, optimizers: list[Any], counted: list[Counted]) -> None:
+    """Adapts the scale, and has the optimizers skip their next step if gradients overflowed."""
+    scaler.update_scale_on_device()
+    if not scaler.dynamic:
+        return
+    for optimizer in filter(takes_flag, optimizers):
+        stash = optimizer._amp_stash
+        stash.noop = scaler.overflow if stash.noop is None else torch.maximum(stash.noop, scaler.overflow)
+    _reports.note(scaler, loss_id, counted)
+    waiting = [optimizer for optimizer in optimizers if not takes_flag(optimizer)]
+    if waiting and scaler._has_overflow:
+        for optimizer in waiting:
+            optimizer._amp_stash.already_patched = True
+
+
+@contextlib.contextmanager
+def disable_casts() -> Iterator[None]:
+    """Runs what is inside without O1's casts."""
+    with _casting.suspended():
+        yield
+
+
+class AmpHandle:
+    """The handle that `amp.init` returns: casts are on as long as it is active."""
+
+    def __init__(self, loss_scale: float | str = "dynamic", enable_caching: bool = True, verbose: bool = False) -> None:
+        self._enable_caching = enable_caching
+        self._verbose = verbose
+        self._cache: dict[Any, Any] = {}
+        self._default_scaler = LossScaler(loss_scale)
+        self._is_active = True
+        self._wrappers: list[Any] = []
+
+    def is_active(self) -> bool:
+        """Whether casts are on."""
+        return self._is_active
+
+    @contextlib.contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        self._is_active = False
+        try:
+            with _casting.suspended():
+                yield
+        finally:
+            self._is_active = True
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """An optimizer with a loss scale per loss."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        """Yields the scaled loss; the optimizer's next step is skipped if its gradients overflow."""
+        if not self.is_active():
+            yield loss
+            return
+        scaler = self._default_scaler
+        scaler.to(loss.device)
+        with _casting.casts(False):
+            yield loss * scaler.scale_tensor().reshape(())
+        scaler.clear_overflow_state()
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if grads:
+            with torch.no_grad():
+                scaler.unscale(grads, grads)
+        if scaler.update_scale():
+            _skip_next_step(optimizer)
+        self._clear_cache()
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether copies of weights are kept; they are, inside a model's forward pass."""
+        return self._enable_caching
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        """Always empty: PyTorch keeps the copies."""
+        return self._cache
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Does nothing: no copy of a weight outlives a forward pass."""
+
+    def _clear_cache(self) -> None:
+        torch.clear_autocast_cache()
+
+    def _deactivate(self) -> None:
+        """Ends casting for good."""
+        _casting.switch_off()
+        self._is_active = False
+
+    @property
+    def verbose(self) -> bool:
+        return self._verbose
+
+
+def _skip_next_step(optimizer: Any) -> None:
+    step = optimizer.step
+
+    def skip_step(*args: Any, **kwargs: Any) -> None:
+        maybe_print("Gradient overflow, skipping update")
+        optimizer.step = step
+
+    optimizer.step = skip_step
+
+
+class NoOpHandle:
+    """The handle of `amp.init(enabled=False)`: everything is as without amp."""
+
+    def is_active(self) -> bool:
+        return False
+
+    @contextlib.contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        yield
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        yield loss
+
+    @property
+    def has_cache(self) -> bool:
+        return False
+
+    @property
+    def verbose(self) -> bool:
+        return False
+
+    def _clear_cache(self) -> None:
+        pass
+
+    def _deactivate(self) -> None:
+        pass

@@ -1,0 +1,99 @@
+"""The optimizer wrapper of the older interface: `handle.wrap_optimizer`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._amp_state import master_params, maybe_print
+from .scaler import LossScaler
+
+
+class OptimWrapper:
+    """An optimizer with one loss scale per loss; `scale_loss` is called once for each of them before a step."""
+
+    def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
+        self._optimizer = optimizer
+        self._amp_handle = amp_handle
+        self._num_loss = num_loss
+        self._loss_idx = 0
+        self._skip_next = [False] * num_loss
+        self._loss_scaler = [LossScaler("dynamic") for _ in range(num_loss)]
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
+        """Yields the scaled loss; afterwards the gradients of this loss are unscaled and added to the earlier ones."""
+        if not self._amp_handle.is_active():
+            yield loss
+            return
+        scaler = self._cur_loss_scaler()
+        scaler.to(loss.device)
+        earlier = None
+        if self._loss_idx > 0:
+            earlier = [None if p.grad is None else p.grad.detach().clone() for p in master_params(self._optimizer)]
+            self._optimizer.zero_grad()
+        yield loss * scaler.scale_tensor().reshape(())
+        scaler.clear_overflow_state()
+        grads = [p.grad for p in master_params(self._optimizer) if p.grad is not None]
+        if grads:
+            with torch.no_grad():
+                scaler.unscale(grads, grads)
+        self._skip_next[self._loss_idx] = scaler.update_scale()
+        self._loss_idx += 1
+        if earlier is not None:
+            with torch.no_grad():
+                for param, gradient in zip(master_params(self._optimizer), earlier, strict=True):
+                    if gradient is not None:
+                        param.grad = gradient if param.grad is None else param.grad.add_(gradient)
+
+    def _cur_loss_scaler(self) -> LossScaler:
+        if not 0 <= self._loss_idx < self._num_loss:
+            raise RuntimeError(
+                f"scale_loss was called {self._loss_idx + 1} times before step, but the optimizer was wrapped for "
+                f"{self._num_loss} loss(es): give num_loss to wrap_optimizer"
+            )
+        return self._loss_scaler[self._loss_idx]
+
+    def step(self, closure: Any = None) -> Any:
+        """A step, unless the gradients of any loss overflowed."""
+        if not self._amp_handle.is_active():
+            return self._optimizer.step(closure=closure)
+        self._loss_idx = 0
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                self._amp_handle.remove_cache(param)
+        if closure is not None:
+            raise NotImplementedError("the amp handle does not support closures in optimizer.step")
+        if any(self._skip_next):
+            maybe_print("Gradient overflow, skipping update")
+            self._skip_next = [False] * self._num_loss
+            return None
+        return self._optimizer.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def __getstate__(self) -> Any:
+        return self._optimizer.__getstate__()
+
+    def __setstate__(self, state: Any) -> None:
+        self._optimizer.__setstate__(state)
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self._optimizer.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._optimizer.add_param_group(param_group)

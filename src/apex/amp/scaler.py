@@ -1,0 +1,208 @@
+"""The loss scale: on the device of the loss, so that a training step never has to wait for it.
+
+A dynamic scale is halved when gradients overflow and doubled after a window of steps without; the numbers are those of
+the original, step for step. Reading `loss_scale()` waits for the device, using `scale_tensor()` does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.multi_tensor import axpby, scale
+
+
+class LossScaler:
+    """A static or dynamic loss scale and the overflow flag of the last backward pass.
+
+    `loss_scale` is a number or "dynamic". `scale_factor` multiplies a dynamic scale after `scale_window` steps without
+    overflow; `backoff_factor` multiplies it after an overflow.
+    """
+
+    warned_no_fused_kernel = False
+    warned_unscaling_non_fp32_grad = False
+    has_fused_kernel = True
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+        *,
+        backoff_factor: float | None = None,
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        start = min(max_loss_scale, init_scale) if self.dynamic else float(loss_scale)
+        self._max_loss_scale = max_loss_scale
+        self._min_loss_scale = min_loss_scale
+        self._scale_seq_len = scale_window
+        self._growth_factor = scale_factor
+        self._backoff_factor = 1 / scale_factor if backoff_factor is None else backoff_factor
+        # The host knows a scale that never changes, and need not ask the device for it.
+        self._static_scale = None if self.dynamic else start
+        self._scale = torch.full((1,), start, dtype=torch.float32)
+        self._successes = torch.zeros(1, dtype=torch.int32)
+        self._overflow_buf = torch.zeros(1, dtype=torch.float32)
+
+    # What clients read and write --------------------------------------------------------------------------------------
+
+    def loss_scale(self) -> float:
+        """The scale as a number; waits for the device if it is dynamic."""
+        return self._scale.item() if self._static_scale is None else self._static_scale
+
+    @property
+    def _loss_scale(self) -> float:
+        return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self._scale.fill_(value)
+        if not self.dynamic:
+            self._static_scale = float(value)
+
+    @property
+    def _unskipped(self) -> int:
+        return int(self._successes.item())
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self._successes.fill_(value)
+
+    @property
+    def _has_overflow(self) -> bool:
+        return bool(self._overflow_buf.item())
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._overflow_buf.fill_(float(value))
+
+    # Without waiting for the device -----------------------------------------------------------------------------------
+
+    def to(self, device: torch.device) -> None:
+        """Moves the scale to where losses and gradients are."""
+        if self._scale.device != device:
+            self._scale, self._successes, self._overflow_buf = (
+                tensor.to(device, non_blocking=True) for tensor in (self._scale, self._successes, self._overflow_buf)
+            )
+
+    def scale_tensor(self) -> Tensor:
+        """The scale, float32 [1]."""
+        return self._scale
+
+    @property
+    def overflow(self) -> Tensor:
+        """1 if the gradients of the last backward pass overflowed, else 0; float32 [1]."""
+        return self._overflow_buf
+
+    def clear_overflow_state(self) -> None:
+        """Forgets the last overflow; in new memory, because a step that is queued may still have to read the flag."""
+        self._overflow_buf = torch.zeros_like(self._overflow_buf)
+
+    def update_scale_on_device(self) -> None:
+        """Adapts a dynamic scale to the overflow flag."""
+        if not self.dynamic:
+            self._successes += 1
+            return
+        torch._amp_update_scale_(
+            self._scale,
+            self._successes,
+            self._overflow_buf,
+            self._growth_factor,
+            self._backoff_factor,
+            self._scale_seq_len,
+        )
+        self._scale.clamp_(min=self._min_loss_scale, max=self._max_loss_scale)
+
+    def update_scale(self) -> bool:
+        """The same; returns whether the step must be skipped, which waits for the device."""
+        self.update_scale_on_device()
+        return self.dynamic and self._has_overflow
+
+    # Gradients --------------------------------------------------------------------------------------------------------
+
+    def unscale(
+        self,
+        model_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        unused_scale: float | None = None,
+        models_are_masters: bool = False,
+        scale_override: Any = None,
+        *,
+        culprits: Tensor | None = None,
+    ) -> None:
+        """`master_grads[i] = model_grads[i] / scale`, noting overflow.
+
+        `culprits`, int32 [gradients, 2], counts infinite and NaN elements.
+        """
+        del unused_scale
+        override = scale_override[0] if isinstance(scale_override, tuple) else scale_override
+        if override is None and models_are_masters and self._static_scale == 1.0:
+            return
+        self._check(model_grads)
+        flag = self._flag()
+        scale(
+            model_grads,
+            master_grads,
+            self._inverse(override),
+            overflow=flag,
+            culprits=None if flag is None else culprits,
+        )
+
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        scale_override: Any = None,
+        *,
+        culprits: Tensor | None = None,
+    ) -> None:
+        """`master_grads[i] = model_grads[i] / scale + stashed_master_grads[i]`, noting overflow of the model's."""
+        grads_scale, stashed_scale, out_scale = (self._scale, 1.0, 1.0) if scale_override is None else scale_override
+        self._check(model_grads)
+        flag = self._flag()
+        stashed_factor = float(out_scale) / float(stashed_scale)
+        factor = self._inverse(grads_scale) * out_scale
+        axpby(
+            model_grads,
+            stashed_master_grads,
+            master_grads,
+            factor,
+            stashed_factor,
+            overflow=flag,
+            culprits=None if flag is None else culprits,
+            checks="x",
+        )
+
+    def unscale_python(self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], scale: float) -> None:
+        """The original's way without kernels; the same as `unscale` with that scale."""
+        self.unscale(model_grads, master_grads, scale_override=scale)
+
+    def unscale_with_stashed_python(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        a: float,
+        b: float,
+    ) -> None:
+        """`master_grads[i] = a * model_grads[i] + b * stashed_master_grads[i]`, noting overflow of the model's."""
+        self._check(model_grads)
+        axpby(model_grads, stashed_master_grads, master_grads, a, b, overflow=self._flag(), checks="x")
+
+    def _inverse(self, override: Any) -> Tensor:
+        current = self._scale if override is None else torch.as_tensor(override, device=self._scale.device)
+        return current.double().reciprocal().to(torch.float32).reshape(1)
+
+    def _flag(self) -> Tensor | None:
+        return self._overflow_buf if self.dynamic else None
+
+    def _check(self, grads: Sequence[Tensor]) -> None:
+        if grads:
+            self.to(grads[0].device)
