@@ -47,9 +47,12 @@ def scale(
     # Rounding before scaling is not the same as after it.
     if torch.promote_types(outputs[0].dtype, inputs[0].dtype) != outputs[0].dtype:
         return False
+    factor = _factor(hyper, grad_scale)
+    # PyTorch rounds a number to the tensors' dtype before it multiplies them.
+    if outputs[0].dtype.itemsize < 4 and factor != float(torch.tensor(factor, dtype=outputs[0].dtype)):
+        return False
     if overflow is not None and not math.isfinite(_square_sums(inputs).sum()):
         return False
-    factor = _factor(hyper, grad_scale)
     targets = list(outputs)
     if any(target is not tensor for target, tensor in zip(targets, inputs, strict=True)):
         sources = [tensor.view(target.shape) for target, tensor in zip(targets, inputs, strict=True)]
@@ -69,7 +72,7 @@ def _square_sums(tensors: Sequence[Tensor]) -> Tensor:
     pieces = [tensor.reshape(-1).split(_PIECE) for tensor in tensors]
     every = list(chain.from_iterable(pieces))
     if tensors[0].dtype.itemsize < 4:
-        norms = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in every]
+        norms = [torch.linalg.vector_norm(piece.float()) for piece in every]  # which adds up more exactly
     else:
         norms = list(torch._foreach_norm(every))
     owner = torch.repeat_interleave(torch.tensor(list(map(len, pieces))))
