@@ -47,12 +47,12 @@ class AmpState:
 _amp_state = AmpState()
 
 
-def warn_or_err(message: str) -> None:
+def warn_or_err(msg: str) -> None:
     """Raises, or warns where the user has set `_amp_state.hard_override`."""
     if _amp_state.hard_override:
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(msg, stacklevel=3)
     else:
-        raise RuntimeError(message)
+        raise RuntimeError(msg)
 
 
 def _is_first_rank() -> bool:

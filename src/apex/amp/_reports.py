@@ -69,8 +69,8 @@ class OverflowReports:
         maybe_print(f"  {culprits}")
         if skipped % _HINT_AFTER == 0:
             maybe_print(
-                f"  {skipped} steps in a row were skipped. A few are normal while the scale is found; if it goes on, look "
-                "at the parameters named above, lower the learning rate, clip gradients, or use O4 or O5 (bfloat16)"
+                f"  {skipped} steps in a row were skipped. A few are normal while the scale is found; if it goes on, "
+                "look at the parameters named above, lower the learning rate, clip gradients, or use O4 or O5 (bfloat16)"
             )
         self._give_up_at_floor(note, scale, culprits)
 
