@@ -134,6 +134,19 @@ def test_state_that_a_user_moved() -> None:
     assert_equal_bits(params, twins)
 
 
+def test_a_new_plan_goes_on_with_the_same_averages() -> None:
+    """Capturing a CUDA graph makes a new plan, on its stream; averages gathered anew would be so at every replay."""
+    params = parameters()
+    optimizer = FusedNovoGrad(params, capturable=True)
+    addresses = []
+    for step in range(3):
+        set_gradients(params, step)
+        optimizer.step()
+        addresses.append([optimizer.state[p]["exp_avg_sq"].data_ptr() for p in params])
+        optimizer._plans.clear()
+    assert addresses[0] == addresses[1] == addresses[2]
+
+
 def test_what_clients_read() -> None:
     optimizer = FusedNovoGrad(parameters())
     assert optimizer.defaults == {

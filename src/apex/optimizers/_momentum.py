@@ -13,6 +13,7 @@ from ._base import FusedOptimizer, Skip, check_hyperparameters
 from ._buckets import Bucket
 
 BUFFER = "momentum_buffer"
+FRESH = "fresh"
 
 
 class MomentumOptimizer(FusedOptimizer):
@@ -83,23 +84,27 @@ class MomentumOptimizer(FusedOptimizer):
     # The first step of a buffer ---------------------------------------------------------------------------------------
 
     def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
-        """Where there is dampening, the kind of a parameter is whether its buffer has not been through a step."""
-        pending = self._undampened.pop(param, None)
-        fresh = BUFFER not in self.state[param] or (pending is not None and bool(pending))
+        """Where there is dampening, parameters whose buffers have been through no step, or may not, are of a kind."""
+        fresh = BUFFER not in self.state[param]
+        if fresh:
+            self._undampened.pop(param, None)
         state, _ = super()._prepare(param, group, names)
-        return state, fresh and bool(names) and bool(group["dampening"])
+        if not names or not group["dampening"]:
+            return state, None
+        return state, FRESH if fresh else id(self._undampened[param]) if param in self._undampened else None
 
     def _first(self, bucket: Bucket, skip: Skip) -> bool | Tensor:
         """Whether this is the bucket's first step; a number on the device where only that knows."""
-        if not bucket.kind:
+        if bucket.kind is None:
             return False
-        if BUFFER not in bucket.kept:
+        flag = self._undampened.get(bucket.params[0])
+        if flag is None and bucket.kind == FRESH:
             if skip.noop is None and not self.capturable:
-                bucket.kind = False
+                bucket.kind = None
                 return True
-            bucket.kept[BUFFER] = torch.ones((), dtype=torch.float64, device=bucket.device)
-            self._undampened.update(dict.fromkeys(bucket.params, bucket.kept[BUFFER]))
-        return bucket.kept[BUFFER]
+            flag = torch.ones((), dtype=torch.float64, device=bucket.device)
+            self._undampened.update(dict.fromkeys(bucket.params, flag))
+        return False if flag is None else flag
 
     @staticmethod
     def _note_first(first: bool | Tensor, skip: Skip) -> None:
@@ -111,13 +116,13 @@ class MomentumOptimizer(FusedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state, in the format of `torch.optim.SGD`, which loads it too; master weights included."""
-        pending = [param for param, flag in self._undampened.items() if bool(flag)]
-        self._undampened.clear()
-        for param in pending:
-            del self.state[param][BUFFER]
-        if pending:
-            self._plans.clear()
-        return super().state_dict()
+        saved = super().state_dict()
+        params = (param for group in self.param_groups for param in group["params"])
+        indices = (index for group in saved["param_groups"] for index in group["params"])
+        for param, index in zip(params, indices, strict=True):
+            if param in self._undampened and bool(self._undampened[param]):
+                saved["state"][index] = {name: v for name, v in saved["state"][index].items() if name != BUFFER}
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of this class, or of `torch.optim.SGD`, returned."""

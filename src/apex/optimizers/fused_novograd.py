@@ -115,15 +115,23 @@ class FusedNovoGrad(FusedOptimizer):
         """The averages of a bucket, float32 [tensors, 2], in the first column; every state has its own as a view."""
         averages = bucket.kept.get("averages")
         if averages is None:
-            start = 0.0 if group["init_zero"] else UNKNOWN
-            fresh = torch.full((), start, dtype=torch.float32, device=bucket.device)
-            known = [state.get(NORM, fresh).to(bucket.device, torch.float32) for state in bucket.states]
-            averages = bucket.kept["averages"] = torch.zeros(len(known), 2, device=bucket.device)
-            column = bucket.kept["column"] = averages[:, 0]
-            column.copy_(torch.stack(known))
-            for state, average in zip(bucket.states, column.unbind(), strict=True):
-                state[NORM] = average
+            averages = _common_base(bucket.states)
+            if averages is None or averages.device != bucket.device:
+                averages = self._gather(group, bucket)
+            bucket.kept["averages"] = averages
+            bucket.kept["column"] = averages[:, 0]
             bucket.kept["unknown"] = not group["init_zero"]
+        return averages
+
+    def _gather(self, group: dict[str, Any], bucket: Bucket) -> Tensor:
+        start = 0.0 if group["init_zero"] else UNKNOWN
+        fresh = torch.full((), start, dtype=torch.float32, device=bucket.device)
+        known = [state.get(NORM, fresh).to(bucket.device, torch.float32) for state in bucket.states]
+        averages = torch.zeros(len(known), 2, device=bucket.device)
+        column = averages[:, 0]
+        column.copy_(torch.stack(known))
+        for state, average in zip(bucket.states, column.unbind(), strict=True):
+            state[NORM] = average
         return averages
 
     def _blend(self, bucket: Bucket, found: Tensor, share: float, noop: Tensor | None) -> None:
@@ -192,6 +200,19 @@ class FusedNovoGrad(FusedOptimizer):
             state = self.state.get(param, {})
             if "exp_avg" in state:
                 yield param, state
+
+
+def _common_base(states: Sequence[dict[str, Any]]) -> Tensor | None:
+    """The averages of an earlier bucket of the same parameters.
+
+    These go on to be used: a CUDA graph that began by gathering them would do so again at every replay.
+    """
+    base = getattr(states[0].get(NORM), "_base", None)
+    if base is None or base.shape != (len(states), 2):
+        return None
+    addresses = [state[NORM].data_ptr() if NORM in state else 0 for state in states]
+    expected = range(base.data_ptr(), base.data_ptr() + base.nbytes, 2 * base.element_size())
+    return base if addresses == list(expected) else None
 
 
 def _place(param: Tensor) -> int:
