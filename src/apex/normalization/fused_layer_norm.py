@@ -266,7 +266,9 @@ class FusedLayerNorm(_Norm):
             init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        input, weight, bias = _cast_for_autocast(input, self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        if torch._C._is_any_autocast_enabled():  # asked here too: a small norm has no microsecond to give away
+            input, weight, bias = _cast_for_autocast(input, weight, bias)
         return norm.layer_norm(
             input, self.normalized_shape, weight, bias, self.eps, memory_efficient=self.memory_efficient
         )
@@ -291,7 +293,9 @@ class FusedRMSNorm(_Norm):
             init.ones_(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        input, weight = _cast_for_autocast(input, self.weight)
+        weight = self.weight
+        if torch._C._is_any_autocast_enabled():
+            input, weight = _cast_for_autocast(input, weight)
         return norm.rms_norm(input, self.normalized_shape, weight, self.eps, memory_efficient=self.memory_efficient)
 
 

@@ -20,7 +20,7 @@ def checked_shape(
 ) -> tuple[int, ...]:
     """`normalized_shape` as a tuple, after every argument was found fit."""
     shape = normalized_shape if isinstance(normalized_shape, tuple) else _as_tuple(normalized_shape)
-    if torch._C._get_tracing_state():  # sizes are tensors then; PyTorch's operator checks them
+    if type(input.numel()) is Tensor:  # torch.jit.trace: sizes are tensors too; PyTorch's operator checks them
         return shape
     device = input.device
     if not (

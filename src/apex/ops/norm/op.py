@@ -65,9 +65,10 @@ def _is_small(input: Tensor, weight: Tensor | None, bias: Tensor | None, out_dty
     The first thing a small norm runs into, so it asks the cheapest questions only.
     """
     dtype = input.dtype
+    numel = input.numel()
     return (
-        not torch._C._get_tracing_state()
-        and input.numel() < config.NATIVE_BELOW
+        type(numel) is not Tensor  # as under torch.jit.trace
+        and numel < config.NATIVE_BELOW
         and (weight is None or weight.dtype == dtype)
         and (bias is None or bias.dtype == dtype)
         and (out_dtype is None or out_dtype == dtype)
@@ -89,7 +90,8 @@ def _norm(
     out_dtype = out_dtype or input.dtype
     shape = checked_shape(input, normalized_shape, weight, bias)
     # torch.jit.trace sees operators, not kernel launches; without elements there is nothing to launch.
-    launchable = not torch._C._get_tracing_state() and input.numel() > 0
+    numel = input.numel()
+    launchable = type(numel) is not Tensor and numel > 0
     if launchable and _library.runs_triton(FAMILY, input):
         spec = NormSpec(check_row_length(shape), eps, subtract_mean, memory_efficient)
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
