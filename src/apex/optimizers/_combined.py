@@ -135,7 +135,7 @@ class CombinedTensors:
 
     def __init__(self) -> None:
         self.combinations: list[Combination] = []
-        self._params: list[Tensor] = []
+        self._params: list[list[Tensor]] = []
         # Parameters that are left where they are: frozen, sharded, overlapping.
         self.loose: list[Tensor] = []
         self._frozen: list[Tensor] = []
@@ -143,15 +143,16 @@ class CombinedTensors:
 
     def knows(self, groups: list[dict[str, Any]]) -> bool:
         """Whether the parameters are the ones that were combined."""
-        params = [param for group in groups for param in group["params"]]
-        return len(params) == len(self._params) and all(map(operator.is_, params, self._params))
+        return len(groups) == len(self._params) and all(
+            len(group["params"]) == len(params) and all(map(operator.is_, group["params"], params))
+            for group, params in zip(groups, self._params, strict=True)
+        )
 
     @torch.no_grad()
     def update(self, groups: list[dict[str, Any]]) -> None:
         """Makes the buffers hold what the parameters and gradients are now."""
-        params = [param for group in groups for param in group["params"]]
         if not self.knows(groups) or any(param.requires_grad for param in self._frozen):
-            self._build(groups, params)
+            self._build(groups)
         elif not all(combination.holds_params() for combination in self.combinations):
             if not self._reported:
                 logger.warning(
@@ -159,11 +160,12 @@ class CombinedTensors:
                     "which takes a copy of all of them each time"
                 )
                 self._reported = True
-            self._build(groups, params)
+            self._build(groups)
         for combination in self.combinations:
             combination.gather()
 
-    def _build(self, groups: list[dict[str, Any]], params: list[Tensor]) -> None:
+    def _build(self, groups: list[dict[str, Any]]) -> None:
+        params = [param for group in groups for param in group["params"]]
         owners = [index for index, group in enumerate(groups) for _ in group["params"]]
         able = [index for index, param in enumerate(params) if _can_be_combined(param)]
         shared = flat.overlapping([params[index] for index in able])
@@ -171,8 +173,9 @@ class CombinedTensors:
         kinds: dict[Any, list[int]] = {}
         for index in chosen:
             kinds.setdefault((params[index].device, params[index].dtype), []).append(index)
-        # One after the other, each replaced before the next is made: memory for one more buffer is enough.
-        self.combinations = []
+        # One after the other, each replaced before the next is made: memory for one more buffer is enough. What fails
+        # half way is not known then, and done again.
+        self.combinations, self._params = [], []
         for indices in kinds.values():
             self.combinations.append(
                 Combination([params[index] for index in indices], [owners[index] for index in indices])
@@ -180,7 +183,7 @@ class CombinedTensors:
         taken = set(chosen)
         self.loose = [param for index, param in enumerate(params) if index not in taken]
         self._frozen = [param for param in self.loose if not param.requires_grad]
-        self._params = params
+        self._params = [list(group["params"]) for group in groups]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CombinedTensors:
         return CombinedTensors()
