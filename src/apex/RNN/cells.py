@@ -1,0 +1,104 @@
+"""One step of each recurrent network.
+
+Shapes: B batch, I input, H hidden, O output (H unless it is projected), G gates (4H for LSTM, 3H for GRU, else H).
+
+    input [B, I]   w_ih [G, I]   w_hh [G, O]   b_ih, b_hh [G]   state: h [B, O], and c [B, H] for LSTMs
+    mLSTM also has w_mih [O, I] and w_mhh [O, O]
+
+A cell returns its new state before any projection: h [B, H], and c [B, H].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .RNNBackend import RNNCell
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def RNNReLUCell(
+    input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Tensor:
+    """`max(w_ih x + b_ih + w_hh h + b_hh, 0)`."""
+    return torch.relu(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
+
+
+def RNNTanhCell(
+    input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Tensor:
+    """`tanh(w_ih x + b_ih + w_hh h + b_hh)`."""
+    return torch.tanh(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
+
+
+def GRUCell(
+    input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Tensor:
+    """One step of torch.nn.GRU: gates in the order reset, update, new."""
+    return torch.gru_cell(input, hidden, w_ih, w_hh, b_ih, b_hh)
+
+
+def LSTMCell(
+    input: Tensor,
+    hidden: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One step of torch.nn.LSTM: gates in the order input, forget, cell, output."""
+    h, c = hidden
+    if h.size(1) == c.size(1):
+        return torch.lstm_cell(input, (h, c), w_ih, w_hh, b_ih, b_hh)
+    return _lstm_state(F.linear(input, w_ih, b_ih) + F.linear(h, w_hh, b_hh), c)
+
+
+def mLSTMCell(
+    input: Tensor,
+    hidden: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    w_mih: Tensor,
+    w_mhh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """An LSTM's step with `m = (w_mih x) * (w_mhh h)` in the place of h."""
+    h, c = hidden
+    m = F.linear(input, w_mih) * F.linear(h, w_mhh)
+    return _lstm_state(F.linear(input, w_ih, b_ih) + F.linear(m, w_hh, b_hh), c)
+
+
+def _lstm_state(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """The new h and c; computed in float32 if they are in half precision, as the fused kernels of PyTorch do."""
+    exact = gates.float() if gates.dtype in _HALF else gates
+    write, keep, new, read = exact.chunk(4, 1)
+    state = torch.sigmoid(keep) * c + torch.sigmoid(write) * torch.tanh(new)
+    output = torch.sigmoid(read) * torch.tanh(state)
+    return output.to(gates.dtype), state.to(c.dtype)
+
+
+class mLSTMRNNCell(RNNCell):
+    """A layer of a multiplicative LSTM."""
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = False, output_size: int | None = None) -> None:
+        super().__init__(4, input_size, hidden_size, mLSTMCell, n_hidden_states=2, bias=bias, output_size=output_size)
+        self.w_mih = nn.Parameter(torch.empty(self.output_size, self.input_size))
+        self.w_mhh = nn.Parameter(torch.empty(self.output_size, self.output_size))
+        self.reset_parameters()
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        return self.w_ih, self.w_hh, self.w_mih, self.w_mhh
+
+    def forward(self, input: Tensor) -> tuple[Tensor, ...]:
+        """One step from the state that the cell keeps; returns the new h and c."""
+        return super().forward(input)
+
+    def new_like(self, new_input_size: int | None = None) -> mLSTMRNNCell:
+        """A new layer of the same kind and sizes, but for the input's if it is given."""
+        size = self.input_size if new_input_size is None else new_input_size
+        return type(self)(size, self.hidden_size, self.bias, self.output_size)

@@ -1,0 +1,138 @@
+"""Recurrent networks by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .cells import GRUCell, LSTMCell, RNNReLUCell, RNNTanhCell, mLSTMCell, mLSTMRNNCell
+from .RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
+
+__all__ = [
+    "GRU",
+    "LSTM",
+    "GRUCell",
+    "LSTMCell",
+    "RNNCell",
+    "RNNReLUCell",
+    "RNNTanhCell",
+    "ReLU",
+    "Tanh",
+    "bidirectionalRNN",
+    "mLSTM",
+    "mLSTMCell",
+    "mLSTMRNNCell",
+    "stackedRNN",
+    "toRNNBackend",
+]
+
+Network = stackedRNN | bidirectionalRNN
+
+
+def toRNNBackend(
+    inputRNN: RNNCell | list[RNNCell],
+    num_layers: int,
+    bidirectional: bool = False,
+    dropout: float = 0,
+    batch_first: bool = False,
+) -> Network:
+    """A network of `num_layers` layers like the cell `inputRNN`, or of the cells in a list."""
+    kind = bidirectionalRNN if bidirectional else stackedRNN
+    return kind(inputRNN, num_layers, dropout=dropout, batch_first=batch_first)
+
+
+def LSTM(
+    input_size: int,
+    hidden_size: int,
+    num_layers: int,
+    bias: bool = True,
+    batch_first: bool = False,
+    dropout: float = 0,
+    bidirectional: bool = False,
+    output_size: int | None = None,
+) -> Network:
+    """Long short-term memory; an `output_size` other than `hidden_size` projects each layer's output to it."""
+    cell = RNNCell(4, input_size, hidden_size, LSTMCell, 2, bias, output_size)
+    return toRNNBackend(cell, num_layers, bidirectional, dropout=dropout, batch_first=batch_first)
+
+
+def GRU(
+    input_size: int,
+    hidden_size: int,
+    num_layers: int,
+    bias: bool = True,
+    batch_first: bool = False,
+    dropout: float = 0,
+    bidirectional: bool = False,
+    output_size: int | None = None,
+) -> Network:
+    """Gated recurrent units. `output_size`, if given, must be `hidden_size`: gates mix new and old outputs."""
+    if output_size not in (None, hidden_size):
+        raise ValueError(
+            f"output_size is {output_size}, but a GRU adds its old output to its new state, so that both need the size "
+            f"hidden_size ({hidden_size}); put a linear layer behind it for another size"
+        )
+    return _one_state(3, GRUCell, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
+
+
+def ReLU(
+    input_size: int,
+    hidden_size: int,
+    num_layers: int,
+    bias: bool = True,
+    batch_first: bool = False,
+    dropout: float = 0,
+    bidirectional: bool = False,
+    output_size: int | None = None,
+) -> Network:
+    """The plain recurrent network with max(x, 0); `output_size` as in `LSTM`."""
+    return _one_state(
+        1, RNNReLUCell, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, output_size
+    )
+
+
+def Tanh(
+    input_size: int,
+    hidden_size: int,
+    num_layers: int,
+    bias: bool = True,
+    batch_first: bool = False,
+    dropout: float = 0,
+    bidirectional: bool = False,
+    output_size: int | None = None,
+) -> Network:
+    """The plain recurrent network with tanh; `output_size` as in `LSTM`."""
+    return _one_state(
+        1, RNNTanhCell, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, output_size
+    )
+
+
+def mLSTM(
+    input_size: int,
+    hidden_size: int,
+    num_layers: int,
+    bias: bool = True,
+    batch_first: bool = False,
+    dropout: float = 0,
+    bidirectional: bool = False,
+    output_size: int | None = None,
+) -> Network:
+    """Multiplicative LSTM (https://arxiv.org/abs/1609.07959); `output_size` as in `LSTM`."""
+    cell = mLSTMRNNCell(input_size, hidden_size, bias=bias, output_size=output_size)
+    return toRNNBackend(cell, num_layers, bidirectional, dropout=dropout, batch_first=batch_first)
+
+
+def _one_state(
+    gates: int,
+    cell: Callable[..., Any],
+    input_size: int,
+    hidden_size: int,
+    num_layers: int,
+    bias: bool,
+    batch_first: bool,
+    dropout: float,
+    bidirectional: bool,
+    output_size: int | None = None,
+) -> Network:
+    layer = RNNCell(gates, input_size, hidden_size, cell, 1, bias, output_size)
+    return toRNNBackend(layer, num_layers, bidirectional, dropout=dropout, batch_first=batch_first)

@@ -1,0 +1,336 @@
+"""An optimizer around another one: float32 masters of half-precision parameters, and loss scaling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..amp._amp_state import maybe_print
+from ..amp.scaler import LossScaler
+from ..ops.multi_tensor import scale as scale_tensors
+from ._checkpoints import load_scaler, saved_scaler
+from .fp16util import clip_grad_norm, master_params_to_model_params
+
+_HALF = (torch.float16, torch.bfloat16)
+_FULL = (torch.float32, torch.float64)
+
+# In a closure, halving from 2^24 to the smallest scale that any gradient could need takes fewer attempts.
+_ATTEMPTS = 64
+
+
+class FP16_Optimizer:
+    """Trains a model that is in half precision, wholly or in part, with any optimizer.
+
+        model = Model().half()  # or .bfloat16(), or network_to_half(model)
+        optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
+        ...
+        optimizer.zero_grad()
+        optimizer.backward(loss)  # instead of loss.backward()
+        optimizer.step()
+
+    Half-precision parameters in `init_optimizer` are replaced by float32 masters; from then on use this object only.
+    `static_loss_scale` is the loss scale, or with `dynamic_loss_scale` it follows the gradients, as set by
+    `dynamic_loss_args`: arguments of `apex.amp.scaler.LossScaler` (`init_scale`, `scale_factor`, `scale_window`,
+    `min_loss_scale`, `max_loss_scale`).
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Any,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        self.verbose = verbose
+        self.dynamic_loss_scale = bool(dynamic_loss_scale)
+        self.dynamic_loss_args = dict(dynamic_loss_args or {})
+        self.loss_scaler = self._new_scaler(static_loss_scale)
+        self.optimizer = init_optimizer
+        self.overflow = False
+        self.first_closure_call_this_step = True
+        self.clip_grad_norm = clip_grad_norm
+        # By which scale the gradients of the two kinds of parameters are multiplied now; None: there are none.
+        self._half_scale: float | None = None
+        self._full_scale: float | None = None
+
+        self.fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp32_groups: list[list[Tensor]] = []
+        _check_types(init_optimizer)
+        for index, group in enumerate(init_optimizer.param_groups):
+            self._take_group(index, group)
+        self.all_fp16_params = _joined(self.fp16_groups)
+        self.all_fp32_from_fp16_params = _joined(self.fp32_from_fp16_groups)
+        self.all_fp32_from_fp32_params = _joined(self.fp32_from_fp32_groups)
+        if init_optimizer.state:  # loading casts the state of parameters that have a master now
+            init_optimizer.load_state_dict(init_optimizer.state_dict())
+
+    def _new_scaler(self, static_loss_scale: float) -> LossScaler:
+        if self.dynamic_loss_scale:
+            return LossScaler("dynamic", **self.dynamic_loss_args)
+        return LossScaler(static_loss_scale)
+
+    def _take_group(self, index: int, group: dict[str, Any]) -> None:
+        """Puts masters in the place of the half-precision parameters of a group."""
+        halves: list[Tensor] = []
+        masters: list[Tensor] = []
+        full: list[Tensor] = []
+        state = self.optimizer.state
+        for position, param in enumerate(group["params"]):
+            if not param.requires_grad:
+                continue
+            if param.dtype not in _HALF:
+                full.append(param)
+                continue
+            master = torch.nn.Parameter(param.detach().float())
+            group["params"][position] = master
+            if param in state:
+                state[master] = state.pop(param)
+            halves.append(param)
+            masters.append(master)
+        self.fp16_groups.append(halves)
+        self.fp32_from_fp16_groups.append(masters)
+        self.fp32_from_fp32_groups.append(full)
+        self.maybe_print(
+            f"FP16_Optimizer: group {index} has {len(halves)} parameters with a float32 master and {len(full)} without"
+        )
+
+    def maybe_print(self, msg: str) -> None:
+        """Prints if the optimizer was made with `verbose`."""
+        if self.verbose:
+            print(msg)
+
+    # Gradients --------------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """A backward pass from the scaled loss; then, unless told otherwise, `update_master_grads`.
+
+        Gradients add up over calls, until `zero_grad`, even if the loss scale changes in between. For several losses
+        in a step it is quicker to give `update_master_grads=False` and to call `update_master_grads` once after them.
+        Gradients of the model's parameters are scaled; look at those of the masters (`inspect_master_grad_data`).
+        """
+        scale = self.loss_scale
+        self._bring_gradients_to(scale)
+        exact = loss.float() if loss.dtype in _HALF else loss
+        (exact * scale).backward(retain_graph=retain_graph)
+        if update_master_grads:
+            self.update_master_grads()
+
+    def _bring_gradients_to(self, scale: float) -> None:
+        """Multiplies gradients that are there already, so that scaled ones can be added to them."""
+        self._half_scale = _rescale(self.all_fp16_params, self._half_scale, scale)
+        self._full_scale = _rescale(self.all_fp32_from_fp32_params, self._full_scale, scale)
+
+    @torch.no_grad()
+    def update_master_grads(self) -> None:
+        """Gives the masters the unscaled gradients of the model, looks for overflow and adapts a dynamic scale."""
+        current = self.loss_scale
+        half_scale = current if self._half_scale is None else self._half_scale
+        full_scale = current if self._full_scale is None else self._full_scale
+        self.loss_scaler.clear_overflow_state()
+        model_grads, master_grads = [], []
+        for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
+            if param.grad is None:
+                master.grad = None
+                continue
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+            model_grads.append(param.grad)
+            master_grads.append(master.grad)
+        if model_grads:
+            self.loss_scaler.unscale(model_grads, master_grads, scale_override=half_scale)
+        own = _gradients(self.all_fp32_from_fp32_params)
+        if own and (self.dynamic_loss_scale or full_scale != 1.0):
+            self.loss_scaler.unscale(own, own, scale_override=full_scale)
+        self._full_scale = 1.0
+        self.overflow = self.loss_scaler.update_scale()
+
+    def zero_grad(self, set_grads_to_None: bool = False, set_to_none: bool | None = None) -> None:
+        """Clears the gradients of the model and of the masters: to 0, or to None.
+
+        `set_to_none` is torch.optim's name for the argument.
+        """
+        to_none = set_grads_to_None if set_to_none is None else set_to_none
+        masters = [param for group in self.optimizer.param_groups for param in group["params"]]
+        params = [param for param in (*masters, *self.all_fp16_params) if param.grad is not None]
+        if to_none:
+            for param in params:
+                param.grad = None
+        elif params:
+            torch._foreach_zero_([param.grad.detach_() for param in params])  # type: ignore[union-attr]
+        self._half_scale = self._full_scale = None
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | float:
+        """Clips the gradients of the masters by their norm and returns it; -1 if the last ones overflowed."""
+        if self.overflow:
+            return -1
+        masters = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return self.clip_grad_norm(masters, max_norm, norm_type)
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """The unscaled gradients, a list for each group; None, with a warning, if the last ones overflowed."""
+        if self.overflow:
+            print("Warning: the last gradients overflowed; FP16_Optimizer.inspect_master_grad_data returns None")
+            return None
+        return [
+            [None if param.grad is None else param.grad.detach() for param in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the masters, then the model; does nothing if the last gradients overflowed.
+
+        A closure has to call `zero_grad` and `backward` of this object and to return the loss. When its gradients
+        overflow, it is called again with the lower scale until they do not.
+        """
+        if closure is not None:
+            return self._step_with_closure(closure)
+        if self.overflow:
+            maybe_print(f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scale}")
+            return None
+        result = self.optimizer.step()
+        self._master_params_to_model_params()
+        return result
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        def wrapped() -> Any:
+            if not self.first_closure_call_this_step:
+                # The optimizer may have changed the masters since; it knows nothing of the model's parameters.
+                self._master_params_to_model_params()
+            self.first_closure_call_this_step = False
+            loss = closure()
+            for _ in range(_ATTEMPTS):
+                if not self.overflow:
+                    return loss
+                before = self.loss_scale
+                maybe_print(f"Gradient overflow in a closure.  Calling it again with loss scale {before}")
+                loss = closure()
+                if self.overflow and (self.loss_scale == before or not math.isfinite(float(loss))):
+                    break
+            raise RuntimeError(
+                f"gradients in the closure still overflow with loss scale {self.loss_scale}, and a lower one does not "
+                f"help (the loss is {float(loss)}); look for infinite or NaN values in the model or its inputs"
+            )
+
+        try:
+            return self.optimizer.step(wrapped)
+        finally:
+            self.first_closure_call_this_step = True
+            self._master_params_to_model_params()
+
+    def _master_params_to_model_params(self) -> None:
+        master_params_to_model_params(self.all_fp16_params, self.all_fp32_from_fp16_params)
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError("an FP16_Optimizer cannot be pickled; save its state_dict()")
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise RuntimeError("an FP16_Optimizer cannot be unpickled; use load_state_dict()")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a run needs to go on besides the model: plain containers, numbers and tensors.
+
+        Like in torch.optim, tensors are not copied.
+        """
+        return {
+            "loss_scaler": saved_scaler(self.loss_scaler, self.dynamic_loss_args),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": [[master.detach() for master in group] for group in self.fp32_from_fp16_groups],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` returned, the original's checkpoints included.
+
+        Load the model first. Its half-precision parameters then get the values of the saved masters.
+        """
+        saved_groups = state_dict["fp32_from_fp16"]
+        _check_shapes(self.fp32_from_fp16_groups, saved_groups)
+        dynamic = bool(state_dict["dynamic_loss_scale"])
+        scaler, arguments = load_scaler(state_dict["loss_scaler"], dynamic)
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        self.loss_scaler, self.dynamic_loss_args, self.dynamic_loss_scale = scaler, arguments, dynamic
+        self.overflow = state_dict["overflow"]
+        self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
+        self._half_scale = self._full_scale = None
+        with torch.no_grad():
+            for master, value in zip(self.all_fp32_from_fp16_params, _joined(saved_groups), strict=True):
+                master.copy_(value)
+        self._master_params_to_model_params()
+
+    # Attributes of the scaler and the optimizer -----------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale; it may be set."""
+        return self.loss_scaler.loss_scale()
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler._loss_scale = value
+
+    @property
+    def state(self) -> Any:
+        """The state of the optimizer inside."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer inside: for learning rates, and for the masters."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+
+def _joined(groups: Iterable[Iterable[Tensor]]) -> list[Tensor]:
+    return [tensor for group in groups for tensor in group]
+
+
+def _gradients(params: Iterable[Tensor]) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
+
+
+def _rescale(params: list[Tensor], present: float | None, wanted: float) -> float:
+    """Multiplies gradients with scale `present` so that they have scale `wanted`, which is returned."""
+    if present is not None and present != wanted:
+        gradients = _gradients(params)
+        if gradients:
+            scale_tensors(gradients, gradients, wanted / present)
+    return wanted
+
+
+def _check_types(optimizer: Any) -> None:
+    for index, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if param.requires_grad and param.dtype not in (*_HALF, *_FULL):
+                raise TypeError(
+                    f"parameter {position} of group {index} is {param.dtype}; FP16_Optimizer takes float16, bfloat16, "
+                    "float32 and float64"
+                )
+
+
+def _check_shapes(current: list[list[Tensor]], saved: list[list[Tensor]]) -> None:
+    shapes = [[tuple(tensor.shape) for tensor in group] for group in current]
+    found = [[tuple(tensor.shape) for tensor in group] for group in saved]
+    if shapes != found:
+        raise ValueError(
+            f"the checkpoint has masters of shapes {found}, this optimizer has {shapes}; it must be made from the same "
+            "model, in the same precision"
+        )

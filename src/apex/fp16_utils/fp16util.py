@@ -1,0 +1,178 @@
+"""Models cast to half precision, and float32 masters of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
+
+from ..ops.multi_tensor import scale
+from ..RNN.RNNBackend import stackedRNN
+from .loss_scaler import to_python_float
+
+__all__ = [
+    "BN_convert_float",
+    "FP16Model",
+    "backwards_debug_hook",
+    "clip_grad_norm",
+    "convert_module",
+    "convert_network",
+    "master_params_to_model_params",
+    "model_grads_to_master_grads",
+    "network_to_half",
+    "prep_param_lists",
+    "to_python_float",
+    "tofp16",
+]
+
+# What inputs that are indices or masks have; cast, they would be useless.
+_INDEX_TYPES = (torch.int32, torch.int64, torch.bool)
+
+
+class tofp16(nn.Module):
+    """A layer that casts its input to float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.half()
+
+
+def _stays_float(module: nn.Module) -> bool:
+    """Batch norms with parameters keep their statistics, and so everything, in float32."""
+    return isinstance(module, _BatchNorm) and module.affine
+
+
+def BN_convert_float(module: nn.Module) -> nn.Module:
+    """Casts the batch norms in a model that have parameters to float32, in place."""
+    for part in module.modules():
+        if _stays_float(part):
+            part.float()
+    return module
+
+
+def network_to_half(network: nn.Module) -> nn.Sequential:
+    """The model in float16 except for its batch norms, behind a layer that casts its input."""
+    return nn.Sequential(tofp16(), BN_convert_float(network.half()))
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the floating-point parameters, gradients and buffers of a module, not of its children, in place."""
+    for param in module.parameters(recurse=False):
+        if param.is_floating_point():
+            param.data = param.data.to(dtype)
+        if param.grad is not None and param.grad.is_floating_point():
+            param.grad.data = param.grad.data.to(dtype)
+    for buffer in module.buffers(recurse=False):
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Casts a model in place, except for batch norms that have parameters."""
+    for module in network.modules():
+        if _stays_float(module):
+            continue
+        convert_module(module, dtype)
+    for module in network.modules():
+        if isinstance(module, nn.RNNBase | stackedRNN):
+            module.flatten_parameters()
+    return network
+
+
+class FP16Model(nn.Module):
+    """The model in float16 except for its batch norms; casts its inputs, but for indices and masks."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, dtype=torch.half)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.network(*map(_to_half, inputs))
+
+
+def _to_half(value: Any) -> Any:
+    return value.half() if isinstance(value, Tensor) and value.dtype not in _INDEX_TYPES else value
+
+
+def backwards_debug_hook(grad: Tensor) -> NoReturn:
+    """A hook for masters, which no backward pass may reach."""
+    raise RuntimeError("a master parameter received a gradient in the backward pass; only the model's parameters may")
+
+
+def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """The parameters of `model` that are trained, and float32 masters of them.
+
+    With `flat_master` all masters lie one after the other in a single vector, the only element of the second list.
+    """
+    model_params = [param for param in model.parameters() if param.requires_grad]
+    if not flat_master:
+        return model_params, [param.detach().float().clone().requires_grad_() for param in model_params]
+    devices = sorted({str(param.device) for param in model_params})
+    if len(devices) != 1:
+        found = f"are on {', '.join(devices)}" if devices else "are none"
+        raise ValueError(f"flat_master needs all trained parameters on one device; here they {found}")
+    flat = torch.empty(sum(param.numel() for param in model_params), dtype=torch.float32, device=devices[0])
+    scale([param.detach() for param in model_params], _parts(flat, model_params), 1.0)
+    master = nn.Parameter(flat)
+    master.grad = torch.zeros_like(flat)
+    return model_params, [master]
+
+
+@torch.no_grad()
+def model_grads_to_master_grads(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copies the gradients of the model's parameters to their masters, in one pass.
+
+    A parameter without gradient leaves its master without one; in a flat master that part becomes 0.
+    """
+    if flat_master:
+        master = master_params[0]
+        if master.grad is None:
+            master.grad = torch.empty_like(master)
+        targets: Sequence[Tensor] = _parts(master.grad.detach(), model_params)
+        torch._foreach_zero_([target for target, p in zip(targets, model_params, strict=True) if p.grad is None])
+    else:
+        targets = [_gradient_of(master, p) for p, master in zip(model_params, master_params, strict=True)]
+    pairs = [(p.grad.detach(), t) for p, t in zip(model_params, targets, strict=True) if p.grad is not None]
+    if pairs:
+        gradients, wanted = zip(*pairs, strict=True)
+        scale(gradients, wanted, 1.0)
+
+
+def _gradient_of(master: Tensor, param: Tensor) -> Tensor:
+    """Where the gradient of `param` goes."""
+    if param.grad is None:
+        master.grad = None
+        return master
+    if master.grad is None:
+        master.grad = torch.empty_like(master)
+    return master.grad.detach()
+
+
+@torch.no_grad()
+def master_params_to_model_params(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copies the values of the masters to the model's parameters, in one pass."""
+    if not model_params:
+        return
+    if flat_master:
+        masters = _parts(master_params[0].detach(), model_params)
+    else:
+        masters = [master.detach() for master in master_params]
+    scale(masters, [param.detach() for param in model_params], 1.0)
+
+
+def _parts(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    """A vector in pieces of the shapes of `params`."""
+    sizes = [param.numel() for param in params]
+    if flat.numel() != sum(sizes):
+        raise ValueError(f"the flat master has {flat.numel()} elements, the model's parameters have {sum(sizes)}")
+    return [part.view(param.shape) for part, param in zip(flat.split(sizes), params, strict=True)]

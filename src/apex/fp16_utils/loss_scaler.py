@@ -1,0 +1,106 @@
+"""Loss scales as plain numbers, for training loops that do their own scaling.
+
+`FP16_Optimizer` and `apex.amp` use `apex.amp.scaler.LossScaler`, which keeps the scale on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.multi_tensor import max_norm
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def to_python_float(t: Any) -> float:
+    """The number in a tensor of one element, or the first one of a sequence."""
+    return t.item() if hasattr(t, "item") else t[0]
+
+
+class _Scaler:
+    """A current scale and its two uses: on a loss, and on gradients in a backward hook."""
+
+    cur_scale: float
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale in use."""
+        return self.cur_scale
+
+    def scale_gradient(self, module: Any, grad_in: Iterable[Tensor | None], grad_out: Any) -> tuple[Tensor | None, ...]:
+        """A module's backward hook that multiplies the gradients of its inputs by the scale."""
+        return tuple(None if gradient is None else self.loss_scale * gradient for gradient in grad_in)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """A backward pass from the scaled loss, which is made float32 first if it is in half precision."""
+        exact = loss.float() if loss.dtype in _HALF else loss
+        (exact * self.loss_scale).backward(retain_graph=retain_graph)
+
+
+class LossScaler(_Scaler):
+    """A scale that never changes; gradients are not looked at."""
+
+    def __init__(self, scale: float = 1) -> None:
+        self.cur_scale = scale
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """False: a static scale skips no step."""
+        return False
+
+    def update_scale(self, overflow: bool) -> None:
+        """Does nothing."""
+
+
+class DynamicLossScaler(_Scaler):
+    """A scale as high as gradients can bear.
+
+    It starts at `init_scale`. An overflow divides it by `scale_factor`, though never below 1, and the step has to be
+    skipped; `scale_window` updates in a row without one multiply it by `scale_factor`.
+    """
+
+    def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
+        if not init_scale > 0:
+            raise ValueError(f"init_scale is {init_scale}; it must be positive")
+        if not scale_factor > 1:
+            raise ValueError(f"scale_factor is {scale_factor}; it must be greater than 1")
+        if scale_window < 1:
+            raise ValueError(f"scale_window is {scale_window}; it must be at least 1")
+        self.cur_scale = init_scale
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        self.scale_factor = scale_factor
+        self.scale_window = scale_window
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Whether any gradient of `params` has an infinite or NaN element; waits for the device."""
+        return _any_non_finite(param.grad for param in params if param.grad is not None)
+
+    @staticmethod
+    def _has_inf_or_nan(x: Tensor) -> bool:
+        return _any_non_finite([x])
+
+    def update_scale(self, overflow: bool) -> None:
+        """Adapts the scale; call it once per iteration, with what `has_overflow` said."""
+        if overflow:
+            self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
+            self.last_overflow_iter = self.cur_iter
+        elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
+            self.cur_scale *= self.scale_factor
+        self.cur_iter += 1
+
+
+def _any_non_finite(tensors: Iterable[Tensor]) -> bool:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        values = tensor.detach()
+        by_device.setdefault(values.device, []).append(values._values() if values.is_sparse else values)
+    flags = []
+    for device, values_there in by_device.items():
+        flag = torch.zeros(1, dtype=torch.float32, device=device)
+        max_norm(values_there, overflow=flag)
+        flags.append(flag)
+    return any(bool(flag.item()) for flag in flags)
