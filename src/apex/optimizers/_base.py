@@ -248,9 +248,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of this class, or of PyTorch's optimizer of the same algorithm, returned."""
+        load_state(self, state_dict, super().load_state_dict)
         self._plans.clear()
         self._skipped.clear()
-        load_state(self, state_dict, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         options = {name: value for name, value in self.__dict__.items() if isinstance(value, _OPTIONS)}

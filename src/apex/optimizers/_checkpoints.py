@@ -40,6 +40,8 @@ def saved_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
     """Loads with PyTorch's own method, then puts back what it would have rounded or dropped."""
+    if any(group.get("maximize") for group in state_dict["param_groups"]):
+        raise ValueError("the state dict has maximize=True; fused optimizers only minimise: negate the loss")
     before = [dict(group) for group in optimizer.param_groups]
     counts = _step_counts(state_dict)
     load(state_dict)

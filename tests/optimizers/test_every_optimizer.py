@@ -1,0 +1,141 @@
+"""What users of `torch.optim.Optimizer` expect of any optimizer, of each fused one."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from apex import optimizers
+from tests.harness import assert_equal_bits
+from tests.optimizers import helpers
+from tests.optimizers.helpers import Factory, parameters, set_gradients
+
+MAKERS: dict[str, Factory] = {
+    "FusedAdam": lambda params: optimizers.FusedAdam(params, weight_decay=0.1),
+    "FusedAdagrad": lambda params: optimizers.FusedAdagrad(params, weight_decay=0.1),
+    "FusedLAMB": lambda params: optimizers.FusedLAMB(params),
+    "FusedLARS": lambda params: optimizers.FusedLARS(params, 0.1, momentum=0.9),
+    "FusedMixedPrecisionLamb": lambda params: optimizers.FusedMixedPrecisionLamb(
+        params, reduced_precision_dtype=torch.bfloat16
+    ),
+    "FusedNovoGrad": lambda params: optimizers.FusedNovoGrad(params, weight_decay=0.1),
+    "FusedSGD": lambda params: optimizers.FusedSGD(params, 0.1, momentum=0.9, dampening=0.1),
+}
+
+every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def train(optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in steps:
+        set_gradients(params, step)
+        optimizer.step()
+    return params
+
+
+@every_optimizer
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_go_on_alike(dtype: torch.dtype, duplicate: Any, make: Factory) -> None:
+    optimizer = make(parameters(dtype=dtype))
+    train(optimizer, range(3))
+    twin = duplicate(optimizer)
+    before = [p.detach().clone() for group in twin.param_groups for p in group["params"]]
+    params = train(optimizer, range(3, 5))
+    assert_equal_bits(before, [p for group in twin.param_groups for p in group["params"]])
+    assert_equal_bits(params, train(twin, range(3, 5)))
+    assert_equal_bits(helpers.state_tensors(optimizer), helpers.state_tensors(twin))
+
+
+@every_optimizer
+def test_closures_hooks_and_later_groups(make: Factory) -> None:
+    optimizer = make(parameters())
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    added = parameters(seed=1)
+    optimizer.add_param_group({"params": added, "lr": 0.5})
+    start = added[0].detach().clone()
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        calls.append("closure")
+        set_gradients(added, 0)
+        return 3.5
+
+    assert optimizer.step(closure) == 3.5
+    assert calls == ["before", "closure", "after"]
+    assert not torch.equal(added[0], start)
+    assert [group["lr"] for group in optimizer.param_groups][1] == 0.5
+
+
+@every_optimizer
+def test_two_runs_have_the_same_bits(make: Factory) -> None:
+    runs = [train(make(parameters()), range(5)) for _ in range(2)]
+    assert_equal_bits(*runs)
+
+
+@every_optimizer
+def test_a_sparse_gradient_is_refused_before_anything_changes(make: Factory) -> None:
+    params = parameters()
+    optimizer = make([{"params": params[:1]}, {"params": params[1:]}])
+    set_gradients(params, 0)
+    params[1].grad = torch.ones(5).to_sparse()
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(RuntimeError, match=r"gradient of parameter 0 .* is sparse"):
+        optimizer.step()
+    assert_equal_bits(before, params)
+
+
+@every_optimizer
+@pytest.mark.parametrize("damage", ["groups", "maximize"])
+def test_a_state_dict_that_does_not_fit_changes_nothing(damage: str, make: Factory) -> None:
+    params = parameters()
+    optimizer = make(params)
+    train(optimizer, range(2))
+    before, options = helpers.state_tensors(optimizer), optimizer.state_dict()
+    saved = optimizer.state_dict()
+    if damage == "groups":
+        saved["param_groups"].append(saved["param_groups"][0])
+    else:
+        saved["param_groups"][0]["maximize"] = True
+    with pytest.raises(ValueError, match="maximize=True" if damage == "maximize" else "parameter groups"):
+        optimizer.load_state_dict(saved)
+    assert_equal_bits(before, helpers.state_tensors(optimizer))
+    helpers.assert_same_options(optimizer.state_dict(), options)
+
+
+@every_optimizer
+def test_parameters_in_any_memory_order(make: Factory) -> None:
+    """channels_last and transposed parameters, with gradients in another order, are updated like contiguous ones."""
+    plain = parameters(shapes=[(2, 3, 4, 2), (5, 6)])
+    ordered = [
+        torch.nn.Parameter(plain[0].detach().clone(memory_format=torch.channels_last)),
+        torch.nn.Parameter(plain[1].detach().t().contiguous().t()),
+    ]
+    for params in (plain, ordered):
+        train(make(params), range(3))
+    for one, other in zip(plain, ordered, strict=True):
+        assert one.stride() != other.stride()
+        torch.testing.assert_close(one, other)
+
+
+@every_optimizer
+def test_float64_parameters(make: Factory) -> None:
+    single, double = parameters(), parameters(dtype=torch.float64)
+    for params in (single, double):
+        train(make(params), range(5))
+    assert {p.dtype for p in double} == {torch.float64}
+    assert helpers.relative_error(single, double) <= helpers.LIMIT
+
+
+@pytest.mark.parametrize("name", ["FusedLAMB", "FusedLARS", "FusedMixedPrecisionLamb", "FusedNovoGrad"])
+def test_shards_are_refused_where_norms_of_whole_parameters_are_needed(name: str) -> None:
+    param = parameters()[0]
+    param._local_tensor = param.detach()  # what a DTensor has
+    optimizer = MAKERS[name]([param])
+    set_gradients([param], 0)
+    with pytest.raises(NotImplementedError, match=f"{name} needs norms of whole parameters"):
+        optimizer.step()
