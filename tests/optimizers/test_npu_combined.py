@@ -3,11 +3,12 @@
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import Parameter
 
 import apex.optimizers
@@ -389,3 +390,39 @@ def test_memory_beyond_parameters_and_state() -> None:
     optimizer.step()
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < 1 << 20
+
+
+def test_distributed_parameters_stay_where_they_are(tmp_path: Path) -> None:
+    """Shards are updated where the algorithm works on elements, and refused where it needs norms of parameters."""
+    if not distributed.is_available():
+        pytest.skip("needs torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        values = torch.randn(4, 3)
+        params = [Parameter(distribute_tensor(values.clone(), mesh, [Shard(0)])), Parameter(torch.ones(3))]
+        expected = [Parameter(values.clone()), Parameter(torch.ones(3))]
+        optimizer, plain = NpuFusedAdamW(params, lr=0.01), torch.optim.AdamW(expected, lr=0.01)
+        for _ in range(3):
+            for each, tensors in ((optimizer, params), (plain, expected)):
+                each.zero_grad()
+                for p in tensors:
+                    p.square().sum().backward()
+                each.step()
+        torch.testing.assert_close(params[0].full_tensor(), expected[0])
+        torch.testing.assert_close(params[1], expected[1])
+        assert optimizer.get_optimizer_combined_params()[0].numel() == 4
+        for name, options in (
+            ("NpuFusedAdamP", {}),
+            ("NpuFusedLamb", {}),
+            ("Lamb", {}),
+            ("NpuFusedBertAdam", {"max_grad_norm": 1.0}),
+        ):
+            with pytest.raises(NotImplementedError, match="sharded"):
+                make(name, params, **options).step()
+        make("NpuFusedBertAdam", params).step()
+    finally:
+        distributed.destroy_process_group()
