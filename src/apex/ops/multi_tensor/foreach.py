@@ -72,7 +72,7 @@ def _square_sums(tensors: Sequence[Tensor]) -> Tensor:
     pieces = [tensor.reshape(-1).split(_PIECE) for tensor in tensors]
     every = list(chain.from_iterable(pieces))
     if tensors[0].dtype.itemsize < 4:
-        # Squares of half-precision numbers have trailing zeros, which a running sum rounds the same way again and again.
+        # Squares of half-precision numbers end in zeros, which a running sum rounds the same way again and again.
         squares = torch.stack([piece.float().square_().sum() for piece in every]).to(torch.float64)
     else:
         squares = torch.stack(torch._foreach_norm(every)).to(torch.float64).square()
