@@ -65,7 +65,8 @@ class GivenOptimizer(torch.optim.Optimizer):
         if tensors is None:
             return [[None] * size for size in sizes]
         tensors = list(tensors)
-        if not tensors or tensors[0] is None or isinstance(tensors[0], Tensor):
+        of_one_group = all(each is None or isinstance(each, Tensor) for each in tensors)
+        if of_one_group and tensors != [None] * len(sizes):
             tensors = [tensors]
         lists = [[None] * size if each is None else list(each) for each, size in zip(tensors, sizes, strict=False)]
         if len(tensors) != len(sizes) or any(map(int.__ne__, map(len, lists), sizes)):

@@ -44,7 +44,7 @@ def _early_adam(values, whole, scalars, FLAGS):
     scaled = g * scalars[6]
     m = m + (scaled - m) * scalars[1]
     v = v * scalars[2] + scalars[3] * scaled * scaled
-    return p * scalars[5] - _early_step(m, v, scalars, FLAGS), g, m, v, a
+    return p - (_early_step(m, v, scalars, FLAGS) + scalars[5] * p), g, m, v, a
 
 
 def _reversible_adam(values, whole, scalars, FLAGS):
@@ -61,7 +61,7 @@ def _adam_undo(values, whole, scalars, FLAGS):
     p, g, m, v, a = values
     finite = tl.abs(g * scalars[6]) < float("inf")
     scaled = tl.where(finite, g, 0.0) * scalars[6]
-    old_p = (p + _early_step(m, v, scalars, FLAGS)) / scalars[5]
+    old_p = (p + _early_step(m, v, scalars, FLAGS)) / (1.0 - scalars[5])
     old_m = (m - scalars[1] * scaled) / scalars[7]
     old_v = (v - scalars[3] * scaled * scaled) / scalars[2]
     old_v = tl.where(old_v > 0, old_v, 0.0)  # rounding must not leave a negative square behind
@@ -79,10 +79,10 @@ def _early_scalars(
     bias_correction: bool,
     scale: Any,
 ) -> tuple[Any, ...]:
-    """Size of the step, 1 - beta1, beta2, 1 - beta2, eps, what decay leaves of a parameter, 1 / loss scale, beta1."""
+    """Size of the step, 1 - beta1, beta2, 1 - beta2, eps, what decay takes of a parameter, 1 / loss scale, beta1."""
     first, root = corrections(beta1, beta2, step, bias_correction)
     size = lr * first / root
-    return size, 1 - beta1, beta2, 1 - beta2, eps, 1 - size * weight_decay, 1 / scale, beta1
+    return size, 1 - beta1, beta2, 1 - beta2, eps, size * weight_decay, 1 / scale, beta1
 
 
 EARLY_ADAM = Rule(
