@@ -9,7 +9,9 @@ from ._lazy import lazy_subpackages
 from ._logging import RankInfoFormatter
 from ._version import __version__
 
-_SUBPACKAGES = frozenset({"amp", "contrib", "multi_tensor_apply", "normalization", "ops", "optimizers", "parallel"})
+_SUBPACKAGES = frozenset(
+    {"RNN", "amp", "contrib", "fp16_utils", "multi_tensor_apply", "normalization", "ops", "optimizers", "parallel"}
+)
 
 __all__ = [
     "RankInfoFormatter",

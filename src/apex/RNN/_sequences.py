@@ -65,21 +65,28 @@ def run_fused(layers: Iterable[Any], sequence: Tensor, dropout: float) -> Tensor
     fused = _fused_of(layers[0])
     assert fused is not None
     states = [torch.stack(parts) for parts in zip(*(layer.hidden for layer in layers), strict=True)]
-    outputs, *states = fused.run(
-        sequence,
-        states if len(states) > 1 else states[0],
-        [weight for layer in layers for weight in _weights(layer)],
-        layers[0].bias,
-        len(layers),
-        dropout,
-        # What a backward pass needs is kept only in this mode, and one may follow in evaluation too.
-        torch.is_grad_enabled(),
-        False,
-        False,
-    )
+    weights = [weight for layer in layers for weight in _weights(layer)]
+    # What a backward pass needs is kept only in training, and one may follow in evaluation too.
+    options = (layers[0].bias, len(layers), dropout, torch.is_grad_enabled(), False, False)
+    device = sequence.device.type
+    if torch.is_autocast_enabled(device) and not torch.backends.cudnn.is_acceptable(sequence):
+        # PyTorch's cast ends in oneDNN, which has no LSTM in half precision on some CPUs (torch 2.13 on aarch64).
+        sequence, states, weights = _autocast(sequence, states, weights, torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            outputs, *states = fused.run(sequence, states if len(states) > 1 else states[0], weights, *options)
+    else:
+        outputs, *states = fused.run(sequence, states if len(states) > 1 else states[0], weights, *options)
     for index, layer in enumerate(layers):
         layer.hidden = [state[index] for state in states]
     return outputs
+
+
+def _autocast(
+    sequence: Tensor, states: list[Tensor], weights: list[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Everything in `dtype`; in float64 if the weights are, which autocast leaves alone."""
+    wanted = torch.float64 if weights[0].dtype == torch.float64 else dtype
+    return sequence.to(wanted), [state.to(wanted) for state in states], [weight.to(wanted) for weight in weights]
 
 
 def _weights(layer: RNNCell) -> list[Tensor]:

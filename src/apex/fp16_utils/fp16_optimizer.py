@@ -212,11 +212,11 @@ class FP16_Optimizer:
                 before = self.loss_scale
                 maybe_print(f"Gradient overflow in a closure.  Calling it again with loss scale {before}")
                 loss = closure()
-                if self.overflow and (self.loss_scale == before or not math.isfinite(float(loss))):
+                if self.overflow and (self.loss_scale == before or not _is_finite(loss)):
                     break
             raise RuntimeError(
                 f"gradients in the closure still overflow with loss scale {self.loss_scale}, and a lower one does not "
-                f"help (the loss is {float(loss)}); look for infinite or NaN values in the model or its inputs"
+                f"help (the loss is {loss}); look for infinite or NaN values in the model or its inputs"
             )
 
         try:
@@ -305,6 +305,11 @@ def _joined(groups: Iterable[Iterable[Tensor]]) -> list[Tensor]:
 
 def _gradients(params: Iterable[Tensor]) -> list[Tensor]:
     return [param.grad for param in params if param.grad is not None]
+
+
+def _is_finite(loss: Any) -> bool:
+    value = loss.detach() if isinstance(loss, Tensor) else loss
+    return value is None or math.isfinite(value)
 
 
 def _rescale(params: list[Tensor], present: float | None, wanted: float) -> float:
