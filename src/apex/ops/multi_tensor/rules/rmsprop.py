@@ -26,8 +26,8 @@ def _rmsprop(values, whole, scalars, FLAGS):
         else:
             third = third + (g - third) * rest
             spread = square - third * third
-        # Rounding can push the variance of steady gradients below zero, where the root is NaN.
-        spread = tl.where(spread < 0.0, 0.0, spread)
+        # Rounding can push the variance of steady gradients a little below zero, where the root is NaN.
+        spread = tl.abs(spread)
     if FLAGS[2]:
         deviation = tl.sqrt(spread + eps)
     else:
