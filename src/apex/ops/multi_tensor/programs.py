@@ -31,6 +31,28 @@ _IN_PLACE: dict[Function, Function] = {
     torch.addcmul: Tensor.addcmul_,
     torch.addcdiv: Tensor.addcdiv_,
 }
+# The same over lists of tensors; PyTorch's own optimizers are made of these.
+_OVER_LISTS: dict[Function, Function] = {
+    operator.add: torch._foreach_add,
+    operator.sub: torch._foreach_sub,
+    operator.mul: torch._foreach_mul,
+    operator.truediv: torch._foreach_div,
+    torch.sqrt: torch._foreach_sqrt,
+    torch.abs: torch._foreach_abs,
+    torch.add: torch._foreach_add,
+    torch.lerp: torch._foreach_lerp,
+    torch.addcmul: torch._foreach_addcmul,
+    torch.addcdiv: torch._foreach_addcdiv,
+    Tensor.add_: torch._foreach_add_,
+    Tensor.sub_: torch._foreach_sub_,
+    Tensor.mul_: torch._foreach_mul_,
+    Tensor.div_: torch._foreach_div_,
+    Tensor.sqrt_: torch._foreach_sqrt_,
+    Tensor.abs_: torch._foreach_abs_,
+    Tensor.lerp_: torch._foreach_lerp_,
+    Tensor.addcmul_: torch._foreach_addcmul_,
+    Tensor.addcdiv_: torch._foreach_addcdiv_,
+}
 _COMMUTATIVE = (operator.add, operator.mul)
 TEMPORARY = -1
 
@@ -83,7 +105,11 @@ class Program:
         self._whole = [s.index for s in whole if isinstance(s, Symbol)]
         self._scalars = [s.index for s in scalars]
         self._numbers = [self._call(s, s.function) for s in steps if s.kind == NUMBER]
-        self._calls = self._place([s for s in steps if s.kind != NUMBER], inputs, written, outputs)
+        steps = [s for s in steps if s.kind != NUMBER]
+        self._calls, stay = self._place(steps, inputs, written, outputs)
+        full = [s.index for s in (*inputs, *steps) if isinstance(s, Symbol) and s.kind == FULL]
+        plain = stay and not terms and whole_kind is None
+        self._over_lists = self._listed(full) if plain else None
         self._results = {slot: self._register(result) for slot, result in written.items()}
         self._terms = [self._register(term) for term in terms]
 
@@ -100,8 +126,11 @@ class Program:
 
     def _place(
         self, steps: list[Symbol], inputs: Sequence[Any], written: dict[int, Any], outputs: list[Symbol]
-    ) -> list[Call]:
-        """Makes calls work in place: on temporaries, and on the memory of slots that are written in the end."""
+    ) -> tuple[list[Call], bool]:
+        """Makes calls work in place: on temporaries, and on the memory of slots that are written in the end.
+
+        Also says whether every result is where it belongs then.
+        """
         owned = {inputs[slot].index: slot for slot in written if isinstance(inputs[slot], Symbol)}
         while True:
             homes = dict(owned)
@@ -110,7 +139,7 @@ class Program:
             # A result that ends up in the memory of another slot would be overwritten by that slot's own.
             misplaced = {home for slot, home in ends if home not in (slot, TEMPORARY, None)}
             if not misplaced:
-                return calls
+                return calls, all(home == slot for slot, home in ends)
             owned = {index: slot for index, slot in owned.items() if slot not in misplaced}
 
     def _calls_at_home(self, steps: list[Symbol], outputs: list[Symbol], homes: dict[int, int]) -> list[Call]:
@@ -138,6 +167,25 @@ class Program:
             call.dead.extend({s.index for s in step.inputs if s.kind == FULL and free(s, position)})
             calls.append(call)
         return calls
+
+    def _listed(self, full: list[int]) -> list[Call] | None:
+        """The calls over lists of tensors, or None where PyTorch does not have one of them."""
+        if any(call.function not in _OVER_LISTS or call.arguments[0] not in full for call in self._calls):
+            return None
+        return [call._replace(function=_OVER_LISTS[call.function]) for call in self._calls]
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether `run_lists` works: the program is made of calls that exist over lists, and ends up in place."""
+        return self._over_lists is not None
+
+    def run_lists(self, lists: Sequence[Any], registers: Sequence[Any]) -> None:
+        """Like `run` for several tensors per slot at once; all results are in place."""
+        assert self._over_lists is not None
+        registers = list(registers)
+        for slot, index in self._values:
+            registers[index] = lists[slot]
+        _run(self._over_lists, registers)
 
     def registers(self, scalars: Sequence[float]) -> list[Any]:
         """The registers with all numbers in place: once per step."""
@@ -180,6 +228,8 @@ def _run(calls: Sequence[Call], registers: list[Any]) -> None:
             result = function(*positional, **{name: registers[index] for name, index in keywords.items()})
         else:
             result = function(*positional)
+        if result is None:  # over lists, in place
+            result = positional[0]
         for index in dead:
             registers[index] = None
         registers[target] = result

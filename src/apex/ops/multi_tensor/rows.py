@@ -6,6 +6,7 @@ parameters has half a million of them, too many to look at one by one from Pytho
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from . import config
 from .lists import kernel_fits
 from .rule import GRADIENT, Rule
 from .tables import AddressTable, Layout, upload
-from .torch_lists import CPU_PIECE, DEVICE_PIECE, Piece, Slots, TorchLists, is_dense
+from .torch_lists import CPU_PIECE, DEVICE_PIECE, Piece, Slots, TorchLists, cut_into_pieces, is_dense
 from .triton_lists import TritonLists, current_stream
 
 MINIMUM_BLOCK = 128
@@ -131,41 +132,23 @@ class TorchRowLists(TorchLists):
             same and rows_are_stretches(tensor) for same, tensor in zip(self._same_layout, first, strict=True)
         ]
         limit = CPU_PIECE if self.device.type == "cpu" else DEVICE_PIECE
-        self._pieces = list(self._row_pieces(limit))
+        slices = functools.partial(self._slices, limit)
+        self._pieces = list(cut_into_pieces(self.sizes, limit, self._same_layout, slices))
+        self._rows: dict[Piece, tuple[Tensor, Tensor]] = {}
         self.owner = torch.repeat_interleave(torch.arange(len(first)), torch.tensor(self._counts)).to(self.device)
 
     def _row_size(self, index: int) -> int:
         return self.sizes[index] // max(1, self._counts[index])
 
-    def _row_pieces(self, limit: int) -> Iterator[Piece]:
-        """Slices of large tensors: some whole rows, or a part of one. Small tensors strung together."""
-        index = 0
-        while index < len(self.sizes):
-            size, row = self.sizes[index], self._row_size(index)
-            if not self._same_layout[index]:
-                yield Piece(index, index + 1)
-                index += 1
-            elif size >= limit // 4:
-                if row <= limit:
-                    step = limit // row * row
-                    yield from (Piece(index, index + 1, at, min(at + step, size)) for at in range(0, size, step))
-                else:
-                    for begin in range(0, size, row):
-                        for at in range(begin, begin + row, limit):
-                            yield Piece(index, index + 1, at, min(at + limit, begin + row))
-                index += 1
-            else:
-                begin, elements = index, 0
-                while (
-                    index < len(self.sizes)
-                    and self._same_layout[index]
-                    and self.sizes[index] < limit // 4
-                    and elements + self.sizes[index] <= limit
-                ):
-                    elements += self.sizes[index]
-                    index += 1
-                if elements:
-                    yield Piece(begin, index)
+    def _slices(self, limit: int, index: int) -> Iterator[tuple[int, int]]:
+        """Slices of a large tensor: some whole rows, or a part of one."""
+        size, row = self.sizes[index], self._row_size(index)
+        if row <= limit:
+            step = limit // row * row
+            yield from ((at, min(at + step, size)) for at in range(0, size, step))
+        else:
+            for begin in range(0, size, row):
+                yield from ((at, min(at + limit, begin + row)) for at in range(begin, begin + row, limit))
 
     def _row_range(self, index: int, piece: Piece) -> tuple[int, int]:
         """The rows of tensor `index` that a piece touches."""
@@ -175,16 +158,27 @@ class TorchRowLists(TorchLists):
         row = self._row_size(index)
         return first + piece.start // row, first + -(-piece.stop // row)
 
+    def _rows_of(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        """The rows of tensors that are strung together, and how long each is."""
+        if piece not in self._rows:
+            ranges = [range(*self._row_range(index, piece)) for index in piece.indices]
+            rows = torch.tensor([row for part in ranges for row in part], device=self.device)
+            sizes = torch.tensor([self._row_size(index) for index in piece.indices], device=self.device)
+            counts = torch.tensor([len(part) for part in ranges], device=self.device)
+            self._rows[piece] = rows, torch.repeat_interleave(sizes, counts)
+        return self._rows[piece]
+
     def _spread(self, per_row: Tensor, piece: Piece) -> Tensor:
         """A value for every element of the piece from one for every row."""
-        parts = []
-        for index in range(piece.first, piece.last):
-            begin, end = self._row_range(index, piece)
-            row = self._row_size(index)
-            if end - begin == 1 and piece.start is not None and piece.stop is not None:
-                row = piece.stop - piece.start
-            parts.append(per_row[begin:end, None].expand(-1, row).reshape(-1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if len(piece.indices) > 1:
+            rows, lengths = self._rows_of(piece)
+            return torch.repeat_interleave(per_row[rows], lengths)
+        (index,) = piece.indices
+        begin, end = self._row_range(index, piece)
+        row = self._row_size(index)
+        if end - begin == 1 and piece.start is not None and piece.stop is not None:
+            row = piece.stop - piece.start
+        return per_row[begin:end, None].expand(-1, row).reshape(-1)
 
     def _whole(self, whole: Tensor | None, piece: Piece) -> tuple[Any, Any]:
         if whole is None:
@@ -193,19 +187,23 @@ class TorchRowLists(TorchLists):
         return self._spread(wide[:, 0], piece), self._spread(wide[:, 1], piece)
 
     def _measure(self, rule: Rule, terms: Sequence[Any], piece: Piece, found: Tensor) -> None:
-        sizes = self.sizes[piece.first : piece.last]
-        for quantity in range(rule.quantities):
-            parts = terms[quantity].split(sizes) if len(sizes) > 1 else (terms[quantity],)
-            for index, part in enumerate(parts, piece.first):
-                begin, end = self._row_range(index, piece)
-                if end > begin:
-                    found[begin:end, quantity] += part.view(end - begin, -1).sum(1)
+        for quantity, term in enumerate(terms):
+            if len(piece.indices) == 1:
+                begin, end = self._row_range(piece.indices[0], piece)
+                found[begin:end, quantity] += term.view(end - begin, -1).sum(1)
+            elif self.device.type == "cpu":
+                rows, lengths = self._rows_of(piece)
+                found[rows, quantity] = torch.segment_reduce(term.to(found.dtype), "sum", lengths=lengths)
+            else:
+                for index, part in zip(piece.indices, term.split(self._sizes_of(piece)), strict=True):
+                    begin, end = self._row_range(index, piece)
+                    found[begin:end, quantity] = part.view(end - begin, -1).sum(1).to(found.dtype)
 
     def _numbering(self, value: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
         """The index of every element within its row, and the number of its row."""
         rows = torch.arange(self.results, device=value.device)
         indices = []
-        for index in range(piece.first, piece.last):
+        for index in piece.indices:
             begin, end = self._row_range(index, piece)
             row = self._row_size(index)
             if piece.start is not None and piece.stop is not None and end - begin == 1:

@@ -7,6 +7,7 @@ those of the rule's program (`programs.py`), elsewhere those of its function.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ Slots = Sequence[Sequence[Tensor] | None]
 # Elements per piece. It bounds the temporaries; on a CPU, calls of fewer elements cost more than a near cache saves.
 CPU_PIECE = 1 << 20
 DEVICE_PIECE = 1 << 24
+# Elements per call over lists.
+CPU_BATCH = 1 << 22
 # Tensors of fewer elements are strung together: on a CPU the calls for one of 65536 take as long as copying it around.
 STRUNG = 1 << 16
 
@@ -43,11 +46,14 @@ def cut_into_pieces(
     limit: int,
     sliceable: Sequence[bool],
     slices: Callable[[int], Iterator[tuple[int, int]]] | None = None,
+    shortest: int | None = None,
 ) -> Iterator[Piece]:
     """Pieces of at most `limit` elements, but for tensors that are not sliceable, which are pieces of their own.
 
-    `slices` gives the bounds of a tensor's slices; without it they are as long as possible.
+    `slices` gives the bounds of a tensor's slices; without it they are as long as possible. Tensors of fewer than
+    `shortest` elements are strung together.
     """
+    shortest = min(STRUNG, limit // 4) if shortest is None else shortest
     strung: list[int] = []
     elements = 0
     for index, size in enumerate(sizes):
@@ -55,7 +61,7 @@ def cut_into_pieces(
             continue
         if not sliceable[index]:
             yield Piece((index,))
-        elif size >= min(STRUNG, limit // 4):
+        elif size >= shortest:
             bounds = slices(index) if slices else ((at, min(at + limit, size)) for at in range(0, size, limit))
             yield from (Piece((index,), start, stop) for start, stop in bounds)
         else:
@@ -135,6 +141,7 @@ class TorchLists:
         self._pieces = list(cut_into_pieces(self.sizes, limit, same_layout))
         self._same_layout = same_layout
         self._contiguous = [tensor.is_contiguous() for tensor in first]
+        self._numbers: dict[Piece, tuple[Tensor, Tensor]] = {}
         # Sums are gathered in double precision where a device has it.
         self._sums = torch.float64 if self.device.type in ("cpu", "cuda") else torch.float32
         self.same_layout = all(same_layout)
@@ -176,6 +183,9 @@ class TorchLists:
             return None
         if skip is None and foreach.scale(rule, self, hyper, grad_scale, overflow):
             return None
+        plain = all(option is None for option in (skip, whole, grad_scale, overflow, seed))
+        if plain and self._run_lists(rule, hyper, flags):
+            return None
         found = foreach.measure(rule, self, hyper, grad_scale) if skip is None else None
         if found is not None:
             return _checked(found, overflow, checks)
@@ -197,6 +207,34 @@ class TorchLists:
             for slot in rule.writes:
                 self._write(slot, views[slot], results[slot], piece, skip, seed)
         return None if found is None else _checked(found, overflow, checks)
+
+    def _run_lists(self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...]) -> bool:
+        """Runs the rule's program over lists of tensors, if it can; says whether it did."""
+        if not self._takes_lists or rule.quantities:
+            return False
+        numbers = [float(value) for value in padded(rule.scalars(**hyper), SCALARS, 0.0)]
+        program = program_of(rule, padded(flags, FLAG_COUNT, False), None, pattern_of(numbers))
+        if not program.takes_lists:
+            return False
+        registers = program.registers(numbers)
+        for batch in self._batches:
+            program.run_lists([self._members(tensors, batch) if tensors else None for tensors in self.slots], registers)
+        return True
+
+    def _members(self, tensors: Sequence[Tensor], batch: Piece) -> list[Tensor]:
+        """The tensors of a batch, or a slice of the only one."""
+        return self._views(tensors, batch) if batch.start is not None else [tensors[i] for i in batch.indices]
+
+    @functools.cached_property
+    def _takes_lists(self) -> bool:
+        """Whether lists go into PyTorch's calls as they are."""
+        types = {tensors[0].dtype for tensors in self.slots if tensors}
+        return self.device.type == "cpu" and self.same_layout and self.copy is None and types == {self._compute}
+
+    @functools.cached_property
+    def _batches(self) -> list[Piece]:
+        """As many tensors at once as bound the temporaries."""
+        return list(cut_into_pieces(self.sizes, CPU_BATCH, [True] * len(self.sizes), shortest=CPU_BATCH))
 
     def _count_culprits(self, culprits: Tensor, values: Any, piece: Piece) -> None:
         parts = values.split(self._sizes_of(piece)) if len(piece.indices) > 1 else (values,)
@@ -230,9 +268,15 @@ class TorchLists:
 
         def call(values: Sequence[Any], whole: tuple[Any, Any]) -> tuple[Any, Sequence[Any]]:
             results = rule.function(tuple(values), whole, scalars, constants)
-            return results if rule.quantities else (results, ())
+            return (results[0], results[1][: rule.quantities]) if rule.quantities else (results, ())
 
         return call
+
+    def measured_total(self, rule: Rule, hyper: dict[str, Any], *, root: bool = False, **options: Any) -> Tensor:
+        """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1]."""
+        found = self.apply(rule, hyper, **options)
+        assert found is not None
+        return self.total(found, maximum=rule.maximum, root=root)
 
     def total(self, per_tensor: Tensor, *, maximum: bool = False, root: bool = False) -> Tensor:
         """Sum (or maximum) over the tensors of the first quantity, float32 [1]; its root if asked for."""
@@ -262,32 +306,45 @@ class TorchLists:
     def _whole(self, whole: Tensor | None, piece: Piece) -> tuple[Any, Any]:
         if whole is None:
             return 0.0, 0.0
-        rows = whole[list(piece.indices)].to(self._compute)
-        if len(piece.indices) > 1:
-            sizes = self._sizes_of(piece)
-            counts, total = torch.tensor(sizes, device=rows.device), sum(sizes)
-            first, second = (torch.repeat_interleave(rows[:, k], counts, output_size=total) for k in range(2))
-            return first, second
-        return rows[0, 0], rows[0, 1]
+        if len(piece.indices) == 1:
+            row = whole[piece.indices[0]].to(self._compute)
+            return row[0], row[1]
+        indices, sizes = self._numbers_of(piece)
+        rows = whole[indices].to(self._compute)
+        first, second = (torch.repeat_interleave(rows[:, k], sizes) for k in range(2))
+        return first, second
 
     def _sizes_of(self, piece: Piece) -> list[int]:
+        """Elements of each tensor that belong to the piece."""
+        if piece.start is not None and piece.stop is not None:
+            return [piece.stop - piece.start]
         return [self.sizes[index] for index in piece.indices]
 
-    def _measure(self, rule: Rule, terms: Sequence[Any], piece: Piece, found: Tensor) -> None:
-        rows = list(piece.indices)
-        for quantity, term in enumerate(terms):
-            parts = self._of_each_tensor(rule, term, piece).to(found.dtype)
-            before = found[rows, quantity]
-            found[rows, quantity] = torch.maximum(before, parts) if rule.maximum else before + parts
+    def _numbers_of(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        """Indices and sizes of tensors that are strung together."""
+        if piece not in self._numbers:
+            self._numbers[piece] = (
+                torch.tensor(piece.indices, device=self.device),
+                torch.tensor(self._sizes_of(piece), device=self.device),
+            )
+        return self._numbers[piece]
 
-    def _of_each_tensor(self, rule: Rule, term: Tensor, piece: Piece) -> Tensor:
-        """Sums or maxima over each tensor of a piece."""
-        if len(piece.indices) > 1 and self.device.type == "cpu":
-            lengths = torch.tensor(self._sizes_of(piece))
-            # In double precision, because the terms are added one after the other.
-            return torch.segment_reduce(term.double(), "max" if rule.maximum else "sum", lengths=lengths)
-        parts = term.split(self._sizes_of(piece)) if len(piece.indices) > 1 else (term,)
-        return torch.stack([part.amax() if rule.maximum else part.sum() for part in parts])
+    def _measure(self, rule: Rule, terms: Sequence[Any], piece: Piece, found: Tensor) -> None:
+        for quantity, term in enumerate(terms):
+            if len(piece.indices) == 1:
+                row = found[piece.indices[0]]
+                row[quantity] = (
+                    torch.maximum(row[quantity], term.amax()) if rule.maximum else row[quantity] + term.sum()
+                )
+                continue
+            indices, sizes = self._numbers_of(piece)
+            if self.device.type == "cpu":
+                # In the dtype of the sums, because the terms are added one after the other.
+                parts = torch.segment_reduce(term.to(found.dtype), "max" if rule.maximum else "sum", lengths=sizes)
+            else:
+                every = term.split(self._sizes_of(piece))
+                parts = torch.stack([part.amax() if rule.maximum else part.sum() for part in every]).to(found.dtype)
+            found[indices, quantity] = parts
 
     def _write(
         self, slot: int, views: list[Tensor], value: Tensor, piece: Piece, skip: Tensor | None, seed: int | None
@@ -325,8 +382,5 @@ class TorchLists:
             start = piece.start or 0
             index = torch.arange(start, start + value.numel(), device=value.device)
             return index, torch.tensor(piece.indices, device=value.device)
-        sizes = self._sizes_of(piece)
-        index = torch.cat([torch.arange(size, device=value.device) for size in sizes])
-        numbers = torch.tensor(piece.indices, device=value.device)
-        numbers = torch.repeat_interleave(numbers, torch.tensor(sizes, device=value.device))
-        return index, numbers
+        index = torch.cat([torch.arange(size, device=value.device) for size in self._sizes_of(piece)])
+        return index, torch.repeat_interleave(*self._numbers_of(piece))
