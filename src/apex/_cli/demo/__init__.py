@@ -1,1 +1,5 @@
-"""`apex demo`: `training` is what is trained, `report` and `plot` show it, `command` runs the parts in order."""
+"""`apex demo`: the same models trained at every opt level.
+
+`models` and `data` are what is trained and on what, `tasks` puts them together in sizes for a device, `training` runs
+one opt level and `memory` measures it, `report` and `plot` show the outcome, `command` runs the parts in order.
+"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -11,37 +12,59 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..console import make_console
 from ..devices import pick_device
-from .plot import FORMATS, draw_losses
-from .report import Comparison, print_comparison, print_json
-from .training import Language, NormFactory, Run, Settings, train_side_by_side
+from .memory import how_measured
+from .plot import FORMATS, draw
+from .report import Comparison, ModelFacts, print_comparison, print_json
+from .tasks import MODELS, Task, make_task
+from .training import LEVELS, Run, scale_window, train
+
+_STEPS_ON_CPU = 40
+_STEPS_ON_GPU = 200
 
 
-def run_demo(*, steps: int, device: str | None, as_json: bool, plot: Path) -> int:
-    """Trains twice, draws and prints. The exit status is 1 when a loss is not finite or the plot cannot be written."""
+def run_demo(*, model: str, levels: str, steps: int | None, device: str | None, as_json: bool, plot: Path) -> int:
+    """Trains, draws and prints.
+
+    The exit status is 1 when a loss is not finite at a level that guards against it, or the plot cannot be written.
+    """
+    chosen_levels = _parse_levels(levels)
     _check_plot_path(plot)
     try:
         chosen = pick_device(device)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--device") from None
-    norm, implementation = _fused_norm(chosen)
-    settings = Settings(steps=steps)
-    norms: dict[str, NormFactory] = {"apex FusedLayerNorm": norm, "torch LayerNorm": torch.nn.LayerNorm}
+    implementation = _implementation(chosen)
+    if steps is None:
+        steps = _STEPS_ON_CPU if chosen.type == "cpu" else _STEPS_ON_GPU
+    tasks = [make_task(name, steps, chosen) for name in (MODELS if model == "all" else (model,))]
     comparison = Comparison(
         device=str(chosen),
         implementation=implementation,
-        settings=settings,
-        lowest_loss=Language(settings).lowest_loss(),
-        runs=_train_all(settings, norms, chosen),
+        steps=steps,
+        scale_window=scale_window(steps),
+        memory_measured=how_measured(chosen),
+        models={task.name: ModelFacts(task.describe, task.lowest_loss) for task in tasks},
     )
-    status = 0 if comparison.finite else 1
+    comparison.runs = _train_all(tasks, chosen_levels)
+    status = 1 if comparison.failed else 0
     try:
-        comparison.plot_problem = draw_losses(comparison, plot)
+        comparison.plot_problem = draw(comparison, plot)
     except OSError as error:
         comparison.plot_problem = f"the plot could not be written: {error}"
         status = 1
     comparison.plot = None if comparison.plot_problem else str(plot.resolve())
     (print_json if as_json else print_comparison)(comparison)
     return status
+
+
+def _parse_levels(text: str) -> list[str]:
+    """Opt levels from a list with commas, in the order and number given but each once."""
+    levels = [level.strip().upper() for level in text.split(",") if level.strip()]
+    unknown = [level for level in levels if level not in LEVELS]
+    if unknown or not levels:
+        what = f"unknown: {', '.join(unknown)}" if unknown else "no opt level given"
+        raise typer.BadParameter(f"{what}; choose from {','.join(LEVELS)}", param_hint="--levels")
+    return list(dict.fromkeys(levels))
 
 
 def _check_plot_path(path: Path) -> None:
@@ -59,20 +82,19 @@ def _check_plot_path(path: Path) -> None:
         raise typer.BadParameter(problem, param_hint="--plot")
 
 
-def _fused_norm(device: torch.device) -> tuple[NormFactory, str]:
-    """The fused norm, and which implementation it takes on `device` and why."""
-    try:
-        from ...normalization import FusedLayerNorm
-        from ...ops import explain, norm
+def _implementation(device: torch.device) -> str:
+    """Which implementation apex's ops take on `device`, and why."""
+    from ...ops import explain, norm
 
+    try:
         choice = explain(norm.FAMILY, device, torch.float32)
     except (RuntimeError, ValueError) as error:  # a request of APEX_IMPL that is unknown or cannot be met
         raise typer.BadParameter(str(error), param_hint="APEX_IMPL") from None
-    return FusedLayerNorm, f"{choice.implementation} ({choice.reason})"
+    return f"{choice.implementation} ({choice.reason})"
 
 
-def _train_all(settings: Settings, norms: dict[str, NormFactory], device: torch.device) -> dict[str, Run]:
-    """One run per norm, with a progress bar each on stderr if that is a terminal."""
+def _train_all(tasks: list[Task], levels: list[str]) -> list[Run]:
+    """One run per model and level, with a progress bar each on stderr if that is a terminal."""
     console = make_console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -81,10 +103,16 @@ def _train_all(settings: Settings, norms: dict[str, NormFactory], device: torch.
         TimeElapsedColumn(),
         TextColumn("loss {task.fields[loss]}"),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        tasks = {name: progress.add_task(name, total=settings.steps, loss="") for name in norms}
+    runs = []
+    with warnings.catch_warnings(), Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        # PyTorch's way of saying, with a stack trace, that this CPU has no half-precision arithmetic.
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+        for task in tasks:
+            for level in levels:
+                bar = progress.add_task(f"{task.name} {level}", total=len(task.batches), loss="")
 
-        def advance(name: str, loss: float) -> None:
-            progress.update(tasks[name], advance=1, loss=f"{loss:.3f}")
+                def advance(loss: float, bar=bar) -> None:  # type: ignore[no-untyped-def]
+                    progress.update(bar, advance=1, loss=f"{loss:.3f}")
 
-        return train_side_by_side(settings, norms, device, advance)
+                runs.append(train(task, level, advance))
+    return runs

@@ -1,19 +1,21 @@
-"""The loss curves of `apex demo` as a picture."""
+"""The outcome of `apex demo` as a picture: for every model the loss curves, and the loss scale over the steps."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from .report import Comparison
+from .report import IN_WORDS, Comparison
+from .training import LEVELS
 
 FORMATS = (".png", ".svg", ".pdf")
 
-# The first curve is a broad light line, so that the second stays visible on top of it where the two are equal.
-_STYLES: tuple[dict[str, Any], ...] = ({"linewidth": 5, "alpha": 0.4}, {"linewidth": 1.3})
+_COLOURS = {"O0": "lightgrey", "O1": "tab:cyan", "O2": "tab:blue", "O3": "tab:red", "O4": "gold", "O5": "black"}
+_WIDTHS = (9, 6.5, 4.5, 3, 2, 1)
+_BFLOAT16 = ("O4", "O5")
 
 
-def draw_losses(comparison: Comparison, path: Path) -> str | None:
+def draw(comparison: Comparison, path: Path) -> str | None:
     """Writes the picture to `path`, or returns why there is none. OSError when the file cannot be written."""
     try:
         from matplotlib.figure import Figure
@@ -21,18 +23,45 @@ def draw_losses(comparison: Comparison, path: Path) -> str | None:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "matplotlib"
         reason = "matplotlib is not installed" if missing else f"matplotlib does not import: {error}"
         return f"{reason}; get it with `pip install matplotlib`"
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    for index, (name, run) in enumerate(comparison.runs.items()):
-        steps = range(1, len(run.losses) + 1)
-        axes.plot(steps, run.losses, label=f"{name}, {run.final_loss:.4f}", **_STYLES[min(index, 1)])
-    axes.axhline(
-        comparison.lowest_loss, color="grey", linestyle="--", label=f"lowest possible, {comparison.lowest_loss:.4f}"
-    )
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per character")
-    axes.set_title(f"The same model with two layer norms, on {comparison.device}")
-    axes.grid(alpha=0.3)
-    axes.legend(title="norm, final loss")
-    figure.savefig(path, dpi=150)
+    columns = len(comparison.models)
+    figure = Figure(figsize=(6.4 * columns, 7.2), layout="constrained")
+    axes = figure.subplots(2, columns, squeeze=False, sharex="col", height_ratios=(2, 1))
+    for column, model in enumerate(comparison.models):
+        _draw_losses(axes[0, column], comparison, model)
+        _draw_scales(axes[1, column], comparison, model)
+    figure.suptitle(f"The same models at every opt level, on {comparison.device}")
+    figure.savefig(path, dpi=130)
     return None
+
+
+def _style(level: str) -> dict[str, Any]:
+    # Each line is narrower than those below it, so that all stay visible where they are equal.
+    index = LEVELS.index(level)
+    style = "--" if level in _BFLOAT16 else "-"
+    return {"color": _COLOURS[level], "linewidth": _WIDTHS[index], "linestyle": style, "zorder": 2 + index}
+
+
+def _draw_losses(axes: Any, comparison: Comparison, model: str) -> None:
+    for run in comparison.runs_of(model):
+        steps = range(1, len(run.losses) + 1)
+        label = f"{run.level} ({IN_WORDS[run.level]}), {run.final_loss:.4f}"
+        axes.plot(steps, run.losses, label=label, **_style(run.level))
+    lowest = comparison.models[model].lowest_loss
+    if lowest is not None:
+        axes.axhline(lowest, color="grey", linestyle=":", label=f"lowest possible, {lowest:.4f}")
+    axes.set_title(model)
+    axes.set_ylabel("loss, nats")
+    axes.grid(alpha=0.3)
+    axes.legend(title="level, final loss", fontsize="small")
+
+
+def _draw_scales(axes: Any, comparison: Comparison, model: str) -> None:
+    for run in comparison.runs_of(model):
+        steps = range(1, len(run.scales) + 1)
+        label = f"{run.level}, {run.skipped} skipped" if run.skipped else run.level
+        axes.step(steps, run.scales, where="mid", label=label, **_style(run.level))
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss scale")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", ncols=2)

@@ -3,35 +3,75 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from rich.text import Text
 
 from ..console import make_console, make_table, print_json_document, print_table
-from .training import Run, Settings
+from .training import Run
+
+BASELINE = "O0"
+
+IN_WORDS = {
+    "O0": "float32",
+    "O1": "casts, float16",
+    "O2": "float16 model",
+    "O3": "pure float16",
+    "O4": "casts, bfloat16",
+    "O5": "bfloat16 model",
+}
+
+# How far from float32 a final loss may be to count as equal, relative to it.
+_CLOSE = 0.02
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the runs of one model have in common."""
+
+    describe: str
+    lowest_loss: float | None
 
 
 @dataclass
 class Comparison:
-    """Runs of the same model on the same data, by name; they differ in the norm alone."""
+    """Runs of the same models on the same data; they differ in the opt level alone."""
 
     device: str
     implementation: str
-    settings: Settings
-    lowest_loss: float
-    runs: dict[str, Run]
+    steps: int
+    scale_window: int
+    memory_measured: str
+    models: dict[str, ModelFacts]
+    runs: list[Run] = field(default_factory=list)
     plot: str | None = None
     plot_problem: str | None = None
 
-    @property
-    def finite(self) -> bool:
-        return all(math.isfinite(loss) for run in self.runs.values() for loss in run.losses)
+    def runs_of(self, model: str) -> list[Run]:
+        return [run for run in self.runs if run.model == model]
+
+    def distance(self, run: Run) -> float | None:
+        """How far the final loss is above float32's, in nats; None where there was no run in float32."""
+        baseline = self._baseline(run.model)
+        return None if baseline is None else run.final_loss - baseline.final_loss
+
+    def quickest(self, model: str) -> Run | None:
+        """The quickest run whose final loss is as good as float32's; None where there was no run in float32."""
+        baseline = self._baseline(model)
+        if baseline is None:
+            return None
+        limit = baseline.final_loss + _CLOSE * abs(baseline.final_loss)
+        good = [run for run in self.runs_of(model) if run.finite and run.final_loss <= limit]
+        return min(good, key=lambda run: run.seconds_per_step, default=None)
+
+    def _baseline(self, model: str) -> Run | None:
+        return next((run for run in self.runs_of(model) if run.level == BASELINE), None)
 
     @property
-    def largest_difference(self) -> float:
-        """The largest distance between the loss curves, in nats."""
-        curves = zip(*(run.losses for run in self.runs.values()), strict=True)
-        return max(max(losses) - min(losses) for losses in curves)
+    def failed(self) -> list[Run]:
+        """Runs that should have stayed finite and did not. O3 has nothing to protect it, and may overflow."""
+        return [run for run in self.runs if not run.finite and run.level != "O3"]
 
 
 def print_comparison(comparison: Comparison) -> None:
@@ -39,63 +79,97 @@ def print_comparison(comparison: Comparison) -> None:
     console = make_console()
     summary = make_table(console, None, "what", "value")
     summary.show_header = False
-    run = next(iter(comparison.runs.values()))
     summary.add_row("device", comparison.device)
-    summary.add_row("FusedLayerNorm", comparison.implementation)
-    summary.add_row("parameters", f"{run.parameters:,}")
-    summary.add_row("steps", f"{len(run.losses):,} of {run.tokens_per_step:,} tokens")
+    summary.add_row("kernels", comparison.implementation)
+    for name, facts in comparison.models.items():
+        summary.add_row(name, f"{comparison.runs_of(name)[0].parameters:,} parameters, {facts.describe}")
+    summary.add_row("steps", f"{comparison.steps:,}; a dynamic scale doubles after {comparison.scale_window} good ones")
+    summary.add_row("peak memory", comparison.memory_measured)
     print_table(console, summary)
-    numbers = ("first loss", "final loss", "time per step", "tokens/s")
-    table = make_table(console, None, "norm", *numbers, right=numbers)
-    for name, run in comparison.runs.items():
+    numbers = ("final loss", "vs fp32", "time/step", "peak memory", "skipped")
+    table = make_table(console, None, "model", "level", "", *numbers, right=numbers)
+    for run in comparison.runs:
         table.add_row(
-            name,
-            f"{run.first_loss:.4f}",
+            run.model,
+            run.level,
+            IN_WORDS[run.level],
             f"{run.final_loss:.4f}",
+            _signed(comparison.distance(run)),
             f"{run.seconds_per_step * 1e3:.2f} ms",
-            f"{run.tokens_per_second:,.0f}",
+            _bytes(run.peak_memory),
+            str(run.skipped),
         )
     print_table(console, table)
-    console.print(
-        f"The curves are at most {comparison.largest_difference:.2g} apart; "
-        f"no model can get below {comparison.lowest_loss:.4f} on this data."
-    )
-    if not comparison.finite:
-        console.print(Text("A loss is not finite: run `apex doctor`.", style="bold red"))
+    for line in _conclusions(comparison):
+        console.print(line)
     if comparison.plot is not None:
         console.print(f"plot: {comparison.plot}", soft_wrap=True)
     else:
         console.print(Text(f"no plot: {comparison.plot_problem}", style="yellow"))
 
 
-def print_json(comparison: Comparison) -> None:
-    """Everything as one JSON document, with the loss of every step; a loss that is not finite is null."""
-    runs = [
-        {
-            "norm": name,
-            "parameters": run.parameters,
-            "steps": len(run.losses),
-            "first_loss": _number(run.first_loss),
-            "final_loss": _number(run.final_loss),
-            "seconds_per_step": run.seconds_per_step,
-            "tokens_per_second": run.tokens_per_second,
-            "losses": [_number(loss) for loss in run.losses],
-        }
-        for name, run in comparison.runs.items()
+def _conclusions(comparison: Comparison) -> list[Text]:
+    lines = []
+    for name, facts in comparison.models.items():
+        best = comparison.quickest(name)
+        if best is not None:
+            lines.append(Text(f"{name}: {best.level} is the quickest here with a loss within {_CLOSE:.0%} of fp32's."))
+        if facts.lowest_loss is not None:
+            lines.append(Text(f"{name}: no model can get below {facts.lowest_loss:.4f} on this data."))
+    lines += [
+        Text(f"{run.model}: a loss of {run.level} is not finite: run `apex doctor`.", style="bold red")
+        for run in comparison.failed
     ]
+    return lines
+
+
+def print_json(comparison: Comparison) -> None:
+    """Everything as one JSON document, with loss and scale of every step; a loss that is not finite is null."""
     print_json_document(
         {
             "device": comparison.device,
             "implementation": comparison.implementation,
-            "settings": asdict(comparison.settings),
-            "lowest_loss": comparison.lowest_loss,
-            "largest_difference": _number(comparison.largest_difference),
-            "runs": runs,
+            "steps": comparison.steps,
+            "scale_window": comparison.scale_window,
+            "memory_measured": comparison.memory_measured,
+            "models": {
+                name: {"description": facts.describe, "lowest_loss": facts.lowest_loss}
+                for name, facts in comparison.models.items()
+            },
+            "runs": [_run_document(comparison, run) for run in comparison.runs],
             "plot": comparison.plot,
             "plot_problem": comparison.plot_problem,
         }
     )
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _run_document(comparison: Comparison, run: Run) -> dict[str, Any]:
+    return {
+        "model": run.model,
+        "level": run.level,
+        "parameters": run.parameters,
+        "final_loss": _number(run.final_loss),
+        "distance_to_fp32": _number(comparison.distance(run)),
+        "seconds_per_step": run.seconds_per_step,
+        "peak_memory_bytes": run.peak_memory,
+        "skipped_steps": run.skipped,
+        "losses": [_number(loss) for loss in run.losses],
+        "loss_scales": run.scales,
+    }
+
+
+def _number(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _signed(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:+.4f}"
+
+
+def _bytes(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
