@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What captured uploads read from and write to: a replay of the graph uses both again.
-_captured: list[tuple[Tensor, Tensor]] = []
+# What captured uploads read from and write to, and tables that captured launches read: a replay uses them again.
+_captured: list[tuple[Tensor | None, ...]] = []
 
 
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -30,6 +30,12 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         _captured.append((host, result))
     return result
+
+
+def keep_if_captured(device: torch.device, *tables: Tensor | None) -> None:
+    """Tables that a launch is about to read; those of a CUDA graph must outlive the lists that made them."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured.append(tables)
 
 
 def _low_bits(addresses: Sequence[int]) -> int:
