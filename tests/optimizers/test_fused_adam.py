@@ -376,8 +376,18 @@ def test_grad_scaler_does_not_wait_for_the_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("warm", [True, False])
-def test_captured_steps(warm: bool) -> None:
+def test_what_a_graph_would_get_wrong_is_refused() -> None:
+    for optimizer, message in (
+        (FusedAdam(parameters("cuda")), "capturable=True"),
+        (FusedAdam(parameters("cuda"), capturable=True), "before capturing"),
+    ):
+        give_gradients(optimizer.param_groups[0]["params"], 0)
+        with pytest.raises(RuntimeError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            optimizer.step()
+
+
+@pytest.mark.gpu
+def test_captured_steps() -> None:
     """Backward and step inside a graph, the learning rate a tensor that changes between replays."""
     ours, expected = parameters("cuda"), parameters("cuda")
     data = torch.zeros((), device="cuda")
@@ -387,16 +397,15 @@ def test_captured_steps(warm: bool) -> None:
     def loss(params: list[Parameter]) -> Tensor:
         return sum(((p - data) ** 2).sum() for p in params)
 
-    if warm:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            optimizer.zero_grad()
-            loss(ours).backward()
-            optimizer.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        loss(expected).backward()
-        plain.step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        optimizer.zero_grad()
+        loss(ours).backward()
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    loss(expected).backward()
+    plain.step()
     optimizer.zero_grad()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -411,7 +420,7 @@ def test_captured_steps(warm: bool) -> None:
         plain.param_groups[0]["lr"] = 0.01 / (step + 1)
         plain.step()
     assert distance(ours, expected) <= 1e-6
-    assert optimizer.param_groups[0]["step"].item() == 3 + warm
+    assert optimizer.param_groups[0]["step"].item() == 4
 
 
 @pytest.mark.gpu

@@ -70,7 +70,7 @@ class OverflowReports:
         if skipped % _HINT_AFTER == 0:
             maybe_print(
                 f"  {skipped} steps in a row were skipped. A few are normal while the scale is found; if it goes on, "
-                "look at the parameters named above, lower the learning rate, clip gradients, or use O4 or O5 (bfloat16)"
+                "look at the parameters named above, lower the learning rate, clip gradients, or use bfloat16 (O4, O5)"
             )
         self._give_up_at_floor(note, scale, culprits)
 

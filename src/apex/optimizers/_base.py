@@ -54,6 +54,8 @@ class FusedOptimizer(torch.optim.Optimizer):
       can be replayed.
     """
 
+    # Whether an update depends on how many there were before: then a graph needs the count on the device.
+    _counts_steps = True
     # Whether every element is updated by itself, so that a shard of a parameter can be updated without the others.
     _takes_shards = True
     # torch.amp.GradScaler then passes scale and overflow flag instead of waiting for the device.
@@ -138,6 +140,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _step_now(self, skip: Skip) -> None:
+        self._check_capture()
         ready = [(index, group, self._plan(index, group)) for index, group in enumerate(self.param_groups)]
         self._ready = [(group, bucket) for _, group, plan in ready for bucket in plan.buckets]
         self._before_update(skip)
@@ -153,6 +156,26 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._update(group, bucket, count, there, seed if rounds else None)
                 bucket.release()
         self._ready = []
+
+    def _check_capture(self) -> None:
+        """Refuses to record into a CUDA graph what a replay would get wrong."""
+        if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
+            return
+        name = type(self).__name__
+        if self.stochastic_rounding:
+            raise RuntimeError(f"{name} with stochastic_rounding needs a new seed at every step and cannot be captured")
+        if self._counts_steps and not self.capturable:
+            raise RuntimeError(
+                f"a step of {name} cannot be captured in a CUDA graph: its step count is on the host, so that every "
+                "replay would be the same step; make the optimizer with capturable=True"
+            )
+        has_state = any(self._state_names(group) for group in self.param_groups) or self._counts_steps
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        if has_state and not all(self.state.get(param) for param in params):
+            raise RuntimeError(
+                f"{name} has parameters without state, which a captured step would make anew at every replay; take one "
+                "step before capturing"
+            )
 
     def _plan(self, index: int, group: dict[str, Any]) -> GroupPlan:
         plan = self._plans.get(index)

@@ -23,6 +23,8 @@ class MomentumOptimizer(FusedOptimizer):
     a step divides by the one and resets both. `materialize_master_grads` is an option of amp, kept for it.
     """
 
+    _counts_steps = False
+
     def __init__(
         self,
         params: Any,

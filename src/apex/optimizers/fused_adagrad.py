@@ -20,6 +20,8 @@ class FusedAdagrad(FusedOptimizer):
     included) and which loads its own. See `FusedOptimizer` for the options by keyword.
     """
 
+    _counts_steps = False
+
     def __init__(
         self,
         params: Any,

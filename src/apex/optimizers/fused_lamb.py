@@ -93,11 +93,11 @@ class FusedLAMB(FusedOptimizer):
         totals = []
         for _, bucket in self._ready:
             there = skip.on(bucket.device)
-            squares = bucket.lists.apply(
-                rules.SQUARE_SUM, {"factor": 1 / limit}, noop=there.noop, grad_scale=there.inverse_scale
+            totals.append(
+                bucket.lists.measured_total(
+                    rules.SQUARE_SUM, {"factor": 1 / limit}, noop=there.noop, grad_scale=there.inverse_scale
+                )
             )
-            assert squares is not None
-            totals.append(bucket.lists.total(squares))
         total = totals[0]
         if len(totals) > 1:
             total = torch.stack([each.to(total.device) for each in totals]).sum(0)

@@ -23,6 +23,8 @@ class Lamb(NpuFusedOptimizerBase):
     where a norm is zero, and with `adam`. `apex.optimizers.FusedLAMB` is LAMB with bias correction.
     """
 
+    _counts_steps = False
+
     _takes_shards = False
 
     def __init__(

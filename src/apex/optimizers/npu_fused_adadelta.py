@@ -16,6 +16,8 @@ from ._combined import NpuFusedOptimizerBase
 class NpuFusedAdadelta(NpuFusedOptimizerBase):
     """The numbers of `torch.optim.Adadelta`, with which state dicts are interchangeable."""
 
+    _counts_steps = False
+
     def __init__(
         self,
         params: Any,

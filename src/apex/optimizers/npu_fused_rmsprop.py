@@ -18,6 +18,8 @@ _RULES = (rules.RMSPROP, rules.RMSPROP_MORE, rules.RMSPROP_ALL)
 class NpuFusedRMSprop(NpuFusedOptimizerBase):
     """The numbers of `torch.optim.RMSprop`, with which state dicts are interchangeable."""
 
+    _counts_steps = False
+
     # TensorFlow has epsilon below the root.
     _epsilon_below_root = False
 

@@ -13,7 +13,7 @@ from apex.ops.multi_tensor.rule import Rule
 from tests.harness import Route, routes
 
 
-def _sums(values: Any, whole: Any, scalars: Any, FLAGS: Any) -> Any:
+def _sums(values, whole, scalars, FLAGS):  # without annotations, which Triton would read
     p, g, a, b, c = values
     return (p + whole[0] * g + whole[1], g, a, b, c), (p * g, p * p, g * g, p + g)
 

@@ -13,6 +13,9 @@ SINGLE_LIST_BLOCK = 4096
 INTERPRETER_BLOCK = 64
 WARPS = 4
 
+# Up to this many partial sums one program adds up all; more are added up per tensor first.
+TOTAL_AT_ONCE = 16384
+
 REDUCE_BLOCK = 1024
 REDUCE_WARPS = 4
 

@@ -138,9 +138,11 @@ def _uniform(slots: Slots) -> _Uniform | None:
     """
     sizes = None
     first = None
+    before: Any = None
     for tensors in slots:
-        if tensors is None:
+        if tensors is None or tensors is before:  # one list in two slots: in place
             continue
+        before = tensors
         if not tensors or not set(map(type, tensors)) <= _PLAIN or not all(map(Tensor.is_contiguous, tensors)):
             return None
         dtypes = set(map(_dtype, tensors))

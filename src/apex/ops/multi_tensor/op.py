@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import rules
 from .lists import groups_of
+from .rule import Rule
 
 
 @torch.no_grad()
@@ -121,30 +123,41 @@ def max_norm(
     return _norm(rules.MAXIMUM, inputs, None, 1.0, per_tensor, overflow, noop, names)
 
 
-def _norm(rule, inputs, outputs, factor, per_tensor, overflow, noop, names):  # type: ignore[no-untyped-def]
+def _norm(
+    rule: Rule,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor] | None,
+    factor: float | Tensor,
+    per_tensor: bool,
+    overflow: Tensor | None,
+    noop: Tensor | None,
+    names: tuple[str, str],
+) -> tuple[Tensor, Tensor]:
     groups = groups_of((outputs, inputs), names)
     device = inputs[0].device if inputs else torch.device("cpu")
-    each = torch.zeros(len(inputs) if per_tensor else 0, dtype=torch.float32, device=device)
+    each = torch.zeros(len(inputs), device=device) if per_tensor else torch.empty(0, device=device)
+    root = len(groups) == 1 and not rule.maximum
     totals = []
     for indices, lists in groups:
         on_device = factor.reshape(1).to(lists.device, torch.float32) if isinstance(factor, Tensor) else None
         hyper = {} if rule is rules.MAXIMUM else {"factor": 1.0 if on_device is not None else factor}
-        found = lists.apply(
-            rule,
-            hyper,
-            grad_scale=on_device,
-            overflow=flag_on(overflow, lists.device),
-            noop=flag_on(noop, lists.device),
-            checks=(0,) if overflow is not None else (),
-        )
+        options: dict[str, Any] = {
+            "grad_scale": on_device,
+            "overflow": flag_on(overflow, lists.device),
+            "noop": flag_on(noop, lists.device),
+            "checks": (0,) if overflow is not None else (),
+        }
+        if not per_tensor:
+            totals.append(lists.measured_total(rule, hyper, root=root, **options))
+            continue
+        found = lists.apply(rule, hyper, **options)
         assert found is not None
-        if per_tensor:
-            values = found[:, 0] if rule.maximum else found[:, 0].sqrt()
-            if len(groups) == 1:
-                each = values
-            else:
-                each[torch.tensor(indices, device=device)] = values.to(device)
-        totals.append(lists.total(found, maximum=rule.maximum, root=len(groups) == 1 and not rule.maximum))
+        values = found[:, 0] if rule.maximum else found[:, 0].sqrt()
+        if len(groups) == 1:
+            each = values
+        else:
+            each[torch.tensor(indices, device=device)] = values.to(device)
+        totals.append(lists.total(found, maximum=rule.maximum, root=root))
     if len(totals) == 1:
         return totals[0], each
     if not totals:

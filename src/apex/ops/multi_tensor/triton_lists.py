@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import _device
 from . import config
 from .rule import FLAG_COUNT, GRADIENT, SCALARS, SLOTS, Rule, padded
-from .tables import AddressTable, Layout, upload
+from .tables import AddressTable, Layout, keep_if_captured, upload
 
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
@@ -62,7 +62,7 @@ class TritonLists:
         self._layout = Layout(self.sizes, self._block, self.device)
         self._table = AddressTable(self.sizes, self.device)
         self._launches: dict[Any, BoundLaunch] = {}
-        self._all_tensors: Tensor | None = None
+        self._whole_bounds: dict[int, Tensor] = {}
         self.point_to(slots, copy)
 
     def point_to(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
@@ -93,6 +93,23 @@ class TritonLists:
         seed: int | None = None,
     ) -> Tensor | None:
         """Runs `rule`; returns what it measured, float32 [tensors, 2 or more]. See `TorchLists.apply`."""
+        partials = self._run(rule, hyper, flags, noop, grad_scale, whole, overflow, culprits, checks, seed)
+        return None if partials is None else self._per_tensor(rule, partials, noop)
+
+    def _run(
+        self,
+        rule: Rule,
+        hyper: dict[str, Any],
+        flags: tuple[bool, ...],
+        noop: Tensor | None,
+        grad_scale: Tensor | None,
+        whole: Tensor | None,
+        overflow: Tensor | None,
+        culprits: Tensor | None,
+        checks: tuple[int, ...],
+        seed: int | None,
+    ) -> Tensor | None:
+        """Launches the rule; returns what it measured in each block."""
         values = tuple(self._here(value) for value in rule.scalars(**hyper))
         on_device = [value for value in values if isinstance(value, Tensor)]
         scalars = torch.stack([value.double().reshape(()) for value in on_device]).float() if on_device else None
@@ -119,6 +136,7 @@ class TritonLists:
                 _type(overflow),
                 culprits is None,
             )
+            keep_if_captured(self.device, self._table.fixed, self._table.moving, self._layout.programs)
             launch = self._launches.get(key)
             if launch is None:
                 launch = self._launches[key] = self._bind(rule, flags, marks, checks, seed is not None)
@@ -135,7 +153,7 @@ class TritonLists:
                 culprits,
                 floats=(*map(float, padded(floats, SCALARS, 0.0)), float(seed or 0)),
             )
-        return None if partials is None else self._per_tensor(rule, partials, noop)
+        return partials
 
     def _here(self, value: Any) -> Any:
         """A number, or a tensor on this device: one on the CPU is read, which waits for nothing."""
@@ -189,15 +207,40 @@ class TritonLists:
             launch = self._launches[key] = _kernels().reduce_partials.bind(
                 grid, (), constants, device=self.device, num_warps=config.REDUCE_WARPS
             )
+        keep_if_captured(self.device, bounds)
         launch(partials, bounds, noop, out)
 
     def total(self, per_tensor: Tensor, *, maximum: bool = False, root: bool = False) -> Tensor:
         """Sum (or maximum) over the tensors of the first quantity, float32 [1]; its root if asked for."""
-        if self._all_tensors is None:
-            self._all_tensors = upload([0, len(self.sizes)], torch.int32, self.device)
         out = torch.empty(1, dtype=torch.float32, device=self.device)
-        self._reduce(per_tensor, self._all_tensors, None, out, 1, maximum, root)
+        self._reduce(per_tensor, self._bounds_of_all(len(self.sizes)), None, out, 1, maximum, root)
         return out
+
+    def measured_total(
+        self,
+        rule: Rule,
+        hyper: dict[str, Any],
+        *,
+        root: bool = False,
+        noop: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        overflow: Tensor | None = None,
+        checks: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1]."""
+        partials = self._run(rule, hyper, (), noop, grad_scale, None, overflow, None, checks, None)
+        assert partials is not None
+        if len(partials) > config.TOTAL_AT_ONCE:
+            return self.total(self._per_tensor(rule, partials, noop), maximum=rule.maximum, root=root)
+        out = torch.empty(1, dtype=torch.float32, device=self.device)
+        self._reduce(partials, self._bounds_of_all(len(partials)), noop, out, 1, rule.maximum, root)
+        return out
+
+    def _bounds_of_all(self, count: int) -> Tensor:
+        bounds = self._whole_bounds.get(count)
+        if bounds is None:
+            bounds = self._whole_bounds[count] = upload([0, count], torch.int32, self.device)
+        return bounds
 
 
 def _type(tensor: Tensor | None) -> torch.dtype | None:
