@@ -202,6 +202,10 @@ def test_import_paths() -> None:
 
     assert same is LARC
     assert apex.parallel.LARC is LARC
+    assert apex.parallel.LARC.LARC is LARC
+    import apex.parallel.LARC as module
+
+    assert module.LARC is LARC
 
 
 ABSENT = ("DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model", "Reducer", "distributed")

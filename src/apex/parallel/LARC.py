@@ -109,3 +109,7 @@ class LARC:
             for _, lists in groups_of((params, gradients), _NAMES):
                 norms = lists.apply(rules.LARS_NORMS, {})
                 lists.apply(rules.LARC, hyper, (bool(self.clip),), whole=norms)
+
+
+# `apex.parallel.LARC` is a module to some clients and the class to others: both find `apex.parallel.LARC.LARC`.
+LARC.LARC = LARC  # type: ignore[attr-defined]
