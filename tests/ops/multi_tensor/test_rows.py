@@ -1,7 +1,6 @@
 """Lists that are measured and updated row by row, against plain operators on each tensor."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
