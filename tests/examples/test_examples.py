@@ -1,0 +1,112 @@
+"""The examples, run as users run them, on the CPU with tiny data."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import apex
+
+SOURCE = Path(apex.__file__).resolve().parents[1]
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SYNTHETIC = ("--synthetic", "24", "--arch", "tiny", "--side", "16", "--batch", "8", "--workers", "0", "--epochs", "2")
+
+
+def run_example(name: str, *arguments: str, cwd: Path) -> str:
+    """Runs an example on the CPU and returns what it prints."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / name / "main.py"), *arguments],
+        cwd=cwd,
+        env={**environment, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def losses(output: str) -> list[float]:
+    return [float(number) for number in re.findall(r"loss (\d+\.\d+)", output)]
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_simple_learns(level: str, tmp_path: Path) -> None:
+    output = run_example("simple", "--device", "cpu", "--steps", "100", "--opt-level", level, cwd=tmp_path)
+    first, last = losses(output)[0], losses(output)[-1]
+    assert last < 0.7 * first
+
+
+def test_dcgan_scales_three_losses(tmp_path: Path) -> None:
+    sizes = ("--steps", "3", "--batch", "2", "--width", "2", "--noise", "2")
+    output = run_example("dcgan", "--device", "cpu", "--opt-level", "O2", *sizes, cwd=tmp_path)
+    assert re.search(r"step 3: real \d+\.\d+, made \d+\.\d+, generator \d+\.\d+", output)
+    assert (tmp_path / "step3.pgm").read_bytes().startswith(b"P5 256 16 255\n")
+
+
+def test_imagenet_resumes_to_the_bit(tmp_path: Path) -> None:
+    common = (*SYNTHETIC, "--device", "cpu", "--opt-level", "O2", "--fused")
+    whole = run_example("imagenet", *common, "--checkpoint", "whole{epoch}.pt", cwd=tmp_path)
+    assert "epoch 2: accuracy" in whole
+    rest = run_example("imagenet", *common, "--resume", "whole1.pt", "--checkpoint", "rest{epoch}.pt", cwd=tmp_path)
+    assert "resumed from whole1.pt after epoch 1" in rest
+    assert losses(rest) == losses(whole)[1:]
+    expected, found = (torch.load(tmp_path / name, weights_only=True) for name in ("whole2.pt", "rest2.pt"))
+    assert found.keys() == expected.keys()
+    assert_equal(found.pop("optimizer")["state"], expected.pop("optimizer")["state"])
+    assert_equal(found, expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rest2.pt", "whole1.pt", "whole2.pt"]
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_equal(found[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected
+
+
+def test_imagenet_reads_folders(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for part, count in (("train", 4), ("val", 2)):
+        for name, colour in (("dark", (20, 10, 30)), ("light", (220, 230, 200))):
+            (tmp_path / part / name).mkdir(parents=True)
+            for index in range(count):
+                image.new("RGB", (20 + index, 24), colour).save(tmp_path / part / name / f"{index}.png")
+    sizes = ("--arch", "tiny", "--side", "16", "--batch", "4", "--workers", "1", "--epochs", "1", "--channels-last")
+    arguments = (str(tmp_path), *sizes, "--device", "cpu", "--opt-level", "O4")
+    assert "epoch 1: accuracy" in run_example("imagenet", *arguments, cwd=tmp_path)
+    assert (tmp_path / "checkpoint.pt").exists()
+
+
+def test_imagenet_explains_itself(tmp_path: Path) -> None:
+    output = " ".join(run_example("imagenet", "--help", cwd=tmp_path).split())
+    assert "checkpoint to go on from" in output
+    assert "(default: O1)" in output
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_examples_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 200
+
+
+@pytest.mark.parametrize("name", ["simple", "dcgan", "imagenet"])
+def test_examples_have_a_readme(name: str) -> None:
+    assert (EXAMPLES / name / "README.md").read_text().startswith("# ")
