@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ops.multi_tensor import Lists, make_lists
+from ..ops.multi_tensor.flat import overlapping
 from ..ops.multi_tensor.lists import DTYPES, kernel_fits
 from ..ops.multi_tensor.rule import SLOTS
 from ..ops.multi_tensor.torch_lists import TorchLists
@@ -137,11 +138,14 @@ class GroupPlan:
             check_parameter(param, index)
         self.names = tuple(names)
         kinds: dict[Any, tuple[list[Tensor], list[dict[str, Any]]]] = {}
-        for param in present:
+        # Parameters that share memory must not be updated at the same time.
+        shared = overlapping([local(param) for param in present])
+        for index, param in enumerate(present):
             state, kind = prepare(param)
             tensors = [local(tensor) for tensor in (param, *(state[name] for name in names))]
             key = (
                 kind,
+                index if index in shared else None,
                 MASTER in state,
                 kernel_fits(tensors),
                 tensors[0].device,

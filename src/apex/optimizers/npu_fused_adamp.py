@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..ops.multi_tensor import rules
 from ..ops.multi_tensor.rows import RowLists, make_row_lists, row_count, rows_are_stretches
+from ..ops.multi_tensor.tables import upload
 from ._base import Skip, check_betas, check_hyperparameters
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
@@ -98,7 +99,7 @@ def _thresholds(params: Sequence[Tensor], device: torch.device) -> Tensor:
         for param in params
     ]
     roots = [[size**-0.5 if size else 0.0 for size in column] for column in zip(*sizes, strict=True)]
-    return torch.tensor(roots, dtype=torch.float32).to(device)
+    return upload(roots, torch.float32, device)
 
 
 def _projection(found: Tensor, rows: RowLists, thresholds: Tensor, group: dict[str, Any]) -> Tensor:
