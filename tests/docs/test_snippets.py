@@ -1,0 +1,72 @@
+"""The Python in the guides runs as it stands there, on a small model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+GUIDES = ("amp.md", "migration.md")
+
+
+def snippets(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def amp_is_off_afterwards() -> Iterator[None]:
+    yield
+    amp.shutdown()
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> dict[str, Any]:
+    """What the guides take as given."""
+    torch.manual_seed(0)
+    model, encoder, decoder = nn.Linear(4, 2), nn.Linear(4, 3), nn.Linear(3, 2)
+    batches = [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(4)]
+    return {
+        "torch": torch,
+        "amp": amp,
+        "device": "cpu",
+        "path": tmp_path / "checkpoint.pt",
+        "batches": batches,
+        "inputs": batches[0][0],
+        "targets": batches[0][1],
+        "loss_function": nn.functional.mse_loss,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "encoder": encoder,
+        "decoder": decoder,
+        "encoder_optimizer": torch.optim.SGD(encoder.parameters(), lr=0.1),
+        "decoder_optimizer": torch.optim.SGD(decoder.parameters(), lr=0.1),
+    }
+
+
+@pytest.mark.parametrize(("page", "index"), [(page, index) for page in GUIDES for index in range(len(snippets(page)))])
+def test_snippet(page: str, index: int, names: dict[str, Any]) -> None:
+    code = snippets(page)[index]
+    initializes = any("amp.initialize(" in line for line in code.splitlines() if not line.startswith("#"))
+    if "amp." in code and not initializes:
+        names["model"], names["optimizer"] = amp.initialize(
+            names["model"], names["optimizer"], opt_level="O1", dynamic_init_scale=128.0, verbosity=0
+        )
+    names["scaler"] = torch.amp.GradScaler("cpu")
+    before = [parameter.detach().clone() for parameter in names["model"].parameters()]
+    exec(compile(code, f"{page}[{index}]", "exec"), names)
+    if "optimizer.step()" in code and "encoder" not in code:
+        assert not any(map(torch.equal, before, names["model"].parameters()))
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", (DOCS / page).read_text()):
+        assert target.startswith("https://") or (DOCS / target).exists(), target
