@@ -46,9 +46,28 @@ def test_what_is_left_to_the_rules() -> None:
     assert foreach.scale(rules.SCALE, lists(single, half), {"factor": 0.1}, None, overflow)
     assert not foreach.scale(rules.SCALE, lists(half, single), {"factor": 0.5}, None, None)
     assert not foreach.scale(rules.SCALE, lists(half, half), {"factor": 0.1}, None, None)
-    assert not foreach.scale(rules.SCALE, lists(single, [torch.full((3,), torch.inf)]), {"factor": 0.5}, None, overflow)
+    infinite, culprits = [torch.full((3,), torch.inf)], torch.zeros(1, 2, dtype=torch.int32)
+    assert not foreach.scale(rules.SCALE, lists(single, infinite), {"factor": 0.5}, None, overflow, culprits)
     assert not foreach.scale(rules.AXPBY, lists(single, single), {"a": 1.0, "b": 1.0}, None, None)
     assert foreach.measure(rules.SCALE_SQUARE_SUM, lists(single, single), {}, None) is None
+
+
+@pytest.mark.parametrize("size", [3, 1 << 14])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_scaling_finds_overflows(dtype: torch.dtype, value: float, size: int) -> None:
+    """In small tensors, which are looked at element by element, and in large ones."""
+    inputs = [torch.ones(size), torch.ones(size)]
+    inputs[1][-1] = value
+    outputs = [torch.empty(size) for _ in inputs]
+    flag = torch.zeros(1, dtype=dtype)
+    with _library.implementation("torch"):
+        scale(inputs[:1], outputs[:1], 0.5, overflow=flag)
+        assert not flag.item()
+        scale(inputs, outputs, 0.5, overflow=flag)
+    assert flag.item() == 1
+    assert outputs[0].eq(0.5).all()
+    assert outputs[1][:-1].eq(0.5).all()
 
 
 def test_large_but_finite_values_are_no_overflow() -> None:

@@ -127,24 +127,27 @@ _unflatten = torch._C._nn.unflatten_dense_tensors
 class TorchLists:
     """Lists of tensors on one device, one dtype per list; strided ones too."""
 
-    def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
+    def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None, *, contiguous: bool = False) -> None:
+        """With `contiguous` they are known to be so, all of them."""
         first = next(tensors for tensors in slots if tensors)
         self.device = first[0].device
         self.stream = 0
-        self.sizes = tuple(tensor.numel() for tensor in first)
+        self.sizes = tuple(map(Tensor.numel, first))
         self.results = len(self.sizes)
         self.point_to(slots, copy)
         used = [tensors for tensors in (*slots, copy) if tensors]
         self._compute = torch.float64 if any(tensors[0].dtype == torch.float64 for tensors in used) else torch.float32
-        same_layout = [_share_layout(tensors) for tensors in zip(*used, strict=True)]
-        limit = CPU_PIECE if self.device.type == "cpu" else DEVICE_PIECE
-        self._pieces = list(cut_into_pieces(self.sizes, limit, same_layout))
-        self._same_layout = same_layout
-        self._contiguous = [tensor.is_contiguous() for tensor in first]
+        self._same_layout = [contiguous or _share_layout(tensors) for tensors in zip(*used, strict=True)]
+        self._contiguous = [contiguous or tensor.is_contiguous() for tensor in first]
         self._numbers: dict[Piece, tuple[Tensor, Tensor]] = {}
         # Sums are gathered in double precision where a device has it.
         self._sums = torch.float64 if self.device.type in ("cpu", "cuda") else torch.float32
-        self.same_layout = all(same_layout)
+        self.same_layout = all(self._same_layout)
+
+    @functools.cached_property
+    def _pieces(self) -> list[Piece]:
+        limit = CPU_PIECE if self.device.type == "cpu" else DEVICE_PIECE
+        return list(cut_into_pieces(self.sizes, limit, self._same_layout))
 
     def point_to(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
         """Other tensors of the same sizes, dtypes and layouts in place of the present ones."""
@@ -181,7 +184,7 @@ class TorchLists:
                 return torch.zeros(self.results, max(2, rule.quantities)) if rule.quantities else None
         if skip is None and native.apply(rule, self, hyper, flags, grad_scale, seed):
             return None
-        if skip is None and foreach.scale(rule, self, hyper, grad_scale, overflow):
+        if skip is None and foreach.scale(rule, self, hyper, grad_scale, overflow, culprits):
             return None
         plain = all(option is None for option in (skip, whole, grad_scale, overflow, seed))
         if plain and self._run_lists(rule, hyper, flags):
