@@ -35,7 +35,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_table_and_plot(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["demo", "--steps", "1", "--device", "cpu"])
     assert result.exit_code == 0, result.output
-    for part in ("final loss", "vs fp32", "time/step", "peak memory", "skipped", "parameters"):
+    for part in ("final loss", "vs fp32", "time/step", "memory", "skipped", "parameters"):
         assert part in result.stdout
     rows = [tuple(line.split()[:2]) for line in result.stdout.splitlines()]
     expected = list(itertools.product(("gpt", "conv"), LEVELS))
@@ -82,7 +82,7 @@ def test_without_matplotlib_the_table_still_comes(tmp_path: Path, monkeypatch: p
         monkeypatch.setitem(sys.modules, name, None)
     result = CliRunner().invoke(app, [*QUICK, "--steps", "1", "--levels", "O0"])
     assert result.exit_code == 0, result.output
-    assert "float32" in result.stdout
+    assert "O0 fp32" in result.stdout
     assert "pip install matplotlib" in result.stdout
     assert list(tmp_path.iterdir()) == []
 

@@ -13,13 +13,14 @@ from .training import Run
 
 BASELINE = "O0"
 
+# Short enough for a table in a terminal of 80 columns.
 IN_WORDS = {
-    "O0": "float32",
-    "O1": "casts, float16",
-    "O2": "float16 model",
-    "O3": "pure float16",
-    "O4": "casts, bfloat16",
-    "O5": "bfloat16 model",
+    "O0": "fp32",
+    "O1": "fp16 casts",
+    "O2": "fp16 model",
+    "O3": "pure fp16",
+    "O4": "bf16 casts",
+    "O5": "bf16 model",
 }
 
 # How far from float32 a final loss may be to count as equal, relative to it.
@@ -83,16 +84,17 @@ def print_comparison(comparison: Comparison) -> None:
     summary.add_row("kernels", comparison.implementation)
     for name, facts in comparison.models.items():
         summary.add_row(name, f"{comparison.runs_of(name)[0].parameters:,} parameters, {facts.describe}")
-    summary.add_row("steps", f"{comparison.steps:,}; a dynamic scale doubles after {comparison.scale_window} good ones")
-    summary.add_row("peak memory", comparison.memory_measured)
+    summary.add_row(
+        "steps", f"{comparison.steps:,}; a dynamic scale doubles after {comparison.scale_window} without overflow"
+    )
+    summary.add_row("memory", f"its peak: {comparison.memory_measured}")
     print_table(console, summary)
-    numbers = ("final loss", "vs fp32", "time/step", "peak memory", "skipped")
-    table = make_table(console, None, "model", "level", "", *numbers, right=numbers)
+    numbers = ("final loss", "vs fp32", "time/step", "memory", "skipped")
+    table = make_table(console, None, "model", "level", *numbers, right=numbers)
     for run in comparison.runs:
         table.add_row(
             run.model,
-            run.level,
-            IN_WORDS[run.level],
+            f"{run.level} {IN_WORDS[run.level]}",
             f"{run.final_loss:.4f}",
             _signed(comparison.distance(run)),
             f"{run.seconds_per_step * 1e3:.2f} ms",
