@@ -35,3 +35,23 @@ def test_memory_efficient_needs_less_memory():
     family, case = registry.select(["norm"], device, words="rms_norm bfloat16").memory[0]
     peak = runner.run_memory_case(case, family, device).peak_bytes
     assert peak["ours memory_efficient"] < peak["ours"] <= peak["torch"] * 1.01
+
+
+@pytest.mark.parametrize("words", ["fp32 resnet50", "bf16+master resnet50", "overflow resnet50", "norm resnet50"])
+def test_every_optimizer_is_right_and_measured(words, tmp_path):
+    path = tmp_path / "r.json"
+    options = {"output": path, "plot": False, "quick": True, "device": "cuda", "filter": words, "list_only": False}
+    assert run_bench(["optimizers"], **options) == 0
+    cases = json.loads(path.read_text())["cases"]
+    assert cases
+    for case in cases:
+        for row in case["implementations"]:
+            assert row["status"] in ("ok", "recorded"), (case["case"], row)
+
+
+def test_a_fused_step_needs_no_memory_of_the_size_of_the_parameters():
+    device = torch.device("cuda")
+    for family, case in registry.select(["optimizers"], device, words="resnet50").memory:
+        result = runner.run_memory_case(case, family, device)
+        assert not result.errors
+        assert result.peak_bytes["ours"] < 2**20, case.name

@@ -17,6 +17,7 @@ def directory(tmp_path):
         {"case": "a fwd", "impl": "apex_fast", "ms": 0.125},
         {"case": "a fwd", "impl": "torch", "ms": 0.01, "gbs": 9.0},
         {"case": "b fwd", "impl": "apex", "err": "RuntimeError('no')"},
+        {"case": "a fwd host", "impl": "apex", "ms": 0.5},
     ]
     (tmp_path / "nvidia_h200.json").write_text(json.dumps(rows))
     return tmp_path
@@ -35,6 +36,13 @@ def test_only_nvidia_apex_is_taken(directory):
     assert set(found["a fwd"]) == {"nvidia apex", "nvidia apex_fast"}
     assert found["a fwd"]["nvidia apex"].microseconds == 250
     assert found["a fwd"]["nvidia apex"].status == "recorded"
+
+
+def test_the_time_of_the_host_belongs_to_its_case(directory):
+    found = recorded_measurements("nvidia_h200", (directory,))
+    assert set(found) == {"a fwd", "b fwd"}
+    assert found["a fwd"]["nvidia apex"].host_microseconds == 500
+    assert found["a fwd"]["nvidia apex_fast"].host_microseconds is None
 
 
 def test_a_recorded_error_is_a_failure(directory):

@@ -106,6 +106,40 @@ def test_a_failure_while_timing_is_recorded():
     assert result.measurements["torch"].status == "ok"
 
 
+@pytest.mark.parametrize(("kind", "together"), [("device", 1), ("wall", 2)])
+def test_what_is_timed_is_made_after_the_check_and_dropped_before_the_next(kind, together):
+    alive, most = [], []
+
+    class Timed:
+        def __init__(self):
+            alive.append(1)
+
+        def __call__(self):
+            most.append(len(alive))
+            return ()
+
+        def __del__(self):
+            alive.pop()
+
+    checked = {"ours": returning(RIGHT), "torch": returning(RIGHT), "liger": returning(RIGHT + 1)}
+    timed = {"ours": Timed, "torch": Timed, "liger": lambda: pytest.fail("made, though it is wrong")}
+    prepared = Prepared(checked, [Expected(RIGHT.double(), torch.float32)], timed)
+    result = runner.run_case(Case("a", 64, lambda device: prepared, kind), "test", CPU, EFFORT, 50.0)
+    assert [m.status for m in result.measurements.values()] == ["ok", "ok", "wrong"]
+    assert result.microseconds("torch") > 0
+    assert max(most) == together
+    assert not alive
+
+
+def test_a_failure_to_make_what_is_timed_is_recorded():
+    def cannot_build():
+        raise MemoryError("too large")
+
+    prepared = Prepared({"ours": returning(RIGHT)}, [Expected(RIGHT.double(), torch.float32)], {"ours": cannot_build})
+    result = runner.run_case(Case("a", 64, lambda device: prepared), "test", CPU, EFFORT, 50.0)
+    assert result.measurements["ours"].error == "MemoryError: too large"
+
+
 def test_a_case_that_cannot_be_built_fails_alone():
     def make(device):
         raise MemoryError("too large")

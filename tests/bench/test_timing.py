@@ -76,6 +76,21 @@ def test_gpu_time_is_taken_behind_a_delay_that_covers_the_host(monkeypatch):
     assert gpu.log == ["clear", delay, "event", "call", "event", "wait"] * timing.DELAYED_SAMPLES
 
 
+def test_slow_calls_are_repeated_less_often(monkeypatch):
+    gpu = PretendedGpu(cost=0.5)
+    clock = iter(range(10_000))
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None, raising=False)
+    monkeypatch.setattr(torch, "empty", gpu.empty)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    timing.host_microseconds(gpu.call, torch.device("cuda"), timing.FULL)
+    assert gpu.log.count("call") == timing.FEWEST_BATCHES * timing.HOST_CALLS
+    gpu.log.clear()
+    timing.gpu_microseconds(gpu.call, torch.device("cuda"), host=150.0)
+    assert gpu.log.count("call") == timing.FEWEST_DELAYED_SAMPLES
+
+
 def test_the_cpu_has_no_gpu_time():
     assert timing.gpu_microseconds(lambda: None, CPU, None) is None
 

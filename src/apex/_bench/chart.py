@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 OUR_COLOUR = "#0b6e4f"
 PEER_COLOURS = ("#9aa5b1", "#e0a458", "#7fb3d5", "#b28bbd", "#d98880", "#c5c99a")
 BAR_INCHES = 0.11
-PANEL_ORDER = ("fwd", "bwd", "step")
+PANEL_ORDER = ("fwd", "bwd", "step", "gpt1.3b", "resnet50", "1000_small")
 
 
 class ChartUnavailableError(RuntimeError):

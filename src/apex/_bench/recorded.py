@@ -11,6 +11,8 @@ _HERE = Path(__file__).resolve()
 # In a wheel the recordings lie inside the package, in a source tree beside `src`.
 DIRECTORIES = (_HERE.parent / "peers", _HERE.parents[3] / "benchmarks" / "peers")
 
+HOST = " host"  # the end of a case's name where the time of the host was recorded
+
 
 def recorded_measurements(
     device_stem: str, directories: tuple[Path, ...] = DIRECTORIES
@@ -22,13 +24,18 @@ def recorded_measurements(
     path = next((p for d in directories if (p := d / f"{device_stem}.json").is_file()), None)
     if path is None:
         return {}
+    rows = [row for row in json.loads(path.read_text()) if row["impl"].startswith("apex")]
+    host = {
+        (row["case"].removesuffix(HOST), row["impl"]): 1e3 * row["ms"] for row in rows if row["case"].endswith(HOST)
+    }
     found: dict[str, dict[str, Measurement]] = {}
-    for row in json.loads(path.read_text()):
-        if not row["impl"].startswith("apex"):
+    for row in rows:
+        if row["case"].endswith(HOST):
             continue
         name = f"nvidia {row['impl']}"
         if "ms" in row:
-            measurement = Measurement(name, "recorded", microseconds=1e3 * row["ms"])
+            busy = host.get((row["case"], row["impl"]))
+            measurement = Measurement(name, "recorded", microseconds=1e3 * row["ms"], host_microseconds=busy)
         else:
             measurement = Measurement(name, "failed", error=row.get("err", "no time was recorded"))
         found.setdefault(row["case"], {})[name] = measurement

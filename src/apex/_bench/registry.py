@@ -31,11 +31,14 @@ class Prepared:
     """A case with its tensors allocated.
 
     `implementations` maps a name ("ours", "torch", "compile", "liger", ...) to a function that makes its `Call`, so
-    that a peer which fails to import or compile fails alone.
+    that a peer which fails to import or compile fails alone. `timed` does the same for the calls that are timed, where
+    these are not the ones that are checked: what is timed may be too large to be held against a reference, or may
+    change its own input. Each of them is made, timed and dropped before the next one is made, as far as `timing` lets.
     """
 
     implementations: Mapping[str, Callable[[], Call]]
     expected: Sequence[Expected]
+    timed: Mapping[str, Callable[[], Call]] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,14 @@ class Case:
 
     `bytes_moved` counts each input once and each output once. `timing` is "device" for the time of the work on the
     device with a cold cache, "wall" for the time per iteration of a loop as a training script sees it, host included.
+    `note` is what a reader of the results must know beyond the name.
     """
 
     name: str
     bytes_moved: int
     make: Callable[[torch.device], Prepared]
     timing: Literal["device", "wall"] = "device"
+    note: str | None = None
 
 
 @dataclass(frozen=True)

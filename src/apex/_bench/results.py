@@ -43,6 +43,7 @@ class CaseResult:
     bytes_moved: int
     copy_bandwidth: float
     measurements: dict[str, Measurement]
+    note: str | None = None
 
     @property
     def floor(self) -> float:
@@ -92,6 +93,7 @@ class CaseResult:
             "case": self.name,
             "family": self.family,
             "timing": self.timing,
+            **({} if self.note is None else {"note": self.note}),
             "bytes": self.bytes_moved,
             "floor_microseconds": self.floor,
             "best_peer": self.best_peer,

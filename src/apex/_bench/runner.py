@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 from collections.abc import Callable, Sequence
@@ -31,14 +32,20 @@ def run_case(
         measurements = {OURS: Measurement(OURS, "failed", error=_describe(error))}
     _release(device)
     return CaseResult(
-        case.name, family, case.timing, case.bytes_moved, copy_bandwidth, {**measurements, **(recorded or {})}
+        case.name,
+        family,
+        case.timing,
+        case.bytes_moved,
+        copy_bandwidth,
+        {**measurements, **(recorded or {})},
+        case.note,
     )
 
 
 def _measure(case: Case, device: torch.device, effort: timing.Effort) -> dict[str, Measurement]:
     prepared = case.make(device)
     measurements: dict[str, Measurement] = {}
-    calls: dict[str, Call] = {}
+    makers: dict[str, Callable[[], Call]] = {}
     for name, prepare in prepared.implementations.items():
         try:
             call = prepare()
@@ -47,10 +54,11 @@ def _measure(case: Case, device: torch.device, effort: timing.Effort) -> dict[st
             measurements[name] = Measurement(name, "failed", error=_describe(error))
         else:
             if measurements[name].status == "ok":
-                calls[name] = call
+                makers[name] = prepared.timed[name] if prepared.timed is not None else functools.partial(_same, call)
+            del call
     prepared.expected = ()
     _release(device)
-    for name, outcome in _time(case, calls, device, effort).items():
+    for name, outcome in _time(case, makers, device, effort).items():
         if isinstance(outcome, Exception):
             measurements[name] = Measurement(name, "failed", error=_describe(outcome))
         else:
@@ -59,6 +67,10 @@ def _measure(case: Case, device: torch.device, effort: timing.Effort) -> dict[st
                 measurements[name], microseconds=microseconds, host_microseconds=host, gpu_microseconds=gpu
             )
     return measurements
+
+
+def _same(call: Call) -> Call:
+    return call
 
 
 def _check(name: str, call: Call, expected: Sequence[Expected]) -> Measurement:
@@ -74,41 +86,49 @@ def _check(name: str, call: Call, expected: Sequence[Expected]) -> Measurement:
 
 
 def _time(
-    case: Case, calls: dict[str, Call], device: torch.device, effort: timing.Effort
+    case: Case, makers: dict[str, Callable[[], Call]], device: torch.device, effort: timing.Effort
 ) -> dict[str, tuple[float, float | None, float | None] | Exception]:
     """Median, host time and GPU time in microseconds per implementation, or what went wrong.
 
-    Wall-clock cases are measured in turns, so that a drift of the machine hits all alike.
+    Wall-clock cases are measured in turns, so that a drift of the machine hits all alike; others one after the other.
     """
     wall = case.timing == "wall"
     measure = timing.wall_samples if wall else timing.device_samples
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    calls: dict[str, Call] = {}
+    samples: dict[str, list[float]] = {name: [] for name in makers}
     host: dict[str, float | None] = {}
     gpu: dict[str, float | None] = {}
     errors: dict[str, Exception] = {}
     for _ in range(effort.wall_rounds if wall else 1):
-        for name, call in calls.items():
+        for name, make in makers.items():
             if name in errors:
                 continue
             try:
+                call = calls[name] = calls[name] if name in calls else make()
                 samples[name].extend(measure(call, device, effort))
                 if name not in host:
                     host[name] = timing.host_microseconds(call, device, effort)
                     gpu[name] = timing.gpu_microseconds(call, device, host[name])
             except Exception as error:
-                errors[name] = error
-    return {name: errors[name] if name in errors else (median(samples[name]), host[name], gpu[name]) for name in calls}
+                errors[name] = error.with_traceback(None)  # whose frames would keep tensors alive
+            if not wall:  # nobody needs it any more, and the next one may need its memory
+                call = None  # type: ignore[assignment]
+                calls.clear()
+                _release(device)
+    return {name: errors[name] if name in errors else (median(samples[name]), host[name], gpu[name]) for name in makers}
 
 
 def run_memory_case(case: MemoryCase, family: str, device: torch.device) -> MemoryResult:
     """Peak bytes of a step of each implementation, beyond what was allocated before it; CUDA and ROCm only."""
     result = MemoryResult(case.name, family)
     try:
-        for name, step in case.make(device).items():
+        steps = dict(case.make(device))
+        for name in list(steps):
             try:
-                result.peak_bytes[name] = _peak_bytes(step, device)
+                result.peak_bytes[name] = _peak_bytes(steps.pop(name), device)
             except Exception as error:
                 result.errors[name] = _describe(error)
+            _release(device)
     except Exception as error:
         result.errors[OURS] = _describe(error)
     _release(device)

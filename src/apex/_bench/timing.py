@@ -23,6 +23,10 @@ HOST_CALLS = 20  # per batch: a GPU's queue holds about a thousand launches, and
 WALL_BATCH_SECONDS = 5e-3
 MOST_SAMPLES = 10_000
 DELAYED_SAMPLES = 50
+# Repetitions of slow calls end after this time, but not before there are a few.
+MOST_SECONDS = 0.5
+FEWEST_BATCHES = 2
+FEWEST_DELAYED_SAMPLES = 5
 CYCLES_PER_MICROSECOND = 2000  # of the GPU's clock, so that a delay is rather too long than too short
 
 
@@ -116,8 +120,11 @@ def host_microseconds(call: Callable[[], object], device: torch.device, effort: 
     """Time the Python thread is busy per call while the GPU's work is queued; None on the CPU."""
     if device.type == "cpu":
         return None
-    samples = []
+    samples: list[float] = []
+    stop = time.perf_counter() + MOST_SECONDS
     for _ in range(effort.host_batches):
+        if len(samples) >= FEWEST_BATCHES and time.perf_counter() > stop:
+            break
         synchronize(device)
         begin = time.perf_counter()
         for _ in range(HOST_CALLS):
@@ -133,8 +140,11 @@ def gpu_microseconds(call: Callable[[], object], device: torch.device, host: flo
         return None
     cache = torch.empty(CACHE_BYTES // 4, dtype=torch.int32, device="cuda")
     delay = int(CYCLES_PER_MICROSECOND * (2 * host + 100))
-    samples = []
+    samples: list[float] = []
+    stop = time.perf_counter() + MOST_SECONDS
     for _ in range(DELAYED_SAMPLES):
+        if len(samples) >= FEWEST_DELAYED_SAMPLES and time.perf_counter() > stop:
+            break
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         cache.zero_()
         torch.cuda._sleep(delay)

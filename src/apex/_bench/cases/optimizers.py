@@ -1,0 +1,240 @@
+"""Optimizers, and the passes over all gradients around them: norm, scaling with a look for overflows, clipping."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .. import parameter_sets
+from ..eager_optimizers import EagerAdamP, EagerLamb, EagerNovoGrad
+from ..list_passes import PASSES, prepare_pass
+from ..parameter_sets import SETS, Shapes, elements
+from ..problems import Lazy, Maker, Running, gradients, make_parameters, prepared_steps
+from ..registry import OURS, Case, Family, MemoryCase, Prepared, register
+
+LR = 0.01
+GPU_SETS = ("gpt1.3b", "resnet50")
+CPU_SETS = ("resnet50", "1000_small")
+# Parameters, gradients, the state of one implementation and the temporaries of a foreach optimizer: six lists.
+LARGE_BYTES = 6 * 4 * 1_315_719_168
+
+
+def _running(optimizer: Any, params: list[nn.Parameter]) -> Running:
+    return Running(optimizer.step, lambda: [list(params)])
+
+
+def _ours(name: str, **options: Any) -> Maker:
+    """An optimizer of `apex.optimizers`."""
+
+    def make(params: list[nn.Parameter]) -> Running:
+        import apex.optimizers
+
+        return _running(getattr(apex.optimizers, name)(params, **options), params)
+
+    return make
+
+
+def _torch(name: str, **options: Any) -> Maker:
+    """An optimizer of `torch.optim`."""
+    return lambda params: _running(getattr(torch.optim, name)(params, **options), params)
+
+
+def _eager(kind: type, decay: float = 0.0, eps: float = 1e-8) -> Maker:
+    return lambda params: _running(kind(params, LR, (0.9, 0.999), eps, decay), params)
+
+
+def _flavours(name: str, *flavours: str, **options: Any) -> dict[str, Maker]:
+    """PyTorch's optimizer `name` as "torch_fused" and "torch_foreach", as far as it exists."""
+    return {f"torch_{flavour}": _torch(name, **options, **{flavour: True}) for flavour in flavours}
+
+
+def _adamw_with_masters(params: list[nn.Parameter]) -> Running:
+    from apex.optimizers import FusedAdam
+
+    optimizer = FusedAdam(params, lr=LR, weight_decay=0.1, master_weights=True)
+    return Running(optimizer.step, lambda: [list(optimizer.master_parameters()), list(params)])
+
+
+def _torch_adamw_with_masters(params: list[nn.Parameter]) -> Running:
+    """What PyTorch's users write: a fused step of float32 copies, gradients copied to them and values back."""
+    masters = [nn.Parameter(param.detach().float()) for param in params]
+    for master in masters:
+        master.grad = torch.empty_like(master)
+    optimizer = torch.optim.AdamW(masters, lr=LR, weight_decay=0.1, fused=True)
+
+    def step() -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(gradients(masters), gradients(params))
+            optimizer.step()
+            torch._foreach_copy_([*params], [*masters])
+
+    return Running(step, lambda: [list(masters), list(params)])
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A row per parameter set: `bytes_per_element` must move in a step; `exact` is run in float64."""
+
+    name: str
+    bytes_per_element: int
+    ours: Maker
+    exact: Maker
+    peers: Mapping[str, Maker] = field(default_factory=dict)
+    cpu_peers: Mapping[str, Maker] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    result_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+
+    def implementations(self, device: torch.device) -> dict[str, Maker]:
+        """Ours first."""
+        return {OURS: self.ours, **(self.cpu_peers if device.type == "cpu" else {}), **self.peers}
+
+
+# Bytes: LAMB reads gradients for their norm, then takes a step of two passes, as AdamP does; NovoGrad reads them twice.
+ALGORITHMS = (
+    Algorithm(
+        "adamw fp32",
+        28,
+        _ours("FusedAdam", lr=LR, weight_decay=0.1),
+        _torch("AdamW", lr=LR, weight_decay=0.1, foreach=False),
+        _flavours("AdamW", "fused", "foreach", lr=LR, weight_decay=0.1),
+    ),
+    Algorithm(
+        "adamw bf16+master",
+        28,
+        _adamw_with_masters,
+        _torch("AdamW", lr=LR, weight_decay=0.1, foreach=False),
+        {"torch_fused": _torch_adamw_with_masters},
+        dtype=torch.bfloat16,
+        result_dtypes=(torch.float32, torch.bfloat16),
+    ),
+    Algorithm(
+        "sgd momentum fp32",
+        20,
+        _ours("FusedSGD", lr=LR, momentum=0.9),
+        _torch("SGD", lr=LR, momentum=0.9, foreach=False),
+        _flavours("SGD", "fused", "foreach", lr=LR, momentum=0.9),
+    ),
+    Algorithm(
+        "lamb fp32",
+        44,
+        _ours("FusedLAMB", lr=LR, weight_decay=0.01, eps=1e-6),
+        _eager(EagerLamb, decay=0.01, eps=1e-6),
+        {"eager": _eager(EagerLamb, decay=0.01, eps=1e-6)},
+    ),
+    Algorithm(
+        "novograd fp32",
+        24,
+        _ours("FusedNovoGrad", lr=LR, weight_decay=0.01),
+        _eager(EagerNovoGrad, decay=0.01),
+        {"eager": _eager(EagerNovoGrad, decay=0.01)},
+    ),
+    Algorithm(
+        "adagrad fp32",
+        20,
+        _ours("FusedAdagrad", lr=LR, eps=1e-10),
+        _torch("Adagrad", lr=LR, eps=1e-10, foreach=False),
+        _flavours("Adagrad", "foreach", lr=LR, eps=1e-10),
+        _flavours("Adagrad", "fused", lr=LR, eps=1e-10),  # which PyTorch has for CPUs only
+    ),
+    Algorithm(
+        "adadelta fp32",
+        28,
+        _ours("NpuFusedAdadelta", lr=1.0),
+        _torch("Adadelta", lr=1.0, foreach=False),
+        _flavours("Adadelta", "foreach", lr=1.0),
+    ),
+    Algorithm(
+        "rmsprop fp32",
+        20,
+        _ours("NpuFusedRMSprop", lr=LR),
+        _torch("RMSprop", lr=LR, foreach=False),
+        _flavours("RMSprop", "foreach", lr=LR),
+    ),
+    Algorithm(
+        "adamp fp32",
+        40,
+        _ours("NpuFusedAdamP", lr=LR, weight_decay=0.01),
+        _eager(EagerAdamP, decay=0.01),
+        {"eager": _eager(EagerAdamP, decay=0.01)},
+    ),
+)
+
+
+def _checked_shapes(name: str, device: torch.device) -> tuple[Shapes, str | None]:
+    """What the results of a set are checked on, and what the reader is told of it."""
+    if device.type == "cpu":
+        if name == "resnet50":
+            return parameter_sets.resnet50(width=16), "results are checked on a resnet50 of a quarter of the width"
+    elif name == "gpt1.3b":
+        return parameter_sets.resnet50(), "results are checked on the parameters of resnet50"
+    return SETS[name](), None
+
+
+def _prepare(algorithm: Algorithm, name: str, device: torch.device) -> Prepared:
+    return prepared_steps(
+        algorithm.implementations(device),
+        algorithm.exact,
+        make_parameters(_checked_shapes(name, device)[0], device, algorithm.dtype),
+        functools.partial(make_parameters, SETS[name](), device, algorithm.dtype),
+        algorithm.result_dtypes,
+    )
+
+
+def cases(device: torch.device, quick: bool) -> Sequence[Case]:
+    """Every algorithm and pass on every parameter set."""
+    timing: Literal["device", "wall"] = "wall" if device.type == "cpu" else "device"
+    found = []
+    for name in _set_names(device, quick):
+        note = _checked_shapes(name, device)[1]
+        count = elements(SETS[name]())
+        found += [
+            Case(f"{a.name} {name}", a.bytes_per_element * count, functools.partial(_prepare, a, name), timing, note)
+            for a in ALGORITHMS
+        ]
+        shapes, checked = SETS[name](), _checked_shapes(name, device)[0]
+        found += [
+            Case(
+                f"{p.name} {name}",
+                p.bytes_per_element * count,
+                functools.partial(prepare_pass, p, shapes, checked),
+                timing,
+                note,
+            )
+            for p in PASSES
+        ]
+    return found
+
+
+def _set_names(device: torch.device, quick: bool) -> list[str]:
+    """The large set is left out of a quick run, and on a GPU that cannot hold it."""
+    names = list(CPU_SETS if device.type == "cpu" else GPU_SETS)
+    if quick:
+        return ["1000_small"] if device.type == "cpu" else ["resnet50"]
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    if on_gpu and torch.cuda.get_device_properties(device).total_memory < LARGE_BYTES:
+        names.remove("gpt1.3b")
+    return names
+
+
+def _memory_steps(algorithm: Algorithm, name: str, device: torch.device) -> dict[str, Callable[[], object]]:
+    params = functools.partial(make_parameters, SETS[name](), device, algorithm.dtype)
+    return {key: Lazy(make, params) for key, make in algorithm.implementations(device).items()}
+
+
+def memory_cases(device: torch.device, quick: bool) -> Sequence[MemoryCase]:
+    """What a step needs beyond parameters, gradients and state; only a GPU's allocator counts its peak."""
+    if device.type != "cuda" or quick:
+        return ()
+    return [
+        MemoryCase(f"{algorithm.name} {name} memory", functools.partial(_memory_steps, algorithm, name))
+        for name in _set_names(device, quick)
+        for algorithm in ALGORITHMS
+    ]
+
+
+register(Family("optimizers", "optimizers, and norms, scaling and clipping of gradients", cases, memory_cases))
