@@ -1,7 +1,10 @@
 """Mixed precision: `initialize`, `scale_loss`, and the functions around them."""
 
+from . import _casting
 from ._amp_state import _amp_state, master_params
+from ._initialize import release_all
 from .amp import (
+    _registered,
     bfloat16_function,
     float_function,
     half_function,
@@ -18,8 +21,11 @@ from .handle import _reports, disable_casts, scale_loss
 
 def shutdown() -> None:
     """Ends amp: casts are off, models and optimizers are as if `initialize` had never been called."""
+    release_all()
+    _casting.switch_off()
     _amp_state.reset()
     _reports.clear()
+    _registered.clear()
 
 
 __all__ = [

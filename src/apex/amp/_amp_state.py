@@ -8,17 +8,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
+    from ._models import ModelRecord
     from .frontend import Properties
     from .scaler import LossScaler
 
 
 class AmpState:
-    """What amp knows. `opt_properties` is absent until `initialize` was called."""
+    """What amp knows. `opt_properties` is absent until `initialize` was called.
+
+    Models, optimizers and parameters are not kept alive by it.
+    """
 
     opt_properties: Properties
 
@@ -31,9 +37,11 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
         self.overflow_patience = 100
-        # Names of the models' parameters, for messages.
-        self.names: dict[Tensor, str] = {}
-        # Called by shutdown in reverse order; each gives back what initialize changed.
+        self.models: WeakKeyDictionary[torch.nn.Module, ModelRecord] = WeakKeyDictionary()
+        self.optimizers: WeakSet[Any] = WeakSet()
+        # The float32 master of a model's half-precision parameter.
+        self.masters: Any = WeakIdKeyDictionary()
+        # Called by shutdown in reverse order; each gives back what was changed in the process.
         self.undo: list[Callable[[], None]] = []
 
     def reset(self) -> None:

@@ -3,126 +3,95 @@
 `initialize` switches it on, so that a loss that is computed outside the model is cast like the model's own operators.
 The copies of weights that autocast keeps live only inside a model's forward pass: outside, weights change. During
 backward passes and optimizer steps it is off.
+
+Outside of models, the thread where amp is on is known by autocast's cache being off, which it is nowhere else. So a
+model that is called there with autocast switched off knows that the user did it, and a model that is called by another
+thread (of nn.DataParallel) knows that nobody did, and switches it on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-# Device types for which PyTorch may have autocast; those that this build knows are used.
-_CANDIDATES = ("cuda", "cpu", "npu", "xpu", "mps")
+from ..ops.autocast import RuleKernels, casts, device_types, restored_by, set_casts
+
+__all__ = ["active", "casts", "leave_thread", "run_cast", "suspended", "switch_off", "switch_on"]
 
 
-@functools.cache
-def device_types() -> tuple[str, ...]:
-    """The device types whose operators are cast."""
-    return tuple(name for name in _CANDIDATES if _has_autocast(name))
-
-
-def _has_autocast(device_type: str) -> bool:
-    try:
-        torch.get_autocast_dtype(device_type)
-        return bool(torch.amp.is_autocast_available(device_type)) and _exists(device_type)
-    except RuntimeError:
-        return False
-
-
-def _exists(device_type: str) -> bool:
-    if device_type == "cpu":
-        return True
-    module = getattr(torch, device_type, None)
-    return module is not None and bool(module.is_available())
-
-
-class _ThreadState:
-    """Autocast as it is set on this thread."""
+class _Casting:
+    """Whether functions are cast in this process."""
 
     def __init__(self) -> None:
-        self.modes = [
-            (name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in device_types()
-        ]
-        self.cache = torch.is_autocast_cache_enabled()
-
-    def restore(self) -> None:
-        for name, enabled, dtype in self.modes:
-            torch.set_autocast_enabled(name, enabled)
-            torch.set_autocast_dtype(name, dtype)
-        torch.set_autocast_cache_enabled(self.cache)
+        self.on = False
+        self.suspended = 0
+        self.kernels: RuleKernels | None = None
+        # Gives the thread of `switch_on` its autocast back.
+        self.restore: Callable[[], None] | None = None
 
 
-def _set(enabled: bool, dtype: torch.dtype | None, cache: bool) -> None:
-    for name in device_types():
-        torch.set_autocast_enabled(name, enabled)
-        if dtype is not None:
-            torch.set_autocast_dtype(name, dtype)
-    torch.set_autocast_cache_enabled(cache)
+_state = _Casting()
 
 
-def switch_on(dtype: torch.dtype) -> Callable[[], None]:
-    """Casts operators on this thread from now on; the result undoes it."""
-    before = _ThreadState()
-    _set(True, dtype, cache=False)
-    return before.restore
+def active() -> bool:
+    """Whether functions are cast here and now."""
+    return _state.on and not _state.suspended and any(map(torch.is_autocast_enabled, device_types()))
+
+
+def switch_on(dtype: torch.dtype, *, allow_banned: bool = False) -> None:
+    """Casts operators on this thread, and inside models on every thread, from now on."""
+    if _state.restore is None:
+        _state.restore = restored_by()
+    if _state.kernels is None:
+        _state.kernels = RuleKernels(allow_banned)
+    _state.kernels.allow_banned = allow_banned
+    _state.on = True
+    set_casts(True, dtype, cache=False)
+
+
+def leave_thread() -> None:
+    """Casts operators inside of models only."""
+    if _state.restore is not None:
+        _state.restore()
+        _state.restore = None
 
 
 def switch_off() -> None:
-    """Casts nothing on this thread from now on."""
-    _set(False, None, cache=True)
-
-
-@contextlib.contextmanager
-def casts(enabled: bool, dtype: torch.dtype | None = None, cache: bool = False) -> Iterator[None]:
-    """Switches casting on or off inside, on this thread."""
-    before = _ThreadState()
-    _set(enabled, dtype, cache)
-    try:
-        yield
-    finally:
-        before.restore()
-
-
-def casting_forward(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """A model's forward pass under autocast, in whichever thread it runs, with copies of weights kept until its end."""
-
-    @functools.wraps(forward)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not _wanted():
-            return forward(*args, **kwargs)
-        # Copies made without grad mode would carry no gradient; keep none.
-        with casts(True, dtype, cache=torch.is_grad_enabled()):
-            torch.autocast_increment_nesting()
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                if torch.autocast_decrement_nesting() == 0:
-                    torch.clear_autocast_cache()
-
-    return wrapper
-
-
-def _wanted() -> bool:
-    """False inside `disable_casts`, whose wish a model called there must follow."""
-    return not _suspended.depth
-
-
-class _Suspended:
-    depth = 0
-
-
-_suspended = _Suspended()
+    """Casts nothing any more."""
+    leave_thread()
+    _state.on = False
+    if _state.kernels is not None:
+        _state.kernels.release()
+        _state.kernels = None
 
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
     """Casts nothing inside, models included."""
-    _suspended.depth += 1
+    _state.suspended += 1
     try:
-        with casts(False):
+        with casts(False, cache=torch.is_autocast_cache_enabled()):
             yield
     finally:
-        _suspended.depth -= 1
+        _state.suspended -= 1
+
+
+def run_cast(forward: Callable[..., Any], dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """A model's forward pass under autocast, in whichever thread it runs, with copies of weights kept until its end."""
+    if not _state.on or _state.suspended:
+        return forward(*args, **kwargs)
+    nobody_switched_off = torch.is_autocast_cache_enabled()
+    names = [name for name in device_types() if nobody_switched_off or torch.is_autocast_enabled(name)]
+    # Copies made without grad mode would carry no gradient; keep none.
+    return _under(names, forward, dtype, torch.is_grad_enabled(), args, kwargs)
+
+
+def _under(names: list[str], forward: Callable[..., Any], dtype: Any, cache: bool, args: Any, kwargs: Any) -> Any:
+    """Under PyTorch's own context managers, which torch.compile knows, one for each device type."""
+    if not names:
+        return forward(*args, **kwargs)
+    with torch.autocast(names[0], dtype=dtype, cache_enabled=cache):
+        return _under(names[1:], forward, dtype, cache, args, kwargs)

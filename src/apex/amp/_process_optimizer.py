@@ -7,79 +7,115 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..ops.multi_tensor import scale
 from . import _casting
 from ._amp_state import _amp_state
+from ._combined import CombinedGradients
+from ._reports import names_of_parameters
 from ._stash import (
+    HALF,
     AmpOptimizerState,
     Counted,
+    adopt_unfrozen,
     after_backward,
+    after_backward_scaled,
     before_backward,
+    cast_state,
     collect_params,
-    make_masters,
-    masters_to_model,
 )
 from .scaler import LossScaler
 
-_PATCHED = (
-    "step",
-    "zero_grad",
-    "add_param_group",
-    "_lazy_init_maybe_master_weights",
-    "_master_params_to_model_params",
-    "_prepare_amp_backward",
-    "_post_amp_backward",
-)
+_ABSENT = object()
 
 
 def process_optimizer(
     optimizer: Any, properties: Any, originals: dict[Tensor, Tensor], *, combine_grad: bool, check_combined: bool
 ) -> None:
     """Makes an optimizer ready; `originals` are its parameters from before they were cast."""
-    if combine_grad or check_combined:
-        raise NotImplementedError("combine_grad is not there yet")
     stash = optimizer._amp_stash = AmpOptimizerState()
     stash.has_masters = bool(properties.master_weights)
-    step, add_param_group = optimizer.step, optimizer.add_param_group
-    _initialize_params(optimizer, originals)
-    optimizer._lazy_init_maybe_master_weights = MethodType(_lazy_init, optimizer)
-    optimizer._master_params_to_model_params = MethodType(_masters_to_model, optimizer)
-    optimizer._prepare_amp_backward = MethodType(_prepare_amp_backward, optimizer)
-    optimizer._post_amp_backward = MethodType(_post_amp_backward, optimizer)
-    optimizer.step = MethodType(functools.wraps(step)(_stepper(step)), optimizer)
-    optimizer.zero_grad = MethodType(_zero_grad, optimizer)
-    optimizer.add_param_group = MethodType(_group_adder(add_param_group), optimizer)
-    _amp_state.undo.append(functools.partial(release_optimizer, optimizer))
+    for group in optimizer.param_groups:
+        group["params"][:] = collect_params(optimizer, group["params"], originals)
+    if not stash.has_masters:
+        _cast_states(optimizer)
+    if combine_grad or check_combined:
+        stash.combined = CombinedGradients(stash, check_combined)
+    else:
+        stash.optimizer_unscales = stash.has_masters and not getattr(optimizer, "materialize_master_grads", True)
+    stash.lazy_init_called = True
+    methods: dict[str, Callable[..., Any]] = {
+        "step": _stepper(optimizer.step),
+        "zero_grad": _zero_grad,
+        "add_param_group": _group_adder(optimizer.add_param_group),
+        "_lazy_init_maybe_master_weights": _lazy_init,
+        "_master_params_to_model_params": _masters_to_model,
+        "_prepare_amp_backward": _prepare_amp_backward,
+        "_post_amp_backward": _post_amp_backward,
+    }
+    stash.replaced = {name: vars(optimizer).get(name, _ABSENT) for name in methods}
+    for name, method in methods.items():
+        setattr(optimizer, name, MethodType(method, optimizer))
+    _note_models(optimizer)
+    _amp_state.optimizers.add(optimizer)
 
 
 def release_optimizer(optimizer: Any) -> None:
     """Gives an optimizer back as it was before amp: model parameters in its groups, with the masters' values."""
-    stash = vars(optimizer).pop("_amp_stash", None)
+    stash: AmpOptimizerState | None = vars(optimizer).pop("_amp_stash", None)
     if stash is None:
         return
-    for name in _PATCHED:
+    for name, value in stash.replaced.items():
         vars(optimizer).pop(name, None)
+        if value is not _ABSENT:
+            setattr(optimizer, name, value)
+    for name in ("_model_params", "_takes_model_grads", "_wrote_models"):
+        vars(innermost(optimizer)).pop(name, None)
     model_param = dict(zip(stash.all_fp32_from_fp16_params, stash.all_fp16_params, strict=True))
     for group in optimizer.param_groups:
         for index, param in enumerate(group["params"]):
-            if param not in model_param:
-                continue
-            group["params"][index] = restored = model_param[param]
-            restored.data = param.detach()
-            restored.grad = None
-            if param in optimizer.state:
-                optimizer.state[restored] = optimizer.state.pop(param)
+            if param in model_param:
+                group["params"][index] = restored = model_param[param]
+                restored.grad = None
+                restored.data = param.detach()
+                restored.grad = param.grad
+                _amp_state.masters.pop(restored, None)
+                if param in optimizer.state:
+                    optimizer.state[restored] = optimizer.state.pop(param)
+    _amp_state.optimizers.discard(optimizer)
 
 
-def _initialize_params(optimizer: Any, originals: dict[Tensor, Tensor]) -> None:
-    stash = optimizer._amp_stash
-    if stash.has_masters:
-        make_masters(optimizer, originals)
-    else:
-        collect_params(optimizer)
-    stash.lazy_init_called = True
+def innermost(optimizer: Any) -> Any:
+    """The optimizer that makes the update: what LARC has inside, or the optimizer itself."""
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else getattr(optimizer, "optim", optimizer)
+
+
+def _cast_states(optimizer: Any) -> None:
+    """State that an optimizer had before its parameters were cast, in the type of the parameters (O3)."""
+    if hasattr(innermost(optimizer), "_model_params"):
+        return  # a fused optimizer keeps float32 state
+    for param in optimizer._amp_stash.all_fp32_from_fp32_params:
+        if param.dtype in HALF and param in optimizer.state:
+            optimizer.state[param] = cast_state(optimizer.state[param], param.dtype, (torch.float32, torch.float64))
+
+
+def _note_models(optimizer: Any) -> None:
+    """Lets a fused optimizer write a model's parameters in the pass that updates their masters."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    inner = innermost(optimizer)
+    if hasattr(inner, "_model_params"):
+        inner._model_params = dict(zip(stash.all_fp32_from_fp16_params, stash.all_fp16_params, strict=True))
+        inner._takes_model_grads = stash.optimizer_unscales
+
+
+def takes_flag(optimizer: Any) -> bool:
+    """Whether a step can be turned off by a flag on the device, without waiting for it."""
+    return bool(getattr(innermost(optimizer), "_step_supports_amp_scaling", False))
+
+
+# Methods of the optimizer --------------------------------------------------------------------------------------------
 
 
 def _lazy_init(self: Any) -> None:
@@ -87,58 +123,121 @@ def _lazy_init(self: Any) -> None:
 
 
 def _masters_to_model(self: Any) -> None:
-    masters_to_model(self._amp_stash, lambda masters, params: scale(masters, params, 1.0))
+    """Gives the model's parameters the values of their masters."""
+    stash: AmpOptimizerState = self._amp_stash
+    if stash.all_fp16_params:
+        masters = [master.detach() for master in stash.all_fp32_from_fp16_params]
+        scale(masters, [param.detach() for param in stash.all_fp16_params], 1.0)
 
 
 def _prepare_amp_backward(self: Any) -> None:
+    if adopt_unfrozen(self):
+        _note_models(self)
     before_backward(self._amp_stash)
 
 
 def _post_amp_backward(self: Any, scaler: LossScaler) -> list[Counted]:
-    return after_backward(self._amp_stash, scaler)
-
-
-def takes_flag(optimizer: Any) -> bool:
-    """Whether a step can be turned off by a flag on the device, without waiting for it."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    stash: AmpOptimizerState = self._amp_stash
+    if stash.combined is not None:
+        return stash.combined.after_backward(scaler)
+    if stash.optimizer_unscales:
+        return after_backward_scaled(innermost(self), stash, scaler)
+    return after_backward(stash, scaler)
 
 
 def _stepper(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
     def amp_step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         stash: AmpOptimizerState = self._amp_stash
-        if closure is not None and (stash.has_masters or stash.already_patched or stash.noop is not None):
-            raise RuntimeError("amp does not support closures in optimizer.step: backward happens in amp.scale_loss")
-        if stash.already_patched:
-            stash.already_patched = False
-            result = None
-        else:
+        if closure is not None and isinstance(innermost(self), torch.optim.LBFGS):
+            if stash.has_masters or any(scaler.dynamic for scaler in _amp_state.loss_scalers):
+                raise RuntimeError(
+                    "amp does not support closures that are called several times in a step (LBFGS) together with "
+                    "master weights or a dynamic loss scale; use O0, O4, or O1 with loss_scale=1.0"
+                )
             with _casting.casts(False):
-                result = _flagged_step(self, step, closure, *args, **kwargs)
-            _masters_to_model(self)
-        stash.noop = None
-        for master in stash.all_fp32_from_fp16_params:
-            master.grad = None  # a model's zero_grad does not reach it
-        return result
+                return step(closure, *args, **kwargs)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        result = _amp_step(self, step, *((None, *args) if args else ()), **kwargs)
+        return loss if closure is not None else result
 
     return amp_step
 
 
-def _flagged_step(optimizer: Any, step: Callable[..., Any], closure: Any, *args: Any, **kwargs: Any) -> Any:
-    arguments = args if closure is None else (closure, *args)
-    noop = optimizer._amp_stash.noop
+def _amp_step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A step without closure: skipped, turned off on the device, or as it is."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    result = None
+    if stash.already_patched:
+        stash.already_patched = False
+        _forget_recent_scale(innermost(optimizer))
+    else:
+        _check_gradients(stash)
+        inner = innermost(optimizer)
+        inner._wrote_models = False
+        with _casting.casts(False):
+            result = _flagged_step(inner, stash.noop, step, *args, **kwargs)
+        if not inner._wrote_models:
+            _masters_to_model(optimizer)
+    stash.noop = None
+    for master in stash.all_fp32_from_fp16_params:
+        master.grad = None  # a model's zero_grad does not reach it
+    return result
+
+
+def _flagged_step(inner: Any, noop: Tensor | None, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if noop is None:
-        return step(*arguments, **kwargs)
-    optimizer.found_inf, optimizer.grad_scale = noop, None
+        return step(*args, **kwargs)
+    inner.found_inf, inner.grad_scale = noop, None
     try:
-        return step(*arguments, **kwargs)
+        return step(*args, **kwargs)
     finally:
-        del optimizer.found_inf, optimizer.grad_scale
+        del inner.found_inf, inner.grad_scale
 
 
-def _zero_grad(self: Any, set_to_none: bool = True) -> None:
-    """Clears the gradients of parameters and masters."""
+def _forget_recent_scale(inner: Any) -> None:
+    if hasattr(inner, "most_recent_scale"):
+        inner.most_recent_scale = 1.0
+        inner.scale_set_by_backward = False
+
+
+def _check_gradients(stash: AmpOptimizerState) -> None:
+    """Raises where a step would be of no use, or where `check_combined_tensors` finds gradients that moved."""
+    if stash.combined is not None and stash.combined.check:
+        moved = stash.combined.moved_away()
+        if moved:
+            names = names_of_parameters()
+            called = [names.get(id(param), f"a parameter of shape {tuple(param.shape)}") for param in moved]
+            raise RuntimeError(
+                f"the gradients of {len(moved)} parameter(s) are not in the combined buffer any more: "
+                f"{', '.join(called[:5])}. Change gradients in place (param.grad.mul_(...)) instead of replacing them, "
+                "or call amp.initialize without check_combined_tensors to have them copied back"
+            )
+    if stash.optimizer_unscales or not stash.all_fp16_params:
+        return
+    if all(param.grad is None for param in stash.all_fp32_params) and any(
+        param.grad is not None for param in stash.all_fp16_params
+    ):
+        raise RuntimeError(
+            "optimizer.step() finds gradients on the model's half-precision parameters but none on their float32 "
+            "masters: call backward inside `with amp.scale_loss(loss, optimizer) as scaled_loss`, and let the last "
+            "one before a step be without delay_unscale"
+        )
+
+
+def _zero_grad(self: Any, set_to_none: bool | None = None) -> None:
+    """Clears the gradients of parameters and masters; frees them unless the optimizer or the caller wants zeros."""
     stash: AmpOptimizerState = self._amp_stash
-    for param in (*stash.all_fp16_params, *stash.all_fp32_from_fp16_params, *stash.all_fp32_from_fp32_params):
+    if set_to_none is None:
+        set_to_none = bool(getattr(innermost(self), "set_grad_none", True))
+    stash.stashed = {}
+    stash.params_have_scaled_gradients = False
+    if stash.combined is not None and not set_to_none:
+        stash.combined.zero()
+    for param in (*stash.model_params, *stash.all_fp32_from_fp16_params, *stash.frozen):
         if param.grad is None:
             continue
         if set_to_none:
@@ -154,14 +253,13 @@ def _group_adder(add_param_group: Callable[[dict[str, Any]], None]) -> Callable[
             params = [params]
         elif isinstance(params, set):
             raise TypeError("parameters must come in an order that is the same in every run; a set has none")
-        params = list(params)
         stash: AmpOptimizerState = self._amp_stash
-        if stash.has_masters:
-            from ._stash import _master_for
-
-            params = [_master_for(self, stash, param, {}) for param in params]
-        else:
-            stash.all_fp32_from_fp32_params.extend(param for param in params if param.requires_grad)
+        named = [param if isinstance(param, tuple) else (None, param) for param in params]
+        params = collect_params(self, [param for _, param in named], {})
+        if any(name is not None for name, _ in named):
+            params = [(name, param) for (name, _), param in zip(named, params, strict=True)]
+        stash.combined = stash.combined and stash.combined.renewed()
         add_param_group({**new_group, "params": params})
+        _note_models(self)
 
     return amp_add_param_group

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..ops._transfer import Transfer
 from ._amp_state import _amp_state, maybe_print
 from ._stash import Counted
 from .scaler import LossScaler
@@ -21,8 +22,7 @@ class _Note(NamedTuple):
 
     loss_id: int
     floor: float | None
-    values: Tensor
-    arrival: Any
+    sent: Transfer
     params: list[Tensor]
 
 
@@ -38,20 +38,15 @@ class OverflowReports:
         """Sends to the host what it will want to say if the gradients overflowed."""
         device = scaler.overflow.device
         counters = [each.culprits.to(device, torch.float32).flatten() for each in counted]
-        values, arrival = torch.cat((scaler.overflow, scaler.scale_tensor(), *counters)), None
-        if device.type == "cuda":
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            host.copy_(values, non_blocking=True)
-            values, arrival = host, torch.cuda.Event()
-            arrival.record()
+        sent = Transfer(torch.cat((scaler.overflow.float(), scaler.scale_tensor(), *counters)))
         params = [param for each in counted for param in each.params]
-        self._pending.append(_Note(loss_id, scaler._min_loss_scale, values, arrival, params))
-        if arrival is None:
+        self._pending.append(_Note(loss_id, scaler._min_loss_scale, sent, params))
+        if len(self._pending) == 1:
             self.read()
 
     def read(self) -> None:
         """Reports what has arrived."""
-        while self._pending and (self._pending[0].arrival is None or self._pending[0].arrival.query()):
+        while self._pending and self._pending[0].sent.arrived:
             self._report(self._pending.popleft())
 
     def clear(self) -> None:
@@ -59,7 +54,7 @@ class OverflowReports:
         self.__init__()  # type: ignore[misc]
 
     def _report(self, note: _Note) -> None:
-        overflowed, scale, *counters = note.values.tolist()
+        overflowed, scale, *counters = note.sent.values.tolist()
         if not overflowed:
             self._skipped[note.loss_id] = self._skipped_at_floor[note.loss_id] = 0
             return
@@ -91,11 +86,25 @@ class OverflowReports:
 def _culprits(params: list[Tensor], counters: list[float]) -> str:
     """Which parameters have gradients that are not finite, and how."""
     found = []
+    names = names_of_parameters()
     for index, param in enumerate(params):
         infinite, unknown = (int(count) for count in counters[2 * index : 2 * index + 2])
         if infinite or unknown:
-            name = _amp_state.names.get(param, f"a parameter of shape {tuple(param.shape)}")
+            name = names.get(id(param), f"a tensor of shape {tuple(param.shape)}")
             kinds = [f"{count} {kind}" for count, kind in ((infinite, "inf"), (unknown, "nan")) if count]
             found.append(f"{name} ({', '.join(kinds)})")
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     return f"{len(found)} of {len(params)} gradients are not finite: {', '.join(found[:_NAMED])}{more}"
+
+
+def names_of_parameters() -> dict[int, str]:
+    """What messages call the parameters of all models, by their id."""
+    models = list(_amp_state.models)
+    names: dict[int, str] = {}
+    for index, model in enumerate(models):
+        prefix = f"models[{index}]." if len(models) > 1 else ""
+        for name, param in model.named_parameters():
+            names.setdefault(id(param), prefix + name)
+            if param in _amp_state.masters:
+                names.setdefault(id(_amp_state.masters[param]), prefix + name)
+    return names

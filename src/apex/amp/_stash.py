@@ -6,14 +6,17 @@ the optimizer's groups), float32 ones (their own masters), and half-precision on
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ._amp_state import _amp_state
 from .scaler import LossScaler
+
+if TYPE_CHECKING:
+    from ._combined import CombinedGradients
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -23,6 +26,7 @@ class AmpOptimizerState:
 
     def __init__(self) -> None:
         self.lazy_init_called = False
+        # Whether the next step is to be skipped.
         self.already_patched = False
         self.params_have_scaled_gradients = False
         self.has_masters = False
@@ -33,59 +37,97 @@ class AmpOptimizerState:
         self.all_fp32_from_fp16_params: list[Tensor] = []
         # Parameters that the optimizer updates directly.
         self.all_fp32_from_fp32_params: list[Tensor] = []
+        # Half-precision parameters that will get a master when they are trained.
+        self.frozen: list[Tensor] = []
         # Gradients that were there before the backward pass that is under way.
         self.stashed: dict[Tensor, Tensor] = {}
+        # The optimizer unscales gradients itself, and takes those of half-precision parameters as they are.
+        self.optimizer_unscales = False
+        self.combined: CombinedGradients | None = None
+        # The optimizer's own attributes that amp's took the place of.
+        self.replaced: dict[str, Any] = {}
 
     @property
     def all_fp32_params(self) -> list[Tensor]:
+        """The parameters that the optimizer updates."""
         return self.all_fp32_from_fp16_params + self.all_fp32_from_fp32_params
 
+    @property
+    def model_params(self) -> list[Tensor]:
+        """The parameters that a backward pass gives gradients to."""
+        return self.all_fp16_params + self.all_fp32_from_fp32_params
 
-def make_masters(optimizer: Any, originals: dict[Tensor, Tensor]) -> None:
-    """Replaces the half-precision parameters in the optimizer's groups by float32 masters.
+
+def collect_params(optimizer: Any, params: list[Tensor], originals: dict[Tensor, Tensor]) -> list[Tensor]:
+    """Notes parameters that the optimizer is to update; returns what belongs in its groups: with masters, those.
 
     `originals` holds values from before the model was cast, which are more exact than its parameters are now.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
+    chosen = []
+    for param in params:
+        if not stash.has_masters or param.dtype not in HALF:
+            stash.all_fp32_from_fp32_params.append(param)
+            chosen.append(param)
+        elif not param.requires_grad:
+            stash.frozen.append(param)
+            chosen.append(param)
+        else:
+            chosen.append(_make_master(optimizer, stash, param, originals.get(param)))
+    return chosen
+
+
+def adopt_unfrozen(optimizer: Any) -> bool:
+    """Makes masters for parameters that have been frozen until now; returns whether there were any."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    if not any(param.requires_grad for param in stash.frozen):
+        return False
+    frozen, stash.frozen = stash.frozen, []
+    waiting = {id(param) for param in frozen}
     for group in optimizer.param_groups:
         for index, param in enumerate(group["params"]):
-            group["params"][index] = _master_for(optimizer, stash, param, originals)
+            if id(param) in waiting:
+                group["params"][index] = collect_params(optimizer, [param], {})[0]
+    stash.combined = stash.combined and stash.combined.renewed()
+    return True
 
 
-def _master_for(optimizer: Any, stash: AmpOptimizerState, param: Tensor, originals: dict[Tensor, Tensor]) -> Tensor:
-    if not param.requires_grad or param.dtype not in HALF:
-        if param.requires_grad:
-            stash.all_fp32_from_fp32_params.append(param)
-        return param
-    value = originals.get(param)
-    master = Parameter(param.detach().float() if value is None else value.detach().clone())
+def _make_master(optimizer: Any, stash: AmpOptimizerState, param: Tensor, value: Tensor | None) -> Tensor:
+    master = Parameter(param.detach().float() if value is None else value.detach())
     stash.all_fp16_params.append(param)
     stash.all_fp32_from_fp16_params.append(master)
+    _amp_state.masters[param] = master
     if param in optimizer.state:
-        optimizer.state[master] = {
-            name: value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
-            for name, value in optimizer.state.pop(param).items()
-        }
+        optimizer.state[master] = cast_state(optimizer.state.pop(param), torch.float32, HALF)
     return master
 
 
-def collect_params(optimizer: Any) -> None:
-    """Notes the parameters of an optimizer without masters."""
-    stash: AmpOptimizerState = optimizer._amp_stash
-    stash.all_fp32_from_fp32_params = [
-        param for group in optimizer.param_groups for param in group["params"] if param.requires_grad
-    ]
+def cast_state(state: dict[str, Any], dtype: torch.dtype, of: tuple[torch.dtype, ...]) -> dict[str, Any]:
+    """An optimizer's state of one parameter, with tensors of the types `of` cast."""
+    return {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.dtype in of and value.dim() else value
+        for name, value in state.items()
+    }
 
 
 def before_backward(stash: AmpOptimizerState) -> None:
     """Puts unscaled gradients aside, so that a backward pass with another scale does not add to them."""
     stash.stashed = {}
     for param in stash.all_fp16_params:
+        if stash.optimizer_unscales and param.grad is not None:
+            stash.stashed[param] = param.grad
         param.grad = None  # what was there is in the master's gradient already
     for param in stash.all_fp32_from_fp32_params:
         if param.grad is not None:
             stash.stashed[param] = param.grad
             param.grad = None
+
+
+def after_failure(stash: AmpOptimizerState) -> None:
+    """Puts back what was put aside: the backward pass came to nothing."""
+    for param in stash.model_params if stash.stashed else ():
+        param.grad = stash.stashed.get(param)
+    stash.stashed = {}
 
 
 class Counted(NamedTuple):
@@ -97,36 +139,49 @@ class Counted(NamedTuple):
 
 def after_backward(stash: AmpOptimizerState, scaler: LossScaler) -> list[Counted]:
     """Unscales the new gradients and adds them to what was there before."""
-    fresh, added = _Lists(), _Lists()
+    ways = _Ways()
     for param, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
-        if param.grad is None:
+        gradient = param.grad
+        if gradient is None:
             continue
-        if master.grad is None:
+        if gradient.layout != torch.strided:
+            master.grad = _plus(ways.sparse(param, gradient, torch.float32), master.grad)
+        elif master.grad is None:
             master.grad = torch.empty_like(master)
-            fresh.add(param, param.grad, master.grad)
+            ways.add("fresh", param, gradient, master.grad)
         else:
-            added.add(param, param.grad, master.grad, master.grad)
-    in_place = _Lists()
+            ways.add("added", param, gradient, master.grad, master.grad)
     for param in stash.all_fp32_from_fp32_params:
-        earlier = stash.stashed.get(param)
-        if param.grad is None:
+        gradient, earlier = param.grad, stash.stashed.get(param)
+        if gradient is None:
+            param.grad = earlier
+        elif gradient.layout != torch.strided:
+            ways.later.append((param, ways.sparse(param, gradient, gradient.dtype), earlier))
+        elif earlier is None:
+            ways.add("in place", param, gradient, gradient)
+        else:
+            ways.add("added", param, gradient, gradient, earlier)
+    stash.stashed = {}
+    return ways.run(scaler, None)
+
+
+def after_backward_scaled(optimizer: Any, stash: AmpOptimizerState, scaler: LossScaler) -> list[Counted]:
+    """For optimizers that unscale: gradients keep the scale of the first backward pass, `most_recent_scale`."""
+    first = not optimizer.scale_set_by_backward
+    if first:
+        optimizer.most_recent_scale = scaler.scale_tensor().clone()
+        optimizer.scale_set_by_backward = True
+    ways = _Ways()
+    for param in stash.model_params:
+        gradient, earlier = param.grad, stash.stashed.get(param)
+        if gradient is None:
             param.grad = earlier
         elif earlier is None:
-            in_place.add(param, param.grad, param.grad)
+            ways.add("in place", param, gradient, gradient)
         else:
-            added.add(param, param.grad, param.grad, earlier)
+            ways.add("added", param, gradient, gradient, earlier)
     stash.stashed = {}
-    counted = []
-    for lists, are_masters in ((fresh, False), (in_place, True)):
-        if lists.params:
-            culprits = lists.counters()
-            scaler.unscale(lists.grads, lists.outputs, models_are_masters=are_masters, culprits=culprits)
-            counted.append(Counted(lists.params, culprits))
-    if added.params:
-        culprits = added.counters()
-        scaler.unscale_with_stashed(added.grads, added.earlier, added.outputs, culprits=culprits)
-        counted.append(Counted(added.params, culprits))
-    return counted
+    return ways.run(scaler, scaler.scale_tensor() / optimizer.most_recent_scale)
 
 
 class _Lists:
@@ -138,20 +193,53 @@ class _Lists:
         self.outputs: list[Tensor] = []
         self.earlier: list[Tensor] = []
 
-    def add(self, param: Tensor, grad: Tensor, output: Tensor, earlier: Tensor | None = None) -> None:
-        self.params.append(param)
-        self.grads.append(grad)
-        self.outputs.append(output)
+
+class _Ways:
+    """Gradients by the way they take, their dtype and their device: each list is one pass, and no list waits."""
+
+    def __init__(self) -> None:
+        self._lists: dict[Any, _Lists] = {}
+        # Sparse gradients to be added to earlier ones.
+        self.later: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    def add(self, way: str, param: Tensor, grad: Tensor, output: Tensor, earlier: Tensor | None = None) -> None:
+        lists = self._lists.setdefault((way, grad.dtype, grad.device), _Lists())
+        lists.params.append(param)
+        lists.grads.append(grad)
+        lists.outputs.append(output)
         if earlier is not None:
-            self.earlier.append(earlier)
+            lists.earlier.append(earlier)
 
-    def counters(self) -> Tensor:
-        return torch.zeros(len(self.params), 2, dtype=torch.int32, device=self.grads[0].device)
+    def sparse(self, param: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """A sparse gradient whose values will be unscaled."""
+        gradient = gradient.coalesce()
+        values = gradient.values().to(dtype, copy=True)
+        self.add("in place", param, values, values)
+        return torch.sparse_coo_tensor(gradient.indices(), values, gradient.shape, is_coalesced=True)
+
+    def run(self, scaler: LossScaler, scale: Tensor | None) -> list[Counted]:
+        """Divides by the scaler's scale, or by `scale`."""
+        counted = []
+        for (way, _, device), lists in self._lists.items():
+            culprits = torch.zeros(len(lists.params), 2, dtype=torch.int32, device=device)
+            if way == "added":
+                override = None if scale is None else (scale, 1.0, 1.0)
+                scaler.unscale_with_stashed(
+                    lists.grads, lists.earlier, lists.outputs, scale_override=override, culprits=culprits
+                )
+            else:
+                scaler.unscale(
+                    lists.grads,
+                    lists.outputs,
+                    models_are_masters=way == "in place",
+                    scale_override=scale,
+                    culprits=culprits,
+                )
+            counted.append(Counted(lists.params, culprits))
+        for param, gradient, earlier in self.later:
+            param.grad = _plus(gradient, earlier)
+        return counted
 
 
-def masters_to_model(stash: AmpOptimizerState, copy: Callable[[list[Tensor], list[Tensor]], None]) -> None:
-    """Gives the model's parameters the values of their masters."""
-    if stash.all_fp16_params:
-        copy(
-            [master.detach() for master in stash.all_fp32_from_fp16_params], [p.detach() for p in stash.all_fp16_params]
-        )
+def _plus(gradient: Tensor, earlier: Tensor | None) -> Tensor:
+    return gradient if earlier is None else earlier + gradient

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _casting
 from ._amp_state import _amp_state
-from ._initialize import applier, to_type
+from ._nested import applier, to_type
 from .handle import AmpHandle, NoOpHandle
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,22 +32,34 @@ def _widest(args: Any, kwargs: Any) -> torch.dtype | None:
 
 
 def _wrapped(function: Callable[..., Any], choose: Callable[[Any, Any], torch.dtype | None]) -> Callable[..., Any]:
+    # A function of PyTorch runs in the type that the user chose for it; the user's own ones choose for their arguments,
+    # and what they call inside is cast as everywhere.
+    quiet = _casting.casts if _is_of_torch(function) else None
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not casts_are_on():
+        if not _casting.active():
             return function(*args, **kwargs)
         dtype = choose(args, kwargs)
         if dtype is None:
             return function(*args, **kwargs)
         cast = lambda value: to_type(dtype, value) if isinstance(value, Tensor) else value  # noqa: E731
-        return function(*applier(args, cast), **applier(kwargs, cast))
+        args, kwargs = applier(args, cast), applier(kwargs, cast)
+        if quiet is None:
+            return function(*args, **kwargs)
+        with quiet(False):
+            return function(*args, **kwargs)
 
     return wrapper
 
 
-def casts_are_on() -> bool:
-    """Whether O1, O4 or `init` is casting functions here and now."""
-    return _amp_state.handle is not None and _amp_state.handle.is_active() and not _casting._suspended.depth
+def _is_of_torch(function: Any) -> bool:
+    """Whether a function is an operator of PyTorch, or made of them: `torch.einsum`, `F.softmax`, `Tensor.add`."""
+    owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
+    homes = getattr(function, "__module__", None), getattr(owner, "__module__", None), getattr(owner, "__name__", None)
+    home = next(filter(None, homes), None)
+    known = ("torch", "torch.functional", "torch.nn.functional", "torch._tensor")
+    return home in known or str(home).startswith("torch._C")
 
 
 _CHOICES: dict[str, Callable[[Any, Any], torch.dtype | None]] = {
@@ -122,13 +134,14 @@ def init(
     *,
     patch_type: torch.dtype = torch.float16,
 ) -> AmpHandle | NoOpHandle:
-    """Switches casting on for this thread and returns a handle: the interface from before `initialize`."""
-    del allow_banned
+    """Switches casting on for this thread and returns a handle: the interface from before `initialize`.
+
+    With `allow_banned`, functions that are refused in half precision (`binary_cross_entropy`) run in float32.
+    """
     if not enabled:
         return NoOpHandle()
     handle = AmpHandle(loss_scale, enable_caching, verbose)
-    if _amp_state.handle is None or not _amp_state.handle.is_active():
-        _amp_state.undo.append(_casting.switch_on(patch_type))
+    _casting.switch_on(patch_type, allow_banned=allow_banned)
     _amp_state.handle = handle
     apply_registrations()
     return handle

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from . import _casting
 from ._amp_state import _amp_state, maybe_print, warn_or_err
-from ._initialize import initialize_models_and_optimizers
+from ._initialize import as_lists, as_they_came, initialize_models_and_optimizers, release
 from .scaler import LossScaler
 
 
@@ -172,7 +173,7 @@ def initialize(
     patch_torch_functions_type: torch.dtype | None = None,
     dynamic_init_scale: float = 2.0**16,
     scale_growth_factor: float = 2.0,
-    scale_backoff_factor: float | None = None,
+    scale_backoff_factor: float = 0.5,
     scale_window: int = 2000,
     combine_grad: bool | None = None,
     combine_ddp: bool | None = None,
@@ -196,54 +197,79 @@ def initialize(
     - `num_losses`: how many losses have a scale of their own (`loss_id` of `scale_loss`).
     - `combine_grad`: gradients lie in one buffer per type; `check_combined_tensors` checks at every step that they
       still do. `combine_ddp` and `ddp_replica_count` are accepted for the data-parallel work.
-    - `user_cast_preferred`: functions that the user registered to be cast keep their registration in O1.
+    - `user_cast_preferred`: functions that the user registered to be cast keep their registration in O1. They always
+      do; the argument is accepted for scripts that ask for it.
     - `verbosity`: 0 prints nothing.
     """
     del combine_ddp, ddp_replica_count, user_cast_preferred
-    _amp_state.verbosity = int(verbosity)
     if not enabled:
+        release(*as_lists(models, optimizers))
         _amp_state.opt_properties = Properties()
-        return models if optimizers is None else (models, optimizers)
+        _casting.leave_thread()
+        return as_they_came(models, optimizers)
     if opt_level not in opt_levels:
         raise RuntimeError(
             f"unexpected optimization level {opt_level!r}; options are {', '.join(sorted(map(repr, opt_levels)))} "
             "(the letter O, not the number zero)"
         )
-    properties = _chosen_properties(
-        opt_level,
-        {
-            "cast_model_type": cast_model_type,
-            "patch_torch_functions": patch_torch_functions,
-            "patch_torch_functions_type": patch_torch_functions_type,
-            "keep_batchnorm_fp32": keep_batchnorm_fp32,
-            "master_weights": master_weights,
-            "loss_scale": loss_scale,
-        },
-    )
     if num_losses < 1:
         raise ValueError(f"num_losses must be at least 1, not {num_losses}")
-    scaling = {
-        "init_scale": dynamic_init_scale,
-        "scale_factor": scale_growth_factor,
-        "scale_window": scale_window,
-        "min_loss_scale": min_loss_scale,
-        "max_loss_scale": max_loss_scale,
-        "backoff_factor": scale_backoff_factor,
-    }
-    result = initialize_models_and_optimizers(
-        models,
-        optimizers,
-        properties,
-        cast_model_outputs,
-        combine_grad=bool(combine_grad),
-        check_combined=bool(check_combined_tensors),
-    )
+    verbosity_before = _amp_state.verbosity
+    _amp_state.verbosity = int(verbosity)
+    try:
+        properties = _chosen_properties(
+            opt_level,
+            {
+                "cast_model_type": cast_model_type,
+                "patch_torch_functions": patch_torch_functions,
+                "patch_torch_functions_type": patch_torch_functions_type,
+                "keep_batchnorm_fp32": keep_batchnorm_fp32,
+                "master_weights": master_weights,
+                "loss_scale": loss_scale,
+            },
+        )
+        scaling = {
+            "init_scale": dynamic_init_scale,
+            "scale_factor": scale_growth_factor,
+            "scale_window": scale_window,
+            "min_loss_scale": min_loss_scale,
+            "max_loss_scale": max_loss_scale,
+            "backoff_factor": scale_backoff_factor,
+        }
+        _check_scaling(scaling)
+        scalers = [LossScaler(properties.loss_scale, **scaling) for _ in range(num_losses)]  # type: ignore[arg-type]
+        result = initialize_models_and_optimizers(
+            models,
+            optimizers,
+            properties,
+            cast_model_outputs,
+            combine_grad=bool(combine_grad),
+            check_combined=bool(check_combined_tensors),
+        )
+    except BaseException:
+        _amp_state.verbosity = verbosity_before
+        raise
     _amp_state.opt_properties = properties
     _amp_state.min_loss_scale = min_loss_scale
     _amp_state.max_loss_scale = max_loss_scale
     _amp_state.overflow_patience = overflow_patience
-    _amp_state.loss_scalers = [LossScaler(properties.loss_scale, **scaling) for _ in range(num_losses)]  # type: ignore[arg-type]
+    _amp_state.loss_scalers = scalers
     return result
+
+
+def _check_scaling(scaling: dict[str, Any]) -> None:
+    """Raises for numbers with which a dynamic scale could not work."""
+    floor, ceiling = scaling["min_loss_scale"], scaling["max_loss_scale"]
+    if floor is not None and floor > ceiling:
+        raise ValueError(f"min_loss_scale={floor} is above max_loss_scale={ceiling}")
+    if not scaling["init_scale"] > 0:
+        raise ValueError(f"dynamic_init_scale must be positive, not {scaling['init_scale']}")
+    if not scaling["scale_factor"] >= 1:
+        raise ValueError(f"scale_growth_factor must be at least 1, not {scaling['scale_factor']}")
+    if not 0 < scaling["backoff_factor"] <= 1:
+        raise ValueError(f"scale_backoff_factor must be in (0, 1], not {scaling['backoff_factor']}")
+    if scaling["scale_window"] < 1:
+        raise ValueError(f"scale_window must be at least 1, not {scaling['scale_window']}")
 
 
 def _chosen_properties(opt_level: str, overrides: dict[str, Any]) -> Properties:
@@ -278,8 +304,8 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     """Loads what `state_dict` returned; changes nothing if it does not fit."""
     if not hasattr(_amp_state, "opt_properties"):
         raise RuntimeError("amp.load_state_dict was called before amp.initialize; initialize first, then load")
-    names = [name for name in state_dict if "loss_scaler" in name]
-    unexpected = [name for name in state_dict if "loss_scaler" not in name]
+    names = [name for name in state_dict if name.startswith("loss_scaler")]
+    unexpected = [name for name in state_dict if name not in names]
     if unexpected:
         raise RuntimeError(f"error in loading amp's state_dict: unexpected key(s) {', '.join(map(repr, unexpected))}")
     if len(names) != len(_amp_state.loss_scalers):
@@ -287,7 +313,13 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
             f"the state_dict has {len(names)} loss scaler(s), this session {len(_amp_state.loss_scalers)}: call "
             f"amp.initialize with num_losses={len(names)} to load it"
         )
+    scalers = {f"loss_scaler{index}": scaler for index, scaler in enumerate(_amp_state.loss_scalers)}
     for name in names:
-        scaler = _amp_state.loss_scalers[int(name.removeprefix("loss_scaler"))]
-        scaler._loss_scale = state_dict[name]["loss_scale"]
-        scaler._unskipped = state_dict[name]["unskipped"]
+        if name not in scalers or not {"loss_scale", "unskipped"} <= set(state_dict[name]):
+            raise RuntimeError(
+                f"error in loading amp's state_dict: {name!r} holds {state_dict[name]!r}; expected are 'loss_scale' "
+                f"and 'unskipped' for each of {', '.join(scalers)}"
+            )
+    for name in names:
+        scalers[name]._loss_scale = float(state_dict[name]["loss_scale"])
+        scalers[name]._unskipped = int(state_dict[name]["unskipped"])

@@ -13,11 +13,12 @@ from . import _casting
 from ._amp_state import _amp_state, maybe_print
 from ._process_optimizer import takes_flag
 from ._reports import OverflowReports
-from ._stash import Counted
+from ._stash import AmpOptimizerState, Counted, after_failure
 from .opt import OptimWrapper
 from .scaler import LossScaler
 
 _reports = OverflowReports()
+_update_scale = LossScaler.update_scale
 
 
 @contextlib.contextmanager
@@ -46,36 +47,47 @@ def scale_loss(
         return
     optimizer_list = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
     scaler = _scaler(loss_id)
-    scaler.to(loss.device)
-    if not properties.master_weights and not scaler.dynamic and scaler.loss_scale() == 1.0:
+    has_masters = any(
+        _stash_of(optimizer).has_masters for optimizer in optimizer_list if hasattr(optimizer, "_amp_stash")
+    )
+    if not has_masters and not scaler.dynamic and scaler.loss_scale() == 1.0:
         with _casting.casts(False):
             yield loss.float()
         return
     _check_optimizers(optimizer_list)
-    if not delay_unscale:
-        for optimizer in optimizer_list:
-            if not optimizer._amp_stash.params_have_scaled_gradients:
-                optimizer._prepare_amp_backward()
+    scaler.to(loss.device)
+    for optimizer in optimizer_list:
+        if not _stash_of(optimizer).params_have_scaled_gradients:
+            optimizer._prepare_amp_backward()
     _reports.read()
-    with _casting.casts(False):
-        yield loss.float() * scaler.scale_tensor().reshape(())
+    try:
+        with _casting.casts(False):
+            yield loss.float() * scaler.scale_tensor().reshape(())
+    except BaseException:
+        for optimizer in optimizer_list:
+            after_failure(_stash_of(optimizer))
+        raise
     if delay_unscale:
         for optimizer in optimizer_list:
-            optimizer._amp_stash.params_have_scaled_gradients = True
+            _stash_of(optimizer).params_have_scaled_gradients = True
         return
     scaler.clear_overflow_state()
     with torch.no_grad():
         counted = []
         for optimizer in optimizer_list:
             counted.extend(optimizer._post_amp_backward(scaler))
-            optimizer._amp_stash.params_have_scaled_gradients = False
+            _stash_of(optimizer).params_have_scaled_gradients = False
         if not delay_overflow_check:
             _settle(scaler, loss_id, optimizer_list, counted)
 
 
+def _stash_of(optimizer: Any) -> AmpOptimizerState:
+    return optimizer._amp_stash
+
+
 def _scaler(loss_id: int) -> LossScaler:
     count = len(_amp_state.loss_scalers)
-    if not 0 <= loss_id < count:
+    if not isinstance(loss_id, int) or not -count <= loss_id < count:
         raise IndexError(
             f"loss_id={loss_id} is unknown: amp.initialize was called with num_losses={count}, and counting starts at 0"
         )
@@ -92,17 +104,22 @@ def _check_optimizers(optimizers: list[Any]) -> None:
 
 def _settle(scaler: LossScaler, loss_id: int, optimizers: list[Any], counted: list[Counted]) -> None:
     """Adapts the scale, and has the optimizers skip their next step if gradients overflowed."""
-    scaler.update_scale_on_device()
-    if not scaler.dynamic:
-        return
-    for optimizer in filter(takes_flag, optimizers):
-        stash = optimizer._amp_stash
-        stash.noop = scaler.overflow if stash.noop is None else torch.maximum(stash.noop, scaler.overflow)
-    _reports.note(scaler, loss_id, counted)
-    waiting = [optimizer for optimizer in optimizers if not takes_flag(optimizer)]
-    if waiting and scaler._has_overflow:
+    if type(scaler).update_scale is not _update_scale:  # a client's own, which may ask other processes
+        waiting, skips = optimizers, scaler.update_scale()
+    else:
+        scaler.update_scale_on_device()
+        if not scaler.dynamic:
+            return
+        for optimizer in filter(takes_flag, optimizers):
+            stash = _stash_of(optimizer)
+            stash.noop = scaler.overflow if stash.noop is None else torch.maximum(stash.noop, scaler.overflow)
+        waiting = [optimizer for optimizer in optimizers if not takes_flag(optimizer)]
+        skips = bool(waiting) and scaler._has_overflow
+    if skips:
         for optimizer in waiting:
-            optimizer._amp_stash.already_patched = True
+            _stash_of(optimizer).already_patched = True
+    if scaler.dynamic:
+        _reports.note(scaler, loss_id, counted)
 
 
 @contextlib.contextmanager
@@ -176,7 +193,7 @@ class AmpHandle:
         torch.clear_autocast_cache()
 
     def _deactivate(self) -> None:
-        """Ends casting for good."""
+        """Ends casting for good, also inside models."""
         _casting.switch_off()
         self._is_active = False
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _casting
 from ._amp_state import master_params, maybe_print
 from .scaler import LossScaler
 
@@ -36,7 +37,8 @@ class OptimWrapper:
         if self._loss_idx > 0:
             earlier = [None if p.grad is None else p.grad.detach().clone() for p in master_params(self._optimizer)]
             self._optimizer.zero_grad()
-        yield loss * scaler.scale_tensor().reshape(())
+        with _casting.casts(False):
+            yield loss * scaler.scale_tensor().reshape(())
         scaler.clear_overflow_state()
         grads = [p.grad for p in master_params(self._optimizer) if p.grad is not None]
         if grads:

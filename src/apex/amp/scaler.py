@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._transfer import on_host
 from ..ops.multi_tensor import axpby, scale
 
 
@@ -49,6 +50,11 @@ class LossScaler:
         self._scale = torch.full((1,), start, dtype=torch.float32)
         self._successes = torch.zeros(1, dtype=torch.int32)
         self._overflow_buf = torch.zeros(1, dtype=torch.float32)
+        self._has_moved = False
+        self._in_bounds = self._bounds_hold(start)
+
+    def _bounds_hold(self, value: float) -> bool:
+        return (self._min_loss_scale or 0.0) <= value <= self._max_loss_scale
 
     # What clients read and write --------------------------------------------------------------------------------------
 
@@ -63,6 +69,7 @@ class LossScaler:
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
         self._scale.fill_(value)
+        self._in_bounds = self._bounds_hold(float(value))
         if not self.dynamic:
             self._static_scale = float(value)
 
@@ -85,7 +92,8 @@ class LossScaler:
     # Without waiting for the device -----------------------------------------------------------------------------------
 
     def to(self, device: torch.device) -> None:
-        """Moves the scale to where losses and gradients are."""
+        """Moves the scale to where losses are."""
+        self._has_moved = True
         if self._scale.device != device:
             self._scale, self._successes, self._overflow_buf = (
                 tensor.to(device, non_blocking=True) for tensor in (self._scale, self._successes, self._overflow_buf)
@@ -100,24 +108,34 @@ class LossScaler:
         """1 if the gradients of the last backward pass overflowed, else 0; float32 [1]."""
         return self._overflow_buf
 
+    def knows_overflow_now(self) -> bool:
+        """Whether the host knows, without waiting, that the gradients overflowed."""
+        return self.dynamic and on_host(self._overflow_buf) and self._has_overflow
+
     def clear_overflow_state(self) -> None:
         """Forgets the last overflow; in new memory, because a step that is queued may still have to read the flag."""
-        self._overflow_buf = torch.zeros_like(self._overflow_buf)
+        self._overflow_buf = torch.zeros_like(self._scale)
 
     def update_scale_on_device(self) -> None:
         """Adapts a dynamic scale to the overflow flag."""
         if not self.dynamic:
             self._successes += 1
             return
+        found = self._overflow_buf.to(self._scale)  # clients put flags of other types in its place
         torch._amp_update_scale_(
-            self._scale,
-            self._successes,
-            self._overflow_buf,
-            self._growth_factor,
-            self._backoff_factor,
-            self._scale_seq_len,
+            self._scale, self._successes, found, self._growth_factor, self._backoff_factor, self._scale_seq_len
         )
-        self._scale.clamp_(min=self._min_loss_scale, max=self._max_loss_scale)
+        if self._in_bounds:
+            self._scale.clamp_(min=self._min_loss_scale or None, max=self._max_loss_scale)
+        else:
+            self._bound_changed(found)
+
+    def _bound_changed(self, found: Tensor) -> None:
+        """The floor holds for a scale that was lowered, the ceiling for one that was raised: for scales set by hand."""
+        lowered = self._scale.clamp(min=self._min_loss_scale or None, max=torch.inf)
+        raised = self._scale.clamp(max=self._max_loss_scale)
+        grown = (found == 0) & (self._successes == 0)
+        self._scale.copy_(torch.where(found != 0, lowered, torch.where(grown, raised, self._scale)))
 
     def update_scale(self) -> bool:
         """The same; returns whether the step must be skipped, which waits for the device."""
@@ -144,8 +162,7 @@ class LossScaler:
         override = scale_override[0] if isinstance(scale_override, tuple) else scale_override
         if override is None and models_are_masters and self._static_scale == 1.0:
             return
-        self._check(model_grads)
-        flag = self._flag()
+        flag = self._flag(model_grads)
         scale(
             model_grads,
             master_grads,
@@ -153,6 +170,7 @@ class LossScaler:
             overflow=flag,
             culprits=None if flag is None else culprits,
         )
+        self._take(flag)
 
     def unscale_with_stashed(
         self,
@@ -165,8 +183,7 @@ class LossScaler:
     ) -> None:
         """`master_grads[i] = model_grads[i] / scale + stashed_master_grads[i]`, noting overflow of the model's."""
         grads_scale, stashed_scale, out_scale = (self._scale, 1.0, 1.0) if scale_override is None else scale_override
-        self._check(model_grads)
-        flag = self._flag()
+        flag = self._flag(model_grads)
         stashed_factor = float(out_scale) / float(stashed_scale)
         factor = self._inverse(grads_scale) * out_scale
         axpby(
@@ -179,6 +196,7 @@ class LossScaler:
             culprits=None if flag is None else culprits,
             checks="x",
         )
+        self._take(flag)
 
     def unscale_python(self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], scale: float) -> None:
         """The original's way without kernels; the same as `unscale` with that scale."""
@@ -193,16 +211,25 @@ class LossScaler:
         b: float,
     ) -> None:
         """`master_grads[i] = a * model_grads[i] + b * stashed_master_grads[i]`, noting overflow of the model's."""
-        self._check(model_grads)
-        axpby(model_grads, stashed_master_grads, master_grads, a, b, overflow=self._flag(), checks="x")
+        flag = self._flag(model_grads)
+        axpby(model_grads, stashed_master_grads, master_grads, a, b, overflow=flag, checks="x")
+        self._take(flag)
 
     def _inverse(self, override: Any) -> Tensor:
+        """1 / scale, float32 [1]; rounded once, as a division of doubles that is rounded to float32 would be."""
         current = self._scale if override is None else torch.as_tensor(override, device=self._scale.device)
-        return current.double().reciprocal().to(torch.float32).reshape(1)
+        return current.to(torch.float32).reciprocal().reshape(1)
 
-    def _flag(self) -> Tensor | None:
-        return self._overflow_buf if self.dynamic else None
+    def _flag(self, grads: Sequence[Tensor]) -> Tensor | None:
+        """Where a pass over the gradients notes overflow: on their device."""
+        device = grads[0].device if grads else self._scale.device
+        if not self._has_moved:
+            self.to(device)
+        if not self.dynamic:
+            return None
+        return self._overflow_buf if self._overflow_buf.device == device else torch.zeros(1, device=device)
 
-    def _check(self, grads: Sequence[Tensor]) -> None:
-        if grads:
-            self.to(grads[0].device)
+    def _take(self, flag: Tensor | None) -> None:
+        """Adds what was noted on another device."""
+        if flag is not None and flag is not self._overflow_buf:
+            self._overflow_buf = torch.maximum(self._overflow_buf, flag.to(self._overflow_buf))

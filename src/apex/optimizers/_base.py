@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -60,6 +61,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     _takes_shards = True
     # torch.amp.GradScaler then passes scale and overflow flag instead of waiting for the device.
     _step_supports_amp_scaling = True
+    # Set by apex.amp: the half-precision parameter of a model that is written whenever its float32 master, which the
+    # optimizer has in its place, is updated; and whether that parameter's gradient is used, not the master's.
+    _model_params: Mapping[Tensor, Tensor] = MappingProxyType({})
+    _takes_model_grads = False
+    _wrote_models = False
 
     def __init__(
         self,
@@ -183,7 +189,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if plan is None or plan.names != names or not plan.refresh(group["params"]):
             self._before_plan(index, group)
             prepare = lambda param: self._prepare(param, group, names)  # noqa: E731
-            plan = self._plans[index] = GroupPlan(group["params"], prepare, names)
+            plan = self._plans[index] = GroupPlan(
+                group["params"], prepare, names, self._model_params, self._takes_model_grads
+            )
         return plan
 
     def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
@@ -293,7 +301,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             {
                 name: copy.deepcopy(value, memo)
                 for name, value in self.__dict__.items()
-                if name not in ("_plans", "_ready")
+                if name not in ("_plans", "_ready", "_amp_stash", "_model_params", "_takes_model_grads")
+                and not isinstance(value, MethodType)  # apex.amp's and schedulers', bound to the original
             }
         )
         twin._plans = {}

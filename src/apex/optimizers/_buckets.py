@@ -9,7 +9,8 @@ anew only where something moved.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,12 +39,22 @@ class Bucket:
     """Parameters that one pass updates: one device, one dtype, one implementation.
 
     Slot 0 of `lists` is the parameter, or its float32 master where there is one; then `lists.copy` is the parameter.
+    Parameters that are masters themselves (of apex.amp) come with the `models` that get the copy, whose gradients are
+    used if `of_models`.
     """
 
     def __init__(
-        self, params: list[Tensor], states: list[dict[str, Any]], names: Sequence[str], kind: Any = None
+        self,
+        params: list[Tensor],
+        states: list[dict[str, Any]],
+        names: Sequence[str],
+        kind: Any = None,
+        models: list[Tensor] | None = None,
+        of_models: bool = False,
     ) -> None:
         self.params = params
+        self._models = models
+        self._sources = models if models and of_models else params
         self.kind = kind
         # What an optimizer keeps for as long as the bucket lives.
         self.kept: dict[str, Any] = {}
@@ -53,7 +64,7 @@ class Bucket:
         self.is_low_precision = params[0].dtype in (torch.float16, torch.bfloat16)
         self._distributed = any(local(param) is not param for param in params)
         self._state_lists = [[state[name] for state in states] for name in self._keys]
-        self._contiguous = all(map(Tensor.is_contiguous, params))
+        self._contiguous = all(map(Tensor.is_contiguous, (*params, *(models or ()))))
         self._held = self._gradients()
         self.lists: Lists = make_lists(*self._slots(self._held))
         self.device = self.lists.device
@@ -65,12 +76,12 @@ class Bucket:
 
     def _gradients(self) -> list[Tensor]:
         """The gradients, laid out like their parameters."""
-        gradients = list(map(_grad_of, self.params))
+        gradients = list(map(_grad_of, self._sources))
         return [
             gradient
             if gradient.is_contiguous() == param.is_contiguous() and gradient.stride() == param.stride()
             else torch.empty_like(param).copy_(gradient)
-            for gradient, param in zip(gradients, self.params, strict=True)
+            for gradient, param in zip(gradients, self._sources, strict=True)
         ]
 
     def _slots(self, gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], list[Tensor] | None]:
@@ -78,7 +89,7 @@ class Bucket:
         params, grads, *state = (
             ([local(tensor) for tensor in tensors] for tensors in lists) if self._distributed else lists
         )
-        copy = None
+        copy = self._models
         if self.has_masters:
             params, copy = state.pop(), params
         return [params, grads, *state, *(None for _ in range(SLOTS - 2 - len(state)))], copy
@@ -88,7 +99,8 @@ class Bucket:
         return self._slots(self._gradients())
 
     def _param_addresses(self) -> list[int]:
-        return list(map(_data_ptr, map(local, self.params) if self._distributed else self.params))
+        params = self.params if self._models is None else self.params + self._models
+        return list(map(_data_ptr, map(local, params) if self._distributed else params))
 
     def refresh(self) -> bool:
         """Points the lists to where the tensors are now; False when the bucket must be made anew."""
@@ -97,20 +109,20 @@ class Bucket:
                 return False
         if self._distributed or not isinstance(self.lists, TritonLists):
             return self._refresh_slowly()
-        gradients = list(map(_grad_of, self.params))
+        gradients = list(map(_grad_of, self._sources))
         try:
             moving = list(map(_data_ptr, gradients))
             if not self._contiguous or not all(map(Tensor.is_contiguous, gradients)):
                 return self._refresh_slowly()
         except (TypeError, RuntimeError):  # a gradient that is None, sparse, or a tensor without memory
             return False
-        if list(map(_data_ptr, self.params)) != self._addresses or self.lists.stream != current_stream(self.device):
+        if self._param_addresses() != self._addresses or self.lists.stream != current_stream(self.device):
             return False
         self.lists.move_gradients(moving)
         return True
 
     def _refresh_slowly(self) -> bool:
-        if any(param.grad is None or param.grad.layout != torch.strided for param in self.params):
+        if any(param.grad is None or param.grad.layout != torch.strided for param in self._sources):
             return False
         if self._param_addresses() != self._addresses or self.lists.stream != current_stream(self.device):
             return False
@@ -129,20 +141,28 @@ class GroupPlan:
     """All buckets of a parameter group."""
 
     def __init__(
-        self, params: Sequence[Tensor], prepare: Callable[[Tensor], tuple[dict[str, Any], Any]], names: Sequence[str]
+        self,
+        params: Sequence[Tensor],
+        prepare: Callable[[Tensor], tuple[dict[str, Any], Any]],
+        names: Sequence[str],
+        models: Mapping[Tensor, Tensor] = MappingProxyType({}),
+        of_models: bool = False,
     ) -> None:
+        """`models` has tensors that get a copy of an updated parameter; their gradients are used if `of_models`."""
         self._all = list(params)
-        present = [param for param in params if param.grad is not None]
-        self._absent = [param for param in params if param.grad is None]
-        for index, param in enumerate(self._all):
-            check_parameter(param, index)
+        sources = [models.get(param, param) for param in params] if of_models else self._all
+        present = [param for param, source in zip(params, sources, strict=True) if source.grad is not None]
+        self._absent = [source for source in sources if source.grad is None]
+        for index, source in enumerate(sources):
+            check_parameter(source, index)
         self.names = tuple(names)
         kinds: dict[Any, tuple[list[Tensor], list[dict[str, Any]]]] = {}
         # Parameters that share memory must not be updated at the same time.
         shared = overlapping([local(param) for param in present])
         for index, param in enumerate(present):
             state, kind = prepare(param)
-            tensors = [local(tensor) for tensor in (param, *(state[name] for name in names))]
+            copies = (models[param],) if param in models else ()
+            tensors = [local(tensor) for tensor in (param, *(state[name] for name in names), *copies)]
             key = (
                 kind,
                 index if index in shared else None,
@@ -154,7 +174,10 @@ class GroupPlan:
             members = kinds.setdefault(key, ([], []))
             members[0].append(param)
             members[1].append(state)
-        self.buckets = [Bucket(params, states, names, key[0]) for key, (params, states) in kinds.items()]
+        self.buckets = []
+        for (kind, *_), (params, states) in kinds.items():
+            copied = [models[param] for param in params] if params[0] in models else None
+            self.buckets.append(Bucket(params, states, names, kind, copied, of_models))
 
     def refresh(self, params: Sequence[Tensor]) -> bool:
         """Whether the plan still holds, after pointing every bucket to where its tensors are now."""

@@ -1,0 +1,161 @@
+"""`combine_grad`: the gradients of an optimizer in one flat buffer per dtype and device, unscaled there in one pass.
+
+Gradients move to their places when a backward pass is over. A user may break that sharing (`p.grad = ...`) at any time:
+what was moved away is moved back at the next backward pass, and the numbers do not depend on it. A parameter without a
+gradient keeps having none, as without combining; its place holds zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.multi_tensor import flat
+from ._stash import AmpOptimizerState, Counted
+from .scaler import LossScaler
+
+
+class _Flat:
+    """A buffer with a place for the gradient of each of some tensors of one dtype and device."""
+
+    def __init__(self, members: list[Tensor], offsets: list[int], size: int) -> None:
+        self.members = members
+        self.buffer = torch.zeros(size, dtype=members[0].dtype, device=members[0].device)
+        self.places = [
+            flat.view_like(self.buffer, offset, member) for offset, member in zip(offsets, members, strict=True)
+        ]
+
+    def put(self, gradients: list[Tensor | None]) -> None:
+        """Copies gradients to their places, zeros where there is none."""
+        moved, values = [], []
+        for gradient, place in zip(gradients, self.places, strict=True):
+            if gradient is None:
+                place.zero_()
+            elif gradient.layout != torch.strided:
+                raise RuntimeError("combine_grad=True takes dense gradients only; an embedding has sparse=True")
+            elif gradient.data_ptr() != place.data_ptr() or gradient.stride() != place.stride():
+                moved.append(place)
+                values.append(gradient.detach())
+        if moved:
+            torch._foreach_copy_(moved, values)
+
+    def give(self, has_gradient: list[bool]) -> None:
+        """Makes the places the gradients."""
+        for member, place, has in zip(self.members, self.places, has_gradient, strict=True):
+            member.grad = place if has else None
+
+    def moved_away(self) -> list[Tensor]:
+        """Members whose gradient is somewhere else."""
+        return [
+            member
+            for member, place in zip(self.members, self.places, strict=True)
+            if member.grad is not None and member.numel() and member.grad.data_ptr() != place.data_ptr()
+        ]
+
+
+class _Kind:
+    """Model parameters of one dtype and device, and their masters where they have any."""
+
+    def __init__(self, params: list[Tensor], masters: list[Tensor]) -> None:
+        offsets, size = flat.offsets_of(params)
+        self.params = params
+        self._layout = offsets, size
+        self.grads = _Flat(params, offsets, size)
+        # At the same offsets, so that one pass can go from one buffer to the other.
+        self.masters = _Flat(masters, offsets, size) if masters else None
+        self._fresh: _Flat | None = None
+
+    def unscale(self, stashed: dict[Tensor, Tensor], scaler: LossScaler) -> Counted:
+        new = [param.grad for param in self.params]
+        if self.masters is not None:
+            return self._unscale_to_masters(self.masters, new, scaler)
+        earlier = [stashed.get(param) for param in self.params]
+        has_gradient = [a is not None or b is not None for a, b in zip(new, earlier, strict=True)]
+        if all(gradient is None for gradient in earlier):
+            self.grads.put(new)
+            counted = self._run(scaler, self.grads, self.grads, None)
+        else:
+            fresh = self._fresh = self._fresh or _Flat(self.params, *self._layout)
+            fresh.put(new)
+            self.grads.put(earlier)
+            counted = self._run(scaler, fresh, self.grads, self.grads)
+        self.grads.give(has_gradient)
+        return counted
+
+    def _unscale_to_masters(self, masters: _Flat, new: list[Tensor | None], scaler: LossScaler) -> Counted:
+        earlier = [master.grad for master in masters.members]
+        has_gradient = [a is not None or b is not None for a, b in zip(new, earlier, strict=True)]
+        self.grads.put(new)
+        self.grads.give([gradient is not None for gradient in new])
+        if all(gradient is None for gradient in earlier):
+            counted = self._run(scaler, self.grads, masters, None)
+        else:
+            masters.put(earlier)
+            counted = self._run(scaler, self.grads, masters, masters)
+        masters.give(has_gradient)
+        return counted
+
+    def _run(self, scaler: LossScaler, source: _Flat, target: _Flat, earlier: _Flat | None) -> Counted:
+        culprits = torch.zeros(1, 2, dtype=torch.int32, device=source.buffer.device)
+        if earlier is None:
+            scaler.unscale([source.buffer], [target.buffer], models_are_masters=source is target, culprits=culprits)
+        else:
+            scaler.unscale_with_stashed([source.buffer], [earlier.buffer], [target.buffer], culprits=culprits)
+        if scaler.knows_overflow_now():
+            culprits = torch.tensor([[p.isinf().sum(), p.isnan().sum()] for p in target.places], dtype=torch.int32)
+            return Counted(self.params, culprits)
+        return Counted([source.buffer], culprits)
+
+
+class CombinedGradients:
+    """The buffers of one optimizer; made at the first backward pass, and anew when its parameters change."""
+
+    def __init__(self, stash: AmpOptimizerState, check: bool) -> None:
+        self._stash = stash
+        self.check = check
+        self._kinds: list[_Kind] = []
+        self._made_for: list[Any] = []
+
+    def renewed(self) -> CombinedGradients:
+        """Buffers for parameters that have changed."""
+        return CombinedGradients(self._stash, self.check)
+
+    def after_backward(self, scaler: LossScaler) -> list[Counted]:
+        """Unscales the new gradients and adds them to what was there before."""
+        self._make()
+        counted = [kind.unscale(self._stash.stashed, scaler) for kind in self._kinds]
+        self._stash.stashed = {}
+        return counted
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers that hold the gradients of what the optimizer updates."""
+        self._make()
+        return [(kind.masters or kind.grads).buffer for kind in self._kinds]
+
+    def zero(self) -> None:
+        """Zeroes all gradients in place."""
+        for kind in self._kinds:
+            for each in (kind.grads, kind.masters):
+                if each is not None:
+                    each.buffer.zero_()
+
+    def moved_away(self) -> list[Tensor]:
+        """What the optimizer is about to update with gradients that are not in the buffers."""
+        return [param for kind in self._kinds for param in (kind.masters or kind.grads).moved_away()]
+
+    def _make(self) -> None:
+        stash = self._stash
+        wanted = [(p.data_ptr(), p.dtype, p.shape, p.stride(), p.requires_grad) for p in stash.model_params]
+        if wanted == self._made_for:
+            return
+        sorted_params: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for param, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
+            params, masters = sorted_params.setdefault((True, param.dtype, param.device), ([], []))
+            params.append(param)
+            masters.append(master)
+        for param in filter(lambda param: param.requires_grad, stash.all_fp32_from_fp32_params):
+            sorted_params.setdefault((False, param.dtype, param.device), ([], []))[0].append(param)
+        self._kinds = [_Kind(params, masters) for params, masters in sorted_params.values()]
+        self._made_for = wanted

@@ -1,0 +1,120 @@
+"""Kernels that hold apex's rules on the Autocast dispatch keys, for as long as somebody wants them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import rules
+
+_LOW = (torch.float16, torch.bfloat16)
+_CPU, _GPU = ("AutocastCPU", "cpu"), ("AutocastCUDA", "cuda")
+_without_autocast = torch._C._DisableAutocast
+
+
+class RuleKernels:
+    """Puts the kernels in place when made; `release` gives PyTorch's own rules back.
+
+    They run where autocast is on, and nowhere else. With `allow_banned`, banned functions run in float32.
+    """
+
+    def __init__(self, allow_banned: bool = False) -> None:
+        self.allow_banned = allow_banned
+        self._library: Any = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an operator that has such a kernel: that is what is wanted
+            for name in rules.FLOAT_ON_CPU:
+                self._put(name, _CPU, _in_float)
+            for name in rules.HALF_ON_CPU:
+                self._put(name, _CPU, _in_half)
+            for name in rules.WIDEST_ON_CPU:
+                self._put(name, _CPU, _in_widest)
+            for place in (_CPU, _GPU):
+                for name in rules.FLOAT_EVERYWHERE:
+                    self._put(name, place, _in_float)
+                self._put(rules.BANNED, place, self._banned)
+
+    def release(self) -> None:
+        """Takes the kernels away."""
+        self._library._destroy()
+
+    def _put(self, name: str, place: tuple[str, str], wrap: Callable[..., Callable[..., Any]]) -> None:
+        operator, _, overload = name.partition(".")
+        packet = getattr(torch.ops.aten, operator, None)
+        if packet is None or (overload or "default") not in packet.overloads():
+            return  # another version of PyTorch
+        key, device_type = place
+        self._library.impl(name, wrap(getattr(packet, overload or "default"), device_type), key)
+
+    def _banned(self, operator: Any, device_type: str) -> Callable[..., Any]:
+        run = _in_float(operator, device_type)
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            low = [value.dtype for value in args if isinstance(value, Tensor) and value.dtype in _LOW]
+            if low and not self.allow_banned:
+                raise RuntimeError(rules.BAN_MESSAGE.format(dtype=low[0]))
+            return run(*args, **kwargs)
+
+        return kernel
+
+
+def _in_float(operator: Any, _: str) -> Callable[..., Any]:
+    """Runs in float32 what came in half precision; a type that the caller asks for is what it gets."""
+    names = [argument.name for argument in operator._schema.arguments]
+    position = names.index("dtype") if "dtype" in names else None
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _without_autocast():
+            if position is None:
+                return operator(*[_raised(value) for value in args], **kwargs)
+            asked = kwargs.get("dtype") if len(args) <= position else args[position]
+            if asked is None and args[0].dtype in _LOW:
+                return operator(*args[:position], **{**kwargs, "dtype": torch.float32})
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _raised(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
+
+
+def _in_half(operator: Any, device_type: str) -> Callable[..., Any]:
+    """Runs in the type of autocast."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        cast = functools.partial(_cast, dtype)
+        with _without_autocast():
+            return operator(*[_mapped(value, cast) for value in args], **kwargs)
+
+    return kernel
+
+
+def _in_widest(operator: Any, _: str) -> Callable[..., Any]:
+    """Runs in the widest type among the arguments."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        found = [value.dtype for value in args if isinstance(value, Tensor) and value.is_floating_point()]
+        with _without_autocast():
+            if len(set(found)) > 1:
+                cast = functools.partial(_cast, functools.reduce(torch.promote_types, found))
+                args = tuple(cast(value) for value in args)
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in (dtype, torch.float64):
+        return value.to(dtype)
+    return value
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    return [function(item) for item in value] if isinstance(value, list | tuple) else function(value)

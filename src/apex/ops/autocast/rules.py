@@ -1,0 +1,46 @@
+"""Which operators run in which type under apex.amp, where PyTorch's autocast has another rule or none.
+
+PyTorch's lists for GPUs were made from apex's; its lists for CPUs are others. The names are those of `aten`, with the
+overload where only one is meant.
+"""
+
+from __future__ import annotations
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# float32, whatever comes in.
+FLOAT_ON_CPU = _names(
+    "acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan "
+    "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus "
+    "cumprod cumsum dist sum sum.dim_IntList renorm logsumexp "
+    "norm.Scalar norm.ScalarOpt_dim frobenius_norm.dim nuclear_norm nuclear_norm.dim "
+    "linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord pdist cosine_similarity "
+    "softmax.int log_softmax.int layer_norm group_norm rms_norm "
+    "upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec "
+    "_upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec "
+    "upsample_linear1d.vec upsample_bilinear2d.vec upsample_trilinear3d.vec upsample_bicubic2d.vec "
+    "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec"
+)
+FLOAT_EVERYWHERE = _names("std std.dim std.correction var var.dim var.correction")
+
+# The half-precision type of the session.
+HALF_ON_CPU = _names(
+    "addmv addr mv chain_matmul linalg_multi_dot "
+    "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data "
+    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
+)
+
+# The widest type that comes in.
+WIDEST_ON_CPU = _names("bilinear cross dot vdot tensordot index_put scatter_add")
+
+BANNED = "binary_cross_entropy"
+
+BAN_MESSAGE = (
+    "binary_cross_entropy (torch.nn.BCELoss) was given {dtype} under amp, where a sigmoid has rounded its output to 0 "
+    "or 1 and the logarithm is lost. Better: torch.nn.BCEWithLogitsLoss without the sigmoid. Or compute the sigmoid in "
+    "float32: amp.register_float_function(torch, 'sigmoid') before amp.initialize, or .float() on its input. "
+    "amp.init(allow_banned=True) runs the loss in float32 as it is"
+)

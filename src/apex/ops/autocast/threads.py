@@ -1,0 +1,67 @@
+"""Autocast as it is set on the thread, for every device type at once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+
+# Device types for which PyTorch may have autocast; those that are there are used.
+_CANDIDATES = ("cuda", "cpu", "npu", "xpu", "mps")
+
+
+@functools.cache
+def device_types() -> tuple[str, ...]:
+    """The device types of this machine whose operators can be cast."""
+    return tuple(name for name in _CANDIDATES if _has_autocast(name))
+
+
+def _has_autocast(device_type: str) -> bool:
+    try:
+        torch.get_autocast_dtype(device_type)
+        return bool(torch.amp.is_autocast_available(device_type)) and _exists(device_type)
+    except RuntimeError:
+        return False
+
+
+def _exists(device_type: str) -> bool:
+    if device_type == "cpu":
+        return True
+    module = getattr(torch, device_type, None)
+    return module is not None and bool(module.is_available())
+
+
+def restored_by() -> Callable[[], None]:
+    """A function that sets autocast on the thread that calls it as it is here and now."""
+    modes = [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in device_types()]
+    cache = torch.is_autocast_cache_enabled()
+
+    def restore() -> None:
+        for name, enabled, dtype in modes:
+            torch.set_autocast_enabled(name, enabled)
+            torch.set_autocast_dtype(name, dtype)
+        torch.set_autocast_cache_enabled(cache)
+
+    return restore
+
+
+def set_casts(enabled: bool, dtype: torch.dtype | None, cache: bool) -> None:
+    """Sets autocast on this thread; `cache` says whether copies of weights are kept."""
+    for name in device_types():
+        torch.set_autocast_enabled(name, enabled)
+        if dtype is not None:
+            torch.set_autocast_dtype(name, dtype)
+    torch.set_autocast_cache_enabled(cache)
+
+
+@contextlib.contextmanager
+def casts(enabled: bool, dtype: torch.dtype | None = None, cache: bool = True) -> Iterator[None]:
+    """Switches autocast on or off inside, on this thread."""
+    restore = restored_by()
+    set_casts(enabled, dtype, cache)
+    try:
+        yield
+    finally:
+        restore()

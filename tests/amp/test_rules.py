@@ -1,0 +1,270 @@
+"""Which function runs in which type between initialize and shutdown: upstream's lists, on a CPU and on a GPU.
+
+The GPU's rules are held without one: with fake tensors, operators go through the same autocast kernels.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from apex import amp
+from apex.ops.autocast import RuleKernels
+from tests.amp.common import quiet
+
+HALF, FLOAT, WIDEST, LOGICAL, BANNED = "half", "float", "widest", "logical", "banned"
+
+
+class Make(NamedTuple):
+    """Makes arguments: of float32, of half precision, and integers."""
+
+    device: str
+    low: torch.dtype
+
+    def f(self, *shape: int) -> Tensor:
+        return torch.full(shape, 0.5, device=self.device)
+
+    def h(self, *shape: int) -> Tensor:
+        return torch.full(shape, 0.5, device=self.device, dtype=self.low)
+
+    def i(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, device=self.device, dtype=torch.int64)
+
+
+Call = Callable[[Make], Any]
+CALLS: dict[str, tuple[str, Call]] = {
+    # float32 in, half precision out.
+    "conv1d": (HALF, lambda m: F.conv1d(m.f(1, 2, 5), m.f(3, 2, 2))),
+    "conv2d": (HALF, lambda m: F.conv2d(m.f(1, 2, 5, 5), m.f(3, 2, 2, 2))),
+    "conv3d": (HALF, lambda m: F.conv3d(m.f(1, 2, 3, 3, 3), m.f(3, 2, 2, 2, 2))),
+    "conv_transpose1d": (HALF, lambda m: F.conv_transpose1d(m.f(1, 2, 5), m.f(2, 3, 2))),
+    "conv_transpose2d": (HALF, lambda m: F.conv_transpose2d(m.f(1, 2, 5, 5), m.f(2, 3, 2, 2))),
+    "conv_transpose3d": (HALF, lambda m: F.conv_transpose3d(m.f(1, 2, 3, 3, 3), m.f(2, 3, 2, 2, 2))),
+    "conv_tbc": (HALF, lambda m: F.conv_tbc(m.f(5, 1, 2), m.f(2, 2, 3), m.f(3))),
+    "linear": (HALF, lambda m: F.linear(m.f(2, 2), m.f(2, 2), m.f(2))),
+    "prelu": (HALF, lambda m: torch.prelu(m.f(2, 2), m.f(1))),
+    "addmm": (HALF, lambda m: torch.addmm(m.f(2, 2), m.f(2, 2), m.f(2, 2))),
+    "addmv": (HALF, lambda m: torch.addmv(m.f(2), m.f(2, 2), m.f(2))),
+    "addr": (HALF, lambda m: torch.addr(m.f(2, 2), m.f(2), m.f(2))),
+    "matmul": (HALF, lambda m: torch.matmul(m.f(2, 2), m.f(2, 2))),
+    "mm": (HALF, lambda m: torch.mm(m.f(2, 2), m.f(2, 2))),
+    "mv": (HALF, lambda m: torch.mv(m.f(2, 2), m.f(2))),
+    "addbmm": (HALF, lambda m: torch.addbmm(m.f(2, 2), m.f(1, 2, 2), m.f(1, 2, 2))),
+    "baddbmm": (HALF, lambda m: torch.baddbmm(m.f(1, 2, 2), m.f(1, 2, 2), m.f(1, 2, 2))),
+    "bmm": (HALF, lambda m: torch.bmm(m.f(1, 2, 2), m.f(1, 2, 2))),
+    "Tensor.__matmul__": (HALF, lambda m: m.f(2, 2) @ m.h(2, 2)),
+    "Tensor.mm": (HALF, lambda m: m.f(2, 2).mm(m.f(2, 2))),
+    # Half precision in, float32 out.
+    **{
+        name: (FLOAT, lambda m, name=name: getattr(torch, name)(m.h(2, 2)))
+        for name in ("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "reciprocal", "rsqrt",
+                     "sinh", "tan", "sum", "prod", "norm", "std", "var")
+    },
+    "Tensor.exp": (FLOAT, lambda m: m.h(2).exp()),
+    "Tensor.sum": (FLOAT, lambda m: m.h(2, 2).sum(0)),
+    "pow": (FLOAT, lambda m: torch.pow(m.h(2), 2)),
+    "pow of tensors": (FLOAT, lambda m: torch.pow(m.h(2), m.h(2))),
+    "Tensor.__pow__": (FLOAT, lambda m: m.h(2) ** 3),
+    "Tensor.__rpow__": (FLOAT, lambda m: 2 ** m.h(2)),
+    "cumprod": (FLOAT, lambda m: torch.cumprod(m.h(2, 2), 0)),
+    "cumsum": (FLOAT, lambda m: torch.cumsum(m.h(2, 2), 0)),
+    "dist": (FLOAT, lambda m: torch.dist(m.h(2, 2), m.h(2, 2))),
+    "norm of rows": (FLOAT, lambda m: torch.norm(m.h(2, 2), dim=1)),
+    "Tensor.norm": (FLOAT, lambda m: m.h(2, 2).norm()),
+    "sum of rows": (FLOAT, lambda m: torch.sum(m.h(2, 2), 1)),
+    "prod of rows": (FLOAT, lambda m: torch.prod(m.h(2, 2), 1)),
+    "std of rows": (FLOAT, lambda m: torch.std(m.h(2, 2), 1)),
+    "var of rows": (FLOAT, lambda m: m.h(2, 2).var(1)),
+    "renorm": (FLOAT, lambda m: torch.renorm(m.h(2, 2), 2, 0, 1.0)),
+    "interpolate": (FLOAT, lambda m: F.interpolate(m.h(1, 1, 4, 4), scale_factor=2)),
+    "interpolate linear": (FLOAT, lambda m: F.interpolate(m.h(1, 1, 4), scale_factor=2, mode="linear")),
+    "interpolate bilinear": (FLOAT, lambda m: F.interpolate(m.h(1, 1, 4, 4), scale_factor=2, mode="bilinear")),
+    "interpolate bicubic": (FLOAT, lambda m: F.interpolate(m.h(1, 1, 4, 4), scale_factor=2, mode="bicubic")),
+    "softplus": (FLOAT, lambda m: F.softplus(m.h(2, 2))),
+    "softmin": (FLOAT, lambda m: F.softmin(m.h(2, 2), 1)),
+    "log_softmax": (FLOAT, lambda m: F.log_softmax(m.h(2, 2), 1)),
+    "softmax": (FLOAT, lambda m: F.softmax(m.h(2, 2), 1)),
+    "layer_norm": (FLOAT, lambda m: F.layer_norm(m.h(2, 2), (2,), m.f(2), m.f(2))),
+    "group_norm": (FLOAT, lambda m: F.group_norm(m.h(2, 2, 3), 1, m.f(2), m.f(2))),
+    "local_response_norm": (FLOAT, lambda m: F.local_response_norm(m.h(2, 2, 3), 2)),
+    "normalize": (FLOAT, lambda m: F.normalize(m.h(2, 2))),
+    "cosine_similarity": (FLOAT, lambda m: F.cosine_similarity(m.h(2, 2), m.h(2, 2))),
+    "poisson_nll_loss": (FLOAT, lambda m: F.poisson_nll_loss(m.h(2, 2), m.h(2, 2))),
+    "cosine_embedding_loss": (FLOAT, lambda m: F.cosine_embedding_loss(m.h(2, 2), m.h(2, 2), m.h(2))),
+    "cross_entropy": (FLOAT, lambda m: F.cross_entropy(m.h(2, 2), m.i(2))),
+    "hinge_embedding_loss": (FLOAT, lambda m: F.hinge_embedding_loss(m.h(2, 2), m.h(2, 2))),
+    "kl_div": (FLOAT, lambda m: F.kl_div(m.h(2, 2), m.h(2, 2), reduction="sum")),
+    "l1_loss": (FLOAT, lambda m: F.l1_loss(m.h(2, 2), m.h(2, 2))),
+    "mse_loss": (FLOAT, lambda m: F.mse_loss(m.h(2, 2), m.h(2, 2))),
+    "margin_ranking_loss": (FLOAT, lambda m: F.margin_ranking_loss(m.h(2), m.h(2), m.h(2))),
+    "multilabel_margin_loss": (FLOAT, lambda m: F.multilabel_margin_loss(m.h(2, 2), m.i(2, 2))),
+    "multilabel_soft_margin_loss": (FLOAT, lambda m: F.multilabel_soft_margin_loss(m.h(2, 2), m.h(2, 2))),
+    "multi_margin_loss": (FLOAT, lambda m: F.multi_margin_loss(m.h(2, 2), m.i(2))),
+    "nll_loss": (FLOAT, lambda m: F.nll_loss(m.h(2, 2), m.i(2))),
+    "nll_loss of images": (FLOAT, lambda m: F.nll_loss(m.h(2, 2, 3, 3), m.i(2, 3, 3))),
+    "binary_cross_entropy_with_logits": (FLOAT, lambda m: F.binary_cross_entropy_with_logits(m.h(2), m.h(2))),
+    "smooth_l1_loss": (FLOAT, lambda m: F.smooth_l1_loss(m.h(2, 2), m.h(2, 2))),
+    "soft_margin_loss": (FLOAT, lambda m: F.soft_margin_loss(m.h(2, 2), m.h(2, 2))),
+    "triplet_margin_loss": (FLOAT, lambda m: F.triplet_margin_loss(m.h(2, 2), m.h(2, 2), m.h(2, 2))),
+    "binary_cross_entropy in float32": (FLOAT, lambda m: F.binary_cross_entropy(m.f(2), m.f(2))),
+    # Mixed in, the widest out.
+    **{
+        name: (WIDEST, lambda m, name=name: getattr(torch, name)(m.h(2, 2), m.f(2, 2)))
+        for name in ("atan2", "add", "div", "mul", "sub")
+    },
+    "Tensor.__radd__": (WIDEST, lambda m: m.h(2) + m.f(2)),
+    "addcdiv": (WIDEST, lambda m: torch.addcdiv(m.h(2), m.f(2), m.h(2))),
+    "addcmul": (WIDEST, lambda m: torch.addcmul(m.h(2), m.f(2), m.h(2))),
+    "cross": (WIDEST, lambda m: torch.cross(m.h(2, 3), m.f(2, 3), dim=1)),
+    "bilinear": (WIDEST, lambda m: F.bilinear(m.h(2, 2), m.f(2, 2), m.f(1, 2, 2))),
+    "dot": (WIDEST, lambda m: torch.dot(m.h(2), m.f(2))),
+    "cat": (WIDEST, lambda m: torch.cat([m.h(2), m.f(2)])),
+    "stack": (WIDEST, lambda m: torch.stack([m.h(2), m.f(2)])),
+    **{
+        name: (LOGICAL, lambda m, name=name: getattr(torch, name)(m.h(2, 2), m.f(2, 2)))
+        for name in ("eq", "ge", "gt", "le", "lt", "ne")
+    },
+    # In place: the type of the tensor itself.
+    "Tensor.__iadd__": (HALF, lambda m: m.h(2).add_(m.f(2))),
+    "Tensor.__imul__": (HALF, lambda m: m.h(2).mul_(m.f(2))),
+    "binary_cross_entropy": (BANNED, lambda m: F.binary_cross_entropy(m.h(2), m.f(2))),
+    "BCELoss": (BANNED, lambda m: nn.BCELoss()(m.h(2), m.h(2))),
+}  # fmt: skip
+RECURRENT: dict[str, Call] = {
+    "LSTM": lambda m: nn.LSTM(2, 3)(m.f(4, 1, 2))[0],
+    "GRU": lambda m: nn.GRU(2, 3)(m.f(4, 1, 2))[0],
+    "RNN": lambda m: nn.RNN(2, 3)(m.f(4, 1, 2))[0],
+    "packed LSTM": lambda m: nn.LSTM(2, 3)(nn.utils.rnn.pack_sequence([m.f(4, 2)]))[0].data,
+    "LSTMCell": lambda m: nn.LSTMCell(2, 3)(m.f(1, 2))[0],
+    "GRUCell": lambda m: nn.GRUCell(2, 3)(m.f(1, 2)),
+    "RNNCell": lambda m: nn.RNNCell(2, 3)(m.f(1, 2)),
+}
+
+
+def check(rule: str, call: Call, make: Make) -> None:
+    if rule == BANNED:
+        with pytest.raises(RuntimeError, match="BCEWithLogitsLoss"):
+            call(make)
+        return
+    expected = {HALF: make.low, FLOAT: torch.float32, WIDEST: torch.float32, LOGICAL: torch.bool}[rule]
+    assert call(make).dtype == expected
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("name", [*CALLS, *RECURRENT])
+def test_on_a_cpu(name: str, low: torch.dtype) -> None:
+    quiet(nn.Linear(1, 1), opt_level="O1" if low == torch.float16 else "O4")
+    rule, call = CALLS[name] if name in CALLS else (HALF, RECURRENT[name])
+    check(rule, call, Make("cpu", low))
+
+
+@contextlib.contextmanager
+def pretended_gpu(low: torch.dtype) -> Iterator[Make]:
+    """Autocast for GPUs with apex's kernels, on tensors without memory."""
+    kernels = RuleKernels()
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", low)
+    try:
+        with FakeTensorMode():
+            yield Make("cuda", low)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        kernels.release()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_on_a_gpu_that_is_not_there(name: str) -> None:
+    with pretended_gpu(torch.float16) as make:
+        check(*CALLS[name], make)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*CALLS, *(name for name in RECURRENT)])
+def test_on_a_gpu(name: str) -> None:
+    quiet(nn.Linear(1, 1).cuda(), opt_level="O1")
+    rule, call = CALLS[name] if name in CALLS else (HALF, RECURRENT[name])
+    with torch.device("cuda"):
+        check(rule, call, Make("cuda", torch.float16))
+
+
+def test_the_numbers_are_float32_numbers() -> None:
+    """What is cast up is computed there, not rounded on the way."""
+    quiet(nn.Linear(1, 1), opt_level="O1")
+    x = torch.linspace(0.1, 0.9, 50).half()
+    assert torch.equal(torch.exp(x), torch.exp(x.float()))
+    assert torch.sum(torch.full((50,), 60000.0).half()).item() == 3000000.0
+    assert torch.equal(torch.var(x), torch.var(x.float()))
+    assert torch.equal(F.softmax(x, 0), F.softmax(x.float(), 0))
+
+
+def test_a_type_that_is_asked_for_is_given() -> None:
+    quiet(nn.Linear(1, 1), opt_level="O1")
+    x = torch.ones(3).half()
+    assert torch.sum(x, dtype=torch.float64).dtype == torch.float64
+    assert torch.cumsum(x, 0, dtype=torch.float16).dtype == torch.float16
+    assert F.softmax(x, 0, dtype=torch.float64).dtype == torch.float64
+    assert torch.softmax(x, 0, torch.float16).dtype == torch.float16
+
+
+def test_doubles_and_integers_are_left_alone() -> None:
+    quiet(nn.Linear(1, 1), opt_level="O1")
+    double = torch.ones(2, 2, dtype=torch.float64)
+    assert (double @ double).dtype == torch.float64
+    assert torch.exp(double).dtype == torch.float64
+    assert torch.mv(double, double[0]).dtype == torch.float64
+    assert torch.sum(torch.ones(3, dtype=torch.int64)).dtype == torch.int64
+    assert torch.dot(torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)).dtype == torch.int64
+
+
+def test_allow_banned() -> None:
+    make = Make("cpu", torch.float16)
+    handle = amp.init(allow_banned=True)
+    loss = F.binary_cross_entropy(make.h(3), make.f(3))
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(0.6931, abs=1e-4)
+    handle._deactivate()
+    amp.init()
+    with pytest.raises(RuntimeError, match=r"register_float_function\(torch, 'sigmoid'\)"):
+        F.binary_cross_entropy(make.h(3), make.f(3))
+
+
+def test_the_advice_for_banned_functions_works() -> None:
+    amp.register_float_function(torch, "sigmoid")
+    model = quiet(nn.Linear(2, 1), opt_level="O1")
+    loss = F.binary_cross_entropy(torch.sigmoid(model(torch.randn(3, 2))), torch.ones(3, 1))
+    loss.backward()
+    assert model.weight.grad is not None
+
+
+def test_gradients_flow_through_the_kernels() -> None:
+    quiet(nn.Linear(1, 1), opt_level="O1")
+    x = torch.tensor([0.5, 1.0], dtype=torch.float16, requires_grad=True)
+    torch.exp(x).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.exp(x.detach().float()).half())
+
+
+def test_rules_end_with_the_session() -> None:
+    def registered() -> set[str]:
+        keys = ("AutocastCPU", "AutocastCUDA")
+        return {f"{key}:{name}" for key in keys for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)}
+
+    before = registered()
+    quiet(nn.Linear(1, 1), opt_level="O1")
+    assert registered() > before
+    amp.shutdown()
+    assert registered() == before
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.exp(torch.ones(2).half()).dtype == torch.float16
+        F.binary_cross_entropy(torch.full((2,), 0.5).half(), torch.ones(2))
+
+
+def test_rules_are_for_sessions_that_cast_functions() -> None:
+    quiet(nn.Linear(1, 1), opt_level="O2")
+    assert torch.exp(torch.ones(2).half()).dtype == torch.float16
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32

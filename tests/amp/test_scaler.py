@@ -1,0 +1,239 @@
+"""The loss scale: upstream's sequence step for step, bounds, static scales, and what clients read and write."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apex import amp
+from apex.amp._amp_state import _amp_state as state
+from apex.amp.scaler import LossScaler
+from apex.optimizers import FusedSGD
+from tests.amp.common import loss_of, overflow_at, quiet, small_model, train
+
+
+class Model:
+    """Upstream's rule in plain Python, from its documentation: doubles, no device."""
+
+    def __init__(self, scale: float, window: int, floor: float | None, ceiling: float, growth: float, backoff: float):
+        self.scale, self.good = min(ceiling, scale), 0
+        self.window, self.floor, self.ceiling, self.growth, self.backoff = window, floor, ceiling, growth, backoff
+
+    def update(self, overflow: bool) -> bool:
+        if overflow:
+            lowered = self.scale * self.backoff
+            self.scale = max(self.floor, lowered) if self.floor else lowered
+            self.good = 0
+        else:
+            self.good += 1
+        if self.good == self.window:
+            self.scale = min(self.ceiling, self.scale * self.growth)
+            self.good = 0
+        return overflow
+
+
+powers = st.integers(-6, 30).map(lambda exponent: 2.0**exponent)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    overflows=st.lists(st.booleans(), min_size=1, max_size=40),
+    start=powers,
+    window=st.integers(1, 6),
+    bounds=st.tuples(st.none() | st.just(0.0) | powers, powers),
+    growth=st.sampled_from([1.0, 2.0, 4.0]),
+    backoff=st.sampled_from([0.5, 0.25, 1.0]),
+)
+def test_sequence(overflows: list, start: float, window: int, bounds: tuple, growth: float, backoff: float) -> None:
+    floor, ceiling = bounds
+    ours = LossScaler("dynamic", start, growth, window, floor, ceiling, backoff_factor=backoff)
+    theirs = Model(start, window, floor, ceiling, growth, backoff)
+    for overflow in overflows:
+        ours.clear_overflow_state()
+        ours._overflow_buf.fill_(float(overflow))
+        assert ours.update_scale() is theirs.update(overflow)
+        assert (ours.loss_scale(), ours._unskipped) == (theirs.scale, theirs.good)
+
+
+@settings(max_examples=50, deadline=None)
+@given(overflows=st.lists(st.booleans(), min_size=1, max_size=30), growth=st.floats(1, 3), backoff=st.floats(0.3, 1))
+def test_sequence_with_factors_that_are_no_powers_of_two(overflows: list, growth: float, backoff: float) -> None:
+    """In float32, so to a rounding per change."""
+    ours = LossScaler("dynamic", 2.0**10, growth, 3, backoff_factor=backoff)
+    theirs = Model(2.0**10, 3, None, 2.0**24, growth, backoff)
+    for overflow in overflows:
+        ours._has_overflow = overflow
+        ours.update_scale()
+        theirs.update(overflow)
+        assert ours.loss_scale() == pytest.approx(theirs.scale, rel=1e-5)
+        assert ours._unskipped == theirs.good
+
+
+def test_static_scale_never_changes() -> None:
+    scaler = LossScaler(128.0)
+    for overflow in (True, False, True):
+        scaler._has_overflow = overflow
+        assert scaler.update_scale() is False
+    assert scaler.loss_scale() == 128.0
+    assert scaler._unskipped == 3  # upstream counts here too
+
+
+def test_options_of_initialize_reach_every_scaler() -> None:
+    quiet(
+        small_model(),
+        opt_level="O2",
+        num_losses=3,
+        dynamic_init_scale=2.0**10,
+        scale_growth_factor=4.0,
+        scale_backoff_factor=0.25,
+        scale_window=2,
+        min_loss_scale=2.0**7,
+        max_loss_scale=2.0**11,
+    )
+    assert len(state.loss_scalers) == 3
+    for scaler in state.loss_scalers:
+        sequence = []
+        for overflow in (True, True, False, False, False, False):
+            scaler._has_overflow = overflow
+            scaler.update_scale()
+            sequence.append(scaler.loss_scale())
+        assert sequence == [2.0**8, 2.0**7, 2.0**7, 2.0**9, 2.0**9, 2.0**11]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, FusedSGD])
+def test_sequence_in_training(level: str, kind: Any) -> None:
+    model = small_model()
+    model, optimizer = quiet(model, kind(model.parameters(), lr=0.01), opt_level=level, scale_window=3)
+    theirs = Model(2.0**16, 3, None, 2.0**24, 2.0, 0.5)
+    bad = {1, 2, 6}
+    for step in range(12):
+        train(model, optimizer, [step], overflow_at(*bad))
+        theirs.update(step in bad)
+        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": theirs.scale, "unskipped": theirs.good}}
+
+
+def test_attributes_that_clients_read_and_write() -> None:
+    model = small_model()
+    quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level="O2")
+    scaler = amp._amp_state.loss_scalers[0]
+    assert scaler._loss_scale == 2.0**16
+    assert scaler._scale_seq_len == 2000
+    assert scaler._max_loss_scale == 2.0**24
+    assert scaler.dynamic
+    scaler._loss_scale = 64.0
+    assert scaler.loss_scale() == 64.0
+    scaler._scale_seq_len = 1
+    assert scaler.update_scale() is False
+    assert scaler._loss_scale == 128.0
+    # As NVIDIA's BERT does after reducing gradients itself: an integer flag in the place of amp's.
+    flag, scaler._overflow_buf = scaler._overflow_buf, torch.tensor([1], dtype=torch.int32)
+    assert scaler.update_scale()
+    assert scaler._loss_scale == 64.0
+    scaler._overflow_buf = flag
+    scaler.clear_overflow_state()
+    assert not scaler._has_overflow
+
+
+def test_a_scale_set_outside_of_the_bounds() -> None:
+    scaler = LossScaler("dynamic", scale_window=2, min_loss_scale=2.0, max_loss_scale=8.0)
+    scaler._loss_scale = 64.0
+    scaler.update_scale()
+    assert scaler.loss_scale() == 64.0
+    scaler.update_scale()
+    assert scaler.loss_scale() == 8.0
+
+
+def test_an_update_scale_of_the_clients_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Projects that shard models replace it to ask all processes; its answer counts."""
+    calls = []
+
+    def update_scale(self: LossScaler) -> bool:
+        self._has_overflow = True  # another process had one
+        self._loss_scale = max(1.0, self._loss_scale / 2.0)
+        self._unskipped = 0
+        calls.append(self)
+        return True
+
+    monkeypatch.setattr(LossScaler, "update_scale", update_scale)
+    model = small_model()
+    model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level="O2")
+    before = model[0].weight.detach().clone()
+    train(model, optimizer, 1)
+    assert torch.equal(model[0].weight, before)
+    assert len(calls) == 1
+    assert state.loss_scalers[0].loss_scale() == 2.0**15
+
+
+def test_unscale_by_hand() -> None:
+    scaler = LossScaler("dynamic", init_scale=4.0)
+    grads, masters = [torch.tensor([4.0, 8.0]).half()], [torch.empty(2)]
+    scaler.unscale(grads, masters)
+    assert masters[0].tolist() == [1.0, 2.0]
+    scaler.unscale_with_stashed(grads, masters, masters)
+    assert masters[0].tolist() == [2.0, 4.0]
+    scaler.unscale_with_stashed(grads, masters, masters, scale_override=(2.0, 1.0, 1.0))
+    assert masters[0].tolist() == [4.0, 8.0]
+    scaler.unscale_python(grads, masters, 8.0)
+    assert masters[0].tolist() == [0.5, 1.0]
+    scaler.unscale_with_stashed_python(grads, masters, masters, 0.5, 2.0)
+    assert masters[0].tolist() == [3.0, 6.0]
+    assert not scaler._has_overflow
+    scaler.unscale([torch.tensor([float("nan")])], [torch.empty(1)])
+    assert scaler._has_overflow
+
+
+# state_dict ----------------------------------------------------------------------------------------------------------
+
+
+def test_state_dict_has_upstreams_layout() -> None:
+    quiet(small_model(), opt_level="O2", num_losses=2)
+    assert amp.state_dict() == {
+        "loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0},
+        "loss_scaler1": {"loss_scale": 65536.0, "unskipped": 0},
+    }
+    into: dict = {"other": 1}
+    assert amp.state_dict(into) is into
+    assert set(into) == {"other", "loss_scaler0", "loss_scaler1"}
+    assert "state_dict" in amp.__dict__
+
+
+def test_load_state_dict() -> None:
+    model = small_model()
+    model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level="O2", num_losses=2)
+    saved = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 5}, "loss_scaler1": {"loss_scale": 2.0, "unskipped": 0}}
+    amp.load_state_dict(saved)
+    assert amp.state_dict() == saved
+    for wrong, match in (
+        ({"loss_scaler0": saved["loss_scaler0"]}, "num_losses=1"),
+        ({**saved, "loss_scaler2": saved["loss_scaler0"]}, "num_losses=3"),
+        ({**saved, "something": {}}, "unexpected key"),
+        ({"loss_scaler0": {"loss_scale": 1.0}, "loss_scaler1": saved["loss_scaler1"]}, "unskipped"),
+        ({"loss_scaler0": saved["loss_scaler0"], "loss_scaler7": saved["loss_scaler1"]}, "loss_scaler7"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            amp.load_state_dict(wrong)
+        assert amp.state_dict() == saved
+    train(model, optimizer, 1)
+
+
+def test_before_initialize() -> None:
+    with pytest.raises(RuntimeError, match=r"before amp\.initialize"):
+        amp.load_state_dict({})
+    model = small_model()
+    with (
+        pytest.raises(RuntimeError, match=r"before amp\.initialize"),
+        amp.scale_loss(loss_of(model, 0), FusedSGD(model.parameters(), lr=0.1)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("loss_id", [2, -3, "0"])
+def test_unknown_loss(loss_id: Any) -> None:
+    model = small_model()
+    model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level="O2", num_losses=2)
+    with pytest.raises(IndexError, match="num_losses=2"), amp.scale_loss(loss_of(model, 0), optimizer, loss_id):
+        pass
+    train(model, optimizer, 1)
