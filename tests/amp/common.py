@@ -15,12 +15,13 @@ HALF = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16, "O4": tor
 def small_model(seed: int = 0, device: str = "cpu") -> nn.Sequential:
     """Two linear layers with a batch norm between them."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)).to(device)
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)).to(device)
 
 
 def batch(step: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randn(5, 6, generator=generator).to(device), torch.randn(5, 4, generator=generator).to(device)
+    """Inputs, and targets that can be learned."""
+    inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(1000 + step))
+    return inputs.to(device), (inputs[:, :4] - inputs[:, 2:]).to(device)
 
 
 def loss_of(model: nn.Module, step: int, factor: float = 1.0) -> Tensor:

@@ -56,7 +56,7 @@ def test_several_optimizers_for_one_model() -> None:
     first.step()
     second.step()
     moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
-    assert moved == [True, False, False, False, True, True]  # a bias before a batch norm has no gradient
+    assert moved == [True, False, False, True, True]
 
 
 def test_signature_is_upstreams() -> None:

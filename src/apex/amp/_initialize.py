@@ -121,6 +121,9 @@ def _check_optimizers(models: list[nn.Module], optimizers: list[Any]) -> None:
             raise TypeError(f"optimizers must be an optimizer or a list of them, not {type(optimizer).__name__}")
         if type(optimizer).__name__ == "FP16_Optimizer":
             raise RuntimeError("an FP16_Optimizer does mixed precision itself; give amp.initialize the bare optimizer")
+        if getattr(innermost(optimizer), "_refuses_amp", False):
+            kind = type(innermost(optimizer))
+            raise RuntimeError(f"{kind.__module__}.{kind.__name__} is not for amp; apex.optimizers.{kind.__name__} is")
         params = _model_params(optimizer)
         if models and params and not any(id(param) in known for param in params):
             raise RuntimeError(

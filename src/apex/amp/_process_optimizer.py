@@ -191,7 +191,7 @@ def _amp_step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: An
 def _flagged_step(inner: Any, noop: Tensor | None, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if noop is None:
         return step(*args, **kwargs)
-    inner.found_inf, inner.grad_scale = noop, None
+    inner.found_inf, inner.grad_scale = noop.reshape(()), None
     try:
         return step(*args, **kwargs)
     finally:

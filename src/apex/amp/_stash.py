@@ -145,7 +145,7 @@ def after_backward(stash: AmpOptimizerState, scaler: LossScaler) -> list[Counted
         if gradient is None:
             continue
         if gradient.layout != torch.strided:
-            master.grad = _plus(ways.sparse(param, gradient, torch.float32), master.grad)
+            ways.add_sparse(param, gradient, master, master.grad)
         elif master.grad is None:
             master.grad = torch.empty_like(master)
             ways.add("fresh", param, gradient, master.grad)
@@ -156,7 +156,7 @@ def after_backward(stash: AmpOptimizerState, scaler: LossScaler) -> list[Counted
         if gradient is None:
             param.grad = earlier
         elif gradient.layout != torch.strided:
-            ways.later.append((param, ways.sparse(param, gradient, gradient.dtype), earlier))
+            ways.add_sparse(param, gradient, param, earlier)
         elif earlier is None:
             ways.add("in place", param, gradient, gradient)
         else:
@@ -199,8 +199,8 @@ class _Ways:
 
     def __init__(self) -> None:
         self._lists: dict[Any, _Lists] = {}
-        # Sparse gradients to be added to earlier ones.
-        self.later: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        # Sparse gradients to be given to parameters, and what was there before.
+        self._later: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def add(self, way: str, param: Tensor, grad: Tensor, output: Tensor, earlier: Tensor | None = None) -> None:
         lists = self._lists.setdefault((way, grad.dtype, grad.device), _Lists())
@@ -210,12 +210,14 @@ class _Ways:
         if earlier is not None:
             lists.earlier.append(earlier)
 
-    def sparse(self, param: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """A sparse gradient whose values will be unscaled."""
+    def add_sparse(self, param: Tensor, gradient: Tensor, target: Tensor, earlier: Tensor | None) -> None:
+        """A sparse gradient, of which the values are unscaled, for `target`."""
         gradient = gradient.coalesce()
-        values = gradient.values().to(dtype, copy=True)
+        values = gradient.values().to(target.dtype, copy=True)
         self.add("in place", param, values, values)
-        return torch.sparse_coo_tensor(gradient.indices(), values, gradient.shape, is_coalesced=True)
+        shape, indices = gradient.shape, gradient.indices()
+        new = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
+        self._later.append((target, new, earlier))
 
     def run(self, scaler: LossScaler, scale: Tensor | None) -> list[Counted]:
         """Divides by the scaler's scale, or by `scale`."""
@@ -236,10 +238,6 @@ class _Ways:
                     culprits=culprits,
                 )
             counted.append(Counted(lists.params, culprits))
-        for param, gradient, earlier in self.later:
-            param.grad = _plus(gradient, earlier)
+        for target, gradient, earlier in self._later:
+            target.grad = gradient if earlier is None else earlier + gradient
         return counted
-
-
-def _plus(gradient: Tensor, earlier: Tensor | None) -> Tensor:
-    return gradient if earlier is None else earlier + gradient

@@ -47,24 +47,23 @@ def scale_loss(
         return
     optimizer_list = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
     scaler = _scaler(loss_id)
-    has_masters = any(
-        _stash_of(optimizer).has_masters for optimizer in optimizer_list if hasattr(optimizer, "_amp_stash")
-    )
-    if not has_masters and not scaler.dynamic and scaler.loss_scale() == 1.0:
+    stashes = [_stash_of(optimizer) for optimizer in optimizer_list if hasattr(optimizer, "_amp_stash")]
+    moves_gradients = any(stash.has_masters or stash.combined is not None for stash in stashes)
+    if not moves_gradients and not scaler.dynamic and scaler.loss_scale() == 1.0:
         with _casting.casts(False):
             yield loss.float()
         return
     _check_optimizers(optimizer_list)
     scaler.to(loss.device)
-    for optimizer in optimizer_list:
-        if not _stash_of(optimizer).params_have_scaled_gradients:
-            optimizer._prepare_amp_backward()
+    prepared = [optimizer for optimizer in optimizer_list if not _stash_of(optimizer).params_have_scaled_gradients]
+    for optimizer in prepared:
+        optimizer._prepare_amp_backward()
     _reports.read()
     try:
         with _casting.casts(False):
             yield loss.float() * scaler.scale_tensor().reshape(())
     except BaseException:
-        for optimizer in optimizer_list:
+        for optimizer in prepared:
             after_failure(_stash_of(optimizer))
         raise
     if delay_unscale:

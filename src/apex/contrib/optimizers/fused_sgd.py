@@ -24,6 +24,9 @@ class FusedSGD(GivenOptimizer):
     part of the interface alone.
     """
 
+    # amp.initialize refuses it, as `step` would.
+    _refuses_amp = True
+
     def __init__(
         self,
         params: Any,

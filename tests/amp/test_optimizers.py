@@ -1,0 +1,436 @@
+"""Every optimizer under amp: masters, skipped steps, closures, groups, frozen parameters; none waits needlessly."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import apex.contrib.optimizers
+import apex.optimizers
+from apex import amp
+from apex.amp._amp_state import _amp_state as state
+from apex.optimizers import FusedAdam, FusedSGD
+from apex.parallel import LARC
+from tests.amp.common import assert_same, loss_of, overflow_at, quiet, small_model, train, values
+
+Maker = Callable[[Any], Any]
+
+
+def _makers() -> dict[str, Maker]:
+    found: dict[str, Maker] = {}
+    for package, prefix in ((apex.optimizers, "apex"), (torch.optim, "torch")):
+        for name in sorted(package.__all__ if prefix == "apex" else dir(torch.optim)):
+            kind = getattr(package, name)
+            if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+                found[f"{prefix}.{name}"] = kind
+    for name in ("LBFGS", "SparseAdam"):  # tests of their own below
+        found.pop(f"torch.{name}")
+    for name in ("FusedAdam", "FusedLAMB"):
+        found[f"contrib.{name}"] = getattr(apex.contrib.optimizers, name)
+    found["LARC(torch.SGD)"] = lambda params, lr: LARC(torch.optim.SGD(params, lr=lr, momentum=0.9))
+    found["LARC(FusedSGD)"] = lambda params, lr: LARC(FusedSGD(params, lr=lr, momentum=0.9))
+    found["FusedSGD(materialize_master_grads=False)"] = lambda params, lr: FusedSGD(
+        params, lr=lr, momentum=0.9, materialize_master_grads=False
+    )
+    return found
+
+
+MAKERS = _makers()
+
+
+def make(name: str, params: Any) -> Any:
+    if name == "torch.Muon":  # for matrices only
+        params = [param for param in params if param.dim() == 2]
+    if name == "apex.NpuFusedBertAdam":
+        return MAKERS[name](params, lr=0.01, t_total=-1)
+    return MAKERS[name](params, lr=0.01)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_trains_with_masters(name: str) -> None:
+    """O2 with overflows at the second step follows the same optimizer in float32 that never saw that step."""
+    plain, model = small_model(), small_model()
+    optimizer = make(name, plain.parameters())
+    for step in (0, 2, 3, 4):
+        optimizer.zero_grad()
+        loss_of(plain, step).backward()
+        optimizer.step()
+    model, optimizer = quiet(model, make(name, model.parameters()), opt_level="O2")
+    losses = train(model, optimizer, 5, overflow_at(1))
+    assert state.loss_scalers[0].loss_scale() == 2.0**15
+    assert losses[4] < losses[0] * 3
+    stash = optimizer._amp_stash
+    for param, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
+        assert torch.equal(param, master.half())
+    expected = torch.cat([p.detach().flatten() for p in plain.parameters()])
+    saved = model.state_dict()
+    found = torch.cat([saved[name].flatten() for name, _ in model.named_parameters()])
+    # Adam-like steps follow the sign of gradients that half precision may turn around.
+    assert (found - expected).abs().max() <= 0.1
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_overflow_changes_nothing(name: str) -> None:
+    model = small_model()
+    model, optimizer = quiet(model, make(name, model.parameters()), opt_level="O2")
+    train(model, optimizer, 2)
+    before = values(model.parameters()), copy.deepcopy(optimizer.state_dict()["state"])
+    train(model, optimizer, [2], overflow_at(2))
+    assert_same(before[0], model.parameters())
+    after = optimizer.state_dict()["state"]
+    for index, states in before[1].items():
+        for key, value in states.items():
+            if isinstance(value, Tensor):
+                assert torch.equal(value, after[index][key]), key
+
+
+@pytest.mark.parametrize("level", ["O1", "O3", "O4", "O5"])
+@pytest.mark.parametrize("name", ["torch.SGD", "torch.Adam", "apex.FusedAdam", "apex.FusedSGD", "apex.FusedLAMB"])
+def test_other_levels(level: str, name: str) -> None:
+    """Losses follow those of float32."""
+    if (level, name) == ("O3", "torch.Adam"):
+        pytest.skip("its second moments and its eps do not fit in float16; FusedAdam keeps them in float32")
+    losses = {}
+    for each in ("O0", level):
+        model = small_model()
+        model, optimizer = quiet(model, make(name, model.parameters()), opt_level=each)
+        losses[each] = train(model, optimizer, 6)
+        amp.shutdown()
+    assert losses[level] == pytest.approx(losses["O0"], rel=0.02)
+
+
+def test_an_optimizer_that_is_not_for_amp() -> None:
+    model = small_model()
+    with pytest.raises(RuntimeError, match=r"apex\.optimizers\.FusedSGD is"):
+        quiet(model, apex.contrib.optimizers.FusedSGD(model.parameters(), lr=0.1), opt_level="O2")
+    assert model[0].weight.dtype == torch.float32
+
+
+def test_sparse_gradients() -> None:
+    for level, scale in (("O1", "dynamic"), ("O2", "dynamic"), ("O2", 1.0)):
+        torch.manual_seed(0)
+        model = nn.Embedding(10, 4, sparse=True)
+        reference = copy.deepcopy(model)
+        model, optimizer = quiet(
+            model,
+            torch.optim.SparseAdam(model.parameters(), lr=0.01),
+            opt_level=level,
+            loss_scale=scale,
+            dynamic_init_scale=128.0,
+        )
+        theirs = torch.optim.SparseAdam(reference.parameters(), lr=0.01)
+        for step in range(3):
+            index = torch.tensor([step, 3, 3])
+            optimizer.zero_grad()
+            theirs.zero_grad()
+            for _ in range(2):  # accumulated
+                with amp.scale_loss(model(index).float().sum(), optimizer) as scaled:
+                    scaled.backward()
+                reference(index).sum().backward()
+            optimizer.step()
+            theirs.step()
+        torch.testing.assert_close(model.state_dict()["weight"], reference.weight.detach(), atol=1e-5, rtol=1e-5)
+        with amp.scale_loss(model(index).float().sum() * float("inf"), optimizer) as scaled:
+            scaled.backward()
+        before = values(model.parameters())
+        if scale == "dynamic":
+            optimizer.step()
+        assert_same(before, model.parameters())
+        amp.shutdown()
+
+
+# Waiting -------------------------------------------------------------------------------------------------------------
+
+
+def host_knows(optimizer: Any, model: nn.Module) -> bool:
+    """Whether the host was told of an overflow before the step."""
+    with amp.scale_loss(loss_of(model, 0, float("inf")), optimizer) as scaled:
+        scaled.backward()
+    return optimizer._amp_stash.already_patched
+
+
+@pytest.mark.parametrize(
+    ("name", "waits"),
+    [("apex.FusedAdam", False), ("apex.FusedLAMB", False), ("LARC(FusedSGD)", False), ("torch.SGD", True),
+     ("LARC(torch.SGD)", True), ("contrib.FusedAdam", True)],
+)  # fmt: skip
+def test_only_optimizers_that_take_no_flag_wait(name: str, waits: bool) -> None:
+    model = small_model()
+    model, optimizer = quiet(model, make(name, model.parameters()), opt_level="O2")
+    before = values(model.parameters())
+    assert host_knows(optimizer, model) is waits
+    assert (optimizer._amp_stash.noop is None) is waits
+    optimizer.step()
+    assert_same(before, model.parameters())
+    assert optimizer._amp_stash.noop is None
+    assert not optimizer._amp_stash.already_patched
+
+
+def test_torchs_fused_adam_takes_the_flag() -> None:
+    model = small_model()
+    model, optimizer = quiet(model, torch.optim.Adam(model.parameters(), lr=0.01, fused=True), opt_level="O2")
+    before = values(model.parameters())
+    assert host_knows(optimizer, model) is False
+    optimizer.step()
+    assert_same(before, model.parameters())
+    train(model, optimizer, 2)
+    assert not torch.equal(before[0], model[0].weight)
+
+
+# The pass that writes the model --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["apex.FusedAdam", "apex.FusedLAMB", "apex.FusedNovoGrad", "LARC(FusedSGD)"])
+def test_fused_optimizers_write_the_model_themselves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    model, optimizer = quiet(model, make(name, model.parameters()), opt_level="O5")
+    monkeypatch.setattr("apex.amp._process_optimizer._masters_to_model", lambda self: pytest.fail("an extra pass"))
+    before = model[0].weight.detach().clone()
+    train(model, optimizer, 2)
+    assert not torch.equal(before, model[0].weight)
+    for param, master in zip(
+        optimizer._amp_stash.all_fp16_params, optimizer._amp_stash.all_fp32_from_fp16_params, strict=True
+    ):
+        assert torch.equal(param, master.bfloat16())
+
+
+def test_a_subclass_with_a_step_of_its_own() -> None:
+    """Written for the original: it calls the kernel, which knows nothing of the model."""
+
+    class Own(FusedAdam):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            with torch.no_grad():
+                for param in self.param_groups[0]["params"]:
+                    param.sub_(param.grad, alpha=0.1)
+
+    model = small_model()
+    model, optimizer = quiet(model, Own(model.parameters()), opt_level="O2")
+    before = model[0].weight.detach().clone()
+    train(model, optimizer, 1)
+    assert not torch.equal(before, model[0].weight)
+    assert torch.equal(model[0].weight, optimizer._amp_stash.all_fp32_from_fp16_params[0].half())
+
+
+def test_masters_start_from_the_exact_weights() -> None:
+    model = small_model()
+    exact = values(model.parameters())
+    model, optimizer = quiet(model, FusedAdam(model.parameters()), opt_level="O2")
+    assert_same(exact, amp.master_params(optimizer))
+    assert_same([exact[0].half()], [model[0].weight])
+
+
+# FusedSGD that unscales itself ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_without_materialized_master_gradients(passes: int) -> None:
+    """The same numbers, up to the rounding of sums in half precision; no float32 gradients of half parameters."""
+    results = []
+    for materialize in (True, False):
+        model = small_model()
+        sgd = FusedSGD(model.parameters(), lr=0.1, momentum=0.9, materialize_master_grads=materialize)
+        model, optimizer = quiet(model, sgd, opt_level="O2", scale_window=2)
+        for step in range(4):
+            optimizer.zero_grad()
+            for part in range(passes):
+                with amp.scale_loss(loss_of(model, step * passes + part), optimizer) as scaled:
+                    scaled.backward()
+            assert all((m.grad is None) != materialize for m in optimizer._amp_stash.all_fp32_from_fp16_params)
+            assert optimizer.scale_set_by_backward is not materialize
+            optimizer.step()
+            assert optimizer.most_recent_scale == 1.0
+            assert not optimizer.scale_set_by_backward
+        results.append(values(amp.master_params(optimizer)))
+        amp.shutdown()
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-7 if passes == 1 else 1e-3)
+
+
+def test_a_skipped_step_forgets_the_scale() -> None:
+    model = small_model()
+    sgd = LARC(FusedSGD(model.parameters(), lr=0.1, materialize_master_grads=False))
+    model, optimizer = quiet(model, sgd, opt_level="O2")
+    train(model, optimizer, 3, overflow_at(1))
+    assert optimizer.optim.most_recent_scale == 1.0
+
+
+# Closures ------------------------------------------------------------------------------------------------------------
+
+
+def amp_lines(model: nn.Module, optimizer: Any, step: int, bad: tuple[int, ...]) -> Tensor:
+    optimizer.zero_grad()
+    loss = loss_of(model, step, overflow_at(*bad)(step))
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    return loss
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, FusedAdam], ids=["SGD", "FusedAdam"])
+def test_closures(level: str, kind: Any) -> None:
+    """A closure with the amp lines in it does what they do before a step, overflow included."""
+    bad = (1,) if level in ("O1", "O2") else ()
+    results = []
+    for with_closure in (False, True):
+        model = small_model()
+        model, optimizer = quiet(model, kind(model.parameters(), lr=0.05), opt_level=level)
+        if with_closure:
+            for step in range(4):
+                returned = optimizer.step(functools.partial(amp_lines, model, optimizer, step, bad))
+                assert isinstance(returned, Tensor)
+        else:
+            train(model, optimizer, 4, overflow_at(*bad))
+        results.append(values(amp.master_params(optimizer)))
+        amp.shutdown()
+    assert_same(*results)
+
+
+def test_lbfgs() -> None:
+    model = small_model()
+    model, optimizer = quiet(model, torch.optim.LBFGS(model.parameters(), lr=0.1), opt_level="O4")
+    calls = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+    assert len(calls) > 1
+    for level in ("O1", "O2"):
+        model = small_model()
+        model, optimizer = quiet(model, torch.optim.LBFGS(model.parameters(), lr=0.1), opt_level=level)
+        with pytest.raises(RuntimeError, match="LBFGS"):
+            optimizer.step(closure)
+
+
+# Groups and frozen parameters ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, FusedAdam], ids=["SGD", "FusedAdam"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_add_param_group(level: str, kind: Any) -> None:
+    model = small_model()
+    optimizer = kind(model[0].parameters(), lr=0.1)
+    model, optimizer = quiet(model, optimizer, opt_level=level)
+    train(model, optimizer, 1)
+    optimizer.add_param_group({"params": model[3].parameters(), "lr": 0.5})
+    optimizer.add_param_group({"params": model[1].weight})
+    before = values(model.parameters())
+    train(model, optimizer, 1)
+    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert moved == [True, True, False, True, True]
+    assert optimizer.param_groups[1]["lr"] == 0.5
+    assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
+    assert len(list(amp.master_params(optimizer))) == 4
+    with pytest.raises(TypeError, match="order"):
+        optimizer.add_param_group({"params": {model[1].bias}})
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, FusedAdam], ids=["SGD", "FusedAdam"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_parameters_that_are_unfrozen_later(level: str, kind: Any) -> None:
+    model = small_model()
+    model[0].weight.requires_grad_(False)
+    model, optimizer = quiet(model, kind(model.parameters(), lr=0.1), opt_level=level)
+    frozen = model[0].weight.detach().clone()
+    train(model, optimizer, 2)
+    assert torch.equal(frozen, model[0].weight)
+    model[0].weight.requires_grad_(True)
+    train(model, optimizer, 2)
+    assert not torch.equal(frozen, model[0].weight)
+    # A step on scaled gradients would have gone to the moon.
+    assert (frozen - model[0].weight).abs().max() < 1.0
+    assert all(p.dtype == torch.float32 for p in amp.master_params(optimizer))
+
+
+def test_state_from_before_initialize() -> None:
+    for level in ("O2", "O3"):
+        for kind in (torch.optim.Adam, FusedAdam):
+            model = small_model()
+            optimizer = kind(model.parameters(), lr=0.01)
+            loss_of(model, 0).backward()
+            optimizer.step()
+            moment = optimizer.state[model[0].weight]["exp_avg"].clone()
+            model, optimizer = quiet(model, optimizer, opt_level=level)
+            master = next(amp.master_params(optimizer))
+            found = optimizer.state[master]["exp_avg"]
+            torch.testing.assert_close(found.float(), moment, rtol=1e-3, atol=1e-6)
+            train(model, optimizer, 2)
+            amp.shutdown()
+
+
+def test_zero_grad() -> None:
+    model = small_model()
+    model, optimizer = quiet(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2")
+    for set_to_none in (True, False):
+        with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+            scaled.backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        params = (*model.parameters(), *amp.master_params(optimizer))
+        if set_to_none:
+            assert all(param.grad is None for param in params)
+        else:
+            assert all(param.grad is not None and not param.grad.any() for param in params)
+
+
+def test_a_step_after_backward_without_scale_loss() -> None:
+    model = small_model()
+    model, optimizer = quiet(model, FusedAdam([*model[0].parameters()], lr=0.1), opt_level="O2")
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"amp\.scale_loss"):
+        optimizer.step()
+
+
+def test_schedulers_before_and_after() -> None:
+    for first in (True, False):
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if first:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model, optimizer = quiet(model, optimizer, opt_level="O2")
+        if not first:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        train(model, optimizer, 1)
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+        amp.shutdown()
+        optimizer.step()
+
+
+def test_copies_of_an_optimizer_are_plain() -> None:
+    for kind in (torch.optim.SGD, FusedAdam):
+        model = small_model()
+        model, optimizer = quiet(model, kind(model.parameters(), lr=0.1), opt_level="O2")
+        train(model, optimizer, 1)
+        twin = copy.deepcopy(optimizer)
+        before = values(amp.master_params(optimizer))
+        for param in amp.master_params(twin):
+            param.grad = torch.ones_like(param)
+        twin.step()
+        assert_same(before, amp.master_params(optimizer))
+        assert not torch.equal(before[0], next(amp.master_params(twin)))
+        amp.shutdown()
+
+
+def test_upstreams_stash() -> None:
+    model = small_model()
+    optimizer = FusedAdam(model.parameters())
+    assert not hasattr(optimizer, "_amp_stash")
+    assert not hasattr(optimizer, "_lazy_init_maybe_master_weights")
+    model, optimizer = quiet(model, optimizer, opt_level="O2")
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+    assert [p.dtype for p in optimizer._amp_stash.all_fp32_from_fp16_params] == [torch.float32] * 3
+    assert [p.dtype for p in optimizer._amp_stash.all_fp16_params] == [torch.float16] * 3
+    assert len(optimizer._amp_stash.all_fp32_from_fp32_params) == 2
+    optimizer._amp_stash.all_fp32_from_fp16_params[0].data.fill_(2.0)
+    optimizer._master_params_to_model_params()
+    assert (model[0].weight == 2).all()
