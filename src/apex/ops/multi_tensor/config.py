@@ -13,6 +13,10 @@ SINGLE_LIST_BLOCK = 4096
 INTERPRETER_BLOCK = 64
 WARPS = 4
 
+# A measuring program writes one partial sum per quantity; more programs than this walk over several blocks each, so
+# that the sums of any model take less than a megabyte.
+MEASURING_PROGRAMS = 1 << 16
+
 # Up to this many partial sums one program adds up all; more are added up per tensor first.
 TOTAL_AT_ONCE = 16384
 
@@ -25,3 +29,10 @@ def block(facts: DeviceFacts, lists: int) -> int:
     if facts.backend == "interpreter":
         return INTERPRETER_BLOCK
     return SINGLE_LIST_BLOCK if lists == 1 else BLOCK
+
+
+def blocks_together(facts: DeviceFacts, blocks: int) -> int:
+    """How many blocks a measuring program walks over, of so many in all: a power of two."""
+    if facts.backend == "interpreter":
+        return 2  # so that tests see a loop
+    return 1 << max(0, (blocks - 1) // MEASURING_PROGRAMS).bit_length()

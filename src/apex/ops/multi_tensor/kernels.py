@@ -86,15 +86,16 @@ def _not_finite(x):
 
 
 @triton.jit
-def _measure(terms, at, mask, MAXIMUM: tl.constexpr, MASKED: tl.constexpr):
+def _measure(terms, before, mask, MAXIMUM: tl.constexpr, MASKED: tl.constexpr):
+    """What was found before and in these terms."""
     if MASKED:
         terms = tl.where(mask, terms, 0.0)
     if MAXIMUM:
-        # tl.max does not promise to let a NaN through.
-        found = tl.max(terms, axis=0) + tl.sum(tl.where(terms == terms, 0.0, terms), axis=0)
+        # tl.max and tl.maximum do not promise to let a NaN through.
+        unknown = tl.sum(tl.where(terms == terms, 0.0, terms), axis=0) + tl.where(before == before, 0.0, before)
+        found = tl.maximum(tl.max(terms, axis=0), before) + unknown
     else:
-        found = tl.sum(terms, axis=0)
-    tl.store(at, found)
+        found = before + tl.sum(terms, axis=0)
     return found
 
 
@@ -106,6 +107,10 @@ def _block(
     tensor,
     offset,
     size,
+    q0,
+    q1,
+    q2,
+    q3,
     RULE: tl.constexpr,
     FLAGS: tl.constexpr,
     ON_DEVICE: tl.constexpr,
@@ -121,7 +126,7 @@ def _block(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    table, moving, grad_scale, scalars, whole, partials, overflow, culprits = tensors
+    table, moving, grad_scale, scalars, whole, overflow, culprits = tensors
     s0, s1, s2, s3, s4, s5, s6, s7 = numbers
     if ON_DEVICE[0]:
         s0 = tl.load(scalars)
@@ -204,17 +209,13 @@ def _block(
     numbers = (s0, s1, s2, s3, s4, s5, s6, s7)
     if QUANTITIES > 0:
         values, terms = RULE(values, (w0, w1), numbers, FLAGS)
-        out = partials + tl.program_id(0).to(tl.int64) * QUANTITIES
-        found = _measure(terms[0], out, mask, MAXIMUM, MASKED)
-        if CHECKS[0]:
-            if not (tl.abs(found) < float("inf")):
-                tl.store(overflow, 1)
+        q0 = _measure(terms[0], q0, mask, MAXIMUM, MASKED)
         if QUANTITIES > 1:
-            _measure(terms[1], out + 1, mask, MAXIMUM, MASKED)
+            q1 = _measure(terms[1], q1, mask, MAXIMUM, MASKED)
         if QUANTITIES > 2:
-            _measure(terms[2], out + 2, mask, MAXIMUM, MASKED)
+            q2 = _measure(terms[2], q2, mask, MAXIMUM, MASKED)
         if QUANTITIES > 3:
-            _measure(terms[3], out + 3, mask, MAXIMUM, MASKED)
+            q3 = _measure(terms[3], q3, mask, MAXIMUM, MASKED)
     else:
         values = RULE(values, (w0, w1), numbers, FLAGS)
 
@@ -234,6 +235,91 @@ def _block(
         _store(p3, offset, x3, mask, TYPES[3], MASKED, BLOCK)
     if WRITES[4]:
         _store(p4, offset, x4, mask, TYPES[4], MASKED, BLOCK)
+    return q0, q1, q2, q3
+
+
+@triton.jit
+def _block_or_end(
+    tensors,
+    numbers,
+    seed,
+    tensor,
+    offset,
+    size,
+    q0,
+    q1,
+    q2,
+    q3,
+    RULE: tl.constexpr,
+    FLAGS: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    READS: tl.constexpr,
+    WRITES: tl.constexpr,
+    CHECKS: tl.constexpr,
+    QUANTITIES: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    TYPES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Loads under a mask are not vectorised, which costs 60% on large tensors: only a tensor's last block has one.
+    if offset + BLOCK <= size:
+        q0, q1, q2, q3 = _block(
+            tensors,
+            numbers,
+            seed,
+            tensor,
+            offset,
+            size,
+            q0,
+            q1,
+            q2,
+            q3,
+            RULE,
+            FLAGS,
+            ON_DEVICE,
+            READS,
+            WRITES,
+            CHECKS,
+            QUANTITIES,
+            MAXIMUM,
+            TYPES,
+            ROWS,
+            ALIGNED,
+            STOCHASTIC,
+            BLOCK,
+            MASKED=False,
+        )
+    else:
+        q0, q1, q2, q3 = _block(
+            tensors,
+            numbers,
+            seed,
+            tensor,
+            offset,
+            size,
+            q0,
+            q1,
+            q2,
+            q3,
+            RULE,
+            FLAGS,
+            ON_DEVICE,
+            READS,
+            WRITES,
+            CHECKS,
+            QUANTITIES,
+            MAXIMUM,
+            TYPES,
+            ROWS,
+            ALIGNED,
+            STOCHASTIC,
+            BLOCK,
+            MASKED=True,
+        )
+    return q0, q1, q2, q3
 
 
 @kernel
@@ -271,8 +357,9 @@ def apply_rule(
     ALIGNED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """`RULE` on one block of one tensor of each list.
+    """`RULE` on up to BLOCKS blocks, one after the other, of one tensor of each list.
 
     READS, WRITES and CHECKS say for each slot whether it is; CHECKS[0] stands for what is measured first. TYPES has a
     slot's type (None without a list) and, last, the type of a list that gets a copy of slot 0.
@@ -282,19 +369,26 @@ def apply_rule(
             return
     program = tl.program_id(0).to(tl.int64)
     tensor = tl.load(programs + 2 * program)
-    offset = tl.load(programs + 2 * program + 1).to(tl.int64) * BLOCK
+    offset = tl.load(programs + 2 * program + 1).to(tl.int64) * (BLOCK * BLOCKS)
     size = tl.load(table + tensor * ROWS)
-    tensors = (table, moving, grad_scale, scalars, whole, partials, overflow, culprits)
+    tensors = (table, moving, grad_scale, scalars, whole, overflow, culprits)
     numbers = (s0, s1, s2, s3, s4, s5, s6, s7)
-    # Loads under a mask are not vectorised, which costs 60% on large tensors: only a tensor's last block has one.
-    if offset + BLOCK <= size:
-        _block(
+    q0 = tl.full((), 0.0, tl.float32)
+    q1 = tl.full((), 0.0, tl.float32)
+    q2 = tl.full((), 0.0, tl.float32)
+    q3 = tl.full((), 0.0, tl.float32)
+    if BLOCKS == 1:
+        q0, q1, q2, q3 = _block_or_end(
             tensors,
             numbers,
             seed,
             tensor,
             offset,
             size,
+            q0,
+            q1,
+            q2,
+            q3,
             RULE,
             FLAGS,
             ON_DEVICE,
@@ -308,31 +402,49 @@ def apply_rule(
             ALIGNED,
             STOCHASTIC,
             BLOCK,
-            MASKED=False,
         )
     else:
-        _block(
-            tensors,
-            numbers,
-            seed,
-            tensor,
-            offset,
-            size,
-            RULE,
-            FLAGS,
-            ON_DEVICE,
-            READS,
-            WRITES,
-            CHECKS,
-            QUANTITIES,
-            MAXIMUM,
-            TYPES,
-            ROWS,
-            ALIGNED,
-            STOCHASTIC,
-            BLOCK,
-            MASKED=True,
-        )
+        # Bounded by a value of run time: a loop of a constant number would be unrolled until registers spill.
+        stop = tl.minimum(size, offset + BLOCK * BLOCKS)
+        while offset < stop:
+            q0, q1, q2, q3 = _block_or_end(
+                tensors,
+                numbers,
+                seed,
+                tensor,
+                offset,
+                size,
+                q0,
+                q1,
+                q2,
+                q3,
+                RULE,
+                FLAGS,
+                ON_DEVICE,
+                READS,
+                WRITES,
+                CHECKS,
+                QUANTITIES,
+                MAXIMUM,
+                TYPES,
+                ROWS,
+                ALIGNED,
+                STOCHASTIC,
+                BLOCK,
+            )
+            offset += BLOCK
+    if QUANTITIES > 0:
+        out = partials + program * QUANTITIES
+        tl.store(out, q0)
+        if CHECKS[0]:
+            if not (tl.abs(q0) < float("inf")):
+                tl.store(overflow, 1)
+        if QUANTITIES > 1:
+            tl.store(out + 1, q1)
+        if QUANTITIES > 2:
+            tl.store(out + 2, q2)
+        if QUANTITIES > 3:
+            tl.store(out + 3, q3)
 
 
 @kernel

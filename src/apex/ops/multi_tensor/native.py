@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import rules
-from .rule import Rule
+from .rule import GRADIENT, Rule
 
 if TYPE_CHECKING:
     from .torch_lists import TorchLists
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _NEVER_CORRECTED = 1e9
 
 
-def _adam(lists: TorchLists, hyper: dict[str, Any], flags: tuple[bool, ...]) -> None:
-    params, grads, first, second, peaks = cast(Any, lists.slots)
+def _adam(slots: Sequence[Any], hyper: dict[str, Any], flags: tuple[bool, ...]) -> None:
+    params, grads, first, second, peaks = slots
     corrected = hyper.get("bias_correction", True)
     step = torch.tensor(float(hyper["step"]) if corrected else _NEVER_CORRECTED)
     function = torch._fused_adamw_ if flags[0] else torch._fused_adam_
@@ -60,8 +60,8 @@ def _fair_decay(lr: float, weight_decay: float, step: int) -> float:
     return (1 - (below + up) * unit) / lr
 
 
-def _sgd(lists: TorchLists, hyper: dict[str, Any], flags: tuple[bool, ...]) -> None:
-    params, grads, buffers = cast(Any, lists.slots[:3])
+def _sgd(slots: Sequence[Any], hyper: dict[str, Any], flags: tuple[bool, ...]) -> None:
+    params, grads, buffers = slots[:3]
     torch._fused_sgd_(
         params,
         grads,
@@ -76,8 +76,8 @@ def _sgd(lists: TorchLists, hyper: dict[str, Any], flags: tuple[bool, ...]) -> N
     )
 
 
-def _adagrad(lists: TorchLists, hyper: dict[str, Any], flags: tuple[bool, ...]) -> None:
-    params, grads, sums = cast(Any, lists.slots[:3])
+def _adagrad(slots: Sequence[Any], hyper: dict[str, Any], flags: tuple[bool, ...]) -> None:
+    params, grads, sums = slots[:3]
     torch._fused_adagrad_(
         params,
         grads,
@@ -108,21 +108,42 @@ def apply(
     grad_scale: Tensor | None,
     seed: int | None,
 ) -> bool:
-    """Runs PyTorch's fused step if it computes this rule on these lists; says whether it did."""
+    """Runs PyTorch's fused step if it computes this rule on these lists; says whether it did.
+
+    Gradients of another dtype, or that are to be scaled, are copied for it, as many at once as bound the copies.
+    """
     function = _FUNCTIONS.get(rule)
-    if function is None or lists.device.type != "cpu" or lists.copy or grad_scale is not None or seed is not None:
+    if function is None or lists.device.type != "cpu" or seed is not None:
         return False
     if not lists.same_layout:  # PyTorch's loops run over memory and know no strides
         return False
-    used = [tensors for tensors in lists.slots if tensors]
-    if any(
-        tensors[0].dtype not in (torch.float32, torch.float64) or tensors[0].dtype != used[0][0].dtype
-        for tensors in used
-    ):
+    params, gradients, *state = lists.slots
+    assert params
+    assert gradients
+    dtype, given = params[0].dtype, gradients[0].dtype
+    if any(tensors[0].dtype != dtype for tensors in state if tensors):
+        return False
+    if dtype not in (torch.float32, torch.float64) or given.itemsize > dtype.itemsize:
         return False
     if rule is rules.SGD and len(flags) > 1 and flags[1]:  # weight decay after the momentum
         return False
     if rule is rules.ADAGRAD and flags and flags[0] and hyper.get("weight_decay"):  # decoupled decay
         return False
-    function(lists, hyper, flags)
+    if given == dtype and grad_scale is None and not lists.copy:
+        function(lists.slots, hyper, flags)
+        return True
+    scratch = torch.empty(0, dtype=dtype)
+    for slots, copies in lists.batches():
+        if given != dtype or grad_scale is not None:
+            elements = sum(map(Tensor.numel, slots[GRADIENT]))
+            if elements > scratch.numel():
+                scratch = torch.empty(elements, dtype=dtype)
+            cast = torch._C._nn.unflatten_dense_tensors(scratch, slots[GRADIENT])
+            torch._foreach_copy_(cast, slots[GRADIENT])
+            slots[GRADIENT] = cast
+        if grad_scale is not None:
+            torch._foreach_mul_(slots[GRADIENT], float(grad_scale))
+        function(slots, hyper, flags)
+        if copies:
+            torch._foreach_copy_(copies, slots[0])
     return True

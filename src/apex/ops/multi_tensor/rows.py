@@ -17,7 +17,7 @@ from .. import _device
 from . import config
 from .lists import kernel_fits
 from .rule import GRADIENT, Rule
-from .tables import AddressTable, Layout, upload
+from .tables import AddressTable, upload
 from .torch_lists import CPU_PIECE, DEVICE_PIECE, Piece, Slots, TorchLists, cut_into_pieces, is_dense
 from .triton_lists import TritonLists, current_stream
 
@@ -91,12 +91,11 @@ class TritonRowLists(TritonLists):
         )
         self.sizes = tuple(self._table.sizes)
         self._block = self._block_for(sum(dtype is not None for dtype in self.types))
-        self._layout = Layout(self.sizes, self._block, self.device)
         self.owner = upload(self._table.owner, torch.int64, self.device)
         bounds = torch.cat((torch.zeros(1, dtype=torch.int64), torch.tensor(counts).cumsum(0)))
         self._tensor_bounds = upload(bounds, torch.int32, self.device)
         self._launches = {}
-        self._all_tensors = None
+        self._whole_bounds = {}
         self.point_to(slots, copy)
 
     def _block_for(self, lists: int) -> int:
@@ -106,7 +105,7 @@ class TritonRowLists(TritonLists):
         return min(largest, max(MINIMUM_BLOCK, 1 << (average - 1).bit_length() if average > 1 else 1))
 
     def _per_tensor(self, rule: Rule, partials: Tensor, noop: Tensor | None) -> Tensor:
-        if self._layout.count == len(self.sizes):  # a block per row
+        if self._measuring.count == len(self.sizes):  # a program per row
             return partials
         return super()._per_tensor(rule, partials, noop)
 

@@ -47,6 +47,7 @@ class Layout:
     """Which program works on which block of which tensor, given the sizes of the tensors."""
 
     def __init__(self, sizes: Sequence[int], block: int, device: torch.device) -> None:
+        self.block = block
         counts = -(-torch.tensor(sizes, dtype=torch.int64) // block)
         ends = counts.cumsum(0)
         self.count = int(ends[-1]) if len(sizes) else 0

@@ -220,13 +220,15 @@ class TorchLists:
         if not program.takes_lists:
             return False
         registers = program.registers(numbers)
-        for batch in self._batches:
-            program.run_lists([self._members(tensors, batch) if tensors else None for tensors in self.slots], registers)
+        for slots, _ in self.batches():
+            program.run_lists(slots, registers)
         return True
 
-    def _members(self, tensors: Sequence[Tensor], batch: Piece) -> list[Tensor]:
-        """The tensors of a batch, or a slice of the only one."""
-        return self._views(tensors, batch) if batch.start is not None else [tensors[i] for i in batch.indices]
+    def batches(self) -> Iterator[tuple[list[Any], list[Tensor] | None]]:
+        """Slots and copies of as many tensors at once as bound the temporaries; or of a slice of one."""
+        for batch in self._batches:
+            slots = [self._views(tensors, batch) if tensors else None for tensors in self.slots]
+            yield slots, self._views(self.copy, batch) if self.copy else None
 
     @functools.cached_property
     def _takes_lists(self) -> bool:
@@ -236,7 +238,6 @@ class TorchLists:
 
     @functools.cached_property
     def _batches(self) -> list[Piece]:
-        """As many tensors at once as bound the temporaries."""
         return list(cut_into_pieces(self.sizes, CPU_BATCH, [True] * len(self.sizes), shortest=CPU_BATCH))
 
     def _count_culprits(self, culprits: Tensor, values: Any, piece: Piece) -> None:

@@ -59,11 +59,22 @@ class TritonLists:
         self.types = tuple(tensors[0].dtype if tensors else None for tensors in lists)
         self.sizes = tuple(tensor.numel() for tensor in first)
         self._block = config.block(_device.facts(self.device), sum(dtype is not None for dtype in self.types))
-        self._layout = Layout(self.sizes, self._block, self.device)
         self._table = AddressTable(self.sizes, self.device)
         self._launches: dict[Any, BoundLaunch] = {}
         self._whole_bounds: dict[int, Tensor] = {}
         self.point_to(slots, copy)
+
+    @functools.cached_property
+    def _layout(self) -> Layout:
+        """A program per block."""
+        return Layout(self.sizes, self._block, self.device)
+
+    @functools.cached_property
+    def _measuring(self) -> Layout:
+        """A program per so many blocks that what they measure takes little memory."""
+        blocks = sum(-(-size // self._block) for size in self.sizes)
+        together = config.blocks_together(_device.facts(self.device), blocks)
+        return self._layout if together == 1 else Layout(self.sizes, self._block * together, self.device)
 
     def point_to(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
         """Other tensors of the same sizes and dtypes in place of the present ones."""
@@ -119,10 +130,11 @@ class TritonLists:
             if scalars is not None
             else values
         )
+        layout = self._measuring if rule.quantities else self._layout
         partials = None
         if rule.quantities:
-            partials = torch.empty(self._layout.count, rule.quantities, dtype=torch.float32, device=self.device)
-        if self._layout.count:
+            partials = torch.empty(layout.count, rule.quantities, dtype=torch.float32, device=self.device)
+        if layout.count:
             key = (
                 rule,
                 flags,
@@ -136,14 +148,14 @@ class TritonLists:
                 _type(overflow),
                 culprits is None,
             )
-            keep_if_captured(self.device, self._table.fixed, self._table.moving, self._layout.programs)
+            keep_if_captured(self.device, self._table.fixed, self._table.moving, layout.programs)
             launch = self._launches.get(key)
             if launch is None:
-                launch = self._launches[key] = self._bind(rule, flags, marks, checks, seed is not None)
+                launch = self._launches[key] = self._bind(rule, layout, flags, marks, checks, seed is not None)
             launch(
                 self._table.fixed,
                 self._table.moving,
-                self._layout.programs,
+                layout.programs,
                 noop,
                 grad_scale,
                 scalars,
@@ -162,7 +174,13 @@ class TritonLists:
         return value
 
     def _bind(
-        self, rule: Rule, flags: tuple[bool, ...], marks: tuple[bool, ...], checks: tuple[int, ...], stochastic: bool
+        self,
+        rule: Rule,
+        layout: Layout,
+        flags: tuple[bool, ...],
+        marks: tuple[bool, ...],
+        checks: tuple[int, ...],
+        stochastic: bool,
     ) -> BoundLaunch:
         kernels = _kernels()
         constants = (
@@ -179,14 +197,15 @@ class TritonLists:
             self._table.aligned,
             stochastic,
             self._block,
+            layout.block // self._block,
         )
         return kernels.apply_rule.bind(
-            (self._layout.count,), (0.0,) * (SCALARS + 1), constants, device=self.device, num_warps=config.WARPS
+            (layout.count,), (0.0,) * (SCALARS + 1), constants, device=self.device, num_warps=config.WARPS
         )
 
     def _per_tensor(self, rule: Rule, partials: Tensor, noop: Tensor | None) -> Tensor:
         out = torch.empty(len(self.sizes), max(2, rule.quantities), dtype=torch.float32, device=self.device)
-        self._reduce(partials, self._layout.bounds, noop, out, rule.quantities, rule.maximum, root=False)
+        self._reduce(partials, self._measuring.bounds, noop, out, rule.quantities, rule.maximum, root=False)
         return out
 
     def _reduce(
