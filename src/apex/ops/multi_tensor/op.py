@@ -8,6 +8,7 @@ NaN elements of every tensor that is checked.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -123,6 +124,11 @@ def max_norm(
     return _norm(rules.MAXIMUM, inputs, None, 1.0, per_tensor, overflow, noop, names)
 
 
+@functools.cache
+def _nothing(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
+
+
 def _norm(
     rule: Rule,
     inputs: Sequence[Tensor],
@@ -135,7 +141,7 @@ def _norm(
 ) -> tuple[Tensor, Tensor]:
     groups = groups_of((outputs, inputs), names)
     device = inputs[0].device if inputs else torch.device("cpu")
-    each = torch.zeros(len(inputs), device=device) if per_tensor else torch.empty(0, device=device)
+    each = torch.zeros(len(inputs), device=device) if per_tensor else _nothing(device)
     root = len(groups) == 1 and not rule.maximum
     totals = []
     for indices, lists in groups:

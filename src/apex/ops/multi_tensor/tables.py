@@ -85,6 +85,10 @@ class AddressTable:
             self._moving_addresses = addresses
             self._moving_aligned = addresses is None or not _low_bits(addresses)
 
+    def holds(self, fixed: list[list[int]], moving: list[int] | None) -> bool:
+        """Whether these are the addresses that were uploaded last."""
+        return moving == self._moving_addresses and fixed == self._fixed_addresses
+
     @property
     def aligned(self) -> bool:
         """Whether every tensor starts at a multiple of 16 bytes."""

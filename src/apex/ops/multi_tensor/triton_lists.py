@@ -85,6 +85,10 @@ class TritonLists:
         self._table.update_fixed(fixed)
         self._table.update_moving(None if gradients is None else list(map(_data_ptr, gradients)))
 
+    def points_to(self, fixed: list[list[int]], gradients: list[int] | None) -> bool:
+        """Whether these are the addresses of the present tensors: of each list but the gradients', and of those."""
+        return self._table.holds(fixed, gradients)
+
     def move_gradients(self, addresses: list[int]) -> None:
         """Other gradients, given their addresses."""
         self._table.update_moving(addresses)
