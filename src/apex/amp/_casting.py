@@ -27,6 +27,8 @@ class _Casting:
 
     def __init__(self) -> None:
         self.on = False
+        # Kept here for torch.compile, which would look into the function that finds them.
+        self.device_types: tuple[str, ...] = ()
         self.suspended = 0
         self.kernels: RuleKernels | None = None
         # Gives the thread of `switch_on` its autocast back.
@@ -38,7 +40,7 @@ _state = _Casting()
 
 def active() -> bool:
     """Whether functions are cast here and now."""
-    return _state.on and not _state.suspended and any(map(torch.is_autocast_enabled, device_types()))
+    return _state.on and not _state.suspended and any(map(torch.is_autocast_enabled, _state.device_types))
 
 
 def switch_on(dtype: torch.dtype, *, allow_banned: bool = False) -> None:
@@ -49,6 +51,7 @@ def switch_on(dtype: torch.dtype, *, allow_banned: bool = False) -> None:
         _state.kernels = RuleKernels(allow_banned)
     _state.kernels.allow_banned = allow_banned
     _state.on = True
+    _state.device_types = device_types()
     set_casts(True, dtype, cache=False)
 
 
@@ -84,7 +87,7 @@ def run_cast(forward: Callable[..., Any], dtype: torch.dtype, args: Any, kwargs:
     if not _state.on or _state.suspended:
         return forward(*args, **kwargs)
     nobody_switched_off = torch.is_autocast_cache_enabled()
-    names = [name for name in device_types() if nobody_switched_off or torch.is_autocast_enabled(name)]
+    names = [name for name in _state.device_types if nobody_switched_off or torch.is_autocast_enabled(name)]
     # Copies made without grad mode would carry no gradient; keep none.
     return _under(names, forward, dtype, torch.is_grad_enabled(), args, kwargs)
 

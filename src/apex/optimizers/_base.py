@@ -162,7 +162,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._update(group, bucket, count, there, seed if rounds else None)
                 bucket.release()
         self._ready = []
-        self._wrote_models = True
+        if self._model_params:
+            self._wrote_models = True
 
     def _check_capture(self) -> None:
         """Refuses to record into a CUDA graph what a replay would get wrong."""
