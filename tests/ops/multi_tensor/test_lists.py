@@ -151,7 +151,8 @@ def test_cuda_graph(warm: bool) -> None:
     lists.point_to([*slots, None])  # an eager step in between must not disturb the graph's table
     graph.replay()
     graph.replay()
-    eager = make_lists([twin[0], [tensor * 2 for tensor in twin[1]], *twin[2:], None])
+    doubled = [tensor * 2 for tensor in twin[1]]  # held: lists keep addresses, not tensors
+    eager = make_lists([twin[0], doubled, *twin[2:], None])
     for _ in range(2):
         eager.apply(rules.ADAM, HYPER, (True, False))
     assert_equal_bits(slots[0], twin[0])
