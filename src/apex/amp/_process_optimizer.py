@@ -112,7 +112,11 @@ def _note_models(optimizer: Any) -> None:
 
 def takes_flag(optimizer: Any) -> bool:
     """Whether a step can be turned off by a flag on the device, without waiting for it."""
-    return bool(getattr(innermost(optimizer), "_step_supports_amp_scaling", False))
+    inner = innermost(optimizer)
+    if not getattr(inner, "_step_supports_amp_scaling", False):
+        return False
+    # A subclass with a step of its own, written for the original, knows nothing of flags.
+    return not hasattr(inner, "_model_params") or type(inner).step.__module__.startswith("apex.")
 
 
 # Methods of the optimizer --------------------------------------------------------------------------------------------

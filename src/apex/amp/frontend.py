@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain, islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import _casting
 from ._amp_state import _amp_state, maybe_print, warn_or_err
@@ -249,12 +252,21 @@ def initialize(
     except BaseException:
         _amp_state.verbosity = verbosity_before
         raise
+    for param in _first_parameter(models):
+        for scaler in scalers:
+            scaler.to(param.device)
     _amp_state.opt_properties = properties
     _amp_state.min_loss_scale = min_loss_scale
     _amp_state.max_loss_scale = max_loss_scale
     _amp_state.overflow_patience = overflow_patience
     _amp_state.loss_scalers = scalers
     return result
+
+
+def _first_parameter(models: Any) -> Iterator[Tensor]:
+    """A parameter of the models, if they have any."""
+    model_list, _ = as_lists(models, None)
+    return islice(chain.from_iterable(model.parameters() for model in model_list), 1)
 
 
 def _check_scaling(scaling: dict[str, Any]) -> None:

@@ -1,0 +1,182 @@
+"""What published projects do with amp beyond its documentation."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_C
+import apex_C
+from apex import amp
+from apex.amp import _amp_state
+from apex.optimizers import FusedLAMB, FusedSGD
+from tests.amp.common import assert_same, loss_of, overflow_at, quiet, small_model, train, values
+
+
+def test_gradients_reduced_by_hand_after_accumulation() -> None:
+    """As NVIDIA's BERT: flat raw gradients, unscaling by amp_C, the scaler updated with a flag of its own."""
+    model = small_model()
+    model, optimizer = quiet(model, FusedLAMB(model.parameters(), lr=0.01), opt_level="O2", loss_scale="dynamic")
+    flag = torch.zeros(1, dtype=torch.int32)
+    skipped = []
+    for step in range(4):
+        for part in range(2):
+            loss = loss_of(model, 2 * step + part, float("inf") if step == 1 else 1.0)
+            with amp.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled:
+                scaled.backward()
+        scaler = _amp_state.loss_scalers[0]
+        scale = scaler.loss_scale()
+        masters = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
+        flat = torch.empty(sum(p.numel() for p in amp.master_params(optimizer)))
+        views = apex_C.unflatten(flat, masters)
+        flag.zero_()
+        amp_C.multi_tensor_scale(65536, flag, [masters, views], scale / 2)
+        flag.zero_()
+        amp_C.multi_tensor_scale(65536, flag, [views, masters], 1.0 / scale)
+        old, scaler._overflow_buf = scaler._overflow_buf, flag
+        had_overflow = scaler.update_scale()
+        scaler._overflow_buf = old
+        skipped.append(had_overflow)
+        if not had_overflow:
+            optimizer.step()
+        for param in model.parameters():
+            param.grad = None
+        for param in amp.master_params(optimizer):
+            param.grad = None
+    assert skipped == [False, True, False, False]
+    assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15
+
+
+def test_masters_restored_from_a_checkpoint_of_their_own() -> None:
+    model = small_model()
+    model, optimizer = quiet(model, FusedLAMB(model.parameters(), lr=0.01), opt_level="O2")
+    train(model, optimizer, 2)
+    saved = {"optimizer": optimizer.state_dict(), "master params": values(amp.master_params(optimizer))}
+    losses = train(model, optimizer, [2])
+    amp.shutdown()
+    model = small_model(seed=3)
+    model, optimizer = quiet(model, FusedLAMB(model.parameters(), lr=0.01), opt_level="O2")
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+    optimizer.load_state_dict(saved["optimizer"])
+    for param, value in zip(amp.master_params(optimizer), saved["master params"], strict=True):
+        param.data.copy_(value.data)
+    optimizer._master_params_to_model_params()
+    assert train(model, optimizer, [2]) == pytest.approx(losses, rel=1e-3)
+
+
+def test_loss_scaler_looked_up_and_changed() -> None:
+    model = small_model()
+    quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level="O2", num_losses=2)
+    assert _amp_state.opt_properties.options["loss_scale"] == "dynamic"
+    assert _amp_state.opt_properties.options["opt_level"] == "O2"
+    assert _amp_state.opt_properties.loss_scale == "dynamic"
+    for scaler in _amp_state.loss_scalers:
+        scaler._scale_seq_len = 100
+        scaler._loss_scale = 2.0**8
+    assert [each["loss_scale"] for each in amp.state_dict().values()] == [256.0, 256.0]
+    _amp_state.opt_properties.options["loss_scale"] = 1.0
+    assert _amp_state.opt_properties.loss_scale == 1.0
+
+
+def test_tensors_that_scale_loss_yields() -> None:
+    model = small_model()
+    model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level="O1")
+    loss = loss_of(model, 0)
+    with amp.scale_loss(loss, [optimizer], 0) as scaled:
+        assert isinstance(scaled, Tensor)
+        assert scaled.dtype == torch.float32
+        assert scaled.shape == loss.shape
+        scaled.backward(retain_graph=True)
+    per_sample = (model(torch.randn(5, 6)).float() ** 2).mean(1)
+    with amp.scale_loss(per_sample, optimizer) as scaled:
+        scaled.backward(torch.ones_like(scaled))
+    with amp.scale_loss(loss.half(), optimizer) as scaled:
+        assert scaled.dtype == torch.float32
+    with pytest.raises(RuntimeError, match="has not seen"), amp.scale_loss(loss, torch.optim.SGD(model.parameters())):
+        pass
+
+
+def test_weights_clamped_through_masters() -> None:
+    """As a Wasserstein GAN: what is done to masters reaches the model with the next step."""
+    for kind in (torch.optim.SGD, FusedSGD):
+        model = nn.Linear(6, 4)
+        model, optimizer = quiet(model, kind(model.parameters(), lr=1e-4), opt_level="O2")
+        for step in range(2):
+            train(model, optimizer, [step])
+            for param in amp.master_params(optimizer):
+                param.data.clamp_(-0.01, 0.01)
+        train(model, optimizer, [2])
+        assert model.weight.abs().max() < 0.02
+        amp.shutdown()
+
+
+def test_a_model_in_channels_last() -> None:
+    for kind in (torch.optim.SGD, FusedSGD):
+        results = []
+        for layout in (torch.contiguous_format, torch.channels_last):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
+            model = model.to(memory_format=layout)
+            model, optimizer = quiet(model, kind(model.parameters(), lr=0.1, momentum=0.9), opt_level="O2")
+            assert model[0].weight.is_contiguous(memory_format=layout)
+            for step in range(3):
+                optimizer.zero_grad()
+                x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(step)).to(memory_format=layout)
+                with amp.scale_loss(model(x).pow(2).mean(), optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+            results.append([value.contiguous() for value in model.state_dict().values()])
+            amp.shutdown()
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-2)
+
+
+def test_gradients_zeroed_through_the_model() -> None:
+    """`model.zero_grad()` in the place of the optimizer's: no old gradient stays on the masters."""
+    results = []
+    for through_model in (False, True):
+        model = small_model()
+        model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.05), opt_level="O2")
+        for step in range(3):
+            (model if through_model else optimizer).zero_grad()
+            with amp.scale_loss(loss_of(model, step), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        results.append(values(amp.master_params(optimizer)))
+        amp.shutdown()
+    assert_same(*results)
+
+
+def test_a_subclass_of_a_fused_optimizer_that_calls_the_kernel() -> None:
+    """Written for upstream, whose FusedLAMB and FusedAdam keep the kernel in an attribute."""
+    from apex.optimizers import FusedAdam
+
+    class Own(FusedAdam):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            group = self.param_groups[0]
+            group["step"] = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            for param in params:
+                self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                self.state[param].setdefault("exp_avg_sq", torch.zeros_like(param))
+            lists = [
+                [p.grad for p in params],
+                [p.data for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+            ]
+            beta1, beta2 = group["betas"]
+            self.multi_tensor_adam(
+                65536, self._dummy_overflow_buf, lists, group["lr"], beta1, beta2, group["eps"], group["step"],
+                self.adam_w_mode, 1, group["weight_decay"],
+            )  # fmt: skip
+
+    results = []
+    for kind in (FusedAdam, Own):
+        model = small_model()
+        model, optimizer = quiet(model, kind(model.parameters(), lr=0.01), opt_level="O2")
+        results.append(train(model, optimizer, 4, overflow_at(1))[2:])
+        amp.shutdown()
+    assert results[0] == pytest.approx(results[1], rel=1e-3)
