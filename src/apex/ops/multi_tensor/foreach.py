@@ -87,28 +87,32 @@ def _factor(hyper: dict[str, Any], grad_scale: Tensor | None) -> float:
     return factor if grad_scale is None else factor * float(grad_scale)
 
 
+def square_sum(tensor: Tensor) -> Tensor:
+    """The sum of the squares of a tensor's elements, float64."""
+    return _norms_of_pieces(tensor).square().sum()
+
+
 def _square_sums(tensors: Sequence[Tensor]) -> Tensor:
     """float64 [tensors]."""
     sizes = list(map(Tensor.numel, tensors))
     if max(sizes, default=0) <= _PIECE:
         return _norms(list(tensors)).square()
-    small: list[Tensor] = []
-    owners: list[int] = []
-    norms: list[Tensor] = []
-    for index, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
-        row = math.gcd(size, _PIECE)
-        if size <= _PIECE:
-            small.append(tensor)
-            owners.append(index)
-        elif row >= _SHORTEST_ROW and tensor.dtype.itemsize >= 4:
-            norms.append(torch.linalg.vector_norm(tensor.reshape(-1, row), dim=1))
-        else:
-            norms.append(_norms(list(tensor.reshape(-1).split(_PIECE))))
     large = [index for index, size in enumerate(sizes) if size > _PIECE]
-    counts = torch.tensor([*map(len, norms), *(1 for _ in small)])
-    every = torch.cat([*(norm.to(torch.float64) for norm in norms), *([_norms(small)] if small else [])])
-    owner = torch.repeat_interleave(torch.tensor(large + owners), counts)
-    return torch.zeros(len(tensors), dtype=torch.float64).index_add_(0, owner, every.square())
+    small = [index for index, size in enumerate(sizes) if size <= _PIECE]
+    norms = [_norms_of_pieces(tensors[index]) for index in large]
+    counts = [*map(len, norms), *(1 for _ in small)]
+    if small:
+        norms.append(_norms([tensors[index] for index in small]))
+    owner = torch.repeat_interleave(torch.tensor(large + small), torch.tensor(counts))
+    return torch.zeros(len(tensors), dtype=torch.float64).index_add_(0, owner, torch.cat(norms).square())
+
+
+def _norms_of_pieces(tensor: Tensor) -> Tensor:
+    """float64 [pieces]."""
+    row = math.gcd(tensor.numel(), _PIECE)
+    if row >= _SHORTEST_ROW and tensor.dtype.itemsize >= 4:
+        return torch.linalg.vector_norm(tensor.reshape(-1, row), dim=1).to(torch.float64)
+    return _norms(list(tensor.reshape(-1).split(_PIECE)))
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:

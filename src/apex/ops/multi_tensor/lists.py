@@ -21,6 +21,7 @@ Lists = TritonLists | TorchLists
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 _dtype = operator.attrgetter("dtype")
+_device = operator.attrgetter("device")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -108,7 +109,11 @@ def groups_of(slots: Slots, names: Sequence[str]) -> list[tuple[Sequence[int], L
         ):
             return [(range(len(lists.sizes)), lists)]  # the same tensors as last time
         if _plain(slots):
-            return [(range(len(facts.key.sizes)), _remembered_lists(facts.key, slots))]
+            indices = range(len(facts.key.sizes))
+            if all(_library.runs_triton(FAMILY, tensors[0]) for tensors in slots if tensors):
+                return [(indices, _remembered_lists(facts.key, slots))]
+            # Not remembered, because these lists hold the tensors themselves.
+            return [(indices, TorchLists(*_split(slots), contiguous=True))]
     check(slots, names)
     return [(indices, _lists_of_group([pick(tensors, indices) for tensors in slots])) for indices in group(slots)]
 
@@ -185,13 +190,16 @@ def _facts(slots: Slots) -> _Facts | None:
 
 
 def _plain(slots: Slots) -> bool:
-    """Whether all tensors are of the kind that the kernel takes, and on one device."""
+    """Whether all tensors are of the kind that everything here takes, and on one device."""
     used = [tensors for tensors in slots if tensors is not None]
     if not all(set(map(type, tensors)) <= _PLAIN for tensors in used):
         return False
-    if len({device for tensors in used for device in map(Tensor.get_device, tensors)}) != 1:
+    indices = {index for tensors in used for index in map(Tensor.get_device, tensors)}
+    if len(indices) != 1:
         return False
-    return all(_library.runs_triton(FAMILY, tensors[0]) for tensors in used)
+    if indices == {-1} and len({device for tensors in used for device in map(_device, tensors)}) != 1:  # of no GPU
+        return False
+    return all(tensors[0].dtype in DTYPES for tensors in used)
 
 
 def _remembered_lists(key: _Key, slots: Slots) -> TritonLists:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .rule import FLAG_COUNT, SCALARS, SLOTS, Rule, padded
-from .tracing import FULL, NUMBER, Function, Symbol, Trace
+from .tracing import FULL, NUMBER, SMALL, Function, Symbol, Trace
 
 _IN_PLACE: dict[Function, Function] = {
     operator.add: Tensor.add_,
@@ -65,6 +65,17 @@ class Product(NamedTuple):
     divisor: Symbol | None = None
 
 
+class Square(NamedTuple):
+    """A term that is the square of `root`, left to whoever adds it up: PyTorch has norms."""
+
+    root: Tensor
+
+
+def elements_of(term: Any) -> Tensor:
+    """The elements of a term."""
+    return term.root * term.root if isinstance(term, Square) else term
+
+
 class Call(NamedTuple):
     """`function` of registers, into register `target`; then the registers `dead` are not needed any more."""
 
@@ -96,6 +107,8 @@ class Program:
         results, terms = results if rule.quantities else (results, ())
         written = {slot: results[slot] for slot in rule.writes}
         terms = terms[: rule.quantities]
+        self._squares = [not rule.maximum and _is_square(term) for term in terms]
+        terms = [term.arguments[0] if square else term for term, square in zip(terms, self._squares, strict=True)]
         outputs = [value for value in (*written.values(), *terms) if isinstance(value, Symbol)]
         _merge(_needed(trace, outputs), outputs, trace)
         steps = _needed(trace, outputs)
@@ -105,7 +118,7 @@ class Program:
         self._whole = [s.index for s in whole if isinstance(s, Symbol)]
         self._scalars = [s.index for s in scalars]
         self._numbers = [self._call(s, s.function) for s in steps if s.kind == NUMBER]
-        steps = [s for s in steps if s.kind != NUMBER]
+        steps = [s for kind in (SMALL, FULL) for s in steps if s.kind == kind]
         self._calls, stay = self._place(steps, inputs, written, outputs)
         full = [s.index for s in (*inputs, *steps) if isinstance(s, Symbol) and s.kind == FULL]
         plain = stay and not terms and whole_kind is None
@@ -198,14 +211,21 @@ class Program:
     def run(
         self, values: Sequence[Any], whole: Sequence[Any], registers: Sequence[Any]
     ) -> tuple[dict[int, Any], list[Any]]:
-        """What each written slot becomes, and what is measured. The values of written slots may be overwritten."""
+        """What each written slot becomes, and what is measured: tensors or squares of them.
+
+        The values of written slots may be overwritten.
+        """
         registers = list(registers)
         for slot, index in self._values:
             registers[index] = values[slot]
         for index, value in zip(self._whole, whole, strict=False):
             registers[index] = value
         _run(self._calls, registers)
-        return {slot: registers[index] for slot, index in self._results.items()}, [registers[i] for i in self._terms]
+        terms = [registers[index] for index in self._terms]
+        return (
+            {slot: registers[index] for slot, index in self._results.items()},
+            [Square(term) if square else term for term, square in zip(terms, self._squares, strict=True)],
+        )
 
 
 @functools.lru_cache(maxsize=512)
@@ -245,6 +265,12 @@ def _needed(trace: Trace, outputs: Sequence[Symbol]) -> list[Symbol]:
             wanted.add(symbol.index)
             stack.extend(symbol.inputs)
     return [symbol for symbol in trace.symbols if symbol.index in wanted and symbol.function is not None]
+
+
+def _is_square(value: Any) -> bool:
+    if not isinstance(value, Symbol) or value.kind != FULL or value.function is not operator.mul:
+        return False
+    return value.arguments[0] is value.arguments[1]
 
 
 def _merge(steps: list[Symbol], outputs: Sequence[Symbol], trace: Trace) -> None:
@@ -300,9 +326,9 @@ def _product(value: Any, uses: dict[int, int]) -> Product | None:
 
 def _factors(value: Any, uses: dict[int, int], depth: int) -> Product:
     """What `value` is a product of; a factor that is needed elsewhere too is not taken apart."""
-    if not isinstance(value, Symbol) or value.kind == NUMBER:
+    if not isinstance(value, Symbol) or value.kind != FULL:
         return Product([value], [])
-    if depth and value.kind == FULL and uses[value.index] == 1:
+    if depth and uses[value.index] == 1:
         if value.function is operator.mul:
             left, right = (_factors(argument, uses, depth - 1) for argument in value.arguments)
             if left.divisor is None or right.divisor is None:
@@ -311,7 +337,7 @@ def _factors(value: Any, uses: dict[int, int], depth: int) -> Product:
         elif value.function is operator.truediv:
             above, below = value.arguments
             numerator = _factors(above, uses, depth - 1)
-            if numerator.divisor is None and isinstance(below, Symbol) and below.kind != NUMBER:
+            if numerator.divisor is None and isinstance(below, Symbol) and below.kind == FULL:
                 return numerator._replace(divisor=below)
     return Product([], [value])
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import _device
 from . import config
 from .lists import kernel_fits
+from .programs import elements_of
 from .rule import GRADIENT, Rule
 from .tables import AddressTable, upload
 from .torch_lists import CPU_PIECE, DEVICE_PIECE, Piece, Slots, TorchLists, cut_into_pieces, is_dense
@@ -186,7 +187,7 @@ class TorchRowLists(TorchLists):
         return self._spread(wide[:, 0], piece), self._spread(wide[:, 1], piece)
 
     def _measure(self, rule: Rule, terms: Sequence[Any], piece: Piece, found: Tensor) -> None:
-        for quantity, term in enumerate(terms):
+        for quantity, term in enumerate(map(elements_of, terms)):
             if len(piece.indices) == 1:
                 begin, end = self._row_range(piece.indices[0], piece)
                 found[begin:end, quantity] += term.view(end - begin, -1).sum(1)

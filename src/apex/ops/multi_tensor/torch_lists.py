@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import foreach, native
-from .programs import pattern_of, program_of
+from .programs import Square, elements_of, pattern_of, program_of
 from .rule import FLAG_COUNT, SCALARS, SLOTS, Rule, padded
 from .tracing import FULL, SMALL
 
@@ -337,10 +337,12 @@ class TorchLists:
         for quantity, term in enumerate(terms):
             if len(piece.indices) == 1:
                 row = found[piece.indices[0]]
-                row[quantity] = (
-                    torch.maximum(row[quantity], term.amax()) if rule.maximum else row[quantity] + term.sum()
-                )
+                if rule.maximum:
+                    row[quantity] = torch.maximum(row[quantity], term.amax())
+                else:
+                    row[quantity] += foreach.square_sum(term.root) if isinstance(term, Square) else term.sum()
                 continue
+            term = elements_of(term)
             indices, sizes = self._numbers_of(piece)
             if self.device.type == "cpu":
                 # In the dtype of the sums, because the terms are added one after the other.
