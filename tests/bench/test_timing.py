@@ -85,7 +85,7 @@ def test_slow_calls_are_repeated_less_often(monkeypatch):
     monkeypatch.setattr(torch, "empty", gpu.empty)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
     timing.host_microseconds(gpu.call, torch.device("cuda"), timing.FULL)
-    assert gpu.log.count("call") == timing.FEWEST_BATCHES * timing.HOST_CALLS
+    assert gpu.log.count("call") == timing.FEWEST_BATCHES * timing.FEWEST_CALLS
     gpu.log.clear()
     timing.gpu_microseconds(gpu.call, torch.device("cuda"), host=150.0)
     assert gpu.log.count("call") == timing.FEWEST_DELAYED_SAMPLES

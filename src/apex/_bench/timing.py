@@ -26,6 +26,7 @@ DELAYED_SAMPLES = 50
 # Repetitions of slow calls end after this time, but not before there are a few.
 MOST_SECONDS = 0.5
 FEWEST_BATCHES = 2
+FEWEST_CALLS = 3
 FEWEST_DELAYED_SAMPLES = 5
 CYCLES_PER_MICROSECOND = 2000  # of the GPU's clock, so that a delay is rather too long than too short
 
@@ -126,10 +127,13 @@ def host_microseconds(call: Callable[[], object], device: torch.device, effort: 
         if len(samples) >= FEWEST_BATCHES and time.perf_counter() > stop:
             break
         synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(HOST_CALLS):
+        begin = now = time.perf_counter()
+        calls = 0
+        while calls < HOST_CALLS and (calls < FEWEST_CALLS or now - begin < MOST_SECONDS / FEWEST_BATCHES):
             call()
-        samples.append(1e6 * (time.perf_counter() - begin) / HOST_CALLS)
+            calls += 1
+            now = time.perf_counter()
+        samples.append(1e6 * (now - begin) / calls)
     synchronize(device)
     return median(samples)
 
