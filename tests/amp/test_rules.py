@@ -139,11 +139,15 @@ RECURRENT: dict[str, Call] = {
     "LSTM": lambda m: nn.LSTM(2, 3)(m.f(4, 1, 2))[0],
     "GRU": lambda m: nn.GRU(2, 3)(m.f(4, 1, 2))[0],
     "RNN": lambda m: nn.RNN(2, 3)(m.f(4, 1, 2))[0],
-    "packed LSTM": lambda m: nn.LSTM(2, 3)(nn.utils.rnn.pack_sequence([m.f(4, 2)]))[0].data,
+    "packed LSTM": lambda m: nn.LSTM(2, 3)(packed(m.f(4, 1, 2)))[0].data,
     "LSTMCell": lambda m: nn.LSTMCell(2, 3)(m.f(1, 2))[0],
     "GRUCell": lambda m: nn.GRUCell(2, 3)(m.f(1, 2)),
     "RNNCell": lambda m: nn.RNNCell(2, 3)(m.f(1, 2)),
 }
+
+
+def packed(sequence: Tensor) -> nn.utils.rnn.PackedSequence:
+    return nn.utils.rnn.pack_padded_sequence(sequence, torch.tensor([len(sequence)], device="cpu"))
 
 
 def check(rule: str, call: Call, make: Make) -> None:
