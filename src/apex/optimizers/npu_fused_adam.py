@@ -48,7 +48,10 @@ class NpuFusedAdam(NpuFusedOptimizerBase, OwnSteps, FusedAdam):
     # Without `grad_scaler`: torch.amp.GradScaler then sets attributes, which is what it will do for all in future.
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One optimization step; returns the closure's loss."""
-        return super().step(closure)
+        # Not the parent's step, which PyTorch has wrapped to call the hooks a second time once there is a FusedAdam.
+        loss = self._run_closure(closure)
+        self._step(self._skip_from_scaler())
+        return loss
 
     def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
         super()._update(group, bucket, self._step_of(bucket, step), skip, seed)
