@@ -71,7 +71,7 @@ def scale_loss(
             _stash_of(optimizer).params_have_scaled_gradients = True
         return
     scaler.clear_overflow_state()
-    with torch.no_grad():
+    with torch.no_grad(), _casting.casts(False):
         counted = []
         for optimizer in optimizer_list:
             counted.extend(optimizer._post_amp_backward(scaler))
@@ -169,7 +169,7 @@ class AmpHandle:
         scaler.clear_overflow_state()
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if grads:
-            with torch.no_grad():
+            with torch.no_grad(), _casting.casts(False):
                 scaler.unscale(grads, grads)
         if scaler.update_scale():
             _skip_next_step(optimizer)

@@ -42,7 +42,7 @@ class OptimWrapper:
         scaler.clear_overflow_state()
         grads = [p.grad for p in master_params(self._optimizer) if p.grad is not None]
         if grads:
-            with torch.no_grad():
+            with torch.no_grad(), _casting.casts(False):
                 scaler.unscale(grads, grads)
         self._skip_next[self._loss_idx] = scaler.update_scale()
         self._loss_idx += 1
