@@ -13,9 +13,11 @@ import apex.contrib.optimizers
 import apex.optimizers
 from apex import amp
 from apex.amp._amp_state import _amp_state as state
+from apex.ops import _library
 from apex.optimizers import FusedAdam, FusedSGD
 from apex.parallel import LARC
 from tests.amp.common import assert_same, loss_of, overflow_at, quiet, small_model, train, values
+from tests.harness import Route, routes
 
 Maker = Callable[[Any], Any]
 
@@ -196,6 +198,23 @@ def test_fused_optimizers_write_the_model_themselves(name: str, monkeypatch: pyt
         optimizer._amp_stash.all_fp16_params, optimizer._amp_stash.all_fp32_from_fp16_params, strict=True
     ):
         assert torch.equal(param, master.bfloat16())
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("name", ["apex.FusedAdam", "apex.FusedSGD", "FusedSGD(materialize_master_grads=False)"])
+def test_by_every_route(name: str, route: Route) -> None:
+    """Kernels and PyTorch operators write the same models; an overflow keeps both from it."""
+    with _library.implementation(route.implementation):
+        model = small_model(device=route.device)
+        model, optimizer = quiet(model, make(name, model.parameters()), opt_level="O2")
+        before = values(model.parameters())
+        train(model, optimizer, 3, overflow_at(1))
+        stash = optimizer._amp_stash
+        assert_same([master.half() for master in stash.all_fp32_from_fp16_params], stash.all_fp16_params)
+        assert not torch.equal(before[0], model[0].weight)
+        after = values(model.parameters())
+        train(model, optimizer, [3], overflow_at(3))
+        assert_same(after, model.parameters())
 
 
 def test_a_subclass_with_a_step_of_its_own() -> None:

@@ -217,8 +217,11 @@ class LossScaler:
 
     def _inverse(self, override: Any) -> Tensor:
         """1 / scale, float32 [1]; rounded once, as a division of doubles that is rounded to float32 would be."""
-        current = self._scale if override is None else torch.as_tensor(override, device=self._scale.device)
-        return current.to(torch.float32).reciprocal().reshape(1)
+        if override is None:
+            override = self._scale
+        elif not isinstance(override, Tensor):
+            override = torch.full((1,), float(override), device=self._scale.device)
+        return override.to(self._scale).reciprocal().reshape(1)
 
     def _flag(self, grads: Sequence[Tensor]) -> Tensor | None:
         """Where a pass over the gradients notes overflow: on their device."""
