@@ -40,14 +40,14 @@ def test_decoupled_decay(weight_decay: float, route: Route) -> None:
     )
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_groups_and_late_gradients(route: Route) -> None:
     groups = [{"lr": 0.02, "eps": 1e-5}, {"lr": 0.3, "weight_decay": 0.1}]
     absent = lambda step: (0, 2) if step < 5 else (1,) if step % 7 == 0 else ()  # noqa: E731
     helpers.check_training(ours(), theirs(), route, groups=groups, absent=absent)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_master_weights(dtype: torch.dtype, route: Route) -> None:
     helpers.check_master_weights(
@@ -55,13 +55,13 @@ def test_master_weights(dtype: torch.dtype, route: Route) -> None:
     )
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("capturable", [False, True])
 def test_resume(capturable: bool, route: Route) -> None:
     helpers.check_resume(ours(capturable=capturable), route)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_resume_with_masters_and_with_stochastic_rounding(route: Route) -> None:
     helpers.check_resume(ours(master_weights=True), route, dtype=torch.bfloat16)
     helpers.check_resume(ours(stochastic_rounding=True), route, dtype=torch.bfloat16)
@@ -88,7 +88,7 @@ def _loaded(optimizer: FusedAdagrad, torchs: dict[str, Any]) -> FusedAdagrad:
     return optimizer
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("capturable", [False, True])
 def test_loss_scaling(capturable: bool, route: Route) -> None:
     helpers.check_scaler(ours(weight_decay=0.1, capturable=capturable), route)

@@ -68,9 +68,11 @@ def test_a_hundred_steps(options: dict, route: Route) -> None:
     ours, exact = parameters(route.device), parameters(dtype=torch.float64)
     for mine, other in zip(ours, exact, strict=True):
         other.data.copy_(mine.data)
+    # The interpreter takes milliseconds per block: one case goes all the way there.
+    steps = 12 if route == Route("cpu", "triton") and options else 100
     with _library.implementation(route.implementation):
-        train(FusedAdam(ours, **{"lr": LR, **options}), ours, 100)
-    train(reference(exact, options), exact, 100)
+        train(FusedAdam(ours, **{"lr": LR, **options}), ours, steps)
+    train(reference(exact, options), exact, steps)
     assert distance(ours, exact) <= 1e-6
 
 

@@ -48,7 +48,7 @@ def test_numbers_on_the_device(flags: str, route: Route) -> None:
     helpers.check_training(ours(FusedMixedPrecisionLamb, **FLAGS[flags]), exact(**FLAGS[flags]), route)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("cls", CLASSES)
 def test_groups_late_gradients_and_schedules(cls: type, route: Route) -> None:
     """Clipping is over all groups; a late parameter shares its group's step count."""
@@ -83,14 +83,14 @@ def test_parameters_of_zeros_and_gradients_of_zeros(route: Route) -> None:
         assert helpers.relative_error(params, truth) <= helpers.LIMIT
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("flags", ["default", "no-decay"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_master_weights(dtype: torch.dtype, flags: str, route: Route) -> None:
     helpers.check_master_weights(ours(**FLAGS[flags], master_weights=True), exact(**FLAGS[flags]), route, dtype=dtype)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_reduced_precision(route: Route) -> None:
     make = ours(FusedMixedPrecisionLamb, reduced_precision_dtype=torch.bfloat16)
     helpers.check_master_weights(make, exact(), route)
@@ -106,13 +106,13 @@ def test_reduced_precision(route: Route) -> None:
     assert optimizer.state[params[-1]]["exp_avg"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0}, {"capturable": True}], ids=str)
 def test_resume(options: dict[str, Any], route: Route) -> None:
     helpers.check_resume(ours(**options), route)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_resume_in_half_precision(route: Route) -> None:
     helpers.check_resume(ours(master_weights=True), route, dtype=torch.bfloat16)
     helpers.check_resume(ours(stochastic_rounding=True), route, dtype=torch.bfloat16)
@@ -120,7 +120,7 @@ def test_resume_in_half_precision(route: Route) -> None:
     helpers.check_resume(make, route, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("cls", CLASSES)
 def test_loss_scaling(cls: type, route: Route) -> None:
     helpers.check_scaler(ours(cls), route)

@@ -34,7 +34,7 @@ def test_matches_the_formula(flags: dict[str, Any], route: Route) -> None:
     helpers.check_training(ours(**flags), exact(**flags), route)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("flags", ["plain", "nesterov", "dampening"])
 def test_groups_that_adapt_and_groups_that_do_not(flags: str, route: Route) -> None:
     groups = [{"lr": 0.2}, {"lr": 0.01, "is_skipped": True}]
@@ -52,7 +52,7 @@ def test_a_length_of_zero_keeps_the_learning_rate(route: Route) -> None:
     helpers.check_training(ours(lr=0.01), exact(lr=0.01), route, before_step=clear, steps=3)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_master_weights(dtype: torch.dtype, route: Route) -> None:
     flags = FLAGS["nesterov"]
@@ -67,20 +67,20 @@ def test_resume(options: dict[str, Any], route: Route) -> None:
     helpers.check_resume(ours(**options), route)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_resume_with_masters_and_with_stochastic_rounding(route: Route) -> None:
     helpers.check_resume(ours(momentum=0.9, master_weights=True), route, dtype=torch.bfloat16)
     helpers.check_resume(ours(momentum=0.9, stochastic_rounding=True), route, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("flags", ["plain", "nesterov", "dampening"])
 def test_loss_scaling(flags: str, route: Route) -> None:
     """The norm of the gradients is taken without the scale."""
     helpers.check_scaler(ours(**FLAGS[flags]), route)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_a_scale_that_amp_left_is_divided_out(route: Route) -> None:
     def leave_a_scale(optimizer: torch.optim.Optimizer, step: int) -> None:
         if isinstance(optimizer, FusedLARS):

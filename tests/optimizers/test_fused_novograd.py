@@ -44,7 +44,7 @@ def test_numbers_on_the_device(route: Route) -> None:
     helpers.check_training(ours(lr=lr, capturable=True, **FLAGS["inside"]), exact(**FLAGS["inside"]), route)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("init_zero", [False, True])
 def test_groups_and_late_gradients(init_zero: bool, route: Route) -> None:
     """The average of a late parameter starts with its own first norm."""
@@ -54,26 +54,26 @@ def test_groups_and_late_gradients(init_zero: bool, route: Route) -> None:
     helpers.check_training(ours(**options), exact(**options), route, groups=groups, absent=absent)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_master_weights(dtype: torch.dtype, route: Route) -> None:
     flags = FLAGS["decay"]
     helpers.check_master_weights(ours(**flags, master_weights=True), exact(**flags), route, dtype=dtype)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("options", [{}, {"norm_type": 0}, {"init_zero": True}, {"capturable": True}], ids=str)
 def test_resume(options: dict[str, Any], route: Route) -> None:
     helpers.check_resume(ours(**options), route)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_resume_with_masters_and_with_stochastic_rounding(route: Route) -> None:
     helpers.check_resume(ours(master_weights=True), route, dtype=torch.bfloat16)
     helpers.check_resume(ours(stochastic_rounding=True), route, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("flags", ["default", "maximum-zero-inside"])
 @pytest.mark.parametrize("capturable", [False, True])
 def test_loss_scaling(capturable: bool, flags: str, route: Route) -> None:

@@ -56,7 +56,7 @@ def test_decay_after_momentum(momentum: float, nesterov: bool, route: Route) -> 
     )
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_groups_and_schedules(route: Route) -> None:
     """Groups differ in every option, `lr` is required of each, and a schedule changes it."""
 
@@ -70,7 +70,7 @@ def test_groups_and_schedules(route: Route) -> None:
         FusedSGD(parameters())
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("dampening", [0.0, 0.3])
 def test_gradients_that_come_late_and_go(dampening: float, route: Route) -> None:
     """The first step of a late parameter is undampened, like the first step of any."""
@@ -79,7 +79,7 @@ def test_gradients_that_come_late_and_go(dampening: float, route: Route) -> None
     helpers.check_training(ours(**options), theirs(**options), route, absent=absent)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("flags", ["plain", "nesterov", "dampening"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_master_weights(dtype: torch.dtype, flags: str, route: Route) -> None:
@@ -102,13 +102,13 @@ def test_resume(options: dict[str, Any], route: Route) -> None:
     helpers.check_resume(ours(**options), route)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_resume_with_masters_and_with_stochastic_rounding(route: Route) -> None:
     helpers.check_resume(ours(momentum=0.9, master_weights=True), route, dtype=torch.bfloat16)
     helpers.check_resume(ours(momentum=0.9, stochastic_rounding=True), route, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_state_dicts_are_those_of_torch(flags: dict[str, Any], route: Route) -> None:
     helpers.check_interchange(ours(**flags), theirs(**flags), route)
@@ -125,14 +125,14 @@ def test_a_buffer_that_torch_has_not_made_yet() -> None:
     assert optimizer.state[params[0]]["momentum_buffer"].shape == params[0].shape
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("flags", ["plain", "nesterov", "dampening"])
 def test_loss_scaling(flags: str, capturable: bool, route: Route) -> None:
     helpers.check_scaler(ours(**FLAGS[flags], capturable=capturable), route)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("copies", [copy.deepcopy, None], ids=["deepcopy", "state_dict"])
 def test_a_first_step_that_overflowed_is_still_to_come(copies: Any, route: Route) -> None:
     """A checkpoint, a copy or a new plan between an overflow and the first real step does not make it dampened."""
@@ -162,7 +162,7 @@ def test_a_first_step_that_overflowed_is_still_to_come(copies: Any, route: Route
     assert_equal_bits(*results)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_scale_that_amp_left_is_divided_out(on_device: bool, route: Route) -> None:
     def leave_a_scale(optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -178,7 +178,7 @@ def test_a_scale_that_amp_left_is_divided_out(on_device: bool, route: Route) -> 
     assert not optimizer.scale_set_by_backward
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_momentum_that_starts_later(route: Route) -> None:
     def switch_on(optimizer: torch.optim.Optimizer, step: int) -> None:
         optimizer.param_groups[0]["momentum"] = 0.9 if step >= 3 else 0.0

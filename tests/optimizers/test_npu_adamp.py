@@ -123,14 +123,14 @@ def test_rows_longer_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers.check_training(ours(**flags), lambda params: AdamP(params, **flags), Route("cpu", "torch"), shapes=shapes)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_groups_and_late_gradients(route: Route) -> None:
     groups = [{"lr": 0.02, "delta": 100.0}, {"weight_decay": 0.3}]
     absent = lambda step: (0,) if step < 3 else (1,) if step % 4 == 0 else ()  # noqa: E731
     helpers.check_training(ours(), AdamP, route, groups=groups, absent=absent, shapes=SHAPES, steps=8)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_float64(route: Route) -> None:
     if route.implementation == "triton":
         pytest.skip("the kernels do not take float64")
@@ -145,7 +145,7 @@ def test_float64(route: Route) -> None:
     assert relative_error(params, exact) <= 1e-8  # norms are handed on in float32
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_master_weights(route: Route) -> None:
     flags = {"delta": 1.0, "weight_decay": 0.1}
     helpers.check_master_weights(
@@ -181,13 +181,13 @@ def test_resume(options: dict[str, Any], dtype: torch.dtype, route: Route) -> No
     helpers.check_resume(ours(**options), route, dtype=dtype, steps=2)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("capturable", [False, True])
 def test_loss_scaling(capturable: bool, route: Route) -> None:
     helpers.check_scaler(ours(weight_decay=0.1, delta=1.0, capturable=capturable), route)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_two_runs_have_equal_bits(route: Route) -> None:
     runs = []
     with implementation(route.implementation):

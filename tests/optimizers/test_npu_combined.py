@@ -39,7 +39,7 @@ def assert_shared(optimizer: Any) -> None:
             assert any(is_combined_tensor_valid(buffer, [tensor]) for buffer in buffers)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_shared_after_a_step(name: str, route: Route) -> None:
     params = parameters(route.device)
@@ -139,7 +139,7 @@ def breakages() -> dict[str, Callable[[list[Parameter], int], None]]:
     return {name: function for name, function in locals().items() if callable(function)}
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("breakage", breakages().values(), ids=breakages())
 def test_broken_sharing_changes_no_number(breakage: Callable[..., None], route: Route) -> None:
     params = parameters(route.device, shapes=(*helpers.SHAPES, (9, 8)))
@@ -174,7 +174,7 @@ def test_changes_of_dtype_are_followed_and_reported(device: str, caplog: pytest.
     assert len([r for r in caplog.records if "outside of the combined buffer" in r.message]) == 1
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_groups_are_parts_of_the_buffer(route: Route) -> None:
     params = parameters(route.device)
     wide = [Parameter(p.detach().double()) for p in params] if route.implementation == "torch" else []

@@ -76,7 +76,7 @@ def test_matches_torch(case: Case, route: Route) -> None:
     helpers.check_training(case.ours(), case.theirs, route)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
 def test_groups_and_late_gradients(case: Case, route: Route) -> None:
     groups = [{"lr": 0.02}, {"weight_decay": 0.2}]
@@ -84,20 +84,20 @@ def test_groups_and_late_gradients(case: Case, route: Route) -> None:
     helpers.check_training(case.ours(), case.theirs, route, groups=groups, absent=absent, steps=12)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_state_dicts_are_those_of_torch(case: Case, route: Route) -> None:
     helpers.check_interchange(case.ours(), case.theirs, route, steps=3)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_master_weights(dtype: torch.dtype, case: Case, route: Route) -> None:
     helpers.check_master_weights(case.ours(master_weights=True), case.theirs, route, dtype=dtype, steps=10)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_resume(case: Case, route: Route) -> None:
     helpers.check_resume(case.ours(), route, steps=2)
@@ -118,13 +118,13 @@ def test_resume_with_options(options: dict[str, Any], dtype: torch.dtype, case: 
     helpers.check_resume(case.ours(**options), route, dtype=dtype, steps=2)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_loss_scaling(case: Case, route: Route) -> None:
     helpers.check_scaler(case.ours(), route)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
 def test_loss_scaling_with_a_count_on_the_device(case: Case, route: Route) -> None:
     helpers.check_scaler(case.ours(capturable=True), route)

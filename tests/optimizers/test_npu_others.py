@@ -161,7 +161,7 @@ def test_the_norm_of_weights_is_clamped(kind: str, route: Route) -> None:
     helpers.check_training(ours(kind), truth(kind), route, shapes=shapes, before_step=zero_some, steps=4)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @one_of_each
 def test_groups_and_late_gradients(kind: str, options: dict[str, Any], route: Route) -> None:
     groups = [{"lr": 0.02}, {"weight_decay": 0.2}]
@@ -169,7 +169,7 @@ def test_groups_and_late_gradients(kind: str, options: dict[str, Any], route: Ro
     helpers.check_training(ours(kind, **options), truth(kind, **options), route, groups=groups, absent=absent, steps=12)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @one_of_each
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_master_weights(dtype: torch.dtype, kind: str, options: dict[str, Any], route: Route) -> None:
@@ -178,7 +178,7 @@ def test_master_weights(dtype: torch.dtype, kind: str, options: dict[str, Any], 
     )
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @all_cases
 def test_resume(kind: str, options: dict[str, Any], route: Route) -> None:
     helpers.check_resume(ours(kind, **options), route, steps=2)
@@ -201,7 +201,7 @@ def test_resume_with_options(
     helpers.check_resume(ours(kind, **options, **more), route, dtype=dtype, steps=2)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("capturable", [False, True])
 @one_of_each
 def test_loss_scaling(kind: str, options: dict[str, Any], capturable: bool, route: Route) -> None:

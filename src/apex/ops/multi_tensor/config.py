@@ -10,7 +10,7 @@ from .._device import DeviceFacts
 BLOCK = 1024
 SINGLE_LIST_BLOCK = 4096
 # Small enough that the interpreter sees tensors of several blocks in tests.
-INTERPRETER_BLOCK = 64
+INTERPRETER_BLOCK = 128
 WARPS = 4
 
 # A measuring program writes one partial sum per quantity; more programs than this walk over several blocks each, so
