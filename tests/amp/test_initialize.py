@@ -367,3 +367,20 @@ def test_amp_keeps_nothing_alive() -> None:
     del model, optimizer
     gc.collect()
     assert [ref() for ref in gone] == [None, None, None]
+
+
+def test_arguments_of_other_variants_are_taken() -> None:
+    """ROCm's and Ascend's, by keyword."""
+    model = small_model()
+    model, optimizer = quiet(
+        model,
+        sgd(model),
+        opt_level="O2",
+        combine_grad=None,
+        combine_ddp=True,
+        ddp_replica_count=2,
+        user_cast_preferred=True,
+        check_combined_tensors=None,
+        patch_torch_functions_type=None,
+    )
+    train(model, optimizer, 2)
