@@ -32,8 +32,8 @@ class Route:
 def routes(*, interpreter: bool = True) -> list:
     """Every way to reach an op, as pytest parameters.
 
-    The interpreter takes milliseconds per block of elements, so it is for tests of numbers; what an optimizer does around
-    its updates is tested without it.
+    The interpreter takes milliseconds per block of elements, so it is for tests of numbers; what an optimizer does
+    around its updates is tested without it.
     """
     parameters = [
         pytest.param(Route("cpu", "torch"), id="cpu-torch"),

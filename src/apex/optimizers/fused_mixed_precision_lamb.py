@@ -43,7 +43,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         self._initial_step = int(step)
         super().__init__(
             params,
-            _number(lr, torch.float32, torch.device("cpu")),
+            _number(lr, torch.float32, None),
             bias_correction,
             betas,
             eps,
@@ -86,7 +86,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return [{"params": [self.state[p].get(MASTER) for p in group["params"]]} for group in self.param_groups]
 
     def _move_numbers(self, group: dict[str, Any]) -> None:
-        device = group["params"][0].device if group["params"] else torch.device("cpu")
+        device = group["params"][0].device if group["params"] else None
         group["lr"] = _number(group["lr"], torch.float32, device)
         group["step"] = _number(group.get("step", self._initial_step), torch.int32, device).reshape(1)
 
@@ -97,8 +97,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return super()._prepare(param, group, names)
 
 
-def _number(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of its own, so that groups that started with the same default can go apart."""
+def _number(value: float | Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """A tensor of its own, so that groups that started with the same default can go apart; None: wherever it is."""
     if isinstance(value, Tensor):
         return value.detach().to(device, dtype, copy=True)
     return torch.tensor(value, dtype=dtype, device=device)
