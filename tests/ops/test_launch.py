@@ -43,26 +43,21 @@ def _compiled(module: str, scratch: int = 0) -> SimpleNamespace:
     run.launch = lambda *arguments: None
     run.launch_cooperative_grid, run.launch_pdl = False, False
     run.global_scratch_size, run.profile_scratch_size = scratch, 0
-    run.arg_annotations, run.kernel_signature = ["annotations"], b"signature"
     return SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0))
 
 
 def test_c_function_is_called_only_where_its_arguments_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia, nothing = "triton.backends.nvidia.driver", (None,) * 3
     plainly = (7, (4, 1, 0), *nothing)
-    for version, middle, packed in (
-        ((3, 6), (7, False, False, None, None, (4, 1, 0), *nothing), False),
-        ((3, 7), (7, False, False, (4, 1, 0), *nothing, None, None, ["annotations"], b"signature"), True),
-    ):
+    monkeypatch.setattr(_launch, "_TRITON", (3, 6))
+    compiled = _compiled(nvidia)
+    direct = (7, False, False, None, None, (4, 1, 0), *nothing)
+    assert _launch._launcher(compiled) == (compiled.run.launch, direct)
+    for other in (_compiled(nvidia, scratch=128), _compiled("triton.backends.amd.driver")):
+        assert _launch._launcher(other) == (other.run, plainly)
+    for version in ((3, 5), (3, 7), (3, 9)):
         monkeypatch.setattr(_launch, "_TRITON", version)
-        compiled = _compiled(nvidia)
-        assert _launch._launcher(compiled) == (compiled.run.launch, middle, packed)
-        for other in (_compiled(nvidia, scratch=128), _compiled("triton.backends.amd.driver")):
-            assert _launch._launcher(other) == (other.run, plainly, False)
-    for version in ((3, 5), (3, 8)):
-        monkeypatch.setattr(_launch, "_TRITON", version)
-        compiled = _compiled(nvidia)
-        assert _launch._launcher(compiled) == (compiled.run, plainly, False)
+        assert _launch._launcher(compiled) == (compiled.run, plainly)
 
 
 def test_pretended_device_ends_with_its_block() -> None:

@@ -92,7 +92,6 @@ class BoundLaunch:
         # For tensors that all start at a multiple of 16 bytes: Triton specialises on that.
         self._run: Callable[..., None] | None = None
         self._middle: tuple[Any, ...] = ()
-        self._packed = False
         self._index = device.index
 
     def __call__(self, *tensors: Tensor | None, floats: tuple[float, ...] | None = None) -> None:
@@ -119,7 +118,7 @@ class BoundLaunch:
         compiled = self._launch_plainly(tensors, tail)
         aligned = all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
         if _RUN_IS_KNOWN and aligned and self.device.type == "cuda" and self.device.index is not None:
-            self._run, self._middle, self._packed = _launcher(compiled)
+            self._run, self._middle = _launcher(compiled)
 
     def _launch_plainly(self, tensors: tuple[Tensor | None, ...], tail: tuple[Any, ...]) -> Any:
         function = self.kernel.function
@@ -129,24 +128,20 @@ class BoundLaunch:
             return function[self.grid](*tensors, *tail, num_warps=self.num_warps, num_stages=self.num_stages)
 
 
-def _launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], bool]:
-    """What launches a compiled kernel, its arguments between stream and tensors, and whether one tuple takes the rest.
+def _launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What launches a compiled kernel, and its arguments between stream and tensors.
 
-    The `run` of an NVIDIA kernel is a Python object that allocates scratch memory and calls a C function; without
-    scratch memory the C function can be called in its place, which saves 3 of 7 microseconds.
+    The `run` of an NVIDIA kernel is a Python object that allocates scratch memory and calls a C function. Without
+    scratch memory the C function can be called in its place, which saves 3 of 7 microseconds; done for the version of
+    Triton that this was run with on a GPU, since the C function's arguments change from version to version.
     """
     run = compiled.run
     no_hooks = (None, None, None)  # launch metadata, hooks before and after the launch
-    if type(run).__module__ == "triton.backends.nvidia.driver" and not (
-        run.global_scratch_size or run.profile_scratch_size
-    ):
+    is_nvidia = type(run).__module__ == "triton.backends.nvidia.driver"
+    if _TRITON == (3, 6) and is_nvidia and not (run.global_scratch_size or run.profile_scratch_size):
         attributes = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
-        if _TRITON == (3, 6):
-            return run.launch, (*attributes, None, None, compiled.packed_metadata, *no_hooks), False
-        if _TRITON == (3, 7):
-            signature = (run.arg_annotations, run.kernel_signature)
-            return run.launch, (*attributes, compiled.packed_metadata, *no_hooks, None, None, *signature), True
-    return run, (compiled.function, compiled.packed_metadata, *no_hooks), False
+        return run.launch, (*attributes, None, None, compiled.packed_metadata, *no_hooks)
+    return run, (compiled.function, compiled.packed_metadata, *no_hooks)
 
 
 def kernel(function: Any) -> Kernel:
