@@ -106,13 +106,14 @@ def test_a_failure_while_timing_is_recorded():
     assert result.measurements["torch"].status == "ok"
 
 
-@pytest.mark.parametrize(("kind", "together"), [("device", 1), ("wall", 2)])
-def test_what_is_timed_is_made_after_the_check_and_dropped_before_the_next(kind, together):
-    alive, most = [], []
+@pytest.mark.parametrize(("kind", "rounds"), [("device", 1), ("wall", 2)])
+def test_what_is_timed_is_made_after_the_check_and_dropped_before_the_next(kind, rounds):
+    alive, most, made = [], [], []
 
     class Timed:
         def __init__(self):
             alive.append(1)
+            made.append(1)
 
         def __call__(self):
             most.append(len(alive))
@@ -127,8 +128,9 @@ def test_what_is_timed_is_made_after_the_check_and_dropped_before_the_next(kind,
     result = runner.run_case(Case("a", 64, lambda device: prepared, kind), "test", CPU, EFFORT, 50.0)
     assert [m.status for m in result.measurements.values()] == ["ok", "ok", "wrong"]
     assert result.microseconds("torch") > 0
-    assert max(most) == together
+    assert max(most) == 1
     assert not alive
+    assert len(made) == 2 * rounds
 
 
 def test_a_failure_to_make_what_is_timed_is_recorded():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,9 +14,8 @@ from .parameter_sets import Shapes
 from .problems import copied, flat, gradients, make_parameters, timed_call
 from .registry import OURS, Call, Expected, Prepared
 
-# Nearly 1, so that gradients which are scaled thousands of times stay in range.
+# Nearly 1, so that gradients which are scaled or clipped thousands of times stay in range.
 FACTOR = 1 - 2**-12
-CLIPPED_NORM = 1.0
 
 # A pass over the gradients of these parameters, which returns what it found besides: a norm, a flag.
 Pass = Callable[[], Tensor]
@@ -84,13 +84,12 @@ def _foreach_scale(params: list[nn.Parameter]) -> Pass:
 
 def _clipping(clip: Callable[..., Tensor], params: list[nn.Parameter]) -> Pass:
     """Clips to less at every call, so that there is always something to clip."""
-    limit = CLIPPED_NORM
+    limit = math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients(params)))
 
     def call() -> Tensor:
         nonlocal limit
-        norm = clip(params, limit)
         limit *= FACTOR
-        return norm
+        return clip(params, limit)
 
     return call
 
@@ -115,7 +114,7 @@ def _exact_scale(grads: list[Tensor]) -> tuple[list[Tensor], Tensor]:
 
 def _exact_clip(grads: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     norm = flat(grads).norm()
-    return [grad * (CLIPPED_NORM / (norm + 1e-6)).clamp(max=1.0) for grad in grads], norm
+    return [grad * (FACTOR * norm / (norm + 1e-6)) for grad in grads], norm
 
 
 PASSES = (

@@ -33,7 +33,7 @@ class Prepared:
     `implementations` maps a name ("ours", "torch", "compile", "liger", ...) to a function that makes its `Call`, so
     that a peer which fails to import or compile fails alone. `timed` does the same for the calls that are timed, where
     these are not the ones that are checked: what is timed may be too large to be held against a reference, or may
-    change its own input. Each of them is made, timed and dropped before the next one is made, as far as `timing` lets.
+    change its own input. Each of them is made, timed and dropped before the next one is made.
     """
 
     implementations: Mapping[str, Callable[[], Call]]

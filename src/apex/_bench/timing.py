@@ -41,7 +41,7 @@ class Effort:
     host_batches: int
 
 
-FULL = Effort(warmup=20, repeat=80, wall_rounds=3, host_batches=10)
+FULL = Effort(warmup=20, repeat=80, wall_rounds=4, host_batches=10)
 QUICK = Effort(warmup=2, repeat=10, wall_rounds=1, host_batches=3)
 
 
@@ -101,10 +101,12 @@ def wall_samples(call: Callable[[], object], device: torch.device, effort: Effor
     _repeat_for(call, effort.warmup)
     synchronize(device)
     begin = time.perf_counter()
-    for _ in range(ESTIMATE_CALLS):
+    calls = 0
+    while calls < ESTIMATE_CALLS and (not calls or time.perf_counter() - begin < WALL_BATCH_SECONDS):
         call()
+        calls += 1
     synchronize(device)
-    estimate = (time.perf_counter() - begin) / ESTIMATE_CALLS
+    estimate = (time.perf_counter() - begin) / calls
     iterations = min(200, max(1, int(WALL_BATCH_SECONDS / estimate)))
     samples: list[float] = []
     stop = time.perf_counter() + effort.repeat / 1e3
