@@ -10,7 +10,18 @@ from ._logging import RankInfoFormatter
 from ._version import __version__
 
 _SUBPACKAGES = frozenset(
-    {"RNN", "amp", "contrib", "fp16_utils", "multi_tensor_apply", "normalization", "ops", "optimizers", "parallel"}
+    {
+        "RNN",
+        "amp",
+        "contrib",
+        "fp16_utils",
+        "multi_tensor_apply",
+        "normalization",
+        "ops",
+        "optimizers",
+        "parallel",
+        "transformer",
+    }
 )
 
 __all__ = [

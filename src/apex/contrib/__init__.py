@@ -2,4 +2,12 @@
 
 from .._lazy import lazy_subpackages
 
-__getattr__, __dir__ = lazy_subpackages(__name__, ["clip_grad", "combine_tensors", "layer_norm", "optimizers"])
+__getattr__, __dir__ = lazy_subpackages(
+    __name__,
+    [
+        "clip_grad",
+        "combine_tensors",
+        "layer_norm",
+        "optimizers",
+    ],
+)

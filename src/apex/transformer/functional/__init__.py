@@ -1,0 +1,1 @@
+"""Fused functions of transformers."""
