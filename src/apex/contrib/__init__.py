@@ -7,6 +7,7 @@ __getattr__, __dir__ = lazy_subpackages(
     [
         "clip_grad",
         "combine_tensors",
+        "group_norm",
         "layer_norm",
         "optimizers",
     ],

@@ -1,0 +1,56 @@
+"""How group norms are cut into programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Elements of a group, its channels rounded up to a power of two, up to which one program takes all of it.
+SMALL_GROUP = 16384
+# Elements that one program holds of each tensor where groups are cut up.
+FORWARD_TILE = 8192
+BACKWARD_TILE = 4096
+TILE_WARPS = 4
+# Of the kernels that put together what tiles have found.
+CHUNK_BLOCK = 32
+SUM_WARPS = 4
+PARAMETER_BLOCK = (16, 64)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class SmallConfig:
+    """One program per group of an image."""
+
+    position_block: int
+    channel_block: int
+    num_warps: int
+
+
+def small_config(positions: int, group_channels: int) -> SmallConfig | None:
+    """None where a group is too large for one program."""
+    position_block, channel_block = power_of_two(positions), power_of_two(group_channels)
+    elements = position_block * channel_block
+    if elements > SMALL_GROUP:
+        return None
+    return SmallConfig(position_block, channel_block, min(8, max(1, elements // 1024)))
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Tiles of `rows` positions and `channel_block` channels."""
+
+    rows: int
+    channel_block: int
+    chunks: int
+    channel_blocks: int
+
+
+def tile_config(positions: int, channels: int, elements: int) -> TileConfig:
+    """Tiles as wide as divides the channels, because lanes beyond them are idle; at most `elements` each."""
+    block = next((width for width in (128, 64) if channels % width == 0), min(64, power_of_two(channels)))
+    rows = min(elements // block, power_of_two(positions))
+    return TileConfig(rows, block, -(-positions // rows), -(-channels // block))

@@ -1,0 +1,401 @@
+"""Group norm of channels-last tensors, with or without SiLU behind it.
+
+Legend: an input is [N, S, C] in memory, S positions of C channels; G groups have D = C / G channels each. Statistics
+are float32 [N, G, 2], mean and variance. A small group is one program's work. A larger one is cut into chunks of R
+positions: every program takes a tile of R positions and some channels, so that it reads whole lines of memory however
+few channels a group has; a second kernel puts together what the tiles found per channel, a third finishes the tiles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+
+
+@triton.jit
+def _silu_gradient(dy, z):
+    """The gradient at z, given the gradient at silu(z)."""
+    sigmoid = 1.0 / (1.0 + tl.exp(-z))
+    return dy * sigmoid * (1.0 + z * (1.0 - sigmoid))
+
+
+@triton.jit
+def _finish(normalised, weight, bias, SILU: tl.constexpr):
+    z = normalised * weight + bias
+    if SILU:
+        z = z / (1.0 + tl.exp(-z))
+    return z
+
+
+@triton.jit
+def _parameter(pointer, channel, mask, PRESENT: tl.constexpr, absent: tl.constexpr):
+    """Weights or biases of channels, or what stands for those that a norm does not have."""
+    if PRESENT:
+        values = tl.load(pointer + channel, mask, other=0.0).to(tl.float32)
+    else:
+        values = tl.full(channel.shape, absent, tl.float32)
+    return values
+
+
+@kernel
+@triton.jit
+def group_norm_forward_small(
+    x,
+    weight,
+    bias,
+    y,
+    statistics,
+    positions,
+    channels,
+    groups,
+    eps,
+    D: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    S_BLOCK: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+):
+    """One program per group of an image."""
+    program = tl.program_id(0)
+    group = program % groups
+    row = tl.arange(0, S_BLOCK)[:, None]
+    column = tl.arange(0, D_BLOCK)[None, :]
+    mask = (row < positions) & (column < D)
+    start = (program // groups).to(tl.int64) * positions * channels + group * D
+    offset = start + row * channels + column
+    values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
+    count = positions * D
+    mean = tl.sum(values) / count
+    centred = tl.where(mask, values - mean, 0.0)
+    variance = tl.sum(centred * centred) / count
+    tl.store(statistics + program * 2, mean)
+    tl.store(statistics + program * 2 + 1, variance)
+    channel = group * D + column
+    scale = _parameter(weight, channel, column < D, HAS_WEIGHT, 1.0)
+    shift = _parameter(bias, channel, column < D, HAS_BIAS, 0.0)
+    result = _finish(centred * tl.rsqrt(variance + eps), scale, shift, SILU)
+    tl.store(y + offset, result.to(y.dtype.element_ty), mask)
+
+
+@kernel
+@triton.jit
+def group_norm_measure(
+    x,
+    partials,
+    positions,
+    channels,
+    chunks,
+    R: tl.constexpr,
+    C_BLOCK: tl.constexpr,
+):
+    """Mean and sum of squared deviations of every channel of a tile; `partials` is [N, chunks, 2, C]."""
+    program = tl.program_id(0)
+    channel = tl.program_id(1) * C_BLOCK + tl.arange(0, C_BLOCK)
+    first = (program % chunks) * R
+    row = tl.arange(0, R)
+    inside = channel < channels
+    mask = (first + row < positions)[:, None] & inside[None, :]
+    start = ((program // chunks).to(tl.int64) * positions + first) * channels
+    values = tl.load(x + start + row[:, None] * channels + channel[None, :], mask, other=0.0).to(tl.float32)
+    mean = tl.sum(values, 0) / tl.minimum(positions - first, R)
+    centred = tl.where(mask, values - mean[None, :], 0.0)
+    found = partials + program.to(tl.int64) * 2 * channels + channel
+    tl.store(found, mean, inside)
+    tl.store(found + channels, tl.sum(centred * centred, 0), inside)
+
+
+@kernel
+@triton.jit
+def group_norm_statistics(
+    partials,
+    statistics,
+    positions,
+    channels,
+    groups,
+    chunks,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    CHUNK_BLOCK: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+):
+    """Mean and variance of a group from those of its channels in every chunk; one program per group of an image.
+
+    In two passes, the second around the mean that the first has found: as exact as reading the input twice.
+    """
+    program = tl.program_id(0)
+    column = tl.arange(0, D_BLOCK)[None, :]
+    start = (program // groups).to(tl.int64) * chunks * 2 * channels + (program % groups) * D
+    total = tl.zeros((CHUNK_BLOCK, D_BLOCK), tl.float32)
+    for first in range(0, chunks, CHUNK_BLOCK):
+        chunk = first + tl.arange(0, CHUNK_BLOCK)[:, None]
+        mask = (chunk < chunks) & (column < D)
+        rows = tl.minimum(positions - chunk * R, R).to(tl.float32)
+        means = tl.load(partials + start + chunk.to(tl.int64) * 2 * channels + column, mask, other=0.0)
+        total += tl.where(mask, rows * means, 0.0)
+    count = 1.0 * positions * D
+    mean = tl.sum(total) / count
+    squares = tl.zeros((CHUNK_BLOCK, D_BLOCK), tl.float32)
+    for first in range(0, chunks, CHUNK_BLOCK):
+        chunk = first + tl.arange(0, CHUNK_BLOCK)[:, None]
+        mask = (chunk < chunks) & (column < D)
+        rows = tl.minimum(positions - chunk * R, R).to(tl.float32)
+        found = partials + start + chunk.to(tl.int64) * 2 * channels + column
+        away = tl.load(found, mask, other=0.0) - mean
+        squares += tl.where(mask, tl.load(found + channels, mask, other=0.0) + rows * away * away, 0.0)
+    tl.store(statistics + program * 2, mean)
+    tl.store(statistics + program * 2 + 1, tl.sum(squares) / count)
+
+
+@kernel
+@triton.jit
+def group_norm_apply(
+    x,
+    weight,
+    bias,
+    statistics,
+    y,
+    positions,
+    channels,
+    groups,
+    chunks,
+    eps,
+    D: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    R: tl.constexpr,
+    C_BLOCK: tl.constexpr,
+):
+    """The output of one tile."""
+    program = tl.program_id(0)
+    channel = tl.program_id(1) * C_BLOCK + tl.arange(0, C_BLOCK)
+    first = (program % chunks) * R
+    image = program // chunks
+    row = tl.arange(0, R)
+    inside = channel < channels
+    mask = (first + row < positions)[:, None] & inside[None, :]
+    offset = (image.to(tl.int64) * positions + first) * channels + row[:, None] * channels + channel[None, :]
+    values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
+    statistic = statistics + (image * groups + channel // D) * 2
+    mean = tl.load(statistic, inside, other=0.0)
+    factor = tl.rsqrt(tl.load(statistic + 1, inside, other=0.0) + eps)
+    scale = _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
+    shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
+    result = _finish((values - mean[None, :]) * factor[None, :], scale[None, :], shift[None, :], SILU)
+    tl.store(y + offset, result.to(y.dtype.element_ty), mask)
+
+
+@kernel
+@triton.jit
+def group_norm_backward_small(
+    x,
+    dy,
+    weight,
+    bias,
+    statistics,
+    dx,
+    channel_sums,
+    positions,
+    channels,
+    groups,
+    eps,
+    D: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    S_BLOCK: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+):
+    """One program per group of an image; `channel_sums` is [N, 2, C], the image's share of dbias and dweight."""
+    program = tl.program_id(0)
+    image = program // groups
+    group = program % groups
+    row = tl.arange(0, S_BLOCK)[:, None]
+    within = tl.arange(0, D_BLOCK)
+    column = within[None, :]
+    mask = (row < positions) & (column < D)
+    offset = image.to(tl.int64) * positions * channels + group * D + row * channels + column
+    mean = tl.load(statistics + program * 2)
+    factor = tl.rsqrt(tl.load(statistics + program * 2 + 1) + eps)
+    values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
+    gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
+    normalised = tl.where(mask, (values - mean) * factor, 0.0)
+    channel = group * D + column
+    scale = _parameter(weight, channel, column < D, HAS_WEIGHT, 1.0)
+    if SILU:
+        shift = _parameter(bias, channel, column < D, HAS_BIAS, 0.0)
+        gradient = _silu_gradient(gradient, normalised * scale + shift)
+    found = channel_sums + image.to(tl.int64) * 2 * channels + group * D + within
+    tl.store(found, tl.sum(gradient, 0), within < D)
+    tl.store(found + channels, tl.sum(gradient * normalised, 0), within < D)
+    scaled = gradient * scale
+    count = positions * D
+    along = tl.sum(scaled * normalised) / count
+    result = factor * (scaled - tl.sum(scaled) / count - normalised * along)
+    tl.store(dx + offset, result.to(dx.dtype.element_ty), mask)
+
+
+@kernel
+@triton.jit
+def group_norm_measure_backward(
+    x,
+    dy,
+    weight,
+    bias,
+    statistics,
+    partials,
+    positions,
+    channels,
+    groups,
+    chunks,
+    eps,
+    D: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    R: tl.constexpr,
+    C_BLOCK: tl.constexpr,
+):
+    """Per channel of a tile, the sums of the gradient and of gradient times normalised input, as [N, chunks, 2, C]."""
+    program = tl.program_id(0)
+    channel = tl.program_id(1) * C_BLOCK + tl.arange(0, C_BLOCK)
+    first = (program % chunks) * R
+    image = program // chunks
+    row = tl.arange(0, R)
+    inside = channel < channels
+    mask = (first + row < positions)[:, None] & inside[None, :]
+    offset = (image.to(tl.int64) * positions + first) * channels + row[:, None] * channels + channel[None, :]
+    values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
+    gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
+    statistic = statistics + (image * groups + channel // D) * 2
+    mean = tl.load(statistic, inside, other=0.0)
+    factor = tl.rsqrt(tl.load(statistic + 1, inside, other=0.0) + eps)
+    normalised = (values - mean[None, :]) * factor[None, :]
+    if SILU:
+        scale = _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
+        shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
+        gradient = _silu_gradient(gradient, normalised * scale[None, :] + shift[None, :])
+    # Outside the input the gradient is 0, and so is every term.
+    found = partials + program.to(tl.int64) * 2 * channels + channel
+    tl.store(found, tl.sum(gradient, 0), inside)
+    tl.store(found + channels, tl.sum(gradient * normalised, 0), inside)
+
+
+@kernel
+@triton.jit
+def group_norm_sums(
+    partials,
+    weight,
+    channel_sums,
+    group_means,
+    positions,
+    channels,
+    groups,
+    chunks,
+    D: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CHUNK_BLOCK: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+):
+    """Sums over the chunks per channel, [N, 2, C], and their means over a group, [N, G, 2]; one program per group."""
+    program = tl.program_id(0)
+    image = program // groups
+    group = program % groups
+    within = tl.arange(0, D_BLOCK)
+    start = image.to(tl.int64) * chunks * 2 * channels + group * D
+    plain = tl.zeros((CHUNK_BLOCK, D_BLOCK), tl.float32)
+    along = tl.zeros((CHUNK_BLOCK, D_BLOCK), tl.float32)
+    for first in range(0, chunks, CHUNK_BLOCK):
+        chunk = first + tl.arange(0, CHUNK_BLOCK)[:, None]
+        mask = (chunk < chunks) & (within < D)[None, :]
+        found = partials + start + chunk.to(tl.int64) * 2 * channels + within[None, :]
+        plain += tl.load(found, mask, other=0.0)
+        along += tl.load(found + channels, mask, other=0.0)
+    channel_plain = tl.sum(plain, 0)
+    channel_along = tl.sum(along, 0)
+    sums = channel_sums + image.to(tl.int64) * 2 * channels + group * D + within
+    tl.store(sums, channel_plain, within < D)
+    tl.store(sums + channels, channel_along, within < D)
+    scale = _parameter(weight, group * D + within, within < D, HAS_WEIGHT, 1.0)
+    count = 1.0 * positions * D
+    tl.store(group_means + program * 2, tl.sum(channel_plain * scale) / count)
+    tl.store(group_means + program * 2 + 1, tl.sum(channel_along * scale) / count)
+
+
+@kernel
+@triton.jit
+def group_norm_apply_backward(
+    x,
+    dy,
+    weight,
+    bias,
+    statistics,
+    group_means,
+    dx,
+    positions,
+    channels,
+    groups,
+    chunks,
+    eps,
+    D: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    R: tl.constexpr,
+    C_BLOCK: tl.constexpr,
+):
+    """The gradient of one tile of the input."""
+    program = tl.program_id(0)
+    channel = tl.program_id(1) * C_BLOCK + tl.arange(0, C_BLOCK)
+    first = (program % chunks) * R
+    image = program // chunks
+    row = tl.arange(0, R)
+    inside = channel < channels
+    mask = (first + row < positions)[:, None] & inside[None, :]
+    offset = (image.to(tl.int64) * positions + first) * channels + row[:, None] * channels + channel[None, :]
+    values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
+    gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
+    statistic = (image * groups + channel // D) * 2
+    mean = tl.load(statistics + statistic, inside, other=0.0)
+    factor = tl.rsqrt(tl.load(statistics + statistic + 1, inside, other=0.0) + eps)
+    plain = tl.load(group_means + statistic, inside, other=0.0)
+    along = tl.load(group_means + statistic + 1, inside, other=0.0)
+    scale = _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
+    normalised = (values - mean[None, :]) * factor[None, :]
+    if SILU:
+        shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
+        gradient = _silu_gradient(gradient, normalised * scale[None, :] + shift[None, :])
+    result = factor[None, :] * (gradient * scale[None, :] - plain[None, :] - normalised * along[None, :])
+    tl.store(dx + offset, result.to(dx.dtype.element_ty), mask)
+
+
+@kernel
+@triton.jit
+def group_norm_parameter_gradients(
+    channel_sums,
+    dweight,
+    dbias,
+    images,
+    channels,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    C_BLOCK: tl.constexpr,
+):
+    """Sums over the images of [N, 2, C]."""
+    channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
+    plain = tl.zeros((N_BLOCK, C_BLOCK), tl.float32)
+    along = tl.zeros((N_BLOCK, C_BLOCK), tl.float32)
+    for first in range(0, images, N_BLOCK):
+        image = first + tl.arange(0, N_BLOCK)[:, None]
+        mask = (image < images) & (channel < channels)[None, :]
+        found = channel_sums + image.to(tl.int64) * 2 * channels + channel[None, :]
+        plain += tl.load(found, mask, other=0.0)
+        along += tl.load(found + channels, mask, other=0.0)
+    if HAS_WEIGHT:
+        tl.store(dweight + channel, tl.sum(along, 0).to(dweight.dtype.element_ty), channel < channels)
+    if HAS_BIAS:
+        tl.store(dbias + channel, tl.sum(plain, 0).to(dbias.dtype.element_ty), channel < channels)

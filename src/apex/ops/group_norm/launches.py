@@ -1,0 +1,213 @@
+"""From tensors to launches: what shapes and dtypes decide is planned once and cached."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import _device
+from . import config
+from .spec import GroupNormSpec
+
+if TYPE_CHECKING:
+    from .._launch import BoundLaunch
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """Imported at first use: importing apex needs no Triton."""
+    from . import kernels
+
+    return kernels
+
+
+class _Shape:
+    """Sizes of one input, [N, S, C] in memory, and the flags that every kernel takes."""
+
+    def __init__(
+        self, images: int, positions: int, channels: int, spec: GroupNormSpec, has_weight: bool, has_bias: bool
+    ) -> None:
+        self.images, self.positions, self.channels, self.spec = images, positions, channels, spec
+        self.groups = spec.groups
+        self.group_channels = channels // spec.groups
+        self.flags = (has_weight, has_bias, spec.silu)
+        self.has_weight, self.has_bias = has_weight, has_bias
+        self.group_block = config.power_of_two(self.group_channels)
+        self.small = config.small_config(positions, self.group_channels)
+
+
+class ForwardPlan:
+    """Launches of a forward pass: one for small groups, three for others."""
+
+    def __init__(self, shape: _Shape, device: torch.device) -> None:
+        kernels, spec, small = _kernels(), shape.spec, shape.small
+        self._shape, self._device = shape, device
+        self._small: BoundLaunch | None = None
+        sizes = (shape.positions, shape.channels, spec.groups)
+        if small is not None:
+            self._small = kernels.group_norm_forward_small.bind(
+                (shape.images * spec.groups,),
+                (*sizes, float(spec.eps)),
+                (shape.group_channels, *shape.flags, small.position_block, small.channel_block),
+                device=device,
+                num_warps=small.num_warps,
+            )
+            return
+        tile = config.tile_config(shape.positions, shape.channels, config.FORWARD_TILE)
+        grid = (shape.images * tile.chunks, tile.channel_blocks)
+        self._partials = (shape.images, tile.chunks, 2, shape.channels)
+        self._measure = kernels.group_norm_measure.bind(
+            grid,
+            (shape.positions, shape.channels, tile.chunks),
+            (tile.rows, tile.channel_block),
+            device=device,
+            num_warps=config.TILE_WARPS,
+        )
+        self._statistics = kernels.group_norm_statistics.bind(
+            (shape.images * spec.groups,),
+            (*sizes, tile.chunks),
+            (shape.group_channels, tile.rows, config.CHUNK_BLOCK, shape.group_block),
+            device=device,
+            num_warps=config.SUM_WARPS,
+        )
+        self._apply = kernels.group_norm_apply.bind(
+            grid,
+            (*sizes, tile.chunks, float(spec.eps)),
+            (shape.group_channels, *shape.flags, tile.rows, tile.channel_block),
+            device=device,
+            num_warps=config.TILE_WARPS,
+        )
+
+    def run(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Output, laid out as the input, and statistics."""
+        shape = self._shape
+        y = torch.empty_like(x)
+        statistics = torch.empty((shape.images, shape.groups, 2), dtype=torch.float32, device=self._device)
+        if self._small is not None:
+            self._small(x, weight, bias, y, statistics)
+            return y, statistics
+        partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
+        self._measure(x, partials)
+        self._statistics(partials, statistics)
+        self._apply(x, weight, bias, statistics, y)
+        return y, statistics
+
+
+class BackwardPlan:
+    """Launches of a backward pass: the input's gradient, then, where wanted, those of the parameters."""
+
+    def __init__(self, shape: _Shape, param_grads: bool, device: torch.device) -> None:
+        kernels, spec, small = _kernels(), shape.spec, shape.small
+        self._shape, self._device, self._param_grads = shape, device, param_grads
+        self._small: BoundLaunch | None = None
+        sizes = (shape.positions, shape.channels, spec.groups)
+        if small is not None:
+            self._small = kernels.group_norm_backward_small.bind(
+                (shape.images * spec.groups,),
+                (*sizes, float(spec.eps)),
+                (shape.group_channels, *shape.flags, small.position_block, small.channel_block),
+                device=device,
+                num_warps=small.num_warps,
+            )
+        else:
+            tile = config.tile_config(shape.positions, shape.channels, config.BACKWARD_TILE)
+            grid = (shape.images * tile.chunks, tile.channel_blocks)
+            self._partials = (shape.images, tile.chunks, 2, shape.channels)
+            numbers = (*sizes, tile.chunks, float(spec.eps))
+            constants = (shape.group_channels, *shape.flags, tile.rows, tile.channel_block)
+            self._measure, self._apply = (
+                kernel.bind(grid, numbers, constants, device=device, num_warps=config.TILE_WARPS)
+                for kernel in (kernels.group_norm_measure_backward, kernels.group_norm_apply_backward)
+            )
+            self._sums = kernels.group_norm_sums.bind(
+                (shape.images * spec.groups,),
+                (*sizes, tile.chunks),
+                (shape.group_channels, shape.has_weight, config.CHUNK_BLOCK, shape.group_block),
+                device=device,
+                num_warps=config.SUM_WARPS,
+            )
+        image_block, channel_block = config.PARAMETER_BLOCK
+        self._parameters = kernels.group_norm_parameter_gradients.bind(
+            (-(-shape.channels // channel_block),),
+            (shape.images, shape.channels),
+            (shape.has_weight, shape.has_bias, image_block, channel_block),
+            device=device,
+            num_warps=config.SUM_WARPS,
+        )
+
+    def run(
+        self, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Gradients of input, weight and bias; `dy` is laid out as the input."""
+        shape = self._shape
+        dx = torch.empty_like(x)
+        sums = torch.empty((shape.images, 2, shape.channels), dtype=torch.float32, device=self._device)
+        if self._small is not None:
+            self._small(x, dy, weight, bias, statistics, dx, sums)
+        else:
+            partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
+            means = torch.empty_like(statistics)
+            self._measure(x, dy, weight, bias, statistics, partials)
+            self._sums(partials, weight, sums, means)
+            self._apply(x, dy, weight, bias, statistics, means, dx)
+        if not self._param_grads or not (shape.has_weight or shape.has_bias):
+            return dx, None, None
+        dweight = None if weight is None else torch.empty_like(weight)
+        dbias = None if bias is None else torch.empty_like(bias)
+        self._parameters(sums, dweight, dbias)
+        return dx, dweight, dbias
+
+
+# Dtypes are part of the keys because a bound launch is for one set of them.
+@functools.lru_cache(maxsize=4096)
+def _forward_plan(sizes, spec, dtypes, device, facts) -> ForwardPlan:
+    return ForwardPlan(_Shape(*sizes, spec, dtypes[1] is not None, dtypes[2] is not None), device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_plan(sizes, spec, dtypes, param_grads, device, facts) -> BackwardPlan:
+    return BackwardPlan(_Shape(*sizes, spec, dtypes[1] is not None, dtypes[2] is not None), param_grads, device)
+
+
+def _facts_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[tuple[int, int, int], tuple]:
+    images, channels = x.shape[:2]
+    dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
+    return (images, x.numel() // (images * channels), channels), dtypes
+
+
+def triton_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> tuple[Tensor, Tensor]:
+    """Output and statistics of an input whose channels lie side by side."""
+    weight, bias = _contiguous(weight), _contiguous(bias)
+    sizes, dtypes = _facts_of(x, weight, bias)
+    return _forward_plan(sizes, spec, dtypes, x.device, _device.facts(x.device)).run(x, weight, bias)
+
+
+def triton_backward(
+    dy: Tensor,
+    x: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: GroupNormSpec,
+    param_grads: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias."""
+    weight, bias = _contiguous(weight), _contiguous(bias)
+    sizes, dtypes = _facts_of(x, weight, bias)
+    if not channels_lie_together(dy):
+        dy = dy.movedim(1, -1).contiguous().movedim(-1, 1)
+    plan = _backward_plan(sizes, spec, (*dtypes, dy.dtype), param_grads, x.device, _device.facts(x.device))
+    return plan.run(dy, x, statistics, weight, bias)
+
+
+def channels_lie_together(tensor: Tensor) -> bool:
+    """Whether a tensor is dense with its channels last in memory, as channels_last formats are."""
+    return tensor.movedim(1, -1).is_contiguous()
+
+
+def _contiguous(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.contiguous()

@@ -1,0 +1,223 @@
+"""`group_norm`: checks, dispatch, autograd and registration with `torch.library`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _library
+from . import reference
+from .launches import channels_lie_together, triton_backward, triton_forward
+from .self_check import self_check
+from .spec import GroupNormSpec
+
+FAMILY = _library.register_family(
+    _library.OpFamily(
+        "group_norm",
+        "group norm of channels-last tensors, with SiLU",
+        self_check,
+        small_inputs="PyTorch's operator where channels are not last",
+    )
+)
+
+ACTIVATIONS = ("", "silu", "swish")
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "",
+) -> Tensor:
+    """Group norm of `input` [N, C, ...] over `num_groups` groups of channels, then `activation` ("", silu or swish).
+
+    Computed in float32 whatever the dtypes; the output has the input's dtype and layout.
+    """
+    check(input, num_groups, weight, bias, activation)
+    spec = GroupNormSpec(num_groups, eps, bool(activation))
+    if not input.numel():
+        return reference.forward(input, weight, bias, spec)[0]  # PyTorch's operator leaves gradients undefined
+    if _takes_kernels(input):
+        return GroupNormFunction.apply(input, weight, bias, spec)
+    return _native(input, weight, bias, spec)
+
+
+def check(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, activation: str) -> None:
+    """Raises for arguments that do not fit each other."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is not known; '' (none), 'silu' and 'swish' are")
+    if input.dim() < 2:
+        raise ValueError(f"input has shape {list(input.shape)}; images and channels, [N, C, ...], are needed")
+    if not input.is_floating_point():
+        raise TypeError(f"group_norm needs a floating-point input, got {input.dtype}")
+    channels = input.shape[1]
+    if num_groups < 1 or channels % num_groups:
+        raise ValueError(f"the {channels} channels of the input cannot be cut into num_groups={num_groups}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        if parameter.shape != (channels,):
+            raise ValueError(
+                f"{name} has shape {list(parameter.shape)}, expected one value for each of {channels} channels"
+            )
+        if parameter.device != input.device:
+            raise ValueError(f"{name} is on {parameter.device}, the input on {input.device}")
+        if not parameter.is_floating_point():
+            raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
+
+
+def _takes_kernels(input: Tensor) -> bool:
+    return input.numel() > 0 and _library.runs_triton(FAMILY, input) and channels_lie_together(input)
+
+
+def _native(input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> Tensor:
+    """PyTorch's operators: for other devices and layouts."""
+    dtype = reference.compute_dtype(input, weight, bias)
+    wide_weight, wide_bias = (None if each is None else each.to(dtype) for each in (weight, bias))
+    if all(each is None or each.dtype == input.dtype for each in (weight, bias)) and input.device.type != "cpu":
+        dtype, wide_weight, wide_bias = input.dtype, weight, bias  # computes in float32 inside
+    output = torch.nn.functional.group_norm(input.to(dtype), spec.groups, wide_weight, wide_bias, spec.eps)
+    if spec.silu:
+        output = torch.nn.functional.silu(output)
+    return output.to(input.dtype)
+
+
+def group_norm_forward(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec
+) -> tuple[Tensor, Tensor]:
+    """Output and statistics [N, G, 2], mean and variance, without autograd."""
+    if _takes_kernels(input):
+        return triton_forward(input, weight, bias, spec)
+    output, statistics = reference.forward(input, weight, bias, spec)
+    return _laid_out_like(input, output), statistics
+
+
+def group_norm_backward(
+    dy: Tensor,
+    input: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: GroupNormSpec,
+    param_grads: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias, given the statistics of the forward pass."""
+    if dy.shape != input.shape or dy.device != input.device:
+        raise ValueError(
+            f"the gradient has shape {list(dy.shape)} on {dy.device}, the input {list(input.shape)} on {input.device}"
+        )
+    expected = (input.shape[0], spec.groups, 2)
+    if tuple(statistics.shape) != expected or statistics.device != input.device:
+        raise ValueError(
+            f"the statistics have shape {list(statistics.shape)} on {statistics.device}, expected {list(expected)} on "
+            f"{input.device}"
+        )
+    if _takes_kernels(input):
+        statistics = statistics.to(torch.float32).contiguous()
+        return triton_backward(dy, input, statistics, weight, bias, spec, param_grads)
+    dx, dweight, dbias = reference.backward(dy, input, statistics, weight, bias, spec)
+    dx = _laid_out_like(input, dx)
+    return (dx, dweight, dbias) if param_grads else (dx, None, None)
+
+
+def _laid_out_like(input: Tensor, result: Tensor) -> Tensor:
+    """`result` in the memory format of `input`, which is what `torch.compile` was promised."""
+    like = torch.empty_like(input)
+    return result if result.stride() == like.stride() else like.copy_(result)
+
+
+class GroupNormFunction(torch.autograd.Function):
+    """The autograd node of `group_norm` where kernels run; its arguments were checked."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> Tensor:  # type: ignore[override]
+        if torch.compiler.is_compiling():
+            output, statistics = torch.ops.apex.group_norm_forward(input, weight, bias, *spec)
+        else:
+            output, statistics = triton_forward(input, weight, bias, spec)
+        ctx.save_for_backward(input, weight, bias, statistics)
+        ctx.spec = spec
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
+        input, weight, bias, statistics = ctx.saved_tensors
+        spec = ctx.spec
+        param_grads = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        if torch.compiler.is_compiling():
+            gradients = torch.ops.apex.group_norm_backward(dy, input, statistics, weight, bias, *spec, param_grads)
+            dweight, dbias = (none_if_absent(*each) for each in zip(gradients[1:], (weight, bias), strict=True))
+            return gradients[0], dweight, dbias, None
+        if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
+            statistics = reference.forward(input, weight, bias, spec)[1]
+            return *reference.backward(dy, input, statistics, weight, bias, spec), None
+        return *triton_backward(dy, input, statistics, weight, bias, spec, param_grads), None
+
+
+def none_if_absent(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
+    """An operator must return a tensor; an empty one stands for the gradient of nothing."""
+    return None if parameter is None or gradient.numel() != parameter.numel() else gradient
+
+
+def _forward(input, weight, bias, groups, eps, silu):
+    return group_norm_forward(input, weight, bias, GroupNormSpec(groups, eps, silu))
+
+
+def _forward_fake(input, weight, bias, groups, eps, silu):
+    statistics = input.new_empty((input.shape[0], groups, 2), dtype=reference.compute_dtype(input))
+    return torch.empty_like(input), statistics
+
+
+def _backward(dy, input, statistics, weight, bias, groups, eps, silu, param_grads):
+    spec = GroupNormSpec(groups, eps, silu)
+    dx, *rest = group_norm_backward(dy, input, statistics, weight, bias, spec, param_grads)
+    return dx, *(statistics.new_empty(0) if each is None else each for each in rest)
+
+
+def _backward_fake(dy, input, statistics, weight, bias, groups, eps, silu, param_grads):
+    absent = lambda parameter: parameter is None or not param_grads  # noqa: E731
+    return torch.empty_like(input), *(
+        statistics.new_empty(0) if absent(each) else torch.empty_like(each) for each in (weight, bias)
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    input, weight, bias, *spec = inputs
+    ctx.spec = GroupNormSpec(*spec)
+    ctx.save_for_backward(input, weight, bias, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _op_backward(ctx, dy, dstatistics):
+    input, weight, bias, statistics = ctx.saved_tensors
+    param_grads = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+    dx, dweight, dbias = torch.ops.apex.group_norm_backward(dy, input, statistics, weight, bias, *ctx.spec, param_grads)
+    return dx, none_if_absent(dweight, weight), none_if_absent(dbias, bias), None, None, None
+
+
+def _refuse_second_derivative(ctx, *gradients):
+    raise RuntimeError(
+        "torch.ops.apex.group_norm_forward has a first derivative only; apex.ops.group_norm has a second one"
+    )
+
+
+_library.register_op(
+    "group_norm_forward(Tensor input, Tensor? weight, Tensor? bias, int groups, float eps, bool silu) "
+    "-> (Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+    backward=_op_backward,
+    setup_context=_setup_context,
+)
+_library.register_op(
+    "group_norm_backward(Tensor dy, Tensor input, Tensor statistics, Tensor? weight, Tensor? bias, int groups, "
+    "float eps, bool silu, bool param_grads) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+    backward=_refuse_second_derivative,
+    setup_context=lambda ctx, inputs, output: None,
+)

@@ -1,0 +1,38 @@
+"""Upstream's compiled module of this name: group norm of channels-last tensors, any groups and channels.
+
+`passes` is accepted and has no effect: how a norm is cut up depends on its sizes. `sums` holds mean and variance of
+every group of every image.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from apex.ops.group_norm import GroupNormSpec, group_norm_backward, group_norm_forward
+from apex.ops.group_norm.op import check
+
+
+def forward(
+    input: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, passes: int, with_swish: bool
+) -> list[Tensor]:
+    """[output, sums]."""
+    check(input, groups, weight, bias, "")
+    output, statistics = group_norm_forward(input, weight, bias, GroupNormSpec(groups, eps, with_swish))
+    return [output, statistics.flatten()]
+
+
+def backward(
+    grad_output: Tensor,
+    sums: Tensor,
+    input: Tensor,
+    groups: int,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    passes: int,
+    with_swish: bool,
+) -> list[Tensor | None]:
+    """[gradient of input, of weight, of bias]."""
+    check(input, groups, weight, bias, "")
+    spec = GroupNormSpec(groups, eps, with_swish)
+    return list(group_norm_backward(grad_output, input, sums.view(-1, groups, 2), weight, bias, spec))

@@ -1,0 +1,25 @@
+"""Launches of the group norm kernels to compile for every GPU: small and large groups, with every flag."""
+
+from __future__ import annotations
+
+import torch
+
+from apex.ops.group_norm import GroupNormSpec
+from apex.ops.group_norm.launches import triton_backward, triton_forward
+
+# images, channels, positions, groups, dtype, dtype of the parameters, SiLU
+_SHAPES = [
+    (2, 320, 64, 32, torch.bfloat16, torch.bfloat16, True),
+    (8, 2560, 4096, 32, torch.float16, torch.float32, True),
+    (8, 2560, 4096, 32, torch.float32, None, False),
+]
+
+
+def record() -> None:
+    """Plans and (under `recording`) collects forward and backward of every shape."""
+    for images, channels, positions, groups, dtype, parameters, silu in _SHAPES:
+        x = torch.empty(images, positions, channels, dtype=dtype, device="meta").movedim(-1, 1)
+        weight = None if parameters is None else torch.empty(channels, dtype=parameters, device="meta")
+        spec = GroupNormSpec(groups, 1e-5, silu)
+        output, statistics = triton_forward(x, weight, weight, spec)
+        triton_backward(output, x, statistics, weight, weight, spec, True)

@@ -1,0 +1,312 @@
+"""Group norm against float64, by every route, with uninitialised memory full of NaN."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from apex.ops import _library
+from apex.ops.group_norm import config as group_norm_config
+from apex.ops.group_norm import group_norm, group_norm_backward, group_norm_forward, reference
+from apex.ops.group_norm.spec import GroupNormSpec
+from tests.harness import Route, assert_close, assert_equal_bits, routes
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+@dataclass(frozen=True)
+class GroupNormCase:
+    shape: tuple[int, ...]
+    groups: int
+    dtype: torch.dtype = F32
+    parameters: torch.dtype | None = F32
+    silu: bool = False
+    channels_last: bool = True
+    offset: float = 0.0
+    has_bias: bool = True
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, self.shape))
+        dtypes = "-".join(str(each).removeprefix("torch.") for each in (self.dtype, self.parameters))
+        flags = [name for name in ("silu", "channels_last") if getattr(self, name)]
+        return "-".join((sizes, str(self.groups), dtypes, *flags, *(["far"] if self.offset else [])))
+
+    def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        generator = torch.Generator().manual_seed(1)
+        x, dy = (torch.randn(self.shape, generator=generator) for _ in range(2))
+        weight, bias = (torch.rand(self.shape[1], generator=generator) + 0.5 for _ in range(2))
+        x = (x + self.offset).to(device, self.dtype)
+        if self.channels_last:
+            x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+        parameters = [None if self.parameters is None else each.to(device, self.parameters) for each in (weight, bias)]
+        return x, dy.to(device, self.dtype), parameters[0], parameters[1] if self.has_bias else None
+
+
+# Groups above config.SMALL_GROUP elements are cut into chunks: the shapes with 48 or 72 pixels a side.
+CASES = [
+    GroupNormCase((2, 12, 3, 5), 4),
+    GroupNormCase((2, 12, 3, 5), 4, silu=True),
+    GroupNormCase((3, 20, 4, 4), 4, BF16, BF16, silu=True),
+    GroupNormCase((3, 20, 4, 4), 20, F16, F32),
+    GroupNormCase((1, 7, 1, 1), 1, F32, None),
+    GroupNormCase((2, 6, 9), 2, F32, silu=True),
+    GroupNormCase((2, 6, 3, 4, 5), 3, BF16, F32),
+    GroupNormCase((5, 8), 2),
+    GroupNormCase((2, 12, 3, 5), 4, F64, F64, silu=True),
+    GroupNormCase((2, 12, 3, 5), 4, silu=True, channels_last=False),
+    GroupNormCase((2, 12, 3, 5), 4, F16, F32, silu=True, channels_last=False),
+    GroupNormCase((2, 12, 3, 5), 4, BF16, BF16, channels_last=False),
+    GroupNormCase((2, 12, 3, 5), 4, has_bias=False, silu=True),
+    GroupNormCase((2, 24, 48, 48), 2, F32, silu=True),
+    GroupNormCase((2, 24, 48, 47), 2, BF16, F32),
+    GroupNormCase((1, 70, 72, 30), 2, F32, None),
+    GroupNormCase((2, 24, 48, 48), 2, F32, offset=300.0),
+    GroupNormCase((2, 12, 5, 5), 2, F32, offset=300.0),
+]
+
+
+def exact(case: GroupNormCase, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None) -> list:
+    """Output and gradients in float64 by PyTorch's own operators and autograd."""
+    leaves = [None if each is None else each.detach().cpu().double().requires_grad_() for each in (x, weight, bias)]
+    output = functional.group_norm(leaves[0], case.groups, leaves[1], leaves[2], 1e-5)
+    output = functional.silu(output) if case.silu else output
+    output.backward(dy.cpu().double())
+    return [output.detach(), *(None if each is None else each.grad for each in leaves)]
+
+
+def run(case: GroupNormCase, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None) -> list:
+    leaves = [None if each is None else each.detach().clone().requires_grad_() for each in (x, weight, bias)]
+    output = group_norm(leaves[0], case.groups, leaves[1], leaves[2], 1e-5, "silu" if case.silu else "")
+    output.backward(dy)
+    return [output.detach(), *(None if each is None else each.grad for each in leaves)]
+
+
+def check(case: GroupNormCase, route: Route) -> None:
+    if case.offset and route.implementation == "torch":
+        pytest.skip("PyTorch's operator for channels-last tensors subtracts large sums from each other")
+    tensors = case.tensors(route.device)
+    expected = exact(case, *tensors)
+    with _library.implementation("auto" if case.dtype == F64 else route.implementation):
+        actual, again = run(case, *tensors), run(case, *tensors)
+    assert actual[0].dtype == case.dtype
+    terms = tensors[0].numel() // case.shape[1]
+    # Data far from zero has lost digits before the norm sees it; a sum of plain squares would lose them twice.
+    conditioning = max(1, round(case.offset))
+    for name, result, wanted, count in zip(
+        ("output", "dx", "dweight", "dbias"), actual, expected, (1, 1, terms, terms), strict=True
+    ):
+        assert_close(result, wanted, reduction=count * conditioning, what=name)
+    assert_equal_bits(
+        [each if each is None else each.contiguous() for each in actual],
+        [each if each is None else each.contiguous() for each in again],
+    )
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_float64(case: GroupNormCase, route: Route) -> None:
+    check(case, route)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [320, 960, 1280, 2560])
+@pytest.mark.parametrize("side", [8, 16, 32, 64])
+def test_matches_float64_at_the_sizes_of_diffusion_models(channels: int, side: int) -> None:
+    check(GroupNormCase((2, channels, side, side), 32, BF16, BF16, silu=True), Route("cuda", "triton"))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    images, channels, positions = 3, 64, (1 << 31) // 128 + 5
+    x = torch.randn(images, positions, channels, device="cuda", dtype=BF16).movedim(-1, 1)
+    assert x.numel() > 2**31
+    weight, bias = (torch.rand(channels, device="cuda", dtype=BF16) for _ in range(2))
+    spec = GroupNormSpec(32, 1e-5, True)
+    output, statistics = group_norm_forward(x, weight, bias, spec)
+    dx, dweight, dbias = group_norm_backward(x, x, statistics, weight, bias, spec)
+    last = slice(positions - 4, positions)
+    values = x[-1, :, last].double()
+    mean, variance = statistics[-1].double().repeat_interleave(2, 0).unbind(1)
+    assert_close(statistics[-1, -1, 0], x[-1, -2:].mean(dtype=F64), what="mean")
+    z = (values - mean[:, None]) * (variance[:, None] + 1e-5).rsqrt() * weight.double()[:, None] + bias.double()[
+        :, None
+    ]
+    assert_close(output[-1, :, last], functional.silu(z), what="output")
+    assert dx.shape == x.shape
+    assert torch.isfinite(dx[-1, :, last]).all()
+    assert torch.isfinite(dweight).all()
+    assert torch.isfinite(dbias).all()
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_the_output_keeps_the_layout(route: Route, channels_last: bool) -> None:
+    x = torch.randn(2, 8, 4, 6, device=route.device, requires_grad=True)
+    given = x.to(memory_format=torch.channels_last) if channels_last else x
+    with _library.implementation(route.implementation):
+        output = group_norm(given, 4)
+        output.backward(torch.ones_like(x))
+    assert x.grad is not None
+    if route.implementation == "triton":
+        assert output.stride() == given.stride()
+
+
+@pytest.mark.parametrize("route", routes())
+def test_a_strided_input_and_gradient(route: Route) -> None:
+    case = GroupNormCase((2, 12, 6, 10), 4, silu=True)
+    x, dy, weight, bias = case.tensors(route.device)
+    x, dy = x[:, :, ::2, 1:], dy.to(memory_format=torch.channels_last)[:, :, ::2, 1:]
+    with _library.implementation(route.implementation):
+        actual = run(case, x, dy, weight, bias)
+    for result, wanted in zip(actual, exact(case, x, dy, weight, bias), strict=True):
+        assert_close(result, wanted, reduction=54)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("shape", [(0, 8, 3, 3), (2, 8, 0, 3)])
+def test_empty(route: Route, shape: tuple[int, ...]) -> None:
+    x = torch.empty(shape, device=route.device, requires_grad=True)
+    weight = torch.ones(8, device=route.device, requires_grad=True)
+    with _library.implementation(route.implementation):
+        output = group_norm(x, 2, weight)
+        output.sum().backward()
+    assert output.shape == shape
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_gradcheck() -> None:
+    x = torch.randn(2, 6, 2, 3, dtype=F64, requires_grad=True)
+    weight, bias = (torch.rand(6, dtype=F64, requires_grad=True) for _ in range(2))
+    for activation in ("", "silu"):
+        function = lambda *tensors, activation=activation: group_norm(tensors[0], 3, *tensors[1:], 1e-5, activation)  # noqa: E731
+        assert torch.autograd.gradcheck(function, (x, weight, bias))
+        assert torch.autograd.gradgradcheck(function, (x, weight, bias))
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_the_reference_backward_is_the_derivative_of_the_forward(silu: bool) -> None:
+    spec = GroupNormSpec(3, 1e-5, silu)
+    x = torch.randn(2, 6, 2, 3, dtype=F64, requires_grad=True)
+    weight, bias = (torch.rand(6, dtype=F64, requires_grad=True) for _ in range(2))
+    dy = torch.randn_like(x)
+    output, statistics = reference.forward(x, weight, bias, spec)
+    expected = torch.autograd.grad(output, (x, weight, bias), dy)
+    for actual, wanted in zip(reference.backward(dy, x, statistics, weight, bias, spec), expected, strict=True):
+        assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_a_second_derivative(route: Route) -> None:
+    x = torch.randn(2, 6, 3, 3, device=route.device).to(memory_format=torch.channels_last)
+
+    def second(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (first,) = torch.autograd.grad(group_norm(x, 3, activation="silu").square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    with _library.implementation(route.implementation):
+        actual = second(x)
+    with _library.implementation("auto"):
+        assert_close(actual, second(x.cpu().double()), reduction=100)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_opcheck(route: Route) -> None:
+    x = torch.randn(2, 6, 3, 3, device=route.device).to(memory_format=torch.channels_last).requires_grad_()
+    weight, bias = (torch.rand(6, device=route.device, requires_grad=True) for _ in range(2))
+    with _library.implementation(route.implementation):
+        torch.library.opcheck(torch.ops.apex.group_norm_forward.default, (x, weight, bias, 3, 1e-5, True))
+        _, statistics = torch.ops.apex.group_norm_forward(x.detach(), weight, bias, 3, 1e-5, True)
+        arguments = (x.detach(), x.detach(), statistics.detach(), weight.detach(), None, 3, 1e-5, True, True)
+        torch.library.opcheck(torch.ops.apex.group_norm_backward.default, arguments)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_compiled_without_graph_breaks(route: Route) -> None:
+    x = torch.randn(2, 6, 3, 3, device=route.device).to(memory_format=torch.channels_last).requires_grad_()
+    weight, bias = (torch.rand(6, device=route.device, requires_grad=True) for _ in range(2))
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return group_norm(x.sin(), 3, weight, bias, 1e-5, "silu").cos()
+
+    backend = "inductor" if route.device == "cuda" else "aot_eager"
+    with _library.implementation(route.implementation):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        pairs = [
+            (output, torch.autograd.grad(output.sum(), (x, weight, bias)))
+            for output in (compiled(x, weight, bias), function(x, weight, bias))
+        ]
+    assert_close(pairs[0][0], pairs[1][0].double())
+    for actual, wanted in zip(pairs[0][1], pairs[1][1], strict=True):
+        assert_close(actual, wanted.double(), reduction=18)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_autocast_leaves_the_dtype_alone(route: Route) -> None:
+    x = torch.randn(2, 8, 4, 4, device=route.device, dtype=BF16).to(memory_format=torch.channels_last)
+    weight = torch.rand(8, device=route.device)
+    with _library.implementation(route.implementation):
+        expected = group_norm(x, 2, weight, activation="silu")
+        with torch.autocast(route.device, dtype=BF16):
+            actual = group_norm(x, 2, weight, activation="silu")
+    assert actual.dtype == BF16
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_capture() -> None:
+    for side in (8, 64):
+        x = torch.randn(2, 64, side, side, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
+        weight = torch.rand(64, device="cuda", requires_grad=True)
+        step = lambda: torch.autograd.grad(group_norm(x, 2, weight).sin().sum(), (x, weight))  # noqa: B023, E731
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+def test_both_ways_to_cut_are_reached() -> None:
+    small = [group_norm_config.small_config(side * side, 12) is not None for side in (5, 48)]
+    assert small == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.ones(2, 6, 2, 2), 4), ValueError, "6 channels .* num_groups=4"),
+        ((torch.ones(2, 6, 2, 2), 0), ValueError, "num_groups=0"),
+        ((torch.ones(6), 2), ValueError, r"shape \[6\]"),
+        ((torch.ones(2, 6, dtype=torch.int32), 2), TypeError, "floating-point input"),
+        ((torch.ones(2, 6), 2, torch.ones(5)), ValueError, "weight has shape"),
+        ((torch.ones(2, 6), 2, torch.ones(6), torch.ones(6, dtype=torch.int32)), TypeError, "bias must be"),
+        ((torch.ones(2, 6), 2, torch.ones(6, device="meta")), ValueError, "weight is on meta"),
+        ((torch.ones(2, 6), 2, None, None, 1e-5, "relu"), ValueError, "activation='relu'"),
+    ],
+)
+def test_bad_arguments(arguments: tuple, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        group_norm(*arguments)
+
+
+def test_backward_refuses_what_does_not_belong_together() -> None:
+    x, spec = torch.ones(2, 6, 2, 2), GroupNormSpec(2, 1e-5, False)
+    _, statistics = group_norm_forward(x, None, None, spec)
+    with pytest.raises(ValueError, match="the gradient has shape"):
+        group_norm_backward(x[:1], x, statistics, None, None, spec)
+    with pytest.raises(ValueError, match="the statistics have shape"):
+        group_norm_backward(x, x, statistics[:1], None, None, spec)
