@@ -1,6 +1,19 @@
 """Fused operators: one folder per family, one dispatch (`_library`), one launcher (`_launch`)."""
 
-from ._library import FAMILIES, explain, implementation
+import importlib
+import pkgutil
+from collections.abc import Mapping
+
+from . import _library
+from ._library import FAMILIES, OpFamily, explain, implementation
 from .norm import layer_norm, rms_norm
 
-__all__ = ["FAMILIES", "explain", "implementation", "layer_norm", "rms_norm"]
+__all__ = ["FAMILIES", "all_families", "explain", "implementation", "layer_norm", "rms_norm"]
+
+
+def all_families() -> Mapping[str, OpFamily]:
+    """Every family by name, imported here if nothing else has: `FAMILIES` has those in use."""
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        if module.ispkg:
+            importlib.import_module(module.name)
+    return _library.FAMILIES

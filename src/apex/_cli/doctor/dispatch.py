@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...ops import _library
+from ...ops import _library, all_families
 from .findings import Finding, Severity, one_line
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -39,7 +39,7 @@ def examine(devices: list[str]) -> tuple[list[FamilyChoice], list[SelfCheck], li
     choices: list[FamilyChoice] = []
     checks: list[SelfCheck] = []
     findings: list[Finding] = []
-    for family in _library.FAMILIES.values():
+    for family in all_families().values():
         for device in devices:
             here = [_choice(family, device, dtype) for dtype in DTYPES]
             choices += here
