@@ -9,6 +9,7 @@ __getattr__, __dir__ = lazy_subpackages(
         "combine_tensors",
         "group_norm",
         "layer_norm",
+        "multihead_attn",
         "optimizers",
     ],
 )

@@ -1,0 +1,72 @@
+"""What both attention modules share: their settings, the layer norm in front and the choice of a mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ...normalization import FusedLayerNorm
+from ...ops import multihead
+
+IMPLEMENTATIONS = ("fast", "default")
+CAUSAL = "causal"
+
+
+class MultiheadAttnBase(nn.Module):
+    """Settings by upstream's names; parameters are the subclasses' matter, but for those of the layer norm."""
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, dropout: float, bias: bool, include_norm_add: bool, impl: str
+    ) -> None:
+        super().__init__()
+        multihead.check_heads(embed_dim, num_heads)
+        multihead.check_dropout(dropout)
+        if impl not in IMPLEMENTATIONS:
+            raise ValueError(f"impl={impl!r} is not known; use 'fast' or 'default'")
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.head_dim = embed_dim // num_heads
+        self.bias = bias
+        self.include_norm_add = include_norm_add
+        self.impl = impl
+        self.scaling = self.head_dim**-0.5
+
+    def _make_norm(self) -> None:
+        """The layer norm in front: parameters of this module if it is 'fast', else a module of its own."""
+        own = self.include_norm_add and self.impl == "fast"
+        for name in ("lyr_nrm_gamma_weights", "lyr_nrm_beta_weights"):
+            self.register_parameter(name, Parameter(torch.empty(self.embed_dim)) if own else None)
+        self.lyr_nrm = FusedLayerNorm(self.embed_dim) if self.include_norm_add and not own else None
+
+    def _reset_norm(self) -> None:
+        if self.lyr_nrm is not None:
+            self.lyr_nrm.reset_parameters()
+        elif self.include_norm_add:
+            nn.init.ones_(self.lyr_nrm_gamma_weights)
+            nn.init.zeros_(self.lyr_nrm_beta_weights)
+
+    def _mask(
+        self, key_padding_mask: Tensor | None, attn_mask: Tensor | str | None, additive: bool = False
+    ) -> multihead.Mask | None:
+        """The one mask of a call."""
+        if key_padding_mask is not None:
+            if attn_mask is not None:
+                raise ValueError("attn_mask and key_padding_mask cannot both be given; join them into one mask")
+            return multihead.make_mask(key_padding_mask, use_time_mask=False, additive=additive)
+        if attn_mask is None:
+            return None
+        if additive:
+            raise ValueError("mask_additive=True takes a key_padding_mask, not an attn_mask")
+        if isinstance(attn_mask, str):
+            if attn_mask != CAUSAL:
+                raise ValueError(f"attn_mask={attn_mask!r} must be a tensor or {CAUSAL!r}")
+            return multihead.Mask(multihead.MaskKind.CAUSAL)
+        return multihead.make_mask(attn_mask, use_time_mask=True, additive=False)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.embed_dim}, {self.num_heads}, dropout={self.dropout}, bias={self.bias}, "
+            f"include_norm_add={self.include_norm_add}, impl={self.impl!r}"
+        )

@@ -1,0 +1,102 @@
+"""Attention of one sequence to another as a module."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ...ops import multihead
+from ._module import MultiheadAttnBase
+from .encdec_multihead_attn_func import encdec_attn_func
+
+
+class EncdecMultiheadAttn(MultiheadAttnBase):
+    """Attention of a decoder's sequence to an encoder's, between projections.
+
+    `in_proj_weight_kv` has, head after head, the rows of its keys and its values. `include_norm_add` puts a layer norm
+    before the queries and adds the query, after dropout, behind. `impl` is 'fast' (PyTorch's fused attention, without
+    biases) or 'default' (step by step).
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = False,
+        include_norm_add: bool = False,
+        impl: str = "fast",
+    ) -> None:
+        super().__init__(embed_dim, num_heads, dropout, bias, include_norm_add, impl)
+        if bias and impl == "fast":
+            raise ValueError("bias=True is not supported with impl='fast'; impl='default' has biases")
+        self.in_proj_weight_q = Parameter(torch.empty(embed_dim, embed_dim))
+        self.in_proj_weight_kv = Parameter(torch.empty(2 * embed_dim, embed_dim))
+        self.out_proj_weight = Parameter(torch.empty(embed_dim, embed_dim))
+        for name, rows in (("in_proj_bias_q", 1), ("in_proj_bias_kv", 2), ("out_proj_bias", 1)):
+            self.register_parameter(name, Parameter(torch.empty(rows * embed_dim)) if bias else None)
+        self._make_norm()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Every projection as a matrix [embed_dim, embed_dim] would be, biases zero."""
+        nn.init.xavier_uniform_(self.in_proj_weight_q)
+        # sqrt(6 / (1 + 1)) is sqrt(1.5) times sqrt(6 / (2 + 1))
+        nn.init.xavier_uniform_(self.in_proj_weight_kv, gain=math.sqrt(1.5))
+        nn.init.xavier_uniform_(self.out_proj_weight)
+        if self.bias:
+            for bias in (self.in_proj_bias_q, self.in_proj_bias_kv, self.out_proj_bias):
+                nn.init.zeros_(bias)
+        self._reset_norm()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | str | None = None,
+        is_training: bool = True,
+    ) -> tuple[Tensor, None]:
+        """`query` is [queries, batch, embed_dim], `key` [keys, batch, embed_dim]; values are projected from `key` too,
+        and `value` and `need_weights` are there for upstream's sake alone.
+
+        `key_padding_mask` [batch, keys] hides keys from all queries, `attn_mask` [queries, keys] keys from a query,
+        where nonzero; `attn_mask="causal"` hides from query i the keys beyond i, without a tensor. `is_training`, not
+        the mode of the module, decides about dropout. The second result is always None.
+        """
+        mask = self._mask(key_padding_mask, attn_mask)
+        dropout = self.dropout if is_training else 0.0
+        weights = self.in_proj_weight_q, self.in_proj_weight_kv, self.out_proj_weight
+        if self.impl == "fast":
+            if not self.include_norm_add:
+                outputs = multihead.encdec_attention(
+                    query, key, *weights, heads=self.num_heads, mask=mask, dropout=dropout
+                )
+                return outputs, None
+            norm = self.lyr_nrm_gamma_weights, self.lyr_nrm_beta_weights
+            outputs = multihead.encdec_attention_norm_add(
+                query, key, *norm, *weights, heads=self.num_heads, mask=mask, dropout=dropout
+            )
+            return outputs, None
+        outputs = encdec_attn_func(
+            attn_mask is not None,
+            is_training,
+            self.num_heads,
+            self.scaling,
+            query if self.lyr_nrm is None else self.lyr_nrm(query),
+            key,
+            *weights,
+            self.in_proj_bias_q,
+            self.in_proj_bias_kv,
+            self.out_proj_bias,
+            None if mask is None else mask.as_tensor(len(query), len(key), query.device),
+            self.dropout,
+        )
+        if self.include_norm_add:
+            outputs = multihead.dropout_add(outputs, query, dropout)
+        return outputs, None

@@ -1,0 +1,45 @@
+"""Softmax of the logits of attention with a mask per batch, then dropout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...ops import multihead, softmax
+
+
+class MaskSoftmaxDropout(torch.autograd.Function):
+    """`inputs` are [batch * heads, queries, keys], `pad_mask` [batch, keys]: nonzero hides a key, or with
+    `mask_additive` it is added to the logits. A row with nothing to see is zero. Dropout only if `is_training`."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx,
+        is_training: bool,
+        heads: int,
+        inputs: Tensor,
+        pad_mask: Tensor | None,
+        mask_additive: bool,
+        dropout_prob: float,
+    ) -> Tensor:
+        if inputs.dim() != 3 or heads < 1 or inputs.shape[0] % heads:
+            raise ValueError(
+                f"inputs of shape {list(inputs.shape)} must be [batch * heads, queries, keys] with heads={heads}"
+            )
+        batch, (queries, keys) = inputs.shape[0] // heads, inputs.shape[1:]
+        mask = multihead.make_mask(pad_mask, use_time_mask=False, additive=mask_additive)
+        multihead.check_mask(mask, queries, keys, batch, inputs.device)
+        cover = multihead.broadcastable(mask, queries, keys, inputs.device)
+        spec = softmax.SoftmaxSpec(dropout=float(dropout_prob) if is_training else 0.0)
+        logits = inputs.reshape(batch, heads, queries, keys)
+        softmax.check_arguments(logits, cover, spec)
+        output = softmax.forward_and_save(ctx, logits, cover, softmax.draw_noise(logits, spec), spec)
+        return output.detach().view(inputs.shape)
+
+    @staticmethod
+    def backward(ctx, output_grads: Tensor):  # type: ignore[override]
+        gradient = output_grads.reshape(ctx.saved_tensors[0].shape)
+        return None, None, softmax.backward_from_saved(ctx, gradient).view(output_grads.shape), None, None, None
+
+
+fast_mask_softmax_dropout_func = MaskSoftmaxDropout.apply

@@ -1,0 +1,124 @@
+"""Self attention as a module."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ...ops import multihead
+from ._module import MultiheadAttnBase
+from .self_multihead_attn_func import self_attn_func
+
+
+class SelfMultiheadAttn(MultiheadAttnBase):
+    """Attention of a sequence to itself, between two projections.
+
+    `in_proj_weight` has, head after head, the rows of its queries, its keys and its values; `separate_qkv_params` keeps
+    them as `q_weight`, `k_weight` and `v_weight`. `include_norm_add` puts a layer norm in front and adds the input,
+    after dropout, behind. `mask_additive` says that the `key_padding_mask` is added to the logits. `impl` is 'fast'
+    (PyTorch's fused attention) or 'default' (step by step).
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = False,
+        include_norm_add: bool = False,
+        impl: str = "fast",
+        separate_qkv_params: bool = False,
+        mask_additive: bool = False,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, dropout, bias, include_norm_add, impl)
+        if mask_additive and include_norm_add:
+            raise ValueError("mask_additive=True is not supported with include_norm_add=True")
+        if mask_additive and impl == "fast" and not bias:
+            raise ValueError("mask_additive=True needs bias=True with impl='fast'; impl='default' takes it without")
+        self.separate_qkv_params = separate_qkv_params
+        self.mask_additive = mask_additive
+        names, rows = (("q", "k", "v"), embed_dim) if separate_qkv_params else (("in_proj",), 3 * embed_dim)
+        for name in names:
+            self.register_parameter(f"{name}_weight", Parameter(torch.empty(rows, embed_dim)))
+        self.out_proj_weight = Parameter(torch.empty(embed_dim, embed_dim))
+        for name in names:
+            self.register_parameter(f"{name}_bias", Parameter(torch.empty(rows)) if bias else None)
+        self.register_parameter("out_proj_bias", Parameter(torch.empty(embed_dim)) if bias else None)
+        self._make_norm()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Every projection as a matrix [embed_dim, embed_dim] would be, biases zero."""
+        if self.separate_qkv_params:
+            for weight in (self.q_weight, self.k_weight, self.v_weight):
+                nn.init.xavier_uniform_(weight)
+        else:
+            # sqrt(6 / (1 + 1)) is sqrt(2) times sqrt(6 / (3 + 1))
+            nn.init.xavier_uniform_(self.in_proj_weight, gain=math.sqrt(2))
+        nn.init.xavier_uniform_(self.out_proj_weight)
+        if self.bias:
+            for name, parameter in self.named_parameters(recurse=False):
+                if name.endswith("_bias"):
+                    nn.init.zeros_(parameter)
+        self._reset_norm()
+
+    def _input_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Weight [heads * 3 * head_dim, embed_dim] and bias of the packed projection."""
+        if not self.separate_qkv_params:
+            return self.in_proj_weight, self.in_proj_bias
+        by_head = (self.num_heads, self.head_dim, self.embed_dim)
+        weights = [weight.view(by_head) for weight in (self.q_weight, self.k_weight, self.v_weight)]
+        weight = torch.stack(weights, dim=1).view(3 * self.embed_dim, self.embed_dim)
+        if not self.bias:
+            return weight, None
+        biases = [bias.view(by_head[:2]) for bias in (self.q_bias, self.k_bias, self.v_bias)]
+        return weight, torch.stack(biases, dim=1).view(3 * self.embed_dim)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | str | None = None,
+        is_training: bool = True,
+    ) -> tuple[Tensor, None]:
+        """`query` is [length, batch, embed_dim]; `key`, `value` and `need_weights` are there for upstream's sake alone.
+
+        `key_padding_mask` [batch, length] hides keys from all queries, `attn_mask` [length, length] keys from a query,
+        where nonzero; `attn_mask="causal"` hides what comes later, without a tensor. `is_training`, not the mode of the
+        module, decides about dropout. The second result is always None.
+        """
+        mask = self._mask(key_padding_mask, attn_mask, self.mask_additive)
+        dropout = self.dropout if is_training else 0.0
+        weight, bias = self._input_parameters()
+        parameters = weight, self.out_proj_weight, bias, self.out_proj_bias
+        if self.impl == "fast":
+            if not self.include_norm_add:
+                outputs = multihead.self_attention(query, *parameters, heads=self.num_heads, mask=mask, dropout=dropout)
+                return outputs, None
+            norm = self.lyr_nrm_gamma_weights, self.lyr_nrm_beta_weights
+            outputs = multihead.self_attention_norm_add(
+                query, *norm, *parameters, heads=self.num_heads, mask=mask, dropout=dropout
+            )
+            return outputs, None
+        inputs = query if self.lyr_nrm is None else self.lyr_nrm(query)
+        tensor = None if mask is None else mask.as_tensor(len(query), len(query), query.device)
+        outputs = self_attn_func(
+            attn_mask is not None,
+            is_training,
+            self.num_heads,
+            self.scaling,
+            inputs,
+            *parameters,
+            tensor,
+            self.mask_additive,
+            self.dropout,
+        )
+        if self.include_norm_add:
+            outputs = multihead.dropout_add(outputs, query, dropout)
+        return outputs, None

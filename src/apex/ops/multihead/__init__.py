@@ -1,0 +1,31 @@
+"""Multihead attention with its projections, layer norm and residual."""
+
+from .checks import check_dropout, check_heads
+from .dropout_add import FAMILY, dropout_add
+from .masks import Mask, MaskKind, broadcastable, check_mask, make_mask
+from .op import (
+    NORM_EPS,
+    attend,
+    encdec_attention,
+    encdec_attention_norm_add,
+    self_attention,
+    self_attention_norm_add,
+)
+
+__all__ = [
+    "FAMILY",
+    "NORM_EPS",
+    "Mask",
+    "MaskKind",
+    "attend",
+    "broadcastable",
+    "check_dropout",
+    "check_heads",
+    "check_mask",
+    "dropout_add",
+    "encdec_attention",
+    "encdec_attention_norm_add",
+    "make_mask",
+    "self_attention",
+    "self_attention_norm_add",
+]

@@ -1,0 +1,91 @@
+"""What attention may not see: the masks that the modules take, and the form PyTorch's attention wants them in.
+
+Letters: S queries, T keys, B batches, H heads.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class MaskKind(Enum):
+    """PADDING: [B, T], nonzero where a key is hidden. ADDITIVE: [B, T], added to the logits. TIME: [S, T], nonzero
+    where a query may not see a key. CAUSAL: no tensor; query i sees the keys up to i."""
+
+    PADDING = "key_padding_mask"
+    ADDITIVE = "additive key_padding_mask"
+    TIME = "attn_mask"
+    CAUSAL = "causal attn_mask"
+
+
+class Mask(NamedTuple):
+    """A kind and, unless it is CAUSAL, its tensor."""
+
+    kind: MaskKind
+    tensor: Tensor | None = None
+
+    def as_tensor(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """The tensor, made where the kind alone says what it would be."""
+        if self.tensor is not None:
+            return self.tensor
+        return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(1)
+
+
+def make_mask(mask: Tensor | None, use_time_mask: bool, additive: bool) -> Mask | None:
+    """From the three arguments that upstream's functions take."""
+    if mask is None:
+        return None
+    if use_time_mask:
+        return Mask(MaskKind.TIME, mask)
+    return Mask(MaskKind.ADDITIVE if additive else MaskKind.PADDING, mask)
+
+
+def check_mask(mask: Mask | None, queries: int, keys: int, batch: int, device: torch.device) -> None:
+    """Refuses a mask that does not belong to S, T and B."""
+    if mask is None or mask.tensor is None:
+        return
+    kind, tensor = mask
+    shape = (queries, keys) if kind is MaskKind.TIME else (batch, keys)
+    if tensor.shape != shape:
+        meaning = "[queries, keys]" if kind is MaskKind.TIME else "[batch, keys]"
+        raise ValueError(f"the {kind.value} has shape {list(tensor.shape)}, expected {meaning} = {list(shape)}")
+    if kind is MaskKind.ADDITIVE and not tensor.is_floating_point():
+        raise TypeError(f"an additive mask is added to the logits and must be floating-point, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"the {kind.value} is on {tensor.device}, the queries on {device}")
+
+
+def hidden(tensor: Tensor) -> Tensor:
+    """True where a mask of any dtype is nonzero."""
+    return tensor if tensor.dtype == torch.bool else tensor != 0
+
+
+def broadcastable(mask: Mask | None, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """The mask for logits [B, H, S, T], in the form that `apex.ops.softmax` takes: nonzero hides, floats are added."""
+    if mask is None:
+        return None
+    kind, tensor = mask.kind, mask.as_tensor(queries, keys, device)
+    if kind in (MaskKind.TIME, MaskKind.CAUSAL):
+        return hidden(tensor)
+    return (tensor.detach() if kind is MaskKind.ADDITIVE else hidden(tensor))[:, None, None, :]
+
+
+def added_logits(mask: Mask | None, batch: int, heads: int, dtype: torch.dtype) -> Tensor | None:
+    """The mask for PyTorch's attention over B * H heads of one batch: what it adds to the logits.
+
+    Filled with -inf at once: from a boolean mask PyTorch makes the same, with two more kernels, at every call.
+    """
+    if mask is None or mask.tensor is None:
+        return None
+    kind, tensor = mask
+    if kind is MaskKind.ADDITIVE:
+        spread = tensor.to(dtype)[:, None, :].expand(batch, heads, -1)
+        return spread.reshape(1, batch * heads, 1, -1)
+    if kind is MaskKind.TIME:
+        return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device).masked_fill_(hidden(tensor), -torch.inf)
+    zeros = torch.zeros((batch, heads, tensor.shape[1]), dtype=dtype, device=tensor.device)
+    return zeros.masked_fill_(hidden(tensor)[:, None, :], -torch.inf).view(1, batch * heads, 1, -1)

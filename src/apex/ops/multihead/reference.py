@@ -1,0 +1,101 @@
+"""Multihead attention in plain PyTorch operators: the definition that everything else is held against.
+
+Runs on any device in any floating dtype, half precision in float32; differentiable to any order. Letters: S queries,
+T keys, B batches, H heads, D the size of a head, E = H * D.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .masks import Mask, broadcastable
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def probabilities(queries: Tensor, keys: Tensor, heads: int, scale: float, mask: Mask | None) -> Tensor:
+    """[B, H, S, T] from queries [S, B*H, D] and keys [T, B*H, D]; zeros where a query may see nothing."""
+    logits = scale * torch.einsum("snd,tnd->nst", wide(queries), wide(keys))
+    logits = logits.unflatten(0, (-1, heads))
+    cover = broadcastable(mask, *logits.shape[-2:], logits.device)
+    if cover is not None:
+        logits = logits + cover if cover.is_floating_point() else logits.masked_fill(cover, -torch.inf)
+    blind = (logits == -torch.inf).all(-1, keepdim=True)
+    return torch.softmax(logits.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+    scale: float,
+    mask: Mask | None = None,
+    kept: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """[S, B, E]; `kept` says which probabilities dropout lets through, [B, H, S, T]."""
+    weights = probabilities(queries, keys, heads, scale, mask)
+    if kept is not None:
+        weights = weights * kept / (1.0 - dropout)
+    context = torch.einsum("nst,tnd->snd", weights.flatten(0, 1), wide(values))
+    return context.reshape(queries.shape[0], queries.shape[1] // heads, -1).to(queries.dtype)
+
+
+def self_attention(
+    inputs: Tensor,
+    input_weights: Tensor,
+    output_weights: Tensor,
+    input_biases: Tensor | None,
+    output_biases: Tensor | None,
+    heads: int,
+    mask: Mask | None = None,
+) -> Tensor:
+    """Rows of `input_weights` belong, head after head, to its queries, its keys and its values: [H, 3, D, E]."""
+    size = inputs.shape[2] // heads
+    grouped = input_weights.unflatten(0, (heads, 3, size))
+    biases = None if input_biases is None else input_biases.unflatten(0, (heads, 3, size))
+    parts = [
+        _project(inputs, grouped[:, part].flatten(0, 1), None if biases is None else biases[:, part].flatten(), heads)
+        for part in range(3)
+    ]
+    return _linear(attend(*parts, heads, size**-0.5, mask), output_weights, output_biases)
+
+
+def encdec_attention(
+    inputs_q: Tensor,
+    inputs_kv: Tensor,
+    input_weights_q: Tensor,
+    input_weights_kv: Tensor,
+    output_weights: Tensor,
+    input_biases_q: Tensor | None,
+    input_biases_kv: Tensor | None,
+    output_biases: Tensor | None,
+    heads: int,
+    mask: Mask | None = None,
+) -> Tensor:
+    """Rows of `input_weights_kv` belong, head after head, to its keys and its values: [H, 2, D, E]."""
+    size = inputs_q.shape[2] // heads
+    grouped = input_weights_kv.unflatten(0, (heads, 2, size))
+    biases = None if input_biases_kv is None else input_biases_kv.unflatten(0, (heads, 2, size))
+    queries = _project(inputs_q, input_weights_q, input_biases_q, heads)
+    parts = [
+        _project(
+            inputs_kv, grouped[:, part].flatten(0, 1), None if biases is None else biases[:, part].flatten(), heads
+        )
+        for part in range(2)
+    ]
+    return _linear(attend(queries, *parts, heads, size**-0.5, mask), output_weights, output_biases)
+
+
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    output = torch.einsum("sbi,oi->sbo", inputs, weight)
+    return output if bias is None else output + bias
+
+
+def _project(inputs: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -> Tensor:
+    projected = _linear(inputs, weight, bias)
+    return projected.unflatten(2, (heads, -1)).flatten(1, 2)

@@ -1,0 +1,290 @@
+"""Upstream's compiled module of this name: multihead attention step by step, forward and backward, without autograd.
+
+Inputs are [length, batch, embedding]; packed projections lie per head as queries, keys and values beside each other.
+Probabilities and dropout masks (bytes, 1 where kept) are [batch * heads, queries, keys]. A pad_mask is [batch, keys],
+with use_time_mask [queries, keys]; nonzero hides, or, where a function's name says additive, it is added. Without
+training nothing is dropped, and the dropout masks come without elements. Any floating dtype is taken.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from apex.ops import multihead, softmax
+from apex.ops.multihead import explicit
+from apex.ops.norm import NormSpec, norm_backward, norm_forward
+from apex.ops.norm.checks import joined_statistics
+
+
+def _mask(use_mask: bool, use_time_mask: bool, pad_mask: Tensor, additive: bool = False) -> multihead.Mask | None:
+    return multihead.make_mask(pad_mask if use_mask else None, bool(use_time_mask), additive)
+
+
+def _scale(inputs: Tensor, heads: int) -> float:
+    multihead.check_heads(inputs.shape[-1], int(heads))
+    return (inputs.shape[-1] // int(heads)) ** -0.5
+
+
+def _softmax_forward(use_mask, is_training, heads, input, pad_mask, dropout_prob, additive: bool) -> list[Tensor]:
+    """[dropout_results, dropout_mask, softmax_results]"""
+    heads, (batch_heads, queries, keys) = int(heads), input.shape
+    mask = _mask(use_mask, False, pad_mask, additive)
+    multihead.check_mask(mask, queries, keys, batch_heads // heads, input.device)
+    spec = softmax.SoftmaxSpec(dropout=float(dropout_prob) if is_training else 0.0)
+    logits = input.reshape(-1, heads, queries, keys)
+    noise = softmax.draw_noise(logits, spec)
+    cover = multihead.broadcastable(mask, queries, keys, input.device)
+    dropped, probabilities = softmax.softmax_forward(logits, cover, spec, noise)
+    kept = explicit.kept_bytes(noise, probabilities, spec.dropout)
+    return [dropped.view(input.shape), kept, probabilities.view(input.shape)]
+
+
+def _softmax_backward(output_grads, softmax_results, dropout_mask, dropout_prob) -> Tensor:
+    return explicit.softmax_backward(output_grads, softmax_results, float(dropout_prob), dropout_mask)
+
+
+def additive_mask_softmax_dropout_forward(use_mask, is_training, heads, input, pad_mask, dropout_prob):
+    return _softmax_forward(use_mask, is_training, heads, input, pad_mask, dropout_prob, additive=True)
+
+
+def additive_mask_softmax_dropout_backward(use_mask, heads, output_grads, softmax_results, dropout_mask, dropout_prob):
+    return _softmax_backward(output_grads, softmax_results, dropout_mask, dropout_prob)
+
+
+def mask_softmax_dropout_forward(use_mask, is_training, heads, input, pad_mask, dropout_prob):
+    return _softmax_forward(use_mask, is_training, heads, input, pad_mask, dropout_prob, additive=False)
+
+
+def mask_softmax_dropout_backward(
+    use_mask, heads, output_grads, softmax_results, dropout_mask, padding_mask, dropout_prob
+):
+    """What the padding mask hid has probability zero, and so a gradient of zero, as it is."""
+    return _softmax_backward(output_grads, softmax_results, dropout_mask, dropout_prob)
+
+
+def _self_forward(
+    inputs, input_weights, output_weights, input_biases, output_biases, heads, mask, is_training, dropout_prob
+):
+    dropout = float(dropout_prob) if is_training else 0.0
+    weights = input_weights, output_weights, input_biases, output_biases
+    outputs, packed, core = explicit.self_forward(inputs, *weights, int(heads), _scale(inputs, heads), mask, dropout)
+    return outputs, packed, core, core.kept(dropout)
+
+
+def _self_backward(
+    heads, output_grads, matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights,
+    output_weights, dropout_mask, dropout_prob, biases: bool,
+) -> list[Tensor]:  # fmt: skip
+    gradients = explicit.self_backward(
+        output_grads,
+        inputs,
+        input_weights,
+        output_weights,
+        input_lin_results,
+        matmul2_results,
+        softmax_results,
+        dropout_results,
+        dropout_mask,
+        int(heads),
+        _scale(inputs, heads),
+        float(dropout_prob),
+        biases,
+    )
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def self_attn_forward(
+    use_mask, use_time_mask, is_training, heads, inputs, input_weights, output_weights, pad_mask, dropout_prob
+):
+    """[input_lin_results, softmax_results, dropout_results, dropout_mask, matmul2_results, outputs]"""
+    mask = _mask(use_mask, use_time_mask, pad_mask)
+    arguments = inputs, input_weights, output_weights, None, None, heads, mask, is_training, dropout_prob
+    outputs, packed, core, kept = _self_forward(*arguments)
+    return [packed, core.probabilities, core.dropped, kept, core.context, outputs]
+
+
+def self_attn_backward(
+    heads, output_grads, matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights,
+    output_weights, dropout_mask, dropout_prob,
+):  # fmt: skip
+    """[input_grads, input_weight_grads, output_weight_grads]"""
+    saved = matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights, output_weights
+    return _self_backward(heads, output_grads, *saved, dropout_mask, dropout_prob, biases=False)
+
+
+def self_attn_bias_forward(
+    use_mask, use_time_mask, is_training, heads, inputs, input_weights, output_weights, input_biases, output_biases,
+    pad_mask, dropout_prob,
+):  # fmt: skip
+    """[input_lin_results, softmax_results, dropout_results, dropout_mask, matmul2_results, outputs]"""
+    mask = _mask(use_mask, use_time_mask, pad_mask)
+    parameters = input_weights, output_weights, input_biases, output_biases
+    outputs, packed, core, kept = _self_forward(inputs, *parameters, heads, mask, is_training, dropout_prob)
+    return [packed, core.probabilities, core.dropped, kept, core.context, outputs]
+
+
+def self_attn_bias_backward(
+    heads, output_grads, matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights,
+    output_weights, dropout_mask, dropout_prob,
+):  # fmt: skip
+    """[input_grads, input_weight_grads, output_weight_grads, input_bias_grads, output_bias_grads]"""
+    saved = matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights, output_weights
+    return _self_backward(heads, output_grads, *saved, dropout_mask, dropout_prob, biases=True)
+
+
+def self_attn_bias_additive_mask_forward(
+    use_mask, use_time_mask, is_training, heads, inputs, input_weights, output_weights, input_biases, output_biases,
+    pad_mask, dropout_prob,
+):  # fmt: skip
+    """[input_lin_results, bmm1_results, dropout_results, dropout_mask, matmul2_results, outputs]
+
+    `bmm1_results` are the logits before the mask.
+    """
+    mask = _mask(use_mask, use_time_mask, pad_mask, additive=True)
+    parameters = input_weights, output_weights, input_biases, output_biases
+    outputs, packed, core, kept = _self_forward(inputs, *parameters, heads, mask, is_training, dropout_prob)
+    return [packed, core.logits, core.dropped, kept, core.context, outputs]
+
+
+def self_attn_bias_additive_mask_backward(
+    heads, output_grads, matmul2_results, dropout_results, bmm1_results, pad_mask, input_lin_results, inputs,
+    input_weights, output_weights, dropout_mask, dropout_prob,
+):  # fmt: skip
+    """[input_grads, input_weight_grads, output_weight_grads, input_bias_grads, output_bias_grads]"""
+    mask = _mask(pad_mask is not None and pad_mask.numel() > 0, False, pad_mask, additive=True)
+    logits = bmm1_results.view(-1, int(heads), *bmm1_results.shape[1:])
+    cover = multihead.broadcastable(mask, *bmm1_results.shape[1:], inputs.device)
+    softmax_results = softmax.softmax_forward(logits, cover, softmax.SoftmaxSpec())[1].view(bmm1_results.shape)
+    saved = matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights, output_weights
+    return _self_backward(heads, output_grads, *saved, dropout_mask, dropout_prob, biases=True)
+
+
+def _norm(inputs: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Result, mean and reciprocal deviation."""
+    spec = NormSpec(inputs.shape[-1], multihead.NORM_EPS, True)
+    results, statistics = norm_forward(inputs, gamma, beta, spec, inputs.dtype)
+    invvar, mean = statistics.unbind()
+    return results, mean, invvar
+
+
+def _norm_backward(gradient, inputs, mean, invvar, gamma, beta) -> tuple[Tensor, Tensor, Tensor]:
+    spec = NormSpec(inputs.shape[-1], multihead.NORM_EPS, True)
+    statistics = joined_statistics(mean, invvar, inputs, spec)
+    return norm_backward(gradient, inputs, statistics, gamma, beta, spec, inputs.dtype)  # type: ignore[return-value]
+
+
+def _dropout_add(results: Tensor, residual: Tensor, is_training: bool, dropout_prob) -> tuple[Tensor, Tensor]:
+    """Sum and the bytes of what was kept."""
+    if not is_training:
+        return results + residual, results.new_empty((0, *results.shape[1:]), dtype=torch.uint8)
+    dropped, kept = torch.native_dropout(results, float(dropout_prob), True)
+    return dropped + residual, kept.to(torch.uint8)
+
+
+def _dropout_add_backward(gradient: Tensor, kept: Tensor, dropout_prob) -> Tensor:
+    return gradient * kept * (1.0 / (1.0 - float(dropout_prob))) if kept.numel() else gradient
+
+
+def self_attn_norm_add_forward(
+    use_mask, use_time_mask, is_training, heads, inputs, lyr_nrm_gamma_weights, lyr_nrm_beta_weights, input_weights,
+    output_weights, pad_mask, dropout_prob,
+):  # fmt: skip
+    """[lyr_nrm_results, lyr_nrm_mean, lyr_nrm_invvar, input_lin_results, softmax_results, dropout_results,
+    dropout_mask, matmul2_results, dropout_add_mask, outputs]"""
+    normed, mean, invvar = _norm(inputs, lyr_nrm_gamma_weights, lyr_nrm_beta_weights)
+    *results, attended = self_attn_forward(
+        use_mask, use_time_mask, is_training, heads, normed, input_weights, output_weights, pad_mask, dropout_prob
+    )
+    outputs, kept = _dropout_add(attended, inputs, is_training, dropout_prob)
+    return [normed, mean, invvar, *results, kept, outputs]
+
+
+def self_attn_norm_add_backward(
+    heads, output_grads, matmul2_results, dropout_results, softmax_results, input_lin_results, lyr_nrm_results,
+    lyr_nrm_mean, lyr_nrm_invvar, inputs, lyr_nrm_gamma_weights, lyr_nrm_beta_weights, input_weights, output_weights,
+    dropout_mask, dropout_add_mask, dropout_prob,
+):  # fmt: skip
+    """[input_grads, lyr_nrm_gamma_grads, lyr_nrm_beta_grads, input_weight_grads, output_weight_grads]"""
+    d_attended = _dropout_add_backward(output_grads, dropout_add_mask, dropout_prob)
+    saved = matmul2_results, dropout_results, softmax_results, input_lin_results, lyr_nrm_results
+    d_normed, *d_weights = self_attn_backward(
+        heads, d_attended, *saved, input_weights, output_weights, dropout_mask, dropout_prob
+    )
+    norm = lyr_nrm_mean, lyr_nrm_invvar, lyr_nrm_gamma_weights, lyr_nrm_beta_weights
+    d_inputs, d_gamma, d_beta = _norm_backward(d_normed, inputs, *norm)
+    return [d_inputs + output_grads, d_gamma, d_beta, *d_weights]
+
+
+def encdec_multihead_attn_forward(
+    use_mask, use_time_mask, is_training, heads, inputs_q, inputs_kv, input_weights_q, input_weights_kv,
+    output_weights, pad_mask, dropout_prob,
+):  # fmt: skip
+    """[input_lin_q_results, input_lin_kv_results, softmax_results, dropout_results, dropout_mask, matmul2_results,
+    outputs]"""
+    mask = _mask(use_mask, use_time_mask, pad_mask)
+    dropout = float(dropout_prob) if is_training else 0.0
+    tensors = inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, None, None, None
+    outputs, projected, packed, core = explicit.encdec_forward(
+        *tensors, int(heads), _scale(inputs_q, heads), mask, dropout
+    )
+    return [projected, packed, core.probabilities, core.dropped, core.kept(dropout), core.context, outputs]
+
+
+def encdec_multihead_attn_backward(
+    heads, output_grads, matmul2_results, dropout_results, softmax_results, input_lin_q_results, input_lin_kv_results,
+    inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, dropout_mask, dropout_prob,
+):  # fmt: skip
+    """[input_q_grads, input_kv_grads, input_weight_q_grads, input_weight_kv_grads, output_weight_grads]"""
+    gradients = explicit.encdec_backward(
+        output_grads,
+        inputs_q,
+        inputs_kv,
+        input_weights_q,
+        input_weights_kv,
+        output_weights,
+        input_lin_q_results,
+        input_lin_kv_results,
+        matmul2_results,
+        softmax_results,
+        dropout_results,
+        dropout_mask,
+        int(heads),
+        _scale(inputs_q, heads),
+        float(dropout_prob),
+        biases=False,
+    )
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def encdec_multihead_attn_norm_add_forward(
+    use_mask, use_time_mask, is_training, heads, inputs_q, inputs_kv, lyr_nrm_gamma_weights, lyr_nrm_beta_weights,
+    input_weights_q, input_weights_kv, output_weights, pad_mask, dropout_prob,
+):  # fmt: skip
+    """[lyr_nrm_results, lyr_nrm_mean, lyr_nrm_invvar, input_lin_q_results, input_lin_kv_results, softmax_results,
+    dropout_results, dropout_mask, matmul2_results, dropout_add_mask, outputs]"""
+    normed, mean, invvar = _norm(inputs_q, lyr_nrm_gamma_weights, lyr_nrm_beta_weights)
+    weights = input_weights_q, input_weights_kv, output_weights
+    *results, attended = encdec_multihead_attn_forward(
+        use_mask, use_time_mask, is_training, heads, normed, inputs_kv, *weights, pad_mask, dropout_prob
+    )
+    outputs, kept = _dropout_add(attended, inputs_q, is_training, dropout_prob)
+    return [normed, mean, invvar, *results, kept, outputs]
+
+
+def encdec_multihead_attn_norm_add_backward(
+    heads, output_grads, matmul2_results, dropout_results, softmax_results, input_lin_q_results, input_lin_kv_results,
+    lyr_nrm_results, lyr_nrm_mean, lyr_nrm_invvar, inputs_q, inputs_kv, lyr_nrm_gamma_weights, lyr_nrm_beta_weights,
+    input_weights_q, input_weights_kv, output_weights, dropout_mask, dropout_add_mask, dropout_prob,
+):  # fmt: skip
+    """[input_q_grads, input_kv_grads, lyr_nrm_gamma_grads, lyr_nrm_beta_grads, input_weight_q_grads,
+    input_weight_kv_grads, output_weight_grads]"""
+    d_attended = _dropout_add_backward(output_grads, dropout_add_mask, dropout_prob)
+    saved = matmul2_results, dropout_results, softmax_results, input_lin_q_results, input_lin_kv_results
+    weights = input_weights_q, input_weights_kv, output_weights
+    d_normed, d_kv, *d_weights = encdec_multihead_attn_backward(
+        heads, d_attended, *saved, lyr_nrm_results, inputs_kv, *weights, dropout_mask, dropout_prob
+    )
+    norm = lyr_nrm_mean, lyr_nrm_invvar, lyr_nrm_gamma_weights, lyr_nrm_beta_weights
+    d_inputs, d_gamma, d_beta = _norm_backward(d_normed, inputs_q, *norm)
+    return [d_inputs + output_grads, d_kv, d_gamma, d_beta, *d_weights]
