@@ -1,0 +1,93 @@
+"""Tiles of the attention kernels: small rules from the size of a head and of an element."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .._device import DeviceFacts
+
+# Tiles of larger heads no longer fit; PyTorch's operator takes them.
+LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys of a tile, warps of a program, tiles that are loaded ahead."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def next_power_of_2(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
+
+
+def head_block(head_dim: int) -> int:
+    """The smallest block that holds a head; matrix units want 16 at least."""
+    return max(16, next_power_of_2(head_dim))
+
+
+def forward_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
+    block = head_block(head_dim)
+    if element_size == 4:
+        tile = Tile(64, 32, 4, 2) if block <= 64 else Tile(32, 32, 4, 2 if block <= 128 else 1)
+    elif block <= 32:
+        tile = Tile(128, 64, 4, 3)
+    elif block <= 64:
+        tile = Tile(128, 64, 4, 3)
+    else:
+        tile = Tile(128, 64, 8, 3) if block <= 128 else Tile(64, 32, 4, 2)
+    return _fitted(tile, rows, columns, device)
+
+
+def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
+    """For the gradient of the queries."""
+    block = head_block(head_dim)
+    if element_size == 4:
+        tile = Tile(64, 32, 4, 2) if block <= 32 else Tile(32, 32, 4, 2 if block <= 64 else 1)
+    elif block <= 64:
+        tile = Tile(128, 64, 4, 2)
+    else:
+        tile = Tile(64, 64, 4, 2) if block <= 128 else Tile(32, 32, 4, 2)
+    return _fitted(tile, rows, columns, device)
+
+
+def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
+    """For the gradients of keys and values."""
+    block = head_block(head_dim)
+    if element_size == 4:
+        tile = Tile(32, 64, 4, 2) if block <= 32 else Tile(32, 32, 4, 2 if block <= 64 else 1)
+    elif block <= 64:
+        tile = Tile(64, 128, 4, 2)
+    else:
+        tile = Tile(64, 64, 4, 2) if block <= 128 else Tile(32, 32, 4, 2)
+    return _fitted(tile, rows, columns, device)
+
+
+def bias_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
+    """For the gradient of the bias."""
+    block = head_block(head_dim)
+    if element_size == 4:
+        tile = Tile(64, 64, 4, 2) if block <= 32 else Tile(32, 32, 4, 2 if block <= 64 else 1)
+    elif block <= 64:
+        tile = Tile(64, 64, 4, 3)
+    else:
+        tile = Tile(64, 64, 4, 2) if block <= 128 else Tile(32, 32, 4, 2)
+    return _fitted(tile, rows, columns, device)
+
+
+def bias_splits(tiles: int, batches: int, device: DeviceFacts) -> int:
+    """Into how many parts the batches that share a bias are split: enough programs to fill the device."""
+    wanted = -(-4 * device.multiprocessors // max(1, tiles))
+    return max(1, min(wanted, batches // 4))
+
+
+def _fitted(tile: Tile, rows: int, columns: int, device: DeviceFacts) -> Tile:
+    """No larger than the problem; 16 at least, for the matrix units."""
+    queries = min(tile.queries, head_block(rows))
+    keys = min(tile.keys, head_block(columns))
+    warps = tile.num_warps if queries * keys >= 2048 else min(tile.num_warps, 2)
+    stages = min(tile.num_stages, 2) if device.backend == "hip" else tile.num_stages
+    return Tile(queries, keys, warps, stages)

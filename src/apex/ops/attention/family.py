@@ -1,0 +1,29 @@
+"""The attention family, as the dispatch knows it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _library
+from . import config
+from .self_check import self_check
+
+FAMILY = _library.register_family(
+    _library.OpFamily(
+        "attention",
+        "attention with mask, bias and packed sequences, forward and backward",
+        self_check,
+        small_inputs=f"PyTorch's scaled_dot_product_attention for heads of more than {config.LARGEST_HEAD} elements",
+    )
+)
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """What autocast turns the inputs of an attention into, as it does for PyTorch's own; None if nothing."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    kind = tensor.device.type
+    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)

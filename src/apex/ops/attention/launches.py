@@ -1,0 +1,208 @@
+"""From an attention problem to kernel launches, which are planned once and cached."""
+
+from __future__ import annotations
+
+import functools
+import math
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .. import _device
+from . import config
+from .reference import dropout_threshold
+
+if TYPE_CHECKING:
+    from .._launch import BoundLaunch
+
+# Of batch (or packed sequence), head and row, in elements.
+Strides = tuple[int, int, int]
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """Imported at first use: importing apex needs no Triton."""
+    from . import kernels
+
+    return kernels
+
+
+class Problem(NamedTuple):
+    """Sizes and options of an attention, beside its tensors.
+
+    `mask_group` and `bias_group` are how many batches share a mask or a bias, 0 where there is none. `total` is the
+    number of rows of packed sequences, 0 where none are packed; `batch` then counts the sequences, and `tail` says that
+    rows after the last one are to be zeros.
+    """
+
+    batch: int
+    heads: int
+    rows: int
+    columns: int
+    head_dim: int
+    dtype: torch.dtype
+    inf: float = 0.0
+    mask_group: int = 0
+    bias_group: int = 0
+    total: int = 0
+    tail: bool = False
+    dropout_p: float = 0.0
+
+    @property
+    def is_packed(self) -> bool:
+        return self.total > 0
+
+    @property
+    def statistics_shape(self) -> tuple[int, ...]:
+        """Of what the forward pass leaves for the backward pass, in float32: one or two numbers per row."""
+        planes = 2 if self.mask_group or self.bias_group else 1
+        return (planes, self.heads, self.total) if self.is_packed else (planes, self.batch, self.heads, self.rows)
+
+    def _sizes(self) -> tuple[int, ...]:
+        return self.batch, self.heads, self.rows, self.columns, self.head_dim, self.total
+
+    def _statistics_strides(self) -> tuple[int, int, int]:
+        """Of batch and head, and from plane to plane."""
+        if self.is_packed:
+            return 0, self.total, self.heads * self.total
+        return self.heads * self.rows, self.rows, self.batch * self.heads * self.rows
+
+    def _options(self) -> tuple[int | float, ...]:
+        scale = 1 / math.sqrt(self.head_dim)
+        kept = 1 / (1 - self.dropout_p)
+        groups = max(1, self.mask_group), max(1, self.bias_group)
+        return *groups, dropout_threshold(self.dropout_p), scale, float(self.inf), kept
+
+    def _flags(self) -> tuple[bool, ...]:
+        return self.mask_group > 0, self.bias_group > 0, self.is_packed, self.tail, self.dropout_p > 0
+
+    def _tiling(self, tile: config.Tile, facts: _device.DeviceFacts) -> tuple[bool | int | str, ...]:
+        """Constants of a tile: what needs no masks, the precision of float32 products, the sizes."""
+        block = config.head_block(self.head_dim)
+        full = (
+            not self.is_packed and self.rows % tile.queries == 0,
+            not self.is_packed and self.columns % tile.keys == 0,
+            self.head_dim == block,
+        )
+        return *full, self._precision(facts), tile.queries, tile.keys, block
+
+    def _precision(self, facts: _device.DeviceFacts) -> str:
+        """How products of matrices are computed; the sums are float32 in any case."""
+        if self.dtype == torch.float32 and facts.backend == "cuda":
+            return "tf32x3"  # in three passes of the matrix units, which lose no digits
+        if self.dtype == torch.bfloat16 and facts.backend == "interpreter":
+            return "widened"  # the interpreter would multiply the bits of bfloat16 numbers as integers
+        return "ieee"
+
+    def _programs(self, rows: int, block: int) -> int:
+        tail = -(-self.total // block) if self.tail else 0
+        return (self.batch * -(-rows // block) + tail) * self.heads
+
+
+@functools.lru_cache(maxsize=4096)
+def forward(
+    problem: Problem,
+    q: Strides,
+    k: Strides,
+    v: Strides,
+    out: Strides,
+    saves: bool,
+    device: torch.device,
+    facts: _device.DeviceFacts,
+) -> BoundLaunch:
+    """Takes q, k, v, mask, bias, cu, seed, out, statistics; the last is written if it `saves`."""
+    sizes = problem.head_dim, problem.dtype.itemsize, problem.rows, problem.columns
+    tile = config.forward_tile(*sizes, facts)
+    return _kernels().attention_forward.bind(
+        (problem._programs(problem.rows, tile.queries),),
+        (*problem._sizes(), *q, *k, *v, *out, *problem._statistics_strides(), *problem._options()),
+        (*problem._flags(), saves, *problem._tiling(tile, facts)),
+        device=device,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def backward_queries(
+    problem: Problem,
+    q: Strides,
+    k: Strides,
+    v: Strides,
+    out: Strides,
+    dout: Strides,
+    dq: Strides,
+    device: torch.device,
+    facts: _device.DeviceFacts,
+) -> BoundLaunch:
+    """Takes q, k, v, mask, bias, cu, seed, out, dout, statistics, delta, dq; writes the last two."""
+    sizes = problem.head_dim, problem.dtype.itemsize, problem.rows, problem.columns
+    tile = config.queries_tile(*sizes, facts)
+    strides = (*q, *k, *v, *out, *dout, *dq, *problem._statistics_strides())
+    return _kernels().attention_backward_queries.bind(
+        (problem._programs(problem.rows, tile.queries),),
+        (*problem._sizes(), *strides, *problem._options()),
+        (*problem._flags(), *problem._tiling(tile, facts)),
+        device=device,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def backward_keys(
+    problem: Problem,
+    q: Strides,
+    k: Strides,
+    v: Strides,
+    dout: Strides,
+    dk: Strides,
+    dv: Strides,
+    device: torch.device,
+    facts: _device.DeviceFacts,
+) -> BoundLaunch:
+    """Takes q, k, v, mask, bias, cu, seed, dout, statistics, delta, dk, dv; writes the last two."""
+    sizes = problem.head_dim, problem.dtype.itemsize, problem.rows, problem.columns
+    tile = config.keys_tile(*sizes, facts)
+    strides = (*q, *k, *v, *dout, *dk, *dv, *problem._statistics_strides())
+    return _kernels().attention_backward_keys.bind(
+        (problem._programs(problem.columns, tile.keys),),
+        (*problem._sizes(), *strides, *problem._options()),
+        (*problem._flags(), *problem._tiling(tile, facts)),
+        device=device,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def backward_bias(
+    problem: Problem,
+    q: Strides,
+    k: Strides,
+    v: Strides,
+    dout: Strides,
+    device: torch.device,
+    facts: _device.DeviceFacts,
+) -> tuple[BoundLaunch, int]:
+    """Takes q, k, v, mask, bias, dout, statistics, delta, dbias; also into how many parts the sum is split."""
+    sizes = problem.head_dim, problem.dtype.itemsize, problem.rows, problem.columns
+    tile = config.bias_tile(*sizes, facts)
+    groups = problem.batch // problem.bias_group
+    tiles = groups * problem.heads * -(-problem.rows // tile.queries) * -(-problem.columns // tile.keys)
+    splits = config.bias_splits(tiles, problem.bias_group, facts)
+    mask_group, bias_group, _, scale, inf, _ = problem._options()
+    launch = _kernels().attention_backward_bias.bind(
+        (tiles * splits,),
+        (
+            *(groups, *problem._sizes()[1:5]),
+            *(*q, *k, *v, *dout, *problem._statistics_strides()),
+            *(mask_group, bias_group, splits, scale, inf),
+        ),
+        (problem.mask_group > 0, *problem._tiling(tile, facts)),
+        device=device,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return launch, splits

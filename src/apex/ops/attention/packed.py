@@ -1,0 +1,245 @@
+"""Attention within packed sequences: `qkv` [total, 3, H, D], sequence i being rows cu_seqlens[i] to cu_seqlens[i + 1].
+
+Nothing waits for the device: lengths are read by the kernels only.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _device, _library, _transfer
+from . import config, launches, native, reference
+from .family import FAMILY, autocast_dtype
+
+
+def packed_attention(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    *,
+    generator: torch.Generator | None = None,
+    zero_tail: bool = True,
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v within every sequence, [total, H, D].
+
+    `max_seqlen` is the length of the longest sequence, or more. Probabilities are dropped with probability `dropout_p`.
+    Rows after the last sequence are zeros; with `zero_tail=False` they may be anything.
+    """
+    dtype = autocast_dtype(qkv)
+    if dtype is not None:
+        qkv = qkv.to(dtype)
+    check(qkv, cu_seqlens, max_seqlen, dropout_p)
+    seed = draw_seed(qkv.device, generator) if dropout_p > 0 else None
+    if not runs_kernels(qkv, cu_seqlens, max_seqlen):
+        return native.packed_attention(qkv, cu_seqlens, max_seqlen, dropout_p, seed)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return PackedAttentionFunction.apply(qkv, cu_seqlens, seed, max_seqlen, dropout_p, zero_tail)
+    return forward(qkv, cu_seqlens, seed, max_seqlen, dropout_p, zero_tail, saves=False)[0]
+
+
+def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """A seed for dropout, int64 [1], from the generator of the device."""
+    return torch.randint(2**62, (1,), dtype=torch.int64, device=device, generator=generator)
+
+
+def runs_kernels(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> bool:
+    """Whether the kernels take these tensors."""
+    return (
+        qkv.shape[-1] <= config.LARGEST_HEAD
+        and qkv.numel() > 0
+        and cu_seqlens.shape[0] > 1
+        and max_seqlen > 0
+        and _library.runs_triton(FAMILY, qkv)
+    )
+
+
+def check(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float) -> None:
+    """Raises for arguments that do not fit; lengths are looked at where that needs no wait."""
+    if qkv.dim() != 4 or qkv.shape[1] != 3 or qkv.shape[3] == 0:
+        raise ValueError(f"qkv has shape {list(qkv.shape)}; it must be [total, 3, heads, head size]")
+    if not qkv.is_floating_point():
+        raise TypeError(f"attention needs a floating-point tensor, qkv is {qkv.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(
+            f"cu_seqlens has shape {list(cu_seqlens.shape)}; it must be [sequences + 1], the first row of each "
+            "sequence and the end of the last"
+        )
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}; int32 and int64 are accepted")
+    if cu_seqlens.device != qkv.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, qkv on {qkv.device}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"p_dropout={dropout_p} is not in [0, 1)")
+    if type(cu_seqlens) is Tensor and _transfer.on_host(cu_seqlens) and not torch.compiler.is_compiling():
+        bounds = cu_seqlens.tolist()
+        lengths = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+        if bounds[0] < 0 or bounds[-1] > qkv.shape[0] or any(length < 0 for length in lengths):
+            raise ValueError(f"cu_seqlens={bounds} must grow from 0 to at most the {qkv.shape[0]} rows of qkv")
+        if lengths and max(lengths) > max_seqlen:
+            raise ValueError(f"max_s={max_seqlen} is less than the longest sequence, which has {max(lengths)} rows")
+
+
+@functools.lru_cache(maxsize=4096)
+def _launches(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    sequences: int,
+    max_seqlen: int,
+    dropout_p: float,
+    zero_tail: bool,
+    device: torch.device,
+    facts: _device.DeviceFacts,
+) -> tuple[launches.Problem, Any, Any, Any, Any]:
+    """The problem; the forward launch with and without statistics; the backward launches."""
+    total, _, heads, head_dim = shape
+    problem = launches.Problem(
+        sequences, heads, max_seqlen, max_seqlen, head_dim, dtype, total=total, tail=zero_tail, dropout_p=dropout_p
+    )
+    given = (0, strides[2], strides[0])
+    made = (0, head_dim, 3 * heads * head_dim)
+    out = (0, head_dim, heads * head_dim)
+    where = device, facts
+    return (
+        problem,
+        launches.forward(problem, given, given, given, out, False, *where),
+        launches.forward(problem, given, given, given, out, True, *where),
+        launches.backward_queries(problem, given, given, given, out, out, made, *where),
+        launches.backward_keys(problem, given, given, given, out, made, made, *where),
+    )
+
+
+def _planned(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, zero_tail: bool
+) -> tuple[launches.Problem, Any, Any, Any, Any]:
+    device = qkv.device
+    return _launches(
+        tuple(qkv.shape),
+        qkv.stride(),
+        qkv.dtype,
+        cu_seqlens.shape[0] - 1,
+        max_seqlen,
+        dropout_p,
+        zero_tail,
+        device,
+        _device.facts(device),
+    )
+
+
+def forward(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    seed: Tensor | None,
+    max_seqlen: int,
+    dropout_p: float,
+    zero_tail: bool,
+    *,
+    saves: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Output and statistics, which are empty unless it `saves` them."""
+    total, _, heads, head_dim = qkv.shape
+    if not runs_kernels(qkv, cu_seqlens, max_seqlen):
+        output = native.packed_attention(qkv, cu_seqlens, max_seqlen, dropout_p, seed)
+        return output.contiguous(), qkv.new_zeros((1, heads, total), dtype=torch.float32)
+    if qkv.stride(3) != 1:
+        qkv = qkv.contiguous()
+    problem, unsaved, saved, _, _ = _planned(qkv, cu_seqlens, max_seqlen, dropout_p, zero_tail)
+    output = qkv.new_empty((total, heads, head_dim))
+    statistics = qkv.new_empty(problem.statistics_shape if saves else (0,), dtype=torch.float32)
+    launch = saved if saves else unsaved
+    launch(*qkv.unbind(1), None, None, cu_seqlens.contiguous(), seed, output, statistics)
+    return output, statistics
+
+
+def backward(
+    dout: Tensor,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    seed: Tensor | None,
+    output: Tensor,
+    statistics: Tensor,
+    max_seqlen: int,
+    dropout_p: float,
+    zero_tail: bool,
+) -> Tensor:
+    """Gradient of qkv."""
+    if not runs_kernels(qkv, cu_seqlens, max_seqlen):
+        return _native_backward(dout, qkv, cu_seqlens, seed, max_seqlen, dropout_p)
+    if qkv.stride(3) != 1:
+        qkv = qkv.contiguous()
+    dout, output, cu_seqlens = dout.contiguous(), output.contiguous(), cu_seqlens.contiguous()
+    _, _, _, of_queries, of_keys = _planned(qkv, cu_seqlens, max_seqlen, dropout_p, zero_tail)
+    dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    delta = statistics.new_empty(statistics.shape[1:])
+    queries, keys, values = qkv.unbind(1)
+    dqueries, dkeys, dvalues = dqkv.unbind(1)
+    given = queries, keys, values, None, None, cu_seqlens, seed
+    of_queries(*given, output, dout, statistics, delta, dqueries)
+    of_keys(*given, dout, statistics, delta, dkeys, dvalues)
+    return dqkv
+
+
+def _native_backward(
+    dout: Tensor,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    seed: Tensor | None,
+    max_seqlen: int,
+    dropout_p: float,
+    create_graph: bool = False,
+) -> Tensor:
+    """By computing the attention anew; in the eager formula where derivatives of derivatives are wanted."""
+    with torch.enable_grad():
+        twin = qkv.view_as(qkv) if create_graph and qkv.requires_grad else qkv.detach().requires_grad_()
+        if create_graph:
+            output = reference.packed_attention(twin, cu_seqlens, dropout_p, seed)
+        else:
+            output = native.packed_attention(twin, cu_seqlens, max_seqlen, dropout_p, seed)
+        return torch.autograd.grad(output, twin, dout, create_graph=create_graph)[0]
+
+
+def forward_and_save(
+    ctx: Any,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    seed: Tensor | None,
+    max_seqlen: int,
+    dropout_p: float,
+    zero_tail: bool,
+) -> Tensor:
+    """The forward of every packed attention's autograd Function; arguments were checked."""
+    options = max_seqlen, dropout_p, zero_tail
+    if torch.compiler.is_compiling():
+        output, statistics = torch.ops.apex.packed_attention_forward(qkv, cu_seqlens, seed, *options)
+    else:
+        output, statistics = forward(qkv, cu_seqlens, seed, *options)
+    ctx.save_for_backward(qkv, cu_seqlens, seed, output, statistics)
+    ctx.options = options
+    return output
+
+
+def backward_from_saved(ctx: Any, dout: Tensor) -> Tensor:
+    """The backward of every packed attention's autograd Function."""
+    qkv, cu_seqlens, seed, output, statistics = ctx.saved_tensors
+    if torch.compiler.is_compiling():
+        return torch.ops.apex.packed_attention_backward(
+            dout, qkv, cu_seqlens, seed, output, statistics, *ctx.options
+        )
+    if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
+        return _native_backward(dout, qkv, cu_seqlens, seed, *ctx.options[:2], create_graph=True)
+    return backward(dout, qkv, cu_seqlens, seed, output, statistics, *ctx.options)
+
+
+class PackedAttentionFunction(torch.autograd.Function):
+    """The autograd node behind `packed_attention`."""
+
+    forward = staticmethod(forward_and_save)
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[override]
+        return backward_from_saved(ctx, dout), None, None, None, None, None

@@ -1,0 +1,86 @@
+"""Attention in PyTorch operators: the definition that everything else is held against.
+
+Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. Differentiable, so
+that derivatives of derivatives come out of it too.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_LOW_32 = 0xFFFFFFFF
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """float64 if any tensor is float64, else float32."""
+    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    inf: float = 1e9,
+    keep: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """softmax(q k^T / sqrt(D) + bias + (mask - 1) * inf) v for [..., H, M or N, D], dropped where `keep` is False.
+
+    `mask` and `bias` are broadcast to the logits [..., H, M, N].
+    """
+    compute = compute_dtype(query, key, value, bias)
+    logits = query.to(compute) @ key.to(compute).transpose(-1, -2) / math.sqrt(query.shape[-1])
+    if bias is not None:
+        logits = logits + bias.to(compute)
+    if mask is not None:
+        logits = logits + (mask.to(compute) - 1) * inf
+    probabilities = torch.softmax(logits, -1)
+    if keep is not None:
+        probabilities = torch.where(keep, probabilities / (1 - dropout_p), 0.0)
+    return (probabilities @ value.to(compute)).to(query.dtype)
+
+
+def packed_attention(
+    qkv: Tensor, cu_seqlens: Tensor, dropout_p: float = 0.0, seed: Tensor | None = None
+) -> Tensor:
+    """Attention within each sequence of `qkv` [total, 3, H, D]; zeros after the last one. Reads `cu_seqlens`."""
+    bounds = cu_seqlens.tolist()
+    outputs = []
+    for index, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        query, key, value = qkv[start:end].permute(1, 2, 0, 3)
+        keep = None if seed is None else dropout_keep(seed, index, qkv.shape[2], end - start, end - start, dropout_p)
+        outputs.append(attention(query, key, value, keep=keep, dropout_p=dropout_p).transpose(0, 1))
+    outputs.append(qkv.new_zeros(qkv.shape[0] - bounds[-1], *qkv.shape[2:]))
+    return torch.cat(outputs)
+
+
+def dropout_keep(seed: Tensor, sequence: int, heads: int, rows: int, columns: int, dropout_p: float) -> Tensor:
+    """Which probabilities of a sequence dropout keeps, [H, M, N]: the same for every implementation.
+
+    A hash of seed, head, row and column instead of a generator's stream, which would depend on the order of the tiles.
+    """
+    heads_ = torch.arange(sequence * heads, (sequence + 1) * heads, device=seed.device).view(-1, 1, 1)
+    m = torch.arange(rows, device=seed.device).view(1, -1, 1)
+    n = torch.arange(columns, device=seed.device).view(1, 1, -1)
+    of_head = _mix(_mix(_mix(seed & _LOW_32) ^ ((seed >> 32) & _LOW_32)) ^ heads_)
+    row_keys = _mix(of_head ^ m)
+    return (_mix((row_keys + n * 0x9E3779B9) & _LOW_32) >> 1) >= dropout_threshold(dropout_p)
+
+
+def dropout_threshold(dropout_p: float) -> int:
+    """What 31 random bits must reach for an element to be kept."""
+    return min(round(dropout_p * 2**31), 2**31 - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit numbers, in int64, that leaves no pattern behind."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _LOW_32
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _LOW_32
+    return x ^ (x >> 16)
