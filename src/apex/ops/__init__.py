@@ -7,8 +7,18 @@ from collections.abc import Mapping
 from . import _library
 from ._library import FAMILIES, OpFamily, explain, implementation
 from .norm import layer_norm, rms_norm
+from .rope import rotary_embedding, rotary_embedding_pair
 
-__all__ = ["FAMILIES", "all_families", "explain", "implementation", "layer_norm", "rms_norm"]
+__all__ = [
+    "FAMILIES",
+    "all_families",
+    "explain",
+    "implementation",
+    "layer_norm",
+    "rms_norm",
+    "rotary_embedding",
+    "rotary_embedding_pair",
+]
 
 
 def all_families() -> Mapping[str, OpFamily]:

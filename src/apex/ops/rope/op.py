@@ -1,0 +1,188 @@
+"""Rotary position embeddings: dispatch, autograd, and the functions that the public modules call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _library
+from . import native, reference
+from .launches import plan
+from .self_check import self_check
+from .spec import RopeSpec, checked_sizes, memory_is_swapped, signature
+
+FAMILY = _library.register_family(
+    _library.OpFamily("rope", "rotary position embeddings, forward and backward", self_check)
+)
+
+
+def rotary_embedding(
+    t: Tensor,
+    freqs: Tensor | tuple[Tensor, Tensor],
+    *,
+    tensor_format: str = "sbhd",
+    cu_seqlens: Tensor | None = None,
+    transpose_output_memory: bool = False,
+) -> Tensor:
+    """`t` with the first r channels of every head rotated by the angles of its token, the others copied.
+
+    `t` is [s, b, h, d], [b, s, h, d] (`tensor_format="bshd"`), or [t, h, d] where sequences are packed and token
+    `cu_seqlens[i]` is the first one of sequence i. `freqs` are the angles [s, 1, 1, r], or a pair of their cosines and
+    sines; with `cu_seqlens` as many rows as the longest sequence has tokens. They get no gradient.
+    """
+    tables, spec = _arguments(freqs, tensor_format, cu_seqlens, transpose_output_memory)
+    return rotate(t, tables, spec, cu_seqlens)
+
+
+def rotary_embedding_pair(
+    query: Tensor,
+    key: Tensor,
+    freqs: Tensor | tuple[Tensor, Tensor],
+    *,
+    tensor_format: str = "sbhd",
+    cu_seqlens: Tensor | None = None,
+    transpose_output_memory: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`rotary_embedding` of a query and a key, which may differ in heads, with one launch for both."""
+    tables, spec = _arguments(freqs, tensor_format, cu_seqlens, transpose_output_memory)
+    return rotate_pair(query, key, tables, spec, cu_seqlens)
+
+
+def _arguments(
+    freqs: Tensor | tuple[Tensor, Tensor], tensor_format: str, cu_seqlens: Tensor | None, transpose_output_memory: bool
+) -> tuple[tuple[Tensor, ...], RopeSpec]:
+    if tensor_format not in ("sbhd", "bshd"):
+        raise ValueError(f"tensor_format={tensor_format!r} is not known; use sbhd or bshd")
+    if cu_seqlens is not None and transpose_output_memory:
+        raise ValueError("transpose_output_memory=True is for [s, b, h, d] and [b, s, h, d], not packed sequences")
+    tables = (freqs,) if isinstance(freqs, Tensor) else tuple(freqs)
+    return tables, RopeSpec(tensor_format if cu_seqlens is None else "thd", transpose_output_memory)
+
+
+def rotate(t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The rotation of `t`, differentiable with respect to it as often as you like."""
+    if torch.compiler.is_compiling():
+        return torch.ops.apex.rope(t, list(tables), cu_seqlens, *spec)
+    if t.requires_grad and torch.is_grad_enabled():
+        return RotateFunction.apply(t, spec, cu_seqlens, *tables)
+    return rotate_now(t, tables, spec, cu_seqlens)
+
+
+def rotate_pair(
+    query: Tensor, key: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`rotate` for two tensors with the same tables."""
+    if torch.compiler.is_compiling():
+        return torch.ops.apex.rope_pair(query, key, list(tables), cu_seqlens, *spec)
+    if (query.requires_grad or key.requires_grad) and torch.is_grad_enabled():
+        return RotatePairFunction.apply(query, key, spec, cu_seqlens, *tables)
+    return rotate_pair_now(query, key, tables, spec, cu_seqlens)
+
+
+def rotate_now(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The rotation without autograd."""
+    if _library.runs_triton(FAMILY, t) and not torch.jit.is_tracing():
+        planned = plan((t,), tables, spec, cu_seqlens)
+        if planned is not None:
+            return planned.run((t,), tables, cu_seqlens)[0]
+    return _by_operators(t, tables, spec, cu_seqlens)
+
+
+def rotate_pair_now(
+    query: Tensor, key: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The rotation of two tensors without autograd."""
+    if (
+        _library.runs_triton(FAMILY, query)
+        and query.dtype == key.dtype
+        and query.device == key.device
+        and type(query) is type(key)
+        and not torch.jit.is_tracing()
+    ):
+        planned = plan((query, key), tables, spec, cu_seqlens)
+        if planned is not None:
+            first, second = planned.run((query, key), tables, cu_seqlens)
+            return first, second
+    return rotate_now(query, tables, spec, cu_seqlens), rotate_now(key, tables, spec, cu_seqlens)
+
+
+def _by_operators(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None) -> Tensor:
+    if torch.jit.is_tracing():  # sizes are tensors then, and what is recorded must hold for others
+        return reference.rotate(t, tables, spec, cu_seqlens)
+    edges = None if cu_seqlens is None else signature(cu_seqlens)
+    checked_sizes(signature(t), [signature(table) for table in tables], edges, spec)
+    if type(t) is not Tensor and type(t) is not torch.nn.Parameter:  # DTensor and the like
+        return reference.rotate(t, tables, spec, cu_seqlens)
+    return native.rotate(t, tables, spec, cu_seqlens)
+
+
+def forward_and_save(ctx: Any, t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None):
+    """The forward of every autograd Function of one tensor."""
+    _save(ctx, tables, spec, cu_seqlens)
+    ctx.swapped = memory_is_swapped(t)
+    if torch.compiler.is_compiling():
+        return torch.ops.apex.rope(t, list(tables), cu_seqlens, *spec)
+    return rotate_now(t, tables, spec, cu_seqlens)
+
+
+def backward_from_saved(ctx: Any, dy: Tensor) -> Tensor:
+    """The backward of every autograd Function of one tensor: a gradient laid out in memory as the input was."""
+    cu_seqlens, *tables = ctx.saved_tensors
+    return rotate(
+        dy, tuple(tables), ctx.spec._replace(swap_memory=ctx.swapped, inverse=not ctx.spec.inverse), cu_seqlens
+    )
+
+
+def _save(ctx: Any, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None) -> None:
+    ctx.save_for_backward(cu_seqlens, *tables)
+    ctx.spec = spec
+    if not torch.compiler.is_compiling() and any(table.requires_grad for table in tables):
+        warnings.warn(
+            "rotary position embeddings give no gradient to their frequencies, although these require one: detach "
+            "them, or compute the embedding from PyTorch operators",
+            stacklevel=3,
+        )
+
+
+class RotateFunction(torch.autograd.Function):
+    """The autograd node behind `rotate`."""
+
+    @staticmethod
+    def forward(ctx, t, spec, cu_seqlens, *tables):  # type: ignore[override]
+        return forward_and_save(ctx, t, tables, spec, cu_seqlens)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[override]
+        return (backward_from_saved(ctx, dy), None, None, *(None,) * (len(ctx.saved_tensors) - 1))
+
+
+class RotatePairFunction(torch.autograd.Function):
+    """The autograd node behind `rotate_pair`."""
+
+    @staticmethod
+    def forward(ctx, query, key, spec, cu_seqlens, *tables):  # type: ignore[override]
+        _save(ctx, tables, spec, cu_seqlens)
+        ctx.swapped = memory_is_swapped(query), memory_is_swapped(key)
+        ctx.set_materialize_grads(False)
+        return rotate_pair_now(query, key, tables, spec, cu_seqlens)
+
+    @staticmethod
+    def backward(ctx, dquery, dkey):  # type: ignore[override]
+        cu_seqlens, *tables = ctx.saved_tensors
+        specs = [ctx.spec._replace(swap_memory=swap, inverse=not ctx.spec.inverse) for swap in ctx.swapped]
+        if not ctx.needs_input_grad[0]:
+            dquery = None
+        if not ctx.needs_input_grad[1]:
+            dkey = None
+        if dquery is not None and dkey is not None and specs[0] == specs[1]:
+            dquery, dkey = rotate_pair(dquery, dkey, tuple(tables), specs[0], cu_seqlens)
+        else:
+            dquery, dkey = (
+                None if dy is None else rotate(dy, tuple(tables), spec, cu_seqlens)
+                for dy, spec in zip((dquery, dkey), specs, strict=True)
+            )
+        return (dquery, dkey, None, None, *(None,) * len(tables))

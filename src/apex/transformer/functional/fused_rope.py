@@ -1,0 +1,160 @@
+"""Rotary position embeddings of whole tensors in one pass: sequences, packed sequences, images.
+
+s: tokens of a sequence, b: batch, h: heads, d: channels of a head, r: rotated channels (even, at most d; the others are
+copied). Channel i of the first r/2 is rotated against channel i of the second r/2. The arithmetic is float32 whatever
+the dtype of the input, which is also that of the result. Angles, cosines and sines get no gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...ops.rope import RopeSpec, backward_from_saved, forward_and_save, rotate
+
+# Cheaper than to make one for every call.
+_SEQUENCES = {
+    (tensor_format, transposed): RopeSpec(tensor_format, transposed)
+    for tensor_format in ("sbhd", "bshd")
+    for transposed in (False, True)
+}
+_PACKED = RopeSpec("thd")
+
+
+def check_if_rocm_pytorch() -> bool:
+    """Whether this PyTorch was built for AMD GPUs."""
+    return torch.version.hip is not None
+
+
+def fused_apply_rotary_pos_emb(
+    t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, *, tensor_format: str = "sbhd"
+) -> Tensor:
+    """Rotates `t`, [s, b, h, d], by the angles `freqs`, [s, 1, 1, r].
+
+    With `transpose_output_memory` the result's first two dimensions are swapped in memory, so that
+    `result.transpose(0, 1)` is contiguous. `tensor_format="bshd"` takes and returns [b, s, h, d].
+    """
+    return rotate(t, (freqs,), _sequences(tensor_format, transpose_output_memory))
+
+
+def fused_apply_rotary_pos_emb_cached(
+    t: Tensor, cos_: Tensor, sin_: Tensor, transpose_output_memory: bool = False, *, tensor_format: str = "sbhd"
+) -> Tensor:
+    """`fused_apply_rotary_pos_emb` with the cosines and sines of the angles, [s, 1, 1, r] each, of any float dtype."""
+    return rotate(t, (cos_, sin_), _sequences(tensor_format, transpose_output_memory))
+
+
+def fused_apply_rotary_pos_emb_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor) -> Tensor:
+    """Rotates packed sequences `t`, [tokens of all sequences, h, d], by the angles `freqs`, [positions, 1, 1, r].
+
+    `cu_seqlens` holds the index of each sequence's first token, then the number of all tokens. Tokens of no sequence
+    are copied. On a GPU nothing waits for the values of `cu_seqlens`, so a sequence that is longer than `freqs` cannot
+    raise an error there: its tokens beyond come out as NaN.
+    """
+    return rotate(t, (freqs,), _PACKED, cu_seqlens)
+
+
+def fused_apply_rotary_pos_emb_2d(
+    t: Tensor, img_h: int, img_w: int, cos_h: Tensor, sin_h: Tensor, cos_w: Tensor, sin_w: Tensor
+) -> Tensor:
+    """Rotates images `t`, [b, img_h * img_w, h, d]: the first d/2 channels by row, the others by column of a token.
+
+    Cosines and sines of the rows, `cos_h` and `sin_h`, are [1, at least img_h, 1, d/2]; those of the columns likewise.
+    """
+    return rotate(t, (cos_h, sin_h, cos_w, sin_w), _image(t, img_h, img_w))
+
+
+def _sequences(tensor_format: str, transpose_output_memory: bool) -> RopeSpec:
+    spec = _SEQUENCES.get((tensor_format, transpose_output_memory))
+    if spec is None:
+        if tensor_format not in ("sbhd", "bshd"):
+            raise ValueError(f"tensor_format={tensor_format!r} is not known; use sbhd or bshd")
+        return _SEQUENCES[tensor_format, bool(transpose_output_memory)]
+    return spec
+
+
+def _image(t: Tensor, img_h: int, img_w: int) -> RopeSpec:
+    if t.dim() != 4 or t.shape[1] != img_h * img_w:
+        raise ValueError(f"t has shape {list(t.shape)}, expected [b, img_h * img_w = {img_h} * {img_w}, h, d]")
+    return RopeSpec("image", width=img_w)
+
+
+class FusedRoPEFunc(torch.autograd.Function):
+    """The autograd node of `fused_apply_rotary_pos_emb`."""
+
+    @staticmethod
+    def forward(ctx, t, freqs, transpose_output_memory=False):  # type: ignore[override]
+        return forward_and_save(ctx, t, (freqs,), _sequences("sbhd", transpose_output_memory))
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[override]
+        return backward_from_saved(ctx, grad_output), None, None
+
+
+class FusedRoPECachedFunc(torch.autograd.Function):
+    """The autograd node of `fused_apply_rotary_pos_emb_cached`."""
+
+    @staticmethod
+    def forward(ctx, t, cos_, sin_, transpose_output_memory=False):  # type: ignore[override]
+        return forward_and_save(ctx, t, (cos_, sin_), _sequences("sbhd", transpose_output_memory))
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[override]
+        return backward_from_saved(ctx, grad_output), None, None, None
+
+
+class FusedRoPETHDFunc(torch.autograd.Function):
+    """The autograd node of `fused_apply_rotary_pos_emb_thd`."""
+
+    @staticmethod
+    def forward(ctx, t, cu_seqlens, freqs):  # type: ignore[override]
+        return forward_and_save(ctx, t, (freqs,), _PACKED, cu_seqlens)
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[override]
+        return backward_from_saved(ctx, grad_output), None, None
+
+
+class FusedRoPE2DFunc(torch.autograd.Function):
+    """The autograd node of `fused_apply_rotary_pos_emb_2d`."""
+
+    @staticmethod
+    def forward(ctx, t, img_h, img_w, cos_h, sin_h, cos_w, sin_w):  # type: ignore[override]
+        return forward_and_save(ctx, t, (cos_h, sin_h, cos_w, sin_w), _image(t, img_h, img_w))
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[override]
+        return backward_from_saved(ctx, grad_output), None, None, None, None, None, None
+
+
+# ROCm's variant has two implementations of each; here both names mean the one that there is.
+class FusedRoPEFuncApex(FusedRoPEFunc):
+    """`FusedRoPEFunc`."""
+
+
+class FusedRoPEFuncAiter(FusedRoPEFunc):
+    """`FusedRoPEFunc`."""
+
+
+class FusedRoPECachedFuncApex(FusedRoPECachedFunc):
+    """`FusedRoPECachedFunc`."""
+
+
+class FusedRoPECachedFuncAiter(FusedRoPECachedFunc):
+    """`FusedRoPECachedFunc`."""
+
+
+class FusedRoPETHDFuncApex(FusedRoPETHDFunc):
+    """`FusedRoPETHDFunc`."""
+
+
+class FusedRoPETHDFuncAiter(FusedRoPETHDFunc):
+    """`FusedRoPETHDFunc`."""
+
+
+class FusedRoPE2DFuncApex(FusedRoPE2DFunc):
+    """`FusedRoPE2DFunc`."""
+
+
+class FusedRoPE2DFuncAiter(FusedRoPE2DFunc):
+    """`FusedRoPE2DFunc`."""
