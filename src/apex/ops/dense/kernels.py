@@ -1,0 +1,132 @@
+"""Triton kernels of the dense layers: what the matrix products of PyTorch do not do on their way.
+
+All matrices are contiguous, all arithmetic is float32. Run-time arguments first, constants last.
+"""
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+
+NONE = tl.constexpr(0)
+RELU = tl.constexpr(1)
+SIGMOID = tl.constexpr(2)
+GELU = tl.constexpr(3)
+
+
+@triton.jit
+def _gelu_slope(x):
+    """The derivative of x * s with s = sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x**3)), the tanh form of gelu."""
+    # Beyond 10 it is 0 or 1 to the last digit, and its terms may overflow. Not by tl.clamp: NaN must stay NaN.
+    x = tl.where(x > 10.0, 10.0, x)
+    x = tl.where(x < -10.0, -10.0, x)
+    square = x * x
+    s = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * square))
+    return s + x * s * (1.0 - s) * (1.5957691216057308 + 0.21406444881780076 * square)
+
+
+@kernel
+@triton.jit
+def activation_backward(
+    dy,
+    saved,
+    dz,
+    partials,
+    rows,
+    columns,
+    rows_per_program,
+    ACTIVATION: tl.constexpr,
+    BIAS_GRAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The gradient before an activation, and sums of it over the rows that a program walks: the bias gradient.
+
+    `saved` is the activation's output, for gelu its input; without activation there are only sums. `dz` may be `dy`.
+    A program has BLOCK columns and `rows_per_program` rows (a multiple of ROWS) and writes its own row of `partials`.
+    FULL: no row or column needs a mask.
+    """
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.program_id(1)
+    first = group * rows_per_program
+    last = tl.minimum(first + rows_per_program, rows)
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.range(first, last, ROWS, num_stages=STAGES):
+        row = start + tl.arange(0, ROWS)
+        offset = row.to(tl.int64)[:, None] * columns + column[None, :]
+        mask = None if FULL else (row < rows)[:, None] & (column < columns)[None, :]
+        zero = None if FULL else 0.0
+        gradient = tl.load(dy + offset, mask=mask, other=zero).to(tl.float32)
+        if ACTIVATION != NONE:
+            value = tl.load(saved + offset, mask=mask, other=zero).to(tl.float32)
+            if ACTIVATION == RELU:
+                gradient = tl.where(value <= 0.0, 0.0, gradient)
+            elif ACTIVATION == SIGMOID:
+                gradient = gradient * value * (1.0 - value)
+            else:
+                gradient = gradient * _gelu_slope(value)
+            tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask=mask)
+        if BIAS_GRAD:
+            sums += gradient
+    if BIAS_GRAD:
+        place = partials + group.to(tl.int64) * columns + column
+        tl.store(place, tl.sum(sums, 0), mask=None if FULL else column < columns)
+
+
+@kernel
+@triton.jit
+def sum_groups(partials, dbias, groups, columns, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    """The bias gradient from the partial sums of `groups` programs, added in a fixed order."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.zeros([GROUPS, BLOCK], tl.float32)
+    for start in tl.range(0, groups, GROUPS):
+        group = start + tl.arange(0, GROUPS)
+        mask = (group < groups)[:, None] & (column < columns)[None, :]
+        sums += tl.load(partials + group.to(tl.int64)[:, None] * columns + column[None, :], mask=mask, other=0.0)
+    tl.store(dbias + column, tl.sum(sums, 0).to(dbias.dtype.element_ty), mask=column < columns)
+
+
+@kernel
+@triton.jit
+def accumulate_weight_gradient(
+    d_output,
+    input,
+    d_weight,
+    rows,
+    outs,
+    ins,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BAND: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """d_weight[outs, ins] += d_output[rows, outs]^T input[rows, ins], for a PyTorch that has no such product.
+
+    Tiles are walked in bands of BAND tile rows, so that programs of one wave share what they read. WIDEN: for Triton's
+    interpreter, which takes bfloat16 for integers in a product.
+    """
+    program = tl.program_id(0)
+    tiles_in = tl.cdiv(ins, BLOCK_IN)
+    tiles_out = tl.cdiv(outs, BLOCK_OUT)
+    band = program // (BAND * tiles_in)
+    height = tl.minimum(tiles_out - band * BAND, BAND)
+    within = program % (BAND * tiles_in)
+    out = (band * BAND + within % height) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    column = (within // height) * BLOCK_IN + tl.arange(0, BLOCK_IN)
+    product = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
+    for start in tl.range(0, rows, BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)
+        wide = row.to(tl.int64)[:, None]
+        there = (row < rows)[:, None]
+        gradient = tl.load(d_output + wide * outs + out[None, :], mask=there & (out < outs)[None, :], other=0.0)
+        value = tl.load(input + wide * ins + column[None, :], mask=there & (column < ins)[None, :], other=0.0)
+        if WIDEN:
+            gradient = gradient.to(tl.float32)
+            value = value.to(tl.float32)
+        product = tl.dot(tl.trans(gradient), value, product)
+    place = d_weight + out.to(tl.int64)[:, None] * ins + column[None, :]
+    mask = (out < outs)[:, None] & (column < ins)[None, :]
+    tl.store(place, tl.load(place, mask=mask) + product, mask=mask)

@@ -1,0 +1,28 @@
+"""Launches of the dense kernels to compile for every GPU: each activation, with and without masks."""
+
+from __future__ import annotations
+
+import torch
+
+from apex.ops.dense import launches
+
+_BF16, _F32, _HALF = torch.bfloat16, torch.float32, torch.float16
+
+# rows, columns, dtype, activation, bias gradient
+_ACTIVATIONS = [
+    (8192, 16384, _HALF, "gelu", True),
+    (8191, 1000, _BF16, "gelu", False),
+    (4096, 1024, _BF16, "relu", True),
+    (4096, 1024, _F32, "sigmoid", True),
+    (7, 3, _F32, "relu", True),
+]
+
+
+def record() -> None:
+    """Plans and (under `recording`) collects the launches."""
+    for rows, columns, dtype, activation, bias_grad in _ACTIVATIONS:
+        dy = torch.empty(rows, columns, dtype=dtype, device="meta")
+        launches.triton_activation_backward(dy, dy, activation, bias_grad, in_place=False)
+    for rows, outs, ins in ((8192, 4096, 4096), (50, 30, 20)):
+        x, dy = (torch.empty(rows, width, dtype=_BF16, device="meta") for width in (ins, outs))
+        launches.triton_accumulate(x, dy, torch.empty(outs, ins, device="meta"))

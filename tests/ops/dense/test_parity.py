@@ -1,0 +1,337 @@
+"""The dense layers against the float64 reference, by every route, with uninitialised memory full of NaN."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from apex.ops import _library, dense
+from apex.ops.dense import op, reference
+from apex.ops.dense.autograd import composed_mlp
+from apex.ops.dense.launches import triton_bias_gradient
+from tests.harness import Route, assert_close, assert_equal_bits, routes
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape) * scale).to(device=device, dtype=dtype)
+
+
+def weights_of(sizes: list[int], dtype: torch.dtype, device: str) -> tuple[list[Tensor], list[Tensor]]:
+    weights = [random(o, i, dtype=dtype, device=device, scale=max(1, i) ** -0.5) for i, o in itertools.pairwise(sizes)]
+    return weights, [random(o, dtype=dtype, device=device) for o in sizes[1:]]
+
+
+def leaves(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+
+
+def wide(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.detach().double() for t in tensors]
+
+
+def assert_near(actual: Tensor | None, expected: Tensor | None, terms: int, what: str) -> None:
+    """float32 element by element; half precision, where several intermediate results are rounded too, by the norm."""
+    if actual is None or expected is None or actual.dtype == torch.float32:
+        assert_close(actual, expected, reduction=terms, what=what)
+        return
+    assert actual.shape == expected.shape, what
+    error = float((actual.detach().double() - expected).norm() / expected.norm())
+    assert error <= 2 * torch.finfo(actual.dtype).eps, f"{what} is off by {error:.3g} of its norm"
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "sigmoid", "gelu"])
+def test_reference_is_what_autograd_computes(activation: str) -> None:
+    z = (4 * torch.randn(50, 7, dtype=torch.float64)).requires_grad_()
+    dy = torch.randn(50, 7, dtype=torch.float64)
+    formulas = {
+        "none": lambda x: x,
+        "relu": functional.relu,
+        "sigmoid": torch.sigmoid,
+        "gelu": lambda x: functional.gelu(x, approximate="tanh"),
+    }
+    expected = formulas[activation](z)
+    output = reference.activate(z, activation)
+    assert_close(output, expected)
+    (expected_dz,) = torch.autograd.grad(expected, z, dy)
+    assert_close(reference.activation_backward(dy, z if activation == "gelu" else output, activation), expected_dz)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("activation", ["relu", "sigmoid", "gelu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("shape", [(1, 1), (64, 256), (70, 37), (3, 300)], ids=str)
+def test_gradients_of_activation_and_bias(
+    shape: tuple[int, int], dtype: torch.dtype, activation: str, route: Route
+) -> None:
+    dy, saved = random(*shape, dtype=dtype, device=route.device), random(*shape, dtype=dtype, device=route.device)
+    before = dy.clone(), saved.clone()
+    with _library.implementation(route.implementation):
+        dz, dbias = op.activation_backward(dy, saved, activation, True)
+        alone, nothing = op.activation_backward(dy, saved, activation, False)
+        again = op.activation_backward(dy.clone(), saved, activation, True, in_place=True)
+    assert_equal_bits((dy, saved), before)
+    assert nothing is None
+    assert_equal_bits((dz, dz, dbias), (alone, *again))
+    assert dz.dtype == dbias.dtype == dtype
+    exact = reference.activation_backward(*wide(dy, saved), activation)
+    assert_close(dz, exact)
+    summed = dz.double() if str(route) == "cuda-torch" else exact
+    assert_close(dbias, summed.sum(0), reduction=shape[0])
+
+
+@pytest.mark.parametrize("route", routes())
+def test_gelu_far_out(route: Route) -> None:
+    """Where the terms of its derivative overflow, it is 0 or 1; what is not a number stays none."""
+    saved = torch.tensor([[-1e30, -300.0, -20.0, 0.0, 20.0, 300.0, 1e30, math.nan]], device=route.device)
+    if route.implementation == "torch":
+        saved = saved[:, 1:6]  # beyond, PyTorch's operator gives NaN
+    with _library.implementation(route.implementation):
+        dz, _ = op.activation_backward(torch.ones_like(saved), saved, "gelu", False)
+    expected = [0, 0, 0.5, 1, 1] if route.implementation == "torch" else [0, 0, 0, 0.5, 1, 1, 1, math.nan]
+    torch.testing.assert_close(dz.cpu(), torch.tensor([expected]), rtol=0, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_strided_and_unaligned(route: Route) -> None:
+    dy = torch.randn(40, 9, device=route.device).t()
+    saved = torch.randn(9, 41, device=route.device)[:, 1:]
+    unaligned = torch.randn(1 + 9 * 40, device=route.device)[1:].view(9, 40)
+    kept = dy.clone()
+    with _library.implementation(route.implementation):
+        for gradient, value in ((dy, saved), (unaligned, saved), (torch.ones(1, 1, device=route.device), saved)):
+            expanded = gradient.expand(9, 40)
+            for _ in range(2):  # the second call takes the launcher's cached path
+                dz, dbias = op.activation_backward(expanded, value, "gelu", True)
+            exact = reference.activation_backward(*wide(expanded, value), "gelu")
+            assert_close(dz, exact)
+            assert_close(dbias, exact.sum(0), reduction=9)
+    assert torch.equal(dy, kept)
+
+
+@pytest.mark.parametrize("route", [route for route in routes() if "triton" in str(route.values[0])])
+def test_bias_gradient_alone(route: Route) -> None:
+    dy = random(70, 37, dtype=torch.float16, device=route.device)
+    for gradient in (dy, dy.t()):
+        assert_close(triton_bias_gradient(gradient), gradient.double().sum(0), reduction=70)
+
+
+def check_dense_gelu_dense(
+    rows: int, sizes: tuple[int, int, int], dtype: torch.dtype, bias: bool, route: Route, leading: tuple[int, ...] = ()
+) -> None:
+    x = random(rows, sizes[0], dtype=dtype, device=route.device)
+    (w1, w2), biases = weights_of(list(sizes), dtype, route.device)
+    b1, b2 = biases if bias else (None, None)
+    dy = random(rows, sizes[2], dtype=dtype, device=route.device)
+
+    def run() -> list[Tensor | None]:
+        given = leaves(x.view(*leading, sizes[0]) if leading else x, w1, b1, w2, b2)
+        with _library.implementation(route.implementation):
+            output = dense.dense_gelu_dense(*given)
+            output.backward(dy.view(*leading, sizes[2]) if leading else dy)
+            with torch.no_grad():
+                inferred = dense.dense_gelu_dense(*given)
+        assert output.shape == (*(leading or (rows,)), sizes[2])
+        gradients = [None if t is None else t.grad for t in given]
+        return [output.reshape(rows, -1), inferred.reshape(rows, -1), gradients[0].reshape(rows, -1), *gradients[1:]]
+
+    output, inferred, *gradients = results = run()
+    assert output.dtype == dtype
+    exact = wide(x, w1, b1, w2, b2)
+    expected, hidden, active = reference.dense_gelu_dense(*exact)
+    expected_gradients = list(
+        reference.dense_gelu_dense_backward(dy.double(), exact[0], hidden, active, exact[1], exact[3])
+    )
+    if not bias:
+        expected_gradients[2] = expected_gradients[4] = None
+    assert_near(output, expected, sizes[1], "output")
+    assert_near(inferred, expected, sizes[1], "inferred output")
+    names = ("dx", "dweight1", "dbias1", "dweight2", "dbias2")
+    for what, actual, wanted in zip(names, gradients, expected_gradients, strict=True):
+        assert_near(actual, wanted, max(rows, *sizes), what)
+    assert_equal_bits(results, run())
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_dense_gelu_dense(dtype: torch.dtype, bias: bool, route: Route) -> None:
+    check_dense_gelu_dense(70, (33, 100, 17), dtype, bias, route)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_dense_gelu_dense_of_more_and_fewer_dimensions(route: Route) -> None:
+    check_dense_gelu_dense(12, (8, 16, 8), torch.float32, True, route, leading=(3, 2, 2))
+    x = torch.randn(8, device=route.device)
+    (w1, w2), (b1, b2) = weights_of([8, 16, 4], torch.float32, route.device)
+    with _library.implementation(route.implementation):
+        output = dense.dense_gelu_dense(x, w1, b1, w2, b2)
+    assert output.shape == (4,)
+    assert_close(output[None], reference.dense_gelu_dense(*wide(x[None], w1, b1, w2, b2))[0], reduction=16)
+
+
+def layer_outputs(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], activation: str, route: Route
+) -> list[Tensor]:
+    """What an MLP computes on its way, in the dtype that it computes in."""
+    if route.implementation == "triton":
+        return dense.mlp_forward(x, weights, biases, activation)
+    return [composed_mlp(bool(biases), activation, x, *weights[:n], *biases[:n]) for n in range(1, 1 + len(weights))]
+
+
+def check_mlp(rows: int, sizes: list[int], dtype: torch.dtype, bias: bool, activation: str, route: Route) -> None:
+    x = random(rows, sizes[0], dtype=dtype, device=route.device)
+    weights, biases = weights_of(sizes, dtype, route.device)
+    biases = biases if bias else []
+    dy = random(rows, sizes[-1], dtype=dtype, device=route.device)
+    layers = len(weights)
+
+    def run() -> list[Tensor]:
+        given = leaves(x, *weights, *biases)
+        with _library.implementation(route.implementation):
+            output = dense.mlp(given[0], given[1 : 1 + layers], given[1 + layers :], activation)
+            output.backward(dy)
+        return [output, *(t.grad for t in given)]
+
+    output, *gradients = results = run()
+    assert output.dtype == dtype
+    exact_input, *exact = wide(x, *weights, *(biases or [None] * layers))
+    outputs = reference.mlp(exact_input, exact[:layers], exact[layers:], activation)
+    assert_near(output, outputs[-1], max(rows, *sizes), "output")
+    if dtype != torch.float32:
+        # What was rounded to zero, or away from it, decides where a relu lets gradients through.
+        with _library.implementation(route.implementation):
+            outputs = wide(*layer_outputs(x, weights, biases, activation, route))
+    dx, dweights, dbiases = reference.mlp_backward(dy.double(), exact_input, outputs, exact[:layers], activation)
+    terms = max(rows, *sizes)
+    for index, (actual, wanted) in enumerate(zip(gradients, [dx, *dweights, *(dbiases if bias else [])], strict=True)):
+        assert_near(actual, wanted, terms, f"gradient {index}")
+    assert_equal_bits(results, run())
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("activation", ["none", "relu", "sigmoid"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_mlp(dtype: torch.dtype, bias: bool, activation: str, route: Route) -> None:
+    check_mlp(40, [33, 48, 20, 7], dtype, bias, activation, route)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_mlp_of_one_layer(route: Route) -> None:
+    check_mlp(1, [5, 3], torch.float32, True, "relu", route)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("total_dtype", [None, torch.float32], ids=["same", "float32"])
+@pytest.mark.parametrize("shape", [(50, 20, 30), (1, 1, 1), (65, 130, 40)], ids=str)
+def test_weight_gradient_is_added(
+    shape: tuple[int, int, int], total_dtype: torch.dtype | None, dtype: torch.dtype, route: Route
+) -> None:
+    rows, ins, outs = shape
+    x, dy = random(rows, ins, dtype=dtype, device=route.device), random(rows, outs, dtype=dtype, device=route.device)
+    start = random(outs, ins, dtype=total_dtype or dtype, device=route.device)
+    exact = start.double() + dy.double().t() @ x.double()
+    with _library.implementation(route.implementation):
+        for total in (start.clone(), torch.zeros(ins, outs, dtype=start.dtype, device=route.device).t() + start):
+            given = total.clone() if total.is_contiguous() else total
+            assert dense.wgrad_gemm_accum(x, dy, given) is None
+            assert_close(given, exact, reduction=rows)
+        several = start.clone()
+        dense.wgrad_gemm_accum(x.expand(2, rows, ins), dy.expand(2, rows, outs), several)
+    assert_close(several, exact + exact - start.double(), reduction=2 * rows)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize(("rows", "ins", "outs"), [(0, 3, 4), (5, 0, 4), (5, 3, 0)])
+def test_empty(rows: int, ins: int, outs: int, route: Route) -> None:
+    x = torch.randn(rows, ins, device=route.device, requires_grad=True)
+    (w1, w2), (b1, b2) = weights_of([ins, 6, outs], torch.float32, route.device)
+    w1.requires_grad_()
+    with _library.implementation(route.implementation):
+        for output in (dense.dense_gelu_dense(x, w1, b1, w2, b2), dense.mlp(x, [w1, w2], [b1, b2])):
+            assert output.shape == (rows, outs)
+            gradients = torch.autograd.grad(output.sum(), (x, w1))
+            assert [g.shape for g in gradients] == [x.shape, w1.shape]
+            assert all(g.isfinite().all() for g in gradients)
+        total = torch.ones(outs, ins, device=route.device)
+        dense.wgrad_gemm_accum(x.half(), torch.ones(rows, outs, device=route.device).half(), total)
+    assert_close(total, 1 + x.half().double().sum(0).expand(outs, ins), reduction=5)
+
+
+def test_bad_arguments_are_named() -> None:
+    x, (w1, w2), (b1, b2) = torch.randn(5, 3), *weights_of([3, 6, 4], torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"weight1 has shape \[4, 6\], expected \[out, 3\]"):
+        dense.dense_gelu_dense(x, w2, b1, w2, b2)
+    with pytest.raises(ValueError, match=r"bias2 has shape \[6\], expected \[4\] beside weight2"):
+        dense.dense_gelu_dense(x, w1, b1, w2, b1)
+    with pytest.raises(TypeError, match=r"weight2 is torch.float16, bias2 torch.float32 and the input torch.float32"):
+        dense.dense_gelu_dense(x, w1, b1, w2.half(), b2)
+    with pytest.raises(ValueError, match="activation 'tanh' is not known; use none, relu or sigmoid"):
+        dense.mlp(x, [w1, w2], [b1, b2], "tanh")
+    with pytest.raises(ValueError, match="got 2 weights and 1 biases"):
+        dense.mlp(x, [w1, w2], [b1])
+    with pytest.raises(ValueError, match=r"weight 1 has shape \[6, 3\], expected \[out, 6\]"):
+        dense.mlp(x, [w1, w1], [b1, b1])
+    with pytest.raises(ValueError, match="floating dtype"):
+        dense.dense(x.long(), w1, b1)
+    with pytest.raises(TypeError, match="outside of autocast"):
+        dense.dense(x.half(), w1, b1)
+    total = torch.zeros(6, 3)
+    with pytest.raises(ValueError, match=r"d_weight has shape \[6, 3\]"):
+        dense.wgrad_gemm_accum(x, torch.randn(5, 4), total)
+    with pytest.raises(TypeError, match="float32 beside half precision"):
+        dense.wgrad_gemm_accum(x, torch.randn(5, 6), total.half())
+    assert not total.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_model_sizes(dtype: torch.dtype) -> None:
+    route = Route("cuda", "triton")
+    check_dense_gelu_dense(2048, (1024, 4096, 1000), dtype, True, route)
+    check_mlp(1500, [1024, 1000, 512], dtype, True, "relu", route)
+    check_mlp(1500, [1024, 1000, 512], dtype, True, "sigmoid", route)
+
+
+@pytest.mark.gpu
+def test_accumulation_by_pytorch_and_by_the_kernel_agree() -> None:
+    x, dy = (torch.randn(3000, 520, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    totals = []
+    for implementation in ("auto", "triton"):
+        total = torch.ones(520, 520, device="cuda")
+        with _library.implementation(implementation):
+            dense.wgrad_gemm_accum(x, dy, total)
+        assert_close(total, 1 + dy.double().t() @ x.double(), reduction=3000)
+        totals.append(total)
+    assert_close(totals[0], totals[1].double(), reduction=3000)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    rows, columns = (1 << 31) // 4096 + 3, 4096
+    dy = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    saved = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    last = slice(rows - 2, rows)
+    expected = reference.activation_backward(dy[last].double(), saved[last].double(), "relu")
+    sums = sum(
+        reference.activation_backward(a.double(), b.double(), "relu").sum(0)
+        for a, b in zip(dy.split(1 << 16), saved.split(1 << 16), strict=True)
+    )
+    with _library.implementation("triton"):
+        dz, dbias = op.activation_backward(dy, saved, "relu", True, in_place=True)
+    assert_close(dz[last], expected)
+    assert_close(dbias, sums, reduction=rows)
