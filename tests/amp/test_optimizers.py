@@ -269,6 +269,51 @@ def test_without_materialized_master_gradients(passes: int) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-7 if passes == 1 else 1e-3)
 
 
+@pytest.mark.parametrize("route", routes())
+def test_sums_that_half_precision_cannot_hold(route: Route, capsys: pytest.CaptureFixture) -> None:
+    """Two gradients fit into float16, their sum does not: an overflow like any other."""
+    with _library.implementation(route.implementation):
+        model = nn.Linear(1, 3, bias=False).to(route.device)
+        sgd = FusedSGD(model.parameters(), lr=0.1, momentum=0.9, materialize_master_grads=False)
+        model, optimizer = quiet(model, sgd, opt_level="O2", dynamic_init_scale=32768.0)
+        amp._amp_state.verbosity = 1
+        before = values(model.parameters())
+        for scale in (32768.0, 16384.0):
+            assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale
+            assert_same(before, model.parameters())
+            optimizer.zero_grad()
+            for _ in range(2):
+                with amp.scale_loss(model(torch.ones(1, 1, device=route.device))[:, 1].sum(), optimizer) as scaled:
+                    scaled.backward()
+            assert model.weight.grad.flatten().tolist() == [0.0, float("inf") if scale > 2e4 else 2 * scale, 0.0]
+            optimizer.step()
+    moved = torch.tensor([[0.0], [0.2], [0.0]]).to(model.weight)
+    torch.testing.assert_close(before[0] - model.weight, moved, atol=1e-3, rtol=0)
+    assert "1 of 1 gradients are not finite: weight (1 inf)" in capsys.readouterr().out
+
+
+def test_gradients_keep_the_smallest_scale() -> None:
+    """Losses with scales of their own, in either order; a parameter that only the first one uses."""
+    for scales in ((1024.0, 64.0), (64.0, 1024.0)):
+        model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
+        sgd = FusedSGD(model.parameters(), lr=1.0, materialize_master_grads=False)
+        model, optimizer = quiet(model, sgd, opt_level="O2", num_losses=2, cast_model_outputs=torch.float16)
+        for scaler, scale in zip(amp._amp_state.loss_scalers, scales, strict=True):
+            scaler._loss_scale = scale
+        before = values(amp.master_params(optimizer))
+        inputs = torch.ones(1, 1).half()
+        losses = [(model[0](inputs) + 3 * model[1](inputs)).sum(), 63 * model[1](inputs).sum()]
+        for loss_id, loss in enumerate(losses):
+            with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+                scaled.backward()
+        assert optimizer.most_recent_scale == 64.0
+        assert [param.grad.item() for param in model.parameters()] == [64.0, 64.0 * 66]
+        optimizer.step()
+        after = values(amp.master_params(optimizer))
+        assert [float(a - b) for a, b in zip(before, after, strict=True)] == pytest.approx([1.0, 66.0])
+        amp.shutdown()
+
+
 def test_a_skipped_step_forgets_the_scale() -> None:
     model = small_model()
     sgd = LARC(FusedSGD(model.parameters(), lr=0.1, materialize_master_grads=False))

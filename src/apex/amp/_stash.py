@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..ops.multi_tensor import scale
 from ._amp_state import _amp_state
 from .scaler import LossScaler
 
@@ -166,22 +167,36 @@ def after_backward(stash: AmpOptimizerState, scaler: LossScaler) -> list[Counted
 
 
 def after_backward_scaled(optimizer: Any, stash: AmpOptimizerState, scaler: LossScaler) -> list[Counted]:
-    """For optimizers that unscale: gradients keep the scale of the first backward pass, `most_recent_scale`."""
-    first = not optimizer.scale_set_by_backward
-    if first:
-        optimizer.most_recent_scale = scaler.scale_tensor().clone()
-        optimizer.scale_set_by_backward = True
+    """For optimizers that unscale: gradients keep a scale, `most_recent_scale`.
+
+    It is the smallest of the backward passes before a step: half precision could not hold the gradients of one loss at
+    the larger scale of another.
+    """
+    new, first = scaler.scale_tensor(), not optimizer.scale_set_by_backward
+    before = new if first else optimizer.most_recent_scale
+    kept = optimizer.most_recent_scale = new.clamp(max=before)
+    optimizer.scale_set_by_backward = True
     ways = _Ways()
     for param in stash.model_params:
         gradient, earlier = param.grad, stash.stashed.get(param)
-        if gradient is None:
-            param.grad = earlier
-        elif earlier is None:
-            ways.add("in place", param, gradient, gradient)
-        else:
+        if gradient is not None and earlier is not None:
             ways.add("added", param, gradient, gradient, earlier)
+        elif gradient is not None:
+            ways.add("in place", param, gradient, gradient)
+        elif earlier is not None:
+            param.grad = earlier
+            if not first:
+                ways.add("lowered", param, earlier, earlier)
     stash.stashed = {}
-    return ways.run(scaler, scaler.scale_tensor() / optimizer.most_recent_scale)
+    return ways.run(scaler, _Scales(new, before, kept))
+
+
+class _Scales(NamedTuple):
+    """The scales of new gradients, of earlier ones, and of what they become; tensors are float32 [1]."""
+
+    new: Tensor
+    earlier: float | Tensor
+    kept: Tensor
 
 
 class _Lists:
@@ -219,22 +234,30 @@ class _Ways:
         new = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
         self._later.append((target, new, earlier))
 
-    def run(self, scaler: LossScaler, scale: Tensor | None) -> list[Counted]:
-        """Divides by the scaler's scale, or by `scale`."""
+    def run(self, scaler: LossScaler, scales: _Scales | None) -> list[Counted]:
+        """Divides by the scaler's scale, or brings gradients from their scale to one that is kept."""
         counted = []
         for (way, _, device), lists in self._lists.items():
+            if way == "lowered":
+                assert scales is not None
+                scale(lists.grads, lists.outputs, scales.kept / scales.earlier)
+                continue
             culprits = torch.zeros(len(lists.params), 2, dtype=torch.int32, device=device)
             if way == "added":
-                override = None if scale is None else (scale, 1.0, 1.0)
                 scaler.unscale_with_stashed(
-                    lists.grads, lists.earlier, lists.outputs, scale_override=override, culprits=culprits
+                    lists.grads,
+                    lists.earlier,
+                    lists.outputs,
+                    scale_override=scales,
+                    culprits=culprits,
+                    checks_sum=scales is not None,
                 )
             else:
                 scaler.unscale(
                     lists.grads,
                     lists.outputs,
                     models_are_masters=way == "in place",
-                    scale_override=scale,
+                    scale_override=None if scales is None else scales.new / scales.kept,
                     culprits=culprits,
                 )
             counted.append(Counted(lists.params, culprits))

@@ -180,11 +180,16 @@ class LossScaler:
         scale_override: Any = None,
         *,
         culprits: Tensor | None = None,
+        checks_sum: bool = False,
     ) -> None:
-        """`master_grads[i] = model_grads[i] / scale + stashed_master_grads[i]`, noting overflow of the model's."""
+        """`master_grads[i] = model_grads[i] / scale + stashed_master_grads[i]`, noting overflow of the model's.
+
+        `scale_override` has the scales of all three, numbers or tensors. With `checks_sum`, for gradients that stay in
+        half precision, a sum that is too large for them is an overflow too.
+        """
         grads_scale, stashed_scale, out_scale = (self._scale, 1.0, 1.0) if scale_override is None else scale_override
         flag = self._flag(model_grads)
-        stashed_factor = float(out_scale) / float(stashed_scale)
+        stashed_factor = out_scale / stashed_scale
         factor = self._inverse(grads_scale) * out_scale
         axpby(
             model_grads,
@@ -195,6 +200,7 @@ class LossScaler:
             overflow=flag,
             culprits=None if flag is None else culprits,
             checks="x",
+            checks_sum=checks_sum,
         )
         self._take(flag)
 

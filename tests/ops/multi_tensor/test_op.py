@@ -116,6 +116,28 @@ def test_axpby_checks_what_it_is_told_to(checks: str, route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("sum_is_checked", [False, True])
+def test_axpby_finds_sums_that_overflow(sum_is_checked: bool, route: Route) -> None:
+    """Float16 ends at 65504. What was not finite in `y` before is no news."""
+    x, y = make(route.device, torch.float16), make(route.device, torch.float16)
+    x[1][[3, 70]], y[1][[3, 70]] = -40000.0, -40000.0
+    y[3][5] = float("inf")
+    x[4][0], y[4][0] = 40000.0, 20000.0
+    factors = torch.tensor(1.0, device=route.device), torch.tensor(0.5, device=route.device)
+    for a, b, overflows in ((1.0, 1.0, True), (1.0, 0.5, False), (*factors, False)):
+        outputs = [torch.empty_like(tensor) for tensor in x]
+        flag = torch.zeros(1, device=route.device)
+        culprits = torch.zeros(len(x), 2, dtype=torch.int32, device=route.device)
+        with _library.implementation(route.implementation):
+            axpby(x, y, outputs, a, b, overflow=flag, culprits=culprits, checks="x", checks_sum=sum_is_checked)
+        for output, first, second in zip(outputs, x, y, strict=True):
+            torch.testing.assert_close(output, (float(a) * first.float() + float(b) * second.float()).half())
+        assert bool(flag.item()) == (sum_is_checked and overflows)
+        assert culprits[1].tolist() == [2 * (sum_is_checked and overflows), 0]
+        assert culprits.sum() == culprits[1].sum()
+
+
+@pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_norms(dtype: torch.dtype, route: Route) -> None:
     tensors = make(route.device, dtype)

@@ -9,7 +9,7 @@ scalars     float32 [scalars on the device]  in place of those scalars that ON_D
 whole       float32 [tensors, 2]             the two numbers of each tensor
 partials    float32 [programs, QUANTITIES]   what a measuring rule found in each block
 overflow    number [1]                       becomes 1 where a checked value is infinite or NaN
-    culprits    int32 [tensors, 2]               how many elements of checked slot 1 are infinite, and how many NaN
+culprits    int32 [tensors, 2]               how many elements of checked slots 0 and 1 are infinite, and how many NaN
 """
 
 from __future__ import annotations
@@ -83,6 +83,19 @@ def _round_stochastically(x, seed, tensor, index):
 @triton.jit
 def _not_finite(x):
     return tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, axis=0)
+
+
+@triton.jit
+def _note(x, overflow, culprits, tensor):
+    """Raises the flag, and counts, where a number is not finite."""
+    if _not_finite(x) != 0:
+        tl.store(overflow, 1)
+        if culprits is not None:
+            # Sums of integers are the same in any order.
+            infinite = (tl.abs(x) == float("inf")).to(tl.int32)
+            tl.atomic_add(culprits + 2 * tensor, tl.sum(infinite, axis=0))
+            unknown = tl.where(x == x, 0, 1)
+            tl.atomic_add(culprits + 2 * tensor + 1, tl.sum(unknown, axis=0))
 
 
 @triton.jit
@@ -191,17 +204,12 @@ def _block(
             x4 = _load(p4, offset, mask, MASKED, BLOCK)
 
     if CHECKS[1]:
-        if _not_finite(x1) != 0:
-            tl.store(overflow, 1)
-            if culprits is not None:
-                # Sums of integers are the same in any order.
-                infinite = (tl.abs(x1) == float("inf")).to(tl.int32)
-                tl.atomic_add(culprits + 2 * tensor, tl.sum(infinite, axis=0))
-                unknown = tl.where(x1 == x1, 0, 1)
-                tl.atomic_add(culprits + 2 * tensor + 1, tl.sum(unknown, axis=0))
+        _note(x1, overflow, culprits, tensor)
     if CHECKS[2]:
         if _not_finite(x2) != 0:
             tl.store(overflow, 1)
+    if CHECKS[0] and QUANTITIES == 0:
+        known = (tl.abs(x1) < float("inf")) & (tl.abs(x2) < float("inf"))
     if grad_scale is not None:
         x1 = x1 * tl.load(grad_scale)
 
@@ -220,6 +228,8 @@ def _block(
         values = RULE(values, (w0, w1), numbers, FLAGS)
 
     x0, x1, x2, x3, x4 = values
+    if CHECKS[0] and QUANTITIES == 0:
+        _note(tl.where(known, x0.to(TYPES[0]).to(tl.float32), 0.0), overflow, culprits, tensor)
     if TYPES[5] is not None:
         p5 = _pointer(at + 1, TYPES[5], ALIGNED)
         _store(p5, offset, x0, mask, TYPES[5], MASKED, BLOCK)
@@ -361,8 +371,9 @@ def apply_rule(
 ):
     """`RULE` on up to BLOCKS blocks, one after the other, of one tensor of each list.
 
-    READS, WRITES and CHECKS say for each slot whether it is; CHECKS[0] stands for what is measured first. TYPES has a
-    slot's type (None without a list) and, last, the type of a list that gets a copy of slot 0.
+    READS, WRITES and CHECKS say for each slot whether it is. CHECKS[0] stands for what is measured first or, where
+    nothing is, for numbers that are written to slot 0 and are not finite although those of slots 1 and 2 are. TYPES has
+    a slot's type (None without a list) and, last, the type of a list that gets a copy of slot 0.
     """
     if noop is not None:
         if tl.load(noop) != 0:

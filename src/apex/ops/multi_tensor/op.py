@@ -63,22 +63,27 @@ def axpby(
     y: Sequence[Tensor],
     outputs: Sequence[Tensor],
     a: float | Tensor,
-    b: float,
+    b: float | Tensor,
     *,
     overflow: Tensor | None = None,
     culprits: Tensor | None = None,
     checks: str = "xy",
+    checks_sum: bool = False,
     noop: Tensor | None = None,
     names: tuple[str, str, str] = ("outputs", "x", "y"),
 ) -> None:
-    """`outputs[i] = a * x[i] + b * y[i]`; `checks` names the inputs that are checked, `culprits` counts in `x`."""
-    slots = tuple(slot for slot, name in ((1, "x"), (2, "y")) if overflow is not None and name in checks)
+    """`outputs[i] = a * x[i] + b * y[i]`; `checks` names the inputs that are checked, `culprits` counts in `x`.
+
+    `checks_sum` is for outputs of few bits: sums that are not finite although `x` and `y` are count like those of `x`.
+    """
+    wanted = ((0, checks_sum), (1, "x" in checks), (2, "y" in checks))
+    slots = tuple(slot for slot, is_checked in wanted if overflow is not None and is_checked)
     for indices, lists in groups_of((outputs, x, y), names):
         on_device = a.reshape(1).to(lists.device, torch.float32) if isinstance(a, Tensor) else None
         with _counters(culprits, indices, lists.device) as counters:
             lists.apply(
                 rules.AXPBY,
-                {"a": 1.0 if on_device is not None else a, "b": b},
+                {"a": 1.0 if on_device is not None else a, "b": b.reshape(()) if isinstance(b, Tensor) else b},
                 grad_scale=on_device,
                 overflow=flag_on(overflow, lists.device),
                 culprits=counters,

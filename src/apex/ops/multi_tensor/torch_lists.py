@@ -112,6 +112,15 @@ def _raise_flag(overflow: Tensor, values: Any) -> bool:
     return True
 
 
+def _overflown(written: Tensor, inputs: Sequence[Any]) -> Tensor:
+    """Numbers that are not finite although the inputs are; 0 in place of the others."""
+    written = written.to(torch.float32)
+    if written.device.type == "cpu" and math.isfinite(written.sum()):
+        return written
+    known = functools.reduce(torch.logical_and, (torch.isfinite(values) for values in inputs))
+    return torch.where(known, written, 0.0)
+
+
 def _checked(found: Tensor, overflow: Tensor | None, checks: tuple[int, ...]) -> Tensor:
     """What was measured, as it is returned."""
     found = found.to(torch.float32)
@@ -173,8 +182,9 @@ class TorchLists:
 
         `hyper` goes to the rule's `scalars`. Nothing is done when `noop` is not 0. `grad_scale` multiplies the
         gradients; `whole` holds the two numbers of each tensor; `overflow` becomes 1 when a slot among `checks` has an
-        infinite or NaN element, 0 standing for what was measured first, and `culprits`, int32 [tensors, 2], counts such
-        elements of slot 1; with a `seed`, slot 0 is rounded stochastically to bfloat16.
+        infinite or NaN element, and `culprits`, int32 [tensors, 2], counts such elements of slots 0 and 1. Slot 0
+        stands for what was measured first or, where nothing is, for numbers that are written to it and are not finite
+        although those of slots 1 and 2 are. With a `seed`, slot 0 is rounded stochastically to bfloat16.
         """
         skip = None
         if noop is not None:
@@ -205,6 +215,10 @@ class TorchLists:
             if grad_scale is not None:
                 values[1] = values[1] * grad_scale.to(self._compute)
             results, terms = compute(values, self._whole(whole, piece))
+            if overflow is not None and 0 in checks and not rule.quantities:
+                written = _overflown(results[0].to(views[0][0].dtype), (values[1], values[2]))
+                if _raise_flag(overflow, written) and culprits is not None:
+                    self._count_culprits(culprits, written, piece)
             if found is not None:
                 self._measure(rule, terms, piece, found)
             for slot in rule.writes:
