@@ -76,9 +76,10 @@ def test_numbers_of_the_cpu(level: str, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_messages_arrive(level: str, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize("combine", [False, True], ids=["", "combined"])
+def test_messages_arrive(level: str, combine: bool, capsys: pytest.CaptureFixture) -> None:
     model = small_model(device="cuda")
-    model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.01), opt_level=level)
+    model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.01), opt_level=level, combine_grad=combine)
     amp._amp_state.verbosity = 1
     with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
         scaled.backward()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._transfer import on_host
 from ..ops.multi_tensor import flat
 from ._stash import AmpOptimizerState, Counted
 from .scaler import LossScaler
@@ -25,6 +26,10 @@ class _Flat:
         self.buffer = torch.zeros(size, dtype=members[0].dtype, device=members[0].device)
         self.places = [
             flat.view_like(self.buffer, offset, member) for offset, member in zip(offsets, members, strict=True)
+        ]
+        # The same places in one dimension, for passes that count for each gradient.
+        self.parts = [
+            self.buffer.narrow(0, offset, member.numel()) for offset, member in zip(offsets, members, strict=True)
         ]
 
     def put(self, gradients: list[Tensor | None]) -> None:
@@ -98,15 +103,20 @@ class _Kind:
         return counted
 
     def _run(self, scaler: LossScaler, source: _Flat, target: _Flat, earlier: _Flat | None) -> Counted:
-        culprits = torch.zeros(1, 2, dtype=torch.int32, device=source.buffer.device)
+        """Unscales the buffer as a whole where the host can count afterwards what is not finite, else by its parts."""
+        at_once = on_host(source.buffer) and on_host(scaler.overflow)
+        tensors = lambda each: [each.buffer] if at_once else each.parts  # noqa: E731
+        culprits = torch.zeros(len(self.params), 2, dtype=torch.int32, device=source.buffer.device)
+        counters = None if at_once else culprits
         if earlier is None:
-            scaler.unscale([source.buffer], [target.buffer], models_are_masters=source is target, culprits=culprits)
+            in_place = source is target
+            scaler.unscale(tensors(source), tensors(target), models_are_masters=in_place, culprits=counters)
         else:
-            scaler.unscale_with_stashed([source.buffer], [earlier.buffer], [target.buffer], culprits=culprits)
-        if scaler.knows_overflow_now():
-            culprits = torch.tensor([[p.isinf().sum(), p.isnan().sum()] for p in target.places], dtype=torch.int32)
-            return Counted(self.params, culprits)
-        return Counted([source.buffer], culprits)
+            scaler.unscale_with_stashed(tensors(source), tensors(earlier), tensors(target), culprits=counters)
+        if at_once and scaler.knows_overflow_now():
+            counts = [[place.isinf().sum(), place.isnan().sum()] for place in target.places]
+            culprits = torch.tensor(counts, dtype=torch.int32)
+        return Counted(self.params, culprits)
 
 
 class CombinedGradients:
