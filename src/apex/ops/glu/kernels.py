@@ -1,0 +1,134 @@
+"""Triton kernels of gated linear units: forward, backward, and the sum of the bias's partial gradients.
+
+An input is `rows` x (2 * `width`), contiguous: the gate in the first half of each row, the value in the second. All
+arithmetic is float32. A tile is ROWS x BLOCK of the output; FULL: no row or column needs a mask. Programs are numbered
+along the columns first, so that neighbours read neighbouring memory.
+"""
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+
+
+@triton.jit
+def _activation(x, KIND: tl.constexpr):
+    """The activation of x and its derivative; what a kernel does not use is not computed."""
+    if KIND == "silu":
+        s = tl.sigmoid(x)
+        y = x * s
+        slope = s + y * (1.0 - s)
+    elif KIND == "gelu_tanh":
+        # (1 + tanh(u)) / 2 is sigmoid(2 u).
+        s = tl.sigmoid(x * (1.5957691216057308 + 0.07135481627159998 * x * x))
+        y = x * s
+        slope = s + y * (1.0 - s) * (1.5957691216057308 + 0.21406444881479994 * x * x)
+    elif KIND == "gelu":
+        s = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        y = x * s
+        slope = s + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    else:
+        # NaN is no less than zero and stays NaN.
+        y = tl.where(x < 0.0, 0.0, x)
+        slope = tl.where(x <= 0.0, 0.0, 1.0)
+    return y, slope
+
+
+@kernel
+@triton.jit
+def glu_forward(
+    input,
+    bias,
+    output,
+    rows,
+    width,
+    column_blocks,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """One tile per program."""
+    program = tl.program_id(0)
+    row = (program // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)
+    column_mask = None if FULL else column < width
+    mask = None if FULL else (row < rows)[:, None] & (column < width)[None, :]
+    place = input + row[:, None] * (2 * width) + column[None, :]
+    gate = tl.load(place, mask=mask).to(tl.float32)
+    value = tl.load(place + width, mask=mask).to(tl.float32)
+    if HAS_BIAS:
+        gate += tl.load(bias + column, mask=column_mask).to(tl.float32)[None, :]
+        value += tl.load(bias + width + column, mask=column_mask).to(tl.float32)[None, :]
+    activated, _ = _activation(gate, ACTIVATION)
+    result = (activated * value).to(output.dtype.element_ty)
+    tl.store(output + row[:, None] * width + column[None, :], result, mask=mask)
+
+
+@kernel
+@triton.jit
+def glu_backward(
+    dy,
+    input,
+    bias,
+    dinput,
+    partials,
+    rows,
+    width,
+    column_blocks,
+    groups,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BIAS_GRAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A block of columns per program, walking down every `groups`-th tile; its sums of columns go to `partials`."""
+    program = tl.program_id(0)
+    group = program // column_blocks
+    column = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)
+    column_mask = None if FULL else column < width
+    if HAS_BIAS:
+        gate_bias = tl.load(bias + column, mask=column_mask).to(tl.float32)[None, :]
+        value_bias = tl.load(bias + width + column, mask=column_mask).to(tl.float32)[None, :]
+    gate_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    value_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in tl.range(group, tl.cdiv(rows, ROWS), groups, num_stages=STAGES):
+        row = tile * tl.full([ROWS], ROWS, tl.int64) + tl.arange(0, ROWS)
+        mask = None if FULL else (row < rows)[:, None] & (column < width)[None, :]
+        zero = None if FULL else 0.0
+        offset = row[:, None] * (2 * width) + column[None, :]
+        gate = tl.load(input + offset, mask=mask, other=zero).to(tl.float32)
+        value = tl.load(input + offset + width, mask=mask, other=zero).to(tl.float32)
+        gradient = tl.load(dy + row[:, None] * width + column[None, :], mask=mask, other=zero).to(tl.float32)
+        if HAS_BIAS:
+            gate += gate_bias
+            value += value_bias
+        activated, slope = _activation(gate, ACTIVATION)
+        dgate = gradient * value * slope
+        dvalue = gradient * activated
+        tl.store(dinput + offset, dgate.to(dinput.dtype.element_ty), mask=mask)
+        tl.store(dinput + offset + width, dvalue.to(dinput.dtype.element_ty), mask=mask)
+        if BIAS_GRAD:
+            gate_sum += dgate
+            value_sum += dvalue
+    if BIAS_GRAD:
+        place = partials + group.to(tl.int64) * (2 * width) + column
+        tl.store(place, tl.sum(gate_sum, 0), mask=column_mask)
+        tl.store(place + width, tl.sum(value_sum, 0), mask=column_mask)
+
+
+@kernel
+@triton.jit
+def glu_sum_partials(partials, dbias, count, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds `count` partial gradients per column."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in tl.range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < count)[:, None] & (column < columns)[None, :]
+        total += tl.load(partials + row.to(tl.int64)[:, None] * columns + column[None, :], mask=mask, other=0.0)
+    tl.store(dbias + column, tl.sum(total, 0).to(dbias.dtype.element_ty), mask=column < columns)

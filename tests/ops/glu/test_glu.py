@@ -1,0 +1,313 @@
+"""Gated linear units against the float64 reference, by every route, with uninitialised memory full of NaN."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from apex.ops import _device, _library, glu
+from apex.ops.glu import reference
+from apex.ops.glu.launches import triton_backward
+from tests.harness import Route, assert_close, assert_equal_bits, routes
+
+_HALF, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+# shape, dtype, bias dtype, activation: masks and none, one tile and several, more rows than programs
+CASES = [
+    ((1, 2), _F32, _F32, "silu"),
+    ((7, 2, 64), _F32, None, "silu"),
+    ((5, 74), _F32, _F32, "gelu"),
+    ((4, 2048), _F32, _F32, "gelu_tanh"),
+    ((3, 2100), _F32, _F32, "relu"),
+    ((90, 30), _F32, _F32, "silu"),
+    ((256, 16), _F32, _F32, "gelu_tanh"),
+    ((9, 192), _BF16, _BF16, "silu"),
+    ((9, 192), _HALF, _F32, "gelu"),
+    ((9, 190), _HALF, None, "gelu_tanh"),
+    ((6, 96), _F32, _BF16, "relu"),
+    ((64,), _F32, _F32, "silu"),
+]
+
+
+def formula(input: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """The definition, written out."""
+    x, value = (input if bias is None else input + bias).chunk(2, -1)
+    cdf = {
+        "silu": lambda: 1 / (1 + torch.exp(-x)),
+        "gelu": lambda: (1 + torch.erf(x / math.sqrt(2))) / 2,
+        "gelu_tanh": lambda: (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+        "relu": lambda: (x > 0).to(x.dtype),
+    }[activation]()
+    return x * cdf * value
+
+
+def tensors(shape, dtype, bias_dtype, device) -> tuple[Tensor, Tensor | None, Tensor]:
+    input = torch.randn(shape).to(device, dtype).requires_grad_()
+    bias = None if bias_dtype is None else torch.randn(shape[-1]).to(device, bias_dtype).requires_grad_()
+    return input, bias, torch.randn(*shape[:-1], shape[-1] // 2).to(device, dtype)
+
+
+def run(input: Tensor, bias: Tensor | None, dy: Tensor, activation: str) -> list[Tensor]:
+    output = glu.bias_glu(input, bias, activation)
+    return [output.detach(), *torch.autograd.grad(output, [t for t in (input, bias) if t is not None], dy)]
+
+
+def expected(input: Tensor, bias: Tensor | None, dy: Tensor, activation: str) -> list[Tensor]:
+    wide = [None if t is None else t.detach().double().cpu() for t in (input, bias, dy)]
+    gradients = reference.backward(wide[2], *wide[:2], activation)
+    return [reference.forward(*wide[:2], activation), *(g for g in gradients if g is not None)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", glu.ACTIVATIONS)
+def test_reference_is_the_definition(activation: str, bias: bool) -> None:
+    input, offset, dy = tensors((5, 12), _F64, _F64 if bias else None, "cpu")
+    inputs = [input, offset] if bias else [input]
+    output = formula(input, offset, activation)
+    torch.testing.assert_close(reference.forward(input, offset, activation), output)
+    gradients = reference.backward(dy, input.detach(), offset if offset is None else offset.detach(), activation)
+    for actual, wanted in zip(gradients, torch.autograd.grad(output, inputs, dy), strict=False):
+        torch.testing.assert_close(actual, wanted)
+    assert (gradients[1] is None) == (not bias)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_reference(case, route: Route) -> None:
+    shape, dtype, bias_dtype, activation = case
+    input, bias, dy = tensors(shape, dtype, bias_dtype, route.device)
+    with _library.implementation(route.implementation):
+        found = run(input, bias, dy, activation)
+        again = run(input, bias, dy, activation)
+    assert found[0].dtype == found[1].dtype == dtype
+    assert bias is None or found[2].dtype == bias_dtype
+    rows = math.prod(shape[:-1])
+    for name, actual, wanted, terms in zip(
+        ("output", "dinput", "dbias"), found, expected(input, bias, dy, activation), (1, 1, rows), strict=False
+    ):
+        assert_close(actual, wanted, reduction=terms, what=name)
+    assert_equal_bits(found, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [_BF16, _F32])
+@pytest.mark.parametrize("shape", [(1000, 22016), (4097, 8190), (20000, 514)])
+def test_matches_reference_at_model_sizes(shape, dtype) -> None:
+    input, bias, dy = tensors(shape, dtype, dtype, "cuda")
+    found = run(input, bias, dy, "silu")
+    for actual, wanted, terms in zip(found, expected(input, bias, dy, "silu"), (1, 1, shape[0]), strict=True):
+        assert_close(actual, wanted, reduction=terms)
+    assert_equal_bits(found, run(input, bias, dy, "silu"))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    rows, columns = (1 << 31) // 8192 + 3, 8192
+    input = torch.randn(rows, columns, device="cuda", dtype=_BF16)
+    bias = torch.randn(columns, device="cuda", dtype=_BF16)
+    output = glu.glu_forward(input, bias, "silu")
+    dinput, dbias = glu.glu_backward(output, input, bias, "silu")
+    last = slice(rows - 2, rows)
+    wide = input[last].double(), bias.double(), "silu"
+    assert_close(output[last], reference.forward(*wide))
+    assert_close(dinput[last], reference.backward(output[last].double(), *wide)[0])
+    whole = sum(torch.sum(part, 0, dtype=_F64) for part in dinput.split(16384))
+    # The kernel sums what is not rounded to bfloat16 yet.
+    assert float((dbias.double() - whole).norm() / whole.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0), (2, 0, 8)])
+def test_empty(route: Route, shape: tuple[int, ...]) -> None:
+    input = torch.empty(shape, device=route.device, requires_grad=True)
+    bias = torch.ones(shape[-1], device=route.device, requires_grad=True)
+    with _library.implementation(route.implementation):
+        output = glu.bias_glu(input, bias)
+        dinput, dbias = torch.autograd.grad(output.sum(), (input, bias))
+    assert output.shape == (*shape[:-1], shape[-1] // 2)
+    assert dinput.shape == shape
+    assert torch.equal(dbias, torch.zeros_like(bias))
+
+
+@pytest.mark.parametrize("route", routes())
+def test_strided_and_unaligned(route: Route) -> None:
+    input = torch.randn(6, 4, 80, device=route.device).transpose(0, 1)[..., 3:67].detach().requires_grad_()
+    bias = torch.randn(128, device=route.device)[1::2].requires_grad_()
+    dy = torch.randn(32, 6, 4, device=route.device).permute(2, 1, 0)
+    flat = torch.randn(1 + 4 * 64, device=route.device)[1:].view(4, 64)
+    before = input.detach().clone()
+    with _library.implementation(route.implementation):
+        found = run(input, bias, dy, "silu")
+        unaligned = [glu.bias_glu(flat) for _ in range(2)]  # the second call takes the launcher's cached path
+    for actual, wanted in zip(found, expected(input, bias, dy, "silu"), strict=True):
+        assert_close(actual, wanted, reduction=24)
+    for actual in unaligned:
+        assert_close(actual, reference.forward(flat.double(), None, "silu"))
+    assert torch.equal(input, before)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("activation", glu.ACTIVATIONS)
+def test_special_values_are_those_of_pytorch(route: Route, activation: str) -> None:
+    gate = torch.tensor([float("nan"), float("inf"), 0.0, -0.0, -200.0, 200.0, -3e38], device=route.device)
+    input = torch.cat((gate, torch.ones_like(gate))).requires_grad_()
+    value = input.detach().clone().requires_grad_()
+    with _library.implementation(route.implementation):
+        output = glu.bias_glu(input, None, activation)
+        (dinput,) = torch.autograd.grad(output.sum(), input)
+    wanted = reference.activated(value[:7], activation) * value[7:]
+    (wanted_dinput,) = torch.autograd.grad(wanted.sum(), value)
+    torch.testing.assert_close(output, wanted, equal_nan=True)
+    # Beyond these PyTorch's own devices disagree about the slope.
+    torch.testing.assert_close(dinput[2:6], wanted_dinput[2:6])
+
+
+@pytest.mark.parametrize("activation", glu.ACTIVATIONS)
+def test_gradcheck(activation: str) -> None:
+    input, bias, _ = tensors((3, 6), _F64, _F64, "cpu")
+    assert torch.autograd.gradcheck(lambda x, b: glu.bias_glu(x, b, activation), (input, bias))
+    assert torch.autograd.gradgradcheck(lambda x, b: glu.bias_glu(x, b, activation), (input, bias))
+    assert torch.autograd.gradgradcheck(lambda x: glu.bias_glu(x, None, activation), input)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_one_input_alone_needs_a_gradient(route: Route) -> None:
+    input, bias, dy = tensors((6, 40), _F32, _F32, route.device)
+    with _library.implementation(route.implementation):
+        both = run(input, bias, dy, "silu")[1:]
+        (dinput,) = torch.autograd.grad(glu.bias_glu(input, bias.detach()), input, dy)
+        (dbias,) = torch.autograd.grad(glu.bias_glu(input.detach(), bias), bias, dy)
+        assert glu.bias_glu(input.detach(), bias.detach()).grad_fn is None
+        with torch.no_grad():
+            assert glu.bias_glu(input, bias).grad_fn is None
+    assert_equal_bits((dinput, dbias), both)
+
+
+def test_a_frozen_bias_costs_no_launch() -> None:
+    pytest.importorskip("triton")
+    from apex.ops._launch import recording
+
+    input, dy, bias = (torch.empty(shape, device="meta") for shape in ((4, 32), (4, 16), (32,)))
+    for bias_grad, kernels in ((True, ["glu_backward", "glu_sum_partials"]), (False, ["glu_backward"])):
+        with _device.pretend(_device.INTERPRETER), recording() as collected:
+            triton_backward(dy, input, bias, "silu", bias_grad)
+        assert [launch.bound.kernel.name for launch in collected] == kernels
+
+
+@pytest.mark.parametrize("route", routes())
+def test_nothing_but_the_input_and_the_bias_is_kept(route: Route) -> None:
+    input, bias, _ = tensors((4, 24), _F32, _F32, route.device)
+    kept: list[int] = []
+    with (
+        _library.implementation(route.implementation),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t),
+    ):
+        glu.bias_glu(input, bias)
+    assert kept == [input.data_ptr(), bias.data_ptr()]
+
+
+@pytest.mark.parametrize("route", routes())
+def test_activation_checkpointing(route: Route) -> None:
+    input, bias, dy = tensors((4, 24), _F32, _F32, route.device)
+    with _library.implementation(route.implementation):
+        plain = run(input, bias, dy, "silu")[1:]
+        output = checkpoint(glu.bias_glu, input, bias, use_reentrant=False)
+        assert_equal_bits(torch.autograd.grad(output, (input, bias), dy), plain)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_autocast(route: Route) -> None:
+    """A linear layer under autocast gives bfloat16, its bias stays float32: the output is bfloat16."""
+    linear = torch.nn.Linear(16, 24, bias=False, device=route.device)
+    bias = torch.randn(24, device=route.device, requires_grad=True)
+    x = torch.randn(5, 16, device=route.device)
+    with _library.implementation(route.implementation), torch.autocast(route.device, _BF16):
+        projected = linear(x)
+        output = glu.bias_glu(projected, bias)
+        output.sum().backward()
+    assert output.dtype == _BF16
+    assert_close(output, reference.forward(projected.detach().double(), bias.detach().double(), "silu"))
+    assert bias.grad.dtype == linear.weight.grad.dtype == _F32
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("bias", [True, False])
+def test_opcheck(route: Route, bias: bool) -> None:
+    input, offset, dy = tensors((4, 40), _F32, _F32 if bias else None, route.device)
+    with _library.implementation(route.implementation):
+        torch.library.opcheck(torch.ops.apex.glu_forward.default, (input, offset, "silu"))
+        plain = (input.detach(), offset if offset is None else offset.detach())
+        torch.library.opcheck(torch.ops.apex.glu_backward.default, (dy, *plain, "silu", bias))
+
+
+@pytest.mark.parametrize("route", routes())
+def test_compiled_without_graph_breaks(route: Route) -> None:
+    input, bias, _ = tensors((4, 40), _F32, _F32, route.device)
+
+    def function(input: Tensor, bias: Tensor) -> Tensor:
+        return glu.bias_glu(input, bias, "gelu_tanh").sin()
+
+    # Generated C++ would need a compiler; on a GPU the generated code is Triton.
+    backend = "inductor" if route.device == "cuda" else "aot_eager"
+    with _library.implementation(route.implementation):
+        torch._dynamo.reset()
+        wanted = torch.autograd.grad(function(input, bias).sum(), (input, bias))
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        found = torch.autograd.grad(compiled(input, bias).sum(), (input, bias))
+    for actual, gradient in zip(found, wanted, strict=True):
+        assert_close(actual, gradient.double(), reduction=4)
+
+
+def test_the_operator_refuses_a_second_derivative() -> None:
+    input, _, _ = tensors((4, 24), _F32, None, "cpu")
+    output = torch.ops.apex.glu_forward(input, None, "silu")
+    (first,) = torch.autograd.grad(output.square().sum(), input, create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivative only"):
+        torch.autograd.grad(first.square().sum(), input)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_capture() -> None:
+    input, bias, dy = tensors((512, 4096), _BF16, _BF16, "cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):  # compile before capture
+        run(input, bias, dy, "silu")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(input, bias, dy, "silu")
+    with torch.no_grad():
+        input.copy_(torch.randn_like(input))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_equal_bits(found, run(input, bias, dy, "silu"))
+
+
+@pytest.mark.parametrize("route", routes(interpreter=False))
+def test_self_check(route: Route) -> None:
+    with _library.implementation(route.implementation):
+        assert glu.FAMILY.self_check(torch.device(route.device)) <= 1
+
+
+def test_bad_arguments_are_named() -> None:
+    input = torch.randn(4, 24)
+    with pytest.raises(ValueError, match="activation='swish' is not known; use one of silu"):
+        glu.bias_glu(input, None, "swish")
+    with pytest.raises(ValueError, match=r"must be even.*\[4, 7\]"):
+        glu.bias_glu(torch.randn(4, 7))
+    with pytest.raises(ValueError, match="must be even"):
+        glu.bias_glu(torch.tensor(1.0))
+    with pytest.raises(TypeError, match=r"floating-point input, got torch\.int64"):
+        glu.bias_glu(torch.ones(4, 8, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"bias has shape \[12\], expected \[24\]"):
+        glu.bias_glu(input, torch.randn(12))
+    with pytest.raises(ValueError, match="bias is on meta, the input on cpu"):
+        glu.bias_glu(input, torch.randn(24, device="meta"))
+    with pytest.raises(TypeError, match=r"bias must be floating-point, got torch\.int32"):
+        glu.bias_glu(input, torch.ones(24, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"the gradient has shape \[4, 24\]"):
+        glu.glu_backward(input, input, None, "silu")
