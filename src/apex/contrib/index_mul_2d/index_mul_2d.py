@@ -1,0 +1,60 @@
+"""`index_mul_2d(in1, in2, idx1)` is in1[idx1] * in2 for matrices in1 and in2, with first and second derivatives.
+
+Both matrices have the same floating dtype and rows of the same length, whatever they are; idx1 has one index per row of
+in2, from 0 to the number of rows of in1 less one. Gradients are deterministic.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...ops import index_mul
+
+
+class IndexMul2d_(torch.autograd.Function):
+    """The autograd node behind `index_mul_2d`."""
+
+    @staticmethod
+    def forward(ctx, in1, in2, idx1):  # type: ignore[override]
+        index_mul.check(in1, in2, idx1)
+        ctx.save_for_backward(in1, in2, idx1)
+        if torch.compiler.is_compiling():
+            return torch.ops.apex.index_mul(in1, in2, idx1)
+        return index_mul.index_mul_forward(in1, in2, idx1)
+
+    @staticmethod
+    def backward(ctx, grad_out):  # type: ignore[override]
+        in1, in2, idx1 = ctx.saved_tensors
+        need1, need2 = ctx.needs_input_grad[:2]
+        if torch.compiler.is_compiling():
+            grad1, grad2 = torch.ops.apex.index_mul_backward(grad_out, in1, in2, idx1, need1, need2)
+            return grad1 if need1 else None, grad2 if need2 else None, None
+        if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
+            return *IndexMul2dBackward_.apply(in1, in2, idx1, grad_out), None
+        return *index_mul.index_mul_backward(grad_out, in1, in2, idx1, need1=need1, need2=need2), None
+
+
+class IndexMul2dBackward_(torch.autograd.Function):
+    """The gradients of in1 and in2 as an autograd node of their own, for second derivatives."""
+
+    @staticmethod
+    def forward(ctx, in1, in2, idx1, grad_out):  # type: ignore[override]
+        ctx.save_for_backward(in1, in2, idx1, grad_out)
+        ctx.set_materialize_grads(False)  # a gradient that nobody used costs no pass
+        return index_mul.index_mul_backward(grad_out, in1, in2, idx1)
+
+    @staticmethod
+    def backward(ctx, grad_grad_in1, grad_grad_in2):  # type: ignore[override]
+        in1, in2, idx1, grad_out = ctx.saved_tensors
+        given = (grad_grad_in1, grad_grad_in2, grad_out, in1, in2, idx1)
+        of_grad_out, of_in1, of_in2 = index_mul.index_mul_backward_backward(*given)
+        return of_in1, of_in2, None, of_grad_out
+
+
+def index_mul_2d(in1: Tensor, in2: Tensor, idx1: Tensor) -> Tensor:
+    """in1[idx1] * in2."""
+    return IndexMul2d_.apply(in1, in2, idx1)
+
+
+index_mul_2d_backward = IndexMul2dBackward_.apply

@@ -1,0 +1,176 @@
+"""Triton kernels of products with indexed rows: out[i] = in1[index[i]] * in2[i], and its derivatives.
+
+Matrices are contiguous, `width` elements to a row; arithmetic is float32. The gradient of `in1` sums the rows that have
+the same index. No atomics: positions are sorted by index first (`keys` are the sorted indices, `order` the positions
+they come from, `offsets` where each row of in1 begins among them), cut into chunks of STEPS positions, and each chunk
+adds up what belongs together. A row whose positions lie in several chunks leaves partial sums, which
+`index_mul_finish` adds. An index out of range gives rows of NaN and adds to nothing.
+"""
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+
+
+@kernel
+@triton.jit
+def index_mul_forward(
+    in1,
+    in2,
+    index,
+    out,
+    count,
+    in1_rows,
+    width,
+    column_blocks,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """A tile of ROWS x BLOCK per program. FULL: no row or column needs a mask."""
+    program = tl.program_id(0)
+    row = (program // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)
+    mask = None if FULL else (row < count)[:, None] & (column < width)[None, :]
+    source = tl.load(index + row, mask=None if FULL else row < count).to(tl.int64)
+    known = (source >= 0) & (source < in1_rows)
+    known = known[:, None] if FULL else known[:, None] & mask
+    place = row[:, None] * width + column[None, :]
+    first = tl.load(in1 + source[:, None] * width + column[None, :], mask=known, other=float("nan")).to(tl.float32)
+    second = tl.load(in2 + place, mask=mask).to(tl.float32)
+    tl.store(out + place, (first * second).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _flush(total, current, ended, first, end, chunk, offsets, grad1, partials, column, column_mask, width):
+    """Stores the sums of rows of in1 that have `ended`: whole ones as gradients, others as partial sums.
+
+    A chunk has two places for partial sums: one for the row it began with, one for the row it ended with.
+    """
+    begin = tl.load(offsets + current, mask=ended, other=0)
+    stop = tl.load(offsets + current + 1, mask=ended, other=0)
+    whole = (begin >= first) & (stop <= end)
+    place = grad1 + current.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(place, total.to(grad1.dtype.element_ty), mask=(ended & whole)[:, None] & column_mask)
+    slot = 2 * chunk.to(tl.int64) + (begin >= first).to(tl.int64)
+    place = partials + slot[:, None] * width + column[None, :]
+    tl.store(place, total, mask=(ended & (whole == 0))[:, None] & column_mask)
+
+
+@kernel
+@triton.jit
+def index_mul_backward(
+    grad_out,
+    in1,
+    in2,
+    grad_grad1,
+    grad_grad2,
+    keys,
+    order,
+    offsets,
+    grad1,
+    grad2,
+    grad_grad_out,
+    partials,
+    count,
+    in1_rows,
+    width,
+    column_blocks,
+    NEED2: tl.constexpr,
+    TWICE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """CHUNKS chunks of sorted positions per program, side by side.
+
+    grad2 = in1[index] * grad_out unless NEED2 is false, and grad1 sums grad_out * in2. TWICE: the derivative of that,
+    grad_grad_out = grad_grad1[index] * in2 + grad_grad2 * in1[index], grad2 = grad_grad1[index] * grad_out, and grad1
+    sums grad_grad2 * grad_out.
+    """
+    program = tl.program_id(0)
+    column = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)
+    column_mask = (column < width)[None, :]
+    chunk = (program // column_blocks) * CHUNKS + tl.arange(0, CHUNKS)
+    first = chunk * STEPS
+    end = tl.minimum(first + STEPS, count)
+    current = tl.load(keys + first, mask=first < count, other=-1)
+    total = tl.zeros([CHUNKS, BLOCK], tl.float32)
+    for step in tl.range(0, STEPS):
+        position = first + step
+        live = position < count
+        key = tl.load(keys + position, mask=live, other=-1)
+        source = tl.load(order + position, mask=live, other=0).to(tl.int64)
+        known = (key >= 0) & (key < in1_rows)
+        ended = (key != current) & (current >= 0) & (current < in1_rows)
+        _flush(total, current, ended, first, end, chunk, offsets, grad1, partials, column, column_mask, width)
+        total = tl.where((key != current)[:, None], 0.0, total)
+        current = key
+        mask = live[:, None] & column_mask
+        place = source[:, None] * width + column[None, :]
+        place1 = key.to(tl.int64)[:, None] * width + column[None, :]
+        mask1 = known[:, None] & column_mask
+        gradient = tl.load(grad_out + place, mask=mask, other=0.0).to(tl.float32)
+        if TWICE:
+            of1 = tl.load(grad_grad1 + place1, mask=mask1, other=float("nan")).to(tl.float32)
+            of2 = tl.load(grad_grad2 + place, mask=mask, other=0.0).to(tl.float32)
+            value1 = tl.load(in1 + place1, mask=mask1, other=float("nan")).to(tl.float32)
+            value2 = tl.load(in2 + place, mask=mask, other=0.0).to(tl.float32)
+            product = of1 * value2 + of2 * value1
+            tl.store(grad_grad_out + place, product.to(grad_grad_out.dtype.element_ty), mask=mask)
+            tl.store(grad2 + place, (of1 * gradient).to(grad2.dtype.element_ty), mask=mask)
+            total += of2 * gradient
+        else:
+            value2 = tl.load(in2 + place, mask=mask, other=0.0).to(tl.float32)
+            if NEED2:
+                value1 = tl.load(in1 + place1, mask=mask1, other=float("nan")).to(tl.float32)
+                tl.store(grad2 + place, (gradient * value1).to(grad2.dtype.element_ty), mask=mask)
+            total += gradient * value2
+    ended = (current >= 0) & (current < in1_rows)
+    _flush(total, current, ended, first, end, chunk, offsets, grad1, partials, column, column_mask, width)
+
+
+@kernel
+@triton.jit
+def index_mul_finish(
+    keys,
+    offsets,
+    partials,
+    grad1,
+    count,
+    in1_rows,
+    width,
+    column_blocks,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Zero for ROWS rows of in1 where no index names them, then the sum of the row that a chunk begins but not ends."""
+    program = tl.program_id(0) // column_blocks
+    column = (tl.program_id(0) % column_blocks) * BLOCK + tl.arange(0, BLOCK)
+    column_mask = (column < width)[None, :]
+    row = program * ROWS + tl.arange(0, ROWS)
+    begin = tl.load(offsets + row, mask=row < in1_rows, other=0)
+    stop = tl.load(offsets + row + 1, mask=row < in1_rows, other=1)
+    nothing = tl.zeros([ROWS, BLOCK], grad1.dtype.element_ty)
+    cleared = grad1 + row.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(cleared, nothing, mask=(begin == stop)[:, None] & column_mask)
+
+    first = program * STEPS
+    if first < count:
+        end = tl.minimum(first + STEPS, count)
+        key = tl.load(keys + end - 1)
+        if (key >= 0) & (key < in1_rows):
+            begin_key = tl.load(offsets + key)
+            stop_key = tl.load(offsets + key + 1)
+            if (begin_key >= first) & (stop_key > end):
+                last = (stop_key - 1) // STEPS
+                total = tl.zeros([ROWS, BLOCK], tl.float32)
+                for chunk in tl.range(program, last + 1, ROWS):
+                    part = (chunk + tl.arange(0, ROWS)).to(tl.int64)
+                    slot = 2 * part + (part == program).to(tl.int64)
+                    place = partials + slot[:, None] * width + column[None, :]
+                    total += tl.load(place, mask=(part <= last)[:, None] & column_mask, other=0.0)
+                result = grad1 + key.to(tl.int64) * width + column
+                tl.store(result, tl.sum(total, 0).to(grad1.dtype.element_ty), mask=column < width)

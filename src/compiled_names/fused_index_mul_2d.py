@@ -1,0 +1,57 @@
+"""Upstream's compiled module of this name: in1[idx1] * in2 and its derivatives, written to tensors of the caller.
+
+As upstream's kernels do, the functions add to what `grad_in1` holds and overwrite the other results. The float and half
+functions are the same here: dtypes are those of the tensors.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from apex.ops.index_mul import check, index_mul_backward, index_mul_backward_backward, index_mul_forward
+
+
+def _check_result(name: str, result: Tensor, like: Tensor) -> None:
+    if result.shape != like.shape or result.device != like.device:
+        raise ValueError(
+            f"{name} has shape {list(result.shape)} on {result.device}, expected {list(like.shape)} on {like.device}"
+        )
+
+
+def float_forward(out, in1, in2, idx1):
+    check(in1, in2, idx1)
+    _check_result("out", out, in2)
+    out.copy_(index_mul_forward(in1, in2, idx1))
+
+
+def float_backward(grad_in1, grad_in2, grad_out, in1, in2, idx1):
+    check(in1, in2, idx1)
+    _check_result("grad_in1", grad_in1, in1)
+    _check_result("grad_in2", grad_in2, in2)
+    _check_result("grad_out", grad_out, in2)
+    of_in1, of_in2 = index_mul_backward(grad_out, in1, in2, idx1)
+    grad_in1.add_(of_in1)
+    grad_in2.copy_(of_in2)
+
+
+def float_backward_backward(grad_grad_out, grad_in1, grad_in2, grad_out, grad_grad_in1, grad_grad_in2, in1, in2, idx1):
+    check(in1, in2, idx1)
+    for name, result in (("grad_in1", grad_in1), ("grad_grad_in1", grad_grad_in1)):
+        _check_result(name, result, in1)
+    for name, result in (
+        ("grad_grad_out", grad_grad_out),
+        ("grad_in2", grad_in2),
+        ("grad_out", grad_out),
+        ("grad_grad_in2", grad_grad_in2),
+    ):
+        _check_result(name, result, in2)
+    given = (grad_grad_in1, grad_grad_in2, grad_out, in1, in2, idx1)
+    of_grad_out, of_in1, of_in2 = index_mul_backward_backward(*given)
+    grad_grad_out.copy_(of_grad_out)
+    grad_in1.add_(of_in1)
+    grad_in2.copy_(of_in2)
+
+
+half_forward = float_forward
+half_backward = float_backward
+half_backward_backward = float_backward_backward
