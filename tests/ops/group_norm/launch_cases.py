@@ -20,6 +20,7 @@ def record() -> None:
     for images, channels, positions, groups, dtype, parameters, silu in _SHAPES:
         x = torch.empty(images, positions, channels, dtype=dtype, device="meta").movedim(-1, 1)
         weight = None if parameters is None else torch.empty(channels, dtype=parameters, device="meta")
+        x = x if silu else x.contiguous()
         spec = GroupNormSpec(groups, 1e-5, silu)
         output, statistics = triton_forward(x, weight, weight, spec)
         triton_backward(output, x, statistics, weight, weight, spec, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Elements of a group, its channels rounded up to a power of two, up to which one program takes all of it.
-SMALL_GROUP = 16384
+SMALL_GROUP = 32768
 # Elements that one program holds of each tensor where groups are cut up.
 FORWARD_TILE = 8192
 BACKWARD_TILE = 4096
@@ -36,7 +36,7 @@ def small_config(positions: int, group_channels: int) -> SmallConfig | None:
     elements = position_block * channel_block
     if elements > SMALL_GROUP:
         return None
-    return SmallConfig(position_block, channel_block, min(8, max(1, elements // 1024)))
+    return SmallConfig(position_block, channel_block, min(16, max(1, elements // 1024)))
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,13 @@ class TileConfig:
     channel_blocks: int
 
 
-def tile_config(positions: int, channels: int, elements: int) -> TileConfig:
-    """Tiles as wide as divides the channels, because lanes beyond them are idle; at most `elements` each."""
-    block = next((width for width in (128, 64) if channels % width == 0), min(64, power_of_two(channels)))
-    rows = min(elements // block, power_of_two(positions))
+def tile_config(positions: int, channels: int, elements: int, last: bool) -> TileConfig:
+    """Tiles of at most `elements`, long where memory is contiguous: along the channels if those are `last`."""
+    if last:
+        # As wide as divides the channels, because lanes beyond them are idle.
+        block = next((width for width in (128, 64) if channels % width == 0), min(64, power_of_two(channels)))
+        rows = min(elements // block, power_of_two(positions))
+    else:
+        rows = min(power_of_two(positions), 1024)
+        block = min(elements // rows, power_of_two(channels))
     return TileConfig(rows, block, -(-positions // rows), -(-channels // block))

@@ -1,9 +1,10 @@
-"""Group norm of channels-last tensors, with or without SiLU behind it.
+"""Group norm in both layouts, with or without SiLU behind it.
 
-Legend: an input is [N, S, C] in memory, S positions of C channels; G groups have D = C / G channels each. Statistics
-are float32 [N, G, 2], mean and variance. A small group is one program's work. A larger one is cut into chunks of R
-positions: every program takes a tile of R positions and some channels, so that it reads whole lines of memory however
-few channels a group has; a second kernel puts together what the tiles found per channel, a third finishes the tiles.
+Legend: an input has N images of S positions and C channels, in memory [N, S, C] (LAST) or [N, C, S]; G groups have
+D = C / G channels each. Statistics are float32 [N, G, 2], mean and variance. A small group is one program's work. A
+larger one is cut into chunks of R positions: every program takes a tile of R positions and some channels, so that it
+reads whole lines of memory however few channels a group has; a second kernel puts together what the tiles found per
+channel, a third finishes the tiles.
 """
 
 from __future__ import annotations
@@ -19,6 +20,20 @@ def _silu_gradient(dy, z):
     """The gradient at z, given the gradient at silu(z)."""
     sigmoid = 1.0 / (1.0 + tl.exp(-z))
     return dy * sigmoid * (1.0 + z * (1.0 - sigmoid))
+
+
+@triton.jit
+def _tile(image, first, R: tl.constexpr, C_BLOCK: tl.constexpr, positions, channels, LAST: tl.constexpr):
+    """Where the elements of a tile lie, [R, C_BLOCK]; 64 bits for where it begins, 32 within."""
+    row = tl.arange(0, R)[:, None]
+    column = tl.arange(0, C_BLOCK)[None, :]
+    begin = image.to(tl.int64) * positions * channels
+    first_channel = (tl.program_id(1) * C_BLOCK).to(tl.int64)
+    if LAST:
+        offset = begin + first.to(tl.int64) * channels + first_channel + (row * channels + column)
+    else:
+        offset = begin + first_channel * positions + first + (column * positions + row)
+    return offset
 
 
 @triton.jit
@@ -55,6 +70,7 @@ def group_norm_forward_small(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    LAST: tl.constexpr,
     S_BLOCK: tl.constexpr,
     D_BLOCK: tl.constexpr,
 ):
@@ -64,8 +80,8 @@ def group_norm_forward_small(
     row = tl.arange(0, S_BLOCK)[:, None]
     column = tl.arange(0, D_BLOCK)[None, :]
     mask = (row < positions) & (column < D)
-    start = (program // groups).to(tl.int64) * positions * channels + group * D
-    offset = start + row * channels + column
+    start = (program // groups).to(tl.int64) * positions * channels
+    offset = start + (row * channels + group * D + column if LAST else (group * D + column) * positions + row)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     count = positions * D
     mean = tl.sum(values) / count
@@ -88,6 +104,7 @@ def group_norm_measure(
     positions,
     channels,
     chunks,
+    LAST: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
@@ -98,8 +115,8 @@ def group_norm_measure(
     row = tl.arange(0, R)
     inside = channel < channels
     mask = (first + row < positions)[:, None] & inside[None, :]
-    start = ((program // chunks).to(tl.int64) * positions + first) * channels
-    values = tl.load(x + start + row[:, None] * channels + channel[None, :], mask, other=0.0).to(tl.float32)
+    offset = _tile(program // chunks, first, R, C_BLOCK, positions, channels, LAST)
+    values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     mean = tl.sum(values, 0) / tl.minimum(positions - first, R)
     centred = tl.where(mask, values - mean[None, :], 0.0)
     found = partials + program.to(tl.int64) * 2 * channels + channel
@@ -166,6 +183,7 @@ def group_norm_apply(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    LAST: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
@@ -177,7 +195,7 @@ def group_norm_apply(
     row = tl.arange(0, R)
     inside = channel < channels
     mask = (first + row < positions)[:, None] & inside[None, :]
-    offset = (image.to(tl.int64) * positions + first) * channels + row[:, None] * channels + channel[None, :]
+    offset = _tile(image, first, R, C_BLOCK, positions, channels, LAST)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     statistic = statistics + (image * groups + channel // D) * 2
     mean = tl.load(statistic, inside, other=0.0)
@@ -206,6 +224,7 @@ def group_norm_backward_small(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    LAST: tl.constexpr,
     S_BLOCK: tl.constexpr,
     D_BLOCK: tl.constexpr,
 ):
@@ -217,7 +236,8 @@ def group_norm_backward_small(
     within = tl.arange(0, D_BLOCK)
     column = within[None, :]
     mask = (row < positions) & (column < D)
-    offset = image.to(tl.int64) * positions * channels + group * D + row * channels + column
+    start = image.to(tl.int64) * positions * channels
+    offset = start + (row * channels + group * D + column if LAST else (group * D + column) * positions + row)
     mean = tl.load(statistics + program * 2)
     factor = tl.rsqrt(tl.load(statistics + program * 2 + 1) + eps)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
@@ -256,6 +276,7 @@ def group_norm_measure_backward(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    LAST: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
@@ -267,7 +288,7 @@ def group_norm_measure_backward(
     row = tl.arange(0, R)
     inside = channel < channels
     mask = (first + row < positions)[:, None] & inside[None, :]
-    offset = (image.to(tl.int64) * positions + first) * channels + row[:, None] * channels + channel[None, :]
+    offset = _tile(image, first, R, C_BLOCK, positions, channels, LAST)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     statistic = statistics + (image * groups + channel // D) * 2
@@ -344,6 +365,7 @@ def group_norm_apply_backward(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    LAST: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
@@ -355,7 +377,7 @@ def group_norm_apply_backward(
     row = tl.arange(0, R)
     inside = channel < channels
     mask = (first + row < positions)[:, None] & inside[None, :]
-    offset = (image.to(tl.int64) * positions + first) * channels + row[:, None] * channels + channel[None, :]
+    offset = _tile(image, first, R, C_BLOCK, positions, channels, LAST)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     statistic = (image * groups + channel // D) * 2

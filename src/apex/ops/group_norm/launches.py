@@ -26,15 +26,23 @@ def _kernels() -> ModuleType:
 
 
 class _Shape:
-    """Sizes of one input, [N, S, C] in memory, and the flags that every kernel takes."""
+    """Sizes of one input, whether its channels are last in memory, and the flags that every kernel takes."""
 
     def __init__(
-        self, images: int, positions: int, channels: int, spec: GroupNormSpec, has_weight: bool, has_bias: bool
+        self,
+        images: int,
+        positions: int,
+        channels: int,
+        last: bool,
+        spec: GroupNormSpec,
+        has_weight: bool,
+        has_bias: bool,
     ) -> None:
         self.images, self.positions, self.channels, self.spec = images, positions, channels, spec
         self.groups = spec.groups
         self.group_channels = channels // spec.groups
-        self.flags = (has_weight, has_bias, spec.silu)
+        self.last = last
+        self.flags = (has_weight, has_bias, spec.silu, last)
         self.has_weight, self.has_bias = has_weight, has_bias
         self.group_block = config.power_of_two(self.group_channels)
         self.small = config.small_config(positions, self.group_channels)
@@ -57,13 +65,13 @@ class ForwardPlan:
                 num_warps=small.num_warps,
             )
             return
-        tile = config.tile_config(shape.positions, shape.channels, config.FORWARD_TILE)
+        tile = config.tile_config(shape.positions, shape.channels, config.FORWARD_TILE, shape.last)
         grid = (shape.images * tile.chunks, tile.channel_blocks)
         self._partials = (shape.images, tile.chunks, 2, shape.channels)
         self._measure = kernels.group_norm_measure.bind(
             grid,
             (shape.positions, shape.channels, tile.chunks),
-            (tile.rows, tile.channel_block),
+            (shape.last, tile.rows, tile.channel_block),
             device=device,
             num_warps=config.TILE_WARPS,
         )
@@ -114,7 +122,7 @@ class BackwardPlan:
                 num_warps=small.num_warps,
             )
         else:
-            tile = config.tile_config(shape.positions, shape.channels, config.BACKWARD_TILE)
+            tile = config.tile_config(shape.positions, shape.channels, config.BACKWARD_TILE, shape.last)
             grid = (shape.images * tile.chunks, tile.channel_blocks)
             self._partials = (shape.images, tile.chunks, 2, shape.channels)
             numbers = (*sizes, tile.chunks, float(spec.eps))
@@ -173,14 +181,14 @@ def _backward_plan(sizes, spec, dtypes, param_grads, device, facts) -> BackwardP
     return BackwardPlan(_Shape(*sizes, spec, dtypes[1] is not None, dtypes[2] is not None), param_grads, device)
 
 
-def _facts_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[tuple[int, int, int], tuple]:
+def _facts_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[tuple[int, int, int, bool], tuple]:
     images, channels = x.shape[:2]
     dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
-    return (images, x.numel() // (images * channels), channels), dtypes
+    return (images, x.numel() // (images * channels), channels, channels_last(x)), dtypes
 
 
 def triton_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> tuple[Tensor, Tensor]:
-    """Output and statistics of an input whose channels lie side by side."""
+    """Output and statistics of a dense input."""
     weight, bias = _contiguous(weight), _contiguous(bias)
     sizes, dtypes = _facts_of(x, weight, bias)
     return _forward_plan(sizes, spec, dtypes, x.device, _device.facts(x.device)).run(x, weight, bias)
@@ -198,15 +206,26 @@ def triton_backward(
     """Gradients of input, weight and bias."""
     weight, bias = _contiguous(weight), _contiguous(bias)
     sizes, dtypes = _facts_of(x, weight, bias)
-    if not channels_lie_together(dy):
-        dy = dy.movedim(1, -1).contiguous().movedim(-1, 1)
+    if dy.stride() != x.stride():
+        dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
     plan = _backward_plan(sizes, spec, (*dtypes, dy.dtype), param_grads, x.device, _device.facts(x.device))
     return plan.run(dy, x, statistics, weight, bias)
 
 
-def channels_lie_together(tensor: Tensor) -> bool:
-    """Whether a tensor is dense with its channels last in memory, as channels_last formats are."""
+def channels_last(tensor: Tensor) -> bool:
+    """Whether a tensor is dense with its channels last in memory."""
+    if tensor.dim() == 4:
+        return tensor.is_contiguous(memory_format=torch.channels_last)
     return tensor.movedim(1, -1).is_contiguous()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor as the kernels take it: contiguous in one of the two layouts."""
+    if tensor.is_contiguous() or channels_last(tensor):
+        return tensor
+    if tensor.stride(1) == 1:
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+    return tensor.contiguous()
 
 
 def _contiguous(parameter: Tensor | None) -> Tensor | None:

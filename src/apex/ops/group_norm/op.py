@@ -9,16 +9,15 @@ from torch import Tensor
 
 from .. import _library
 from . import reference
-from .launches import channels_lie_together, triton_backward, triton_forward
+from .launches import dense, triton_backward, triton_forward
 from .self_check import self_check
 from .spec import GroupNormSpec
 
 FAMILY = _library.register_family(
     _library.OpFamily(
         "group_norm",
-        "group norm of channels-last tensors, with SiLU",
+        "group norm in both layouts, with SiLU",
         self_check,
-        small_inputs="PyTorch's operator where channels are not last",
     )
 )
 
@@ -41,8 +40,10 @@ def group_norm(
     spec = GroupNormSpec(num_groups, eps, bool(activation))
     if not input.numel():
         return reference.forward(input, weight, bias, spec)[0]  # PyTorch's operator leaves gradients undefined
-    if _takes_kernels(input):
-        return GroupNormFunction.apply(input, weight, bias, spec)
+    if _library.runs_triton(FAMILY, input):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return GroupNormFunction.apply(dense(input), weight, bias, spec)
+        return triton_forward(dense(input), weight, bias, spec)[0]
     return _native(input, weight, bias, spec)
 
 
@@ -70,16 +71,10 @@ def check(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | 
             raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
 
 
-def _takes_kernels(input: Tensor) -> bool:
-    return input.numel() > 0 and _library.runs_triton(FAMILY, input) and channels_lie_together(input)
-
-
 def _native(input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> Tensor:
-    """PyTorch's operators: for other devices and layouts."""
+    """PyTorch's operators, in float32 because they round statistics to the dtype of their input."""
     dtype = reference.compute_dtype(input, weight, bias)
     wide_weight, wide_bias = (None if each is None else each.to(dtype) for each in (weight, bias))
-    if all(each is None or each.dtype == input.dtype for each in (weight, bias)) and input.device.type != "cpu":
-        dtype, wide_weight, wide_bias = input.dtype, weight, bias  # computes in float32 inside
     output = torch.nn.functional.group_norm(input.to(dtype), spec.groups, wide_weight, wide_bias, spec.eps)
     if spec.silu:
         output = torch.nn.functional.silu(output)
@@ -90,9 +85,10 @@ def group_norm_forward(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec
 ) -> tuple[Tensor, Tensor]:
     """Output and statistics [N, G, 2], mean and variance, without autograd."""
-    if _takes_kernels(input):
-        return triton_forward(input, weight, bias, spec)
-    output, statistics = reference.forward(input, weight, bias, spec)
+    if input.numel() and _library.runs_triton(FAMILY, input):
+        output, statistics = triton_forward(dense(input), weight, bias, spec)
+    else:
+        output, statistics = reference.forward(input, weight, bias, spec)
     return _laid_out_like(input, output), statistics
 
 
@@ -116,10 +112,11 @@ def group_norm_backward(
             f"the statistics have shape {list(statistics.shape)} on {statistics.device}, expected {list(expected)} on "
             f"{input.device}"
         )
-    if _takes_kernels(input):
+    if input.numel() and _library.runs_triton(FAMILY, input):
         statistics = statistics.to(torch.float32).contiguous()
-        return triton_backward(dy, input, statistics, weight, bias, spec, param_grads)
-    dx, dweight, dbias = reference.backward(dy, input, statistics, weight, bias, spec)
+        dx, dweight, dbias = triton_backward(dy, dense(input), statistics, weight, bias, spec, param_grads)
+    else:
+        dx, dweight, dbias = reference.backward(dy, input, statistics, weight, bias, spec)
     dx = _laid_out_like(input, dx)
     return (dx, dweight, dbias) if param_grads else (dx, None, None)
 
