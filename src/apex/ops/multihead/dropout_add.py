@@ -1,4 +1,4 @@
-"""`dropout_add`: residual + dropout(x), in one pass, keeping eight bytes for the backward pass instead of a mask."""
+"""`dropout_add`: residual + dropout(x) in one pass that keeps a bit per element for the backward pass."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .self_check import self_check
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
 
-# Elements per program, in quarters; and the size below which the host is the limit and two calls into C++ are quicker
-# than one into Python.
+# A program has four stretches of this many elements.
 QUARTER = 1024
+# Below this many elements the host is the limit, and two calls into C++ are quicker than one into Python.
 NATIVE_BELOW = 1 << 22
 
 FAMILY = _library.register_family(
@@ -44,7 +44,7 @@ def dropout_add(x: Tensor, residual: Tensor, dropout: float) -> Tensor:
     if torch.compiler.is_compiling() or not _worth_a_launch(x) or not _library.runs_triton(FAMILY, x):
         return residual + F.dropout(x, dropout)
     seed = torch.empty(1, dtype=torch.int64, device=x.device).random_()
-    return DropoutAdd.apply(x, residual, seed, dropout, torch.promote_types(x.dtype, residual.dtype))
+    return DropoutAdd.apply(x, residual, seed, dropout)
 
 
 def _worth_a_launch(x: Tensor) -> bool:
@@ -52,50 +52,73 @@ def _worth_a_launch(x: Tensor) -> bool:
 
 
 class DropoutAdd(torch.autograd.Function):
-    """(residual or nothing) + dropout(x), whose own gradient is dropout again with the same seed."""
+    """residual + dropout(x)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx, x: Tensor, residual: Tensor | None, seed: Tensor, dropout: float, out_dtype: torch.dtype
-    ) -> Tensor:
-        ctx.save_for_backward(seed)
+    def forward(ctx, x: Tensor, residual: Tensor, seed: Tensor, dropout: float) -> Tensor:  # type: ignore[override]
+        output, kept = launch_forward(x, residual, seed, dropout)
+        ctx.save_for_backward(kept)
         ctx.dropout = dropout
-        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-        return launch(x, residual, seed, dropout, out_dtype)
+        ctx.dtypes = x.dtype, residual.dtype
+        return output
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        (seed,) = ctx.saved_tensors
+        (kept,) = ctx.saved_tensors
         x_dtype, residual_dtype = ctx.dtypes
         wanted, residual_wanted, *_ = ctx.needs_input_grad
-        dx = DropoutAdd.apply(gradient, None, seed, ctx.dropout, x_dtype) if wanted else None
-        return dx, gradient.to(residual_dtype) if residual_wanted else None, None, None, None
+        dx = _Drop.apply(gradient, kept, ctx.dropout, x_dtype) if wanted else None
+        return dx, gradient.to(residual_dtype) if residual_wanted else None, None, None
 
 
-def launch(x: Tensor, residual: Tensor | None, seed: Tensor, dropout: float, out_dtype: torch.dtype) -> Tensor:
-    """The kernel, without autograd."""
-    x = x.contiguous()
-    output = torch.empty_like(x, dtype=out_dtype)
-    bound = _plan(x.numel(), dropout, x.dtype, None if residual is None else residual.dtype, out_dtype, x.device)
-    bound(x, None if residual is None else residual.contiguous(), seed, output)
+class _Drop(torch.autograd.Function):
+    """Drops again what was dropped before: the gradient of `DropoutAdd`, and of itself."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, kept: Tensor, dropout: float, out_dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(kept)
+        ctx.dropout, ctx.dtype = dropout, x.dtype
+        return launch_backward(x, kept, dropout, out_dtype)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        (kept,) = ctx.saved_tensors
+        return _Drop.apply(gradient, kept, ctx.dropout, ctx.dtype), None, None, None
+
+
+def launch_forward(x: Tensor, residual: Tensor, seed: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
+    """Output and the bits of what was kept, without autograd."""
+    x, residual = x.contiguous(), residual.contiguous()
+    output = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+    kept = torch.empty(_programs(x.numel()) * QUARTER, dtype=torch.uint8, device=x.device)
+    _plan(True, x.numel(), dropout, (x.dtype, residual.dtype), x.device)(x, residual, seed, kept, output)
+    return output, kept
+
+
+def launch_backward(gradient: Tensor, kept: Tensor, dropout: float, out_dtype: torch.dtype) -> Tensor:
+    """The gradient of x, without autograd."""
+    gradient = gradient.contiguous()
+    output = torch.empty_like(gradient, dtype=out_dtype)
+    _plan(False, gradient.numel(), dropout, (gradient.dtype, out_dtype), gradient.device)(
+        gradient, None, None, kept, output
+    )
     return output
+
+
+def _programs(count: int) -> int:
+    return -(-count // (4 * QUARTER))
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    count: int,
-    dropout: float,
-    x_dtype: torch.dtype,
-    residual_dtype: torch.dtype | None,
-    out_dtype: torch.dtype,
-    device: torch.device,
+    forward: bool, count: int, dropout: float, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
 ) -> BoundLaunch:
     from . import kernels
 
     return kernels.dropout_add.bind(
-        (-(-count // (4 * QUARTER)),),
+        (_programs(count),),
         (count, dropout, 1.0 / (1.0 - dropout)),
-        (residual_dtype is not None, QUARTER),
+        (forward, forward, QUARTER),
         device=device,
-        num_warps=4,
+        num_warps=8,  # 16.8 million elements of float16 in 34.8 us; 4 warps: 38.0
     )

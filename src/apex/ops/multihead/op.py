@@ -20,25 +20,43 @@ NORM_EPS = 1e-5
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int, mask: Mask | None, dropout: float) -> Tensor:
-    """[S, B, E] from queries [S, B*H, D], keys and values [T, B*H, D]; a query that may see nothing gets zeros.
+    """[S, B, E] from queries [S, B*H, D], keys and values [T, B*H, D]; a query that may see nothing gets zeros."""
+    return _attend(queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), heads, mask, dropout)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int, mask: Mask | None, dropout: float) -> Tensor:
+    """As `attend`, from [S, 1, B*H, D] and [T, 1, B*H, D].
 
     As one batch of B * H heads the result comes out as [S, B*H, D]: as B batches of H heads it would be [B, S, H, D],
     and turning it (and its gradient) round would be a copy of its own.
     """
-    length, batch_heads, size = queries.shape
+    length, _, batch_heads, size = queries.shape
     batch = batch_heads // heads
     check_mask(mask, length, keys.shape[0], batch, queries.device)
     added = added_logits(mask, batch, heads, queries.dtype)
     causal = mask is not None and mask.kind is MaskKind.CAUSAL
-    parts = [part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, values)]
     if batch_heads > MOST_HEADS:
-        parts = [part.unflatten(1, (batch, heads)).squeeze(0) for part in parts]
+        queries, keys, values = (part.view(-1, batch, heads, size) for part in (queries, keys, values))
         if added is not None and added.dim() == 4:
-            added = added.unflatten(1, (batch, heads)).squeeze(0)
-    context = F.scaled_dot_product_attention(*parts, attn_mask=added, dropout_p=dropout, is_causal=causal)
-    if batch_heads > MOST_HEADS:
-        context = context.flatten(0, 1).unsqueeze(0)
-    return context.squeeze(0).transpose(0, 1).reshape(length, batch, heads * size)
+            added = added.view(batch, heads, 1, -1)
+    context = F.scaled_dot_product_attention(
+        queries.permute(1, 2, 0, 3),
+        keys.permute(1, 2, 0, 3),
+        values.permute(1, 2, 0, 3),
+        attn_mask=added,
+        dropout_p=dropout,
+        is_causal=causal,
+    )
+    return context.permute(2, 0, 1, 3).reshape(length, batch, heads * size)
+
+
+def _split(packed: Tensor, heads: int, parts: int) -> tuple[Tensor, ...]:
+    """Views [length, 1, B*H, D] of the `parts` that lie beside each other per head.
+
+    Split along their own dimension, so that their gradients are put together in one pass.
+    """
+    length, batch, width = packed.shape
+    return packed.reshape(length, 1, batch * heads, parts, width // (parts * heads)).unbind(3)
 
 
 def self_attention(
@@ -54,10 +72,8 @@ def self_attention(
 ) -> Tensor:
     """Attention of `inputs` [S, B, E] to itself; `input_weights` are [H * 3 * D, E]."""
     check_self(inputs, input_weights, output_weights, heads, dropout)
-    length, batch, width = inputs.shape
-    packed = F.linear(inputs, input_weights, input_biases)
-    parts = packed.reshape(length, batch * heads, 3, width // heads).unbind(2)
-    return F.linear(attend(*parts, heads, mask, dropout), output_weights, output_biases)
+    queries, keys, values = _split(F.linear(inputs, input_weights, input_biases), heads, 3)
+    return F.linear(_attend(queries, keys, values, heads, mask, dropout), output_weights, output_biases)
 
 
 def encdec_attention(
@@ -73,11 +89,9 @@ def encdec_attention(
 ) -> Tensor:
     """Attention of `inputs_q` [S, B, E] to `inputs_kv` [T, B, E]; `input_weights_kv` are [H * 2 * D, E]."""
     check_encdec(inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, heads, dropout)
-    length, batch, width = inputs_q.shape
-    size = width // heads
-    queries = F.linear(inputs_q, input_weights_q).reshape(length, batch * heads, size)
-    keys, values = F.linear(inputs_kv, input_weights_kv).reshape(-1, batch * heads, 2, size).unbind(2)
-    return F.linear(attend(queries, keys, values, heads, mask, dropout), output_weights)
+    (queries,) = _split(F.linear(inputs_q, input_weights_q), heads, 1)
+    keys, values = _split(F.linear(inputs_kv, input_weights_kv), heads, 2)
+    return F.linear(_attend(queries, keys, values, heads, mask, dropout), output_weights)
 
 
 def self_attention_norm_add(
