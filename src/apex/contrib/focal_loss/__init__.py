@@ -1,0 +1,9 @@
+"""Focal loss of dense detectors."""
+
+from .focal_loss import FocalLoss, focal_loss
+
+# Upstream's package had the function under this name at first and has the module since: clients find either.
+focal_loss.FocalLoss = FocalLoss  # type: ignore[attr-defined]
+focal_loss.focal_loss = focal_loss  # type: ignore[attr-defined]
+
+__all__ = ["focal_loss"]

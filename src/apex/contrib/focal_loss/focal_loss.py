@@ -1,0 +1,43 @@
+"""`focal_loss`: the sigmoid focal loss of a detector's class scores, summed and divided by the number of positives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...ops.focal_loss import FocalSpec, backward_from_saved, forward_and_save
+
+
+class FocalLoss(torch.autograd.Function):
+    """The autograd node behind `focal_loss`."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx, cls_output, cls_targets_at_level, num_positives_sum, num_real_classes, alpha, gamma, label_smoothing=0.0
+    ):
+        spec = FocalSpec(num_real_classes, float(alpha), float(gamma), float(label_smoothing))
+        return forward_and_save(ctx, cls_output, cls_targets_at_level, num_positives_sum, spec)
+
+    @staticmethod
+    def backward(ctx, grad_loss):  # type: ignore[override]
+        return backward_from_saved(ctx, grad_loss), None, None, None, None, None, None
+
+
+def focal_loss(
+    cls_output: Tensor,
+    cls_targets_at_level: Tensor,
+    num_positive_sum: Tensor,
+    num_real_classes: int,
+    alpha: float,
+    gamma: float,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """The loss, one float32 (float64 for float64 scores).
+
+    `cls_output` holds the scores before the sigmoid, the classes in its last dimension; those from `num_real_classes`
+    on are padding and count for nothing. `cls_targets_at_level` has one class per anchor: -1 for background, -2 for an
+    anchor that does not count. `num_positive_sum` is a tensor of one element, to divide by.
+    """
+    return FocalLoss.apply(
+        cls_output, cls_targets_at_level, num_positive_sum, num_real_classes, alpha, gamma, label_smoothing
+    )

@@ -1,0 +1,165 @@
+"""Triton kernels of the focal loss: one pass over the logits for loss, gradient or both, and the sum of partial losses.
+
+Logits are taken as one row of `total` elements, in blocks of GROUPS x VECTOR; targets are one per CLASSES elements. All
+arithmetic is float32.
+"""
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+
+
+@triton.jit
+def _block(
+    logits,
+    targets,
+    grad,
+    base,
+    total,
+    scale,
+    alpha,
+    gamma,
+    half_smoothing,
+    CLASSES: tl.constexpr,
+    REAL: tl.constexpr,
+    SQUARE: tl.constexpr,
+    WANT_GRAD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The losses of one block that begins at element `base`; stores its gradient where that is wanted."""
+    group = tl.arange(0, GROUPS)[:, None] * VECTOR
+    lane = tl.arange(0, VECTOR)[None, :]
+    first_anchor = base // CLASSES
+    first_class = (base - first_anchor * CLASSES).to(tl.int32)
+    offset = base + group + lane
+    mask = offset < total if MASKED else None
+    if CLASSES % VECTOR == 0:  # one anchor per group
+        local = first_class + group
+        anchor = local // CLASSES
+        which = local - anchor * CLASSES + lane
+        label = tl.load(targets + first_anchor + anchor, mask=base + group < total if MASKED else None)
+    else:
+        local = first_class + group + lane
+        anchor = local // CLASSES
+        which = local - anchor * CLASSES
+        label = tl.load(targets + first_anchor + anchor, mask=mask)
+    x = tl.load(logits + offset, mask=mask).to(tl.float32)
+
+    # The right class has the loss of a wrong one with the sign of its logit turned.
+    right = label == which
+    z = tl.where(right, -x, x)
+    decay = tl.exp(-tl.abs(z))
+    # log(1 + decay) to full precision: the sum would drop the digits of a small decay.
+    series = decay * (1.0 - decay * (0.5 - decay * 0.3333333333333333))
+    log_term = tl.where(decay < 0.01, series, tl.log(1.0 + decay))
+    large = 1.0 / (1.0 + decay)
+    small = decay * large
+    wrong = tl.where(z >= 0, large, small)
+    cross_entropy = tl.maximum(z, 0.0) + log_term - half_smoothing * z
+    if SQUARE:
+        factor = wrong * wrong
+    else:
+        factor = tl.exp(gamma * (tl.minimum(z, 0.0) - log_term))
+    factor = tl.where(right, alpha, 1.0 - alpha) * factor
+    counted = (label != -2) & (which < REAL)
+    if MASKED:
+        counted = counted & mask
+    if WANT_GRAD:
+        slope = factor * (gamma * tl.where(z >= 0, small, large) * cross_entropy + wrong - half_smoothing)
+        slope = tl.where(counted, tl.where(right, -slope, slope) * scale, 0.0)
+        tl.store(grad + offset, slope.to(grad.dtype.element_ty), mask=mask)
+    return tl.where(counted, factor * cross_entropy, 0.0)
+
+
+@kernel
+@triton.jit
+def focal_loss_pass(
+    logits,
+    targets,
+    grad,
+    partials,
+    grad_loss,
+    num_positives,
+    total,
+    alpha,
+    gamma,
+    half_smoothing,
+    CLASSES: tl.constexpr,
+    REAL: tl.constexpr,
+    SQUARE: tl.constexpr,
+    WANT_LOSS: tl.constexpr,
+    WANT_GRAD: tl.constexpr,
+    SCALED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Every block that is this program's turn. SCALED: the gradient is multiplied by grad_loss / num_positives.
+
+    FULL: the blocks divide the elements; if they do not, the last program takes what remains.
+    """
+    program = tl.program_id(0)
+    size = tl.full([], GROUPS * VECTOR, tl.int64)
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(grad_loss).to(tl.float32) / tl.load(num_positives).to(tl.float32)
+    losses = tl.zeros([GROUPS, VECTOR], tl.float32)
+    for block in tl.range(program, total // (GROUPS * VECTOR), tl.num_programs(0)):
+        found = _block(
+            logits,
+            targets,
+            grad,
+            block * size,
+            total,
+            scale,
+            alpha,
+            gamma,
+            half_smoothing,
+            CLASSES,
+            REAL,
+            SQUARE,
+            WANT_GRAD,
+            GROUPS,
+            VECTOR,
+            False,
+        )
+        if WANT_LOSS:
+            losses += found
+    if not FULL:
+        if program == tl.num_programs(0) - 1:
+            found = _block(
+                logits,
+                targets,
+                grad,
+                total // (GROUPS * VECTOR) * size,
+                total,
+                scale,
+                alpha,
+                gamma,
+                half_smoothing,
+                CLASSES,
+                REAL,
+                SQUARE,
+                WANT_GRAD,
+                GROUPS,
+                VECTOR,
+                True,
+            )
+            if WANT_LOSS:
+                losses += found
+    if WANT_LOSS:
+        tl.store(partials + program, tl.sum(losses))
+
+
+@kernel
+@triton.jit
+def focal_loss_sum(partials, num_positives, loss, count, BLOCK: tl.constexpr):
+    """The sum of `count` partial losses over the number of positives, by one program."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(0, count, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        total += tl.load(partials + place, mask=place < count, other=0.0)
+    tl.store(loss, tl.sum(total) / tl.load(num_positives).to(tl.float32))

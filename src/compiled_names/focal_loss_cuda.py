@@ -1,0 +1,30 @@
+"""Upstream's compiled module of this name: focal loss with its gradient in one pass, without autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from apex.ops.focal_loss import FocalSpec, check, focal_loss_and_gradient
+
+
+def forward(
+    cls_output: Tensor,
+    cls_targets_at_level: Tensor,
+    num_positives_sum: Tensor,
+    num_real_classes: int,
+    alpha: float,
+    gamma: float,
+    smoothing_factor: float,
+) -> list[Tensor]:
+    """The loss, and the gradient of the scores before it is divided by the number of positives."""
+    spec = FocalSpec(num_real_classes, float(alpha), float(gamma), float(smoothing_factor))
+    check(cls_output, cls_targets_at_level, num_positives_sum, spec)
+    return list(focal_loss_and_gradient(cls_output, cls_targets_at_level, num_positives_sum, spec))
+
+
+def backward(grad_output: Tensor, partial_grad: Tensor, num_positives_sum: Tensor) -> Tensor:
+    """`partial_grad` times grad_output over num_positives_sum, in place as upstream's."""
+    compute = torch.promote_types(partial_grad.dtype, torch.float32)
+    scale = grad_output.to(compute).reshape(()) / num_positives_sum.to(compute).reshape(())
+    return partial_grad.copy_(partial_grad.to(compute) * scale)

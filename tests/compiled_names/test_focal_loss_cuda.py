@@ -1,0 +1,33 @@
+"""The compiled module focal_loss_cuda, called as upstream's Python code calls it."""
+
+import pytest
+import torch
+
+import focal_loss_cuda
+from apex.ops import _library
+from apex.ops.focal_loss import FocalSpec, reference
+from tests.harness import Route, assert_close, routes
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_forward_and_backward(dtype: torch.dtype, route: Route) -> None:
+    logits = torch.randn(2, 20, 16, device=route.device).to(dtype)
+    targets = torch.randint(-2, 14, (2, 20), device=route.device)
+    positives, grad_loss = torch.tensor([7.0], device=route.device), torch.tensor(3.0, device=route.device)
+    with _library.implementation(route.implementation):
+        loss, partial_grad = focal_loss_cuda.forward(logits, targets, positives, 14, 0.25, 2.0, 0.1)
+        kept = partial_grad.clone()
+        gradient = focal_loss_cuda.backward(grad_loss, partial_grad, positives)
+    spec = FocalSpec(14, 0.25, 2.0, 0.1)
+    wide = logits.double().cpu(), targets.cpu()
+    assert loss.dtype == torch.float32
+    assert_close(loss, reference.forward(*wide, positives.double().cpu(), spec), reduction=640)
+    assert_close(kept, reference.partial_gradient(*wide, spec))
+    assert gradient is partial_grad
+    assert_close(gradient, kept.double() * 3 / 7)
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_real_classes=9"):
+        focal_loss_cuda.forward(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64), torch.ones(1), 9, 0.25, 2.0, 0.0)
