@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from apex.ops import _device, _library, index_mul
+from apex.ops import _library, index_mul
 from apex.ops.index_mul import reference
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
@@ -174,20 +174,6 @@ def test_an_index_out_of_range_does_no_harm(route: Route) -> None:
     wanted = reference.backward(grad_out[inside].double(), in1.double(), in2[inside].double(), index[inside])
     assert_close(grad1, wanted[0], reduction=2)
     assert_close(grad2[inside], wanted[1])
-
-
-def test_small_gradients_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What decides on a GPU, shown on the meta device: the launcher is reached by large inputs alone."""
-    pytest.importorskip("triton")
-    from apex.ops import _launch
-
-    monkeypatch.setattr(_library, "runs_triton", lambda family, tensor: True)
-    for count, launches in ((8, 0), (1 << 17, 2)):
-        in1, in2 = torch.empty(4, 8, device="meta"), torch.empty(count, 8, device="meta")
-        index = torch.empty(count, dtype=torch.int64, device="meta")
-        with _library.implementation("auto"), _device.pretend(_device.INTERPRETER), _launch.recording() as collected:
-            index_mul.index_mul_backward(in2, in1, in2, index)
-        assert len(collected) == launches
 
 
 @pytest.mark.parametrize("route", routes(interpreter=False))

@@ -43,12 +43,12 @@ def forward_tile(rows: int, width: int, device: _device.DeviceFacts) -> Tile:
 
 
 def backward_tile(rows: int, width: int, bias_grad: bool, device: _device.DeviceFacts) -> Tile:
-    return _tile(width, rows, 1024, 1024, 8, device)
+    return _tile(width, rows, 4096, 1024, 16, device) if bias_grad else _tile(width, rows, 1024, 1024, 8, device)
 
 
 def backward_groups(tiles: int, column_blocks: int, device: _device.DeviceFacts) -> int:
     """How many programs share a block of columns where they sum the bias's gradient."""
-    return max(1, min(tiles, -(-8 * device.multiprocessors // column_blocks)))
+    return max(1, min(tiles, 4 * device.multiprocessors // column_blocks))
 
 
 @functools.lru_cache(maxsize=4096)

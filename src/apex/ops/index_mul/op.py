@@ -10,24 +10,17 @@ from . import reference
 from .launches import triton_backward, triton_forward
 from .self_check import self_check
 
-# Below this many elements the host is the limit, and PyTorch's operators need less of it than sorting from Python.
-NATIVE_BACKWARD_BELOW = 1 << 20
 # Positions and rows are 32-bit in the kernels.
 MOST_ROWS = 2**31 - 2**16
 
 FAMILY = _library.register_family(
-    _library.OpFamily(
-        "index_mul",
-        "products with indexed rows, two derivatives",
-        self_check,
-        small_inputs=f"PyTorch's operators backward below {NATIVE_BACKWARD_BELOW:,} elements",
-    )
+    _library.OpFamily("index_mul", "products with indexed rows, first and second derivatives", self_check)
 )
 
 
 def index_mul_forward(in1: Tensor, in2: Tensor, index: Tensor) -> Tensor:
     """in1[index] * in2 for arguments that were checked."""
-    if in2.numel() and _library.runs_triton(FAMILY, in2):
+    if _takes_kernels(in2):
         return triton_forward(in1, in2, index)
     return reference.forward(in1, in2, index)
 
@@ -38,7 +31,7 @@ def index_mul_backward(
     """Gradients of in1 and in2 for arguments that were checked; None where not needed. Deterministic."""
     if not need1:
         return None, index_mul_forward(in1, grad_out, index) if need2 else None
-    if _sorts(in2):
+    if _takes_kernels(in2):
         grad1, grad2, _ = triton_backward(grad_out, in1, in2, index, need2)
         return grad1, grad2
     return reference.backward(grad_out, in1, in2, index, need1=need1, need2=need2)
@@ -65,16 +58,14 @@ def index_mul_backward_backward(
         return of_grad_out, of_in1, None
     if grad_grad2 is None:
         return index_mul_forward(grad_grad1, in2, index), None, index_mul_forward(grad_grad1, grad_out, index)
-    if _sorts(in2):
+    if _takes_kernels(in2):
         of_in1, of_in2, of_grad_out = triton_backward(grad_out, in1, in2, index, True, grad_grad1, grad_grad2)
         return of_grad_out, of_in1, of_in2
     return reference.backward_backward(grad_grad1, grad_grad2, grad_out, in1, in2, index)
 
 
-def _sorts(in2: Tensor) -> bool:
-    """Whether the kernels compute the gradient of in1."""
-    small = in2.numel() < NATIVE_BACKWARD_BELOW and _library.requested() == "auto"
-    return not small and in2.numel() > 0 and _library.runs_triton(FAMILY, in2)
+def _takes_kernels(in2: Tensor) -> bool:
+    return in2.numel() > 0 and _library.runs_triton(FAMILY, in2)
 
 
 def check(in1: Tensor, in2: Tensor, index: Tensor) -> None:
