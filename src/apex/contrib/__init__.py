@@ -7,9 +7,14 @@ __getattr__, __dir__ = lazy_subpackages(
     [
         "clip_grad",
         "combine_tensors",
+        "fmha",
+        "focal_loss",
         "group_norm",
+        "index_mul_2d",
         "layer_norm",
         "multihead_attn",
+        "openfold_triton",
         "optimizers",
+        "xentropy",
     ],
 )
