@@ -1,0 +1,23 @@
+"""Softmax cross-entropy with label smoothing, under upstream's name."""
+
+from __future__ import annotations
+
+import torch
+
+from ...ops import xentropy
+
+
+class SoftmaxCrossEntropyLoss(torch.autograd.Function):
+    """The loss of each row of logits, in float32: `SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, ...)`.
+
+    Rows whose label is `padding_idx` have loss and gradient zero. `half_to_float` asks upstream for float32 losses of
+    half-precision logits; here they are float32 in any case.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, labels, smoothing=0.0, padding_idx=0, half_to_float=False):  # type: ignore[override]
+        return xentropy.forward_and_save(ctx, logits, labels, smoothing, padding_idx)
+
+    @staticmethod
+    def backward(ctx, grad_loss):  # type: ignore[override]
+        return xentropy.backward_from_saved(ctx, grad_loss), None, None, None, None

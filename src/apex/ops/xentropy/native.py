@@ -1,0 +1,71 @@
+"""Softmax cross-entropy on a processor, a few rows at a time, so that temporary results stay in its caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .reference import class_index, compute_dtype
+
+# Elements of the rows that are worked on together; fewer, and threads wait for each other more than they work.
+_ELEMENTS = 1 << 20
+
+
+def _parts(rows: int, classes: int) -> Iterator[slice]:
+    step = max(1, _ELEMENTS // classes)
+    return (slice(begin, begin + step) for begin in range(0, rows, step))
+
+
+def forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor]:
+    """As `reference.forward`."""
+    rows, classes = logits.shape
+    losses, log_sums = (torch.empty(rows, dtype=compute_dtype(logits), device=logits.device) for _ in range(2))
+    index, is_class = class_index(labels, classes)
+    for part in _parts(rows, classes):
+        x, own = logits[part], index[part, None]
+        log_softmax = torch.log_softmax(x, 1, dtype=losses.dtype)
+        own_log_softmax = log_softmax.gather(1, own)[:, 0]
+        # The one subtraction saves a pass over the row; an infinite logit leaves nothing to subtract.
+        log_sum = x.gather(1, own)[:, 0] - own_log_softmax
+        if not log_sum.isfinite().all():
+            log_sum = torch.logsumexp(x.to(losses.dtype), 1)
+        log_sums[part] = log_sum
+        losses[part] = (smoothing - 1.0) * own_log_softmax
+        if smoothing:
+            losses[part] -= smoothing * log_softmax.mean(1)
+    losses.masked_fill_(~is_class, torch.nan)
+    padding = labels == padding_idx
+    return losses.masked_fill_(padding, 0.0), log_sums.masked_fill_(padding, 0.0)
+
+
+def backward(
+    loss_gradient: Tensor,
+    logits: Tensor,
+    log_sums: Tensor,
+    labels: Tensor,
+    smoothing: float,
+    padding_idx: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As `reference.backward`."""
+    rows, classes = logits.shape
+    compute = compute_dtype(logits)
+    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
+    index, is_class = class_index(labels, classes)
+    scale = loss_gradient.to(compute).masked_fill(labels == padding_idx, 0.0)
+    own = (smoothing - 1.0) * scale * is_class
+    for part in _parts(rows, classes):
+        x, g = logits[part], scale[part, None]
+        slope = gradient[part] if gradient.dtype == compute else torch.empty(x.shape, dtype=compute, device=x.device)
+        torch.sub(x, log_sums[part, None].to(compute), out=slope).exp_().mul_(g)
+        if smoothing:
+            slope.sub_(g * (smoothing / classes))
+        slope.scatter_add_(1, index[part, None], own[part, None])
+        if gradient.dtype != compute:
+            gradient[part] = slope
+    padding = labels == padding_idx
+    if padding.any():  # zero even where zero times an infinite logit is not
+        gradient[padding] = 0.0
+    return gradient

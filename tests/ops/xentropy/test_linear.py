@@ -1,0 +1,312 @@
+"""Cross-entropy of a linear layer's outputs: numbers, chunks, dtypes of sums, autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from apex.ops import _library
+from apex.ops.xentropy import linear_chunks, linear_cross_entropy
+from tests.harness import Route, assert_close, assert_equal_bits, routes
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+ROWS, FEATURES, CLASSES = 13, 8, 37
+
+
+def tensors(device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Input, weight, bias, labels with two ignored rows."""
+    generator = torch.Generator().manual_seed(0)
+    values = (torch.randn(shape, generator=generator) for shape in ((ROWS, FEATURES), (CLASSES, FEATURES), (CLASSES,)))
+    labels = torch.randint(0, CLASSES, (ROWS,), generator=generator)
+    labels[3], labels[ROWS - 1] = -100, -100
+    return *(v.to(dtype).to(device).requires_grad_() for v in values), labels.to(device)
+
+
+def exact(input: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, slope: Tensor, **options) -> tuple:
+    """Loss and gradients in float64, by way of all logits."""
+    leaves = [t.detach().double().requires_grad_() for t in (input, weight, bias) if t is not None]
+    loss = functional.cross_entropy(functional.linear(*leaves), labels, **options)
+    return loss, torch.autograd.grad(loss, leaves, slope.double())
+
+
+def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
+    """By the norm of the difference: logits and their gradients are rounded to the dtype on the way."""
+    limit = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[dtype]
+    error = (actual.detach().double() - expected).norm() / expected.norm()
+    assert error < limit, f"{what} is off by {error:.2g}"
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk_rows", [5, None])
+def test_matches_linear_and_cross_entropy(
+    route: Route, reduction: str, dtype: torch.dtype, chunk_rows: int | None
+) -> None:
+    input, weight, bias, labels = tensors(route.device, dtype)
+    options = {"reduction": reduction, "label_smoothing": 0.1}
+
+    def run() -> tuple[Tensor, ...]:
+        loss = linear_cross_entropy(input, weight, labels, bias, chunk_rows=chunk_rows, **options)
+        return loss, *torch.autograd.grad(loss, (input, weight, bias), slope)
+
+    slope = torch.rand(() if reduction != "none" else ROWS, device=route.device) + 0.5
+    with _library.implementation(route.implementation):
+        first, again = run(), run()
+    loss, gradients = exact(input, weight, bias, labels, slope, **options)
+    assert first[0].dtype == torch.float32
+    assert_near(first[0], loss, dtype, "loss")
+    for name, tensor, actual, expected in zip(
+        ("input", "weight", "bias"), (input, weight, bias), first[1:], gradients, strict=True
+    ):
+        assert actual.dtype == tensor.dtype
+        assert_near(actual, expected, dtype, f"the gradient of the {name}")
+    assert_equal_bits(first, again)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradcheck(reduction: str) -> None:
+    input, weight, bias, labels = tensors("cpu", torch.float64)
+
+    def function(input, weight, bias):
+        options = {"reduction": reduction, "label_smoothing": 0.1, "chunk_rows": 3}
+        return linear_cross_entropy(input, weight, labels, bias, **options)
+
+    leaves = tuple(
+        t[:4, :3].detach().requires_grad_() if t.dim() == 2 else t[:4].detach().requires_grad_()
+        for t in (input, weight, bias)
+    )
+    labels = labels[:4] % 4
+    labels[1] = -100
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("needed", [(True, False, False), (False, True, False), (False, False, True)])
+def test_only_wanted_gradients_are_computed(route: Route, reduction: str, needed: tuple[bool, ...]) -> None:
+    input, weight, bias, labels = tensors(route.device, torch.float32)
+    leaves = (input, weight, bias)
+    for tensor, need in zip(leaves, needed, strict=True):
+        tensor.requires_grad_(need)
+    with _library.implementation(route.implementation):
+        loss = linear_cross_entropy(input, weight, labels, bias, reduction=reduction, chunk_rows=5).sum()
+        loss.backward()
+    _, gradients = exact(*leaves, labels, torch.ones((), device=route.device), reduction="mean")
+    if reduction == "none":
+        gradients = [g * (labels != -100).sum() for g in gradients]
+    for tensor, need, expected in zip(leaves, needed, gradients, strict=True):
+        assert (tensor.grad is not None) == need
+        if need:
+            assert_near(tensor.grad, expected, torch.float32, "a gradient")
+
+
+@pytest.mark.parametrize("route", routes())
+def test_a_retained_graph_gives_the_same_twice(route: Route) -> None:
+    input, weight, _, labels = tensors(route.device, torch.float32)
+    with _library.implementation(route.implementation):
+        loss = linear_cross_entropy(input, weight, labels, chunk_rows=5)
+        first = torch.autograd.grad(loss, (input, weight), retain_graph=True)
+        kept = [g.clone() for g in first]
+        again = torch.autograd.grad(loss, (input, weight), torch.full_like(loss, 3.0))
+    assert_equal_bits(first, kept)
+    for a, b in zip(again, first, strict=True):
+        torch.testing.assert_close(a, 3 * b)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_gradients_of_parameters_are_not_copied(route: Route) -> None:
+    """The tensor that was summed into becomes `.grad`: its memory is needed once."""
+    input, weight, _, labels = tensors(route.device, torch.float32)
+    with _library.implementation(route.implementation):
+        loss = linear_cross_entropy(input, weight, labels)
+    address = loss.grad_fn.gradients[1].data_ptr()
+    loss.backward()
+    assert weight.grad.data_ptr() == address
+
+
+@pytest.mark.parametrize("route", routes())
+def test_without_gradients_none_are_computed(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    input, weight, _, labels = tensors(route.device, torch.float32)
+    monkeypatch.setattr(linear_chunks, "_add_product", lambda *arguments, **options: pytest.fail("computed"))
+    with _library.implementation(route.implementation), torch.no_grad():
+        loss = linear_cross_entropy(input, weight, labels)
+    assert loss.grad_fn is None
+    assert_near(loss, exact(input, weight, None, labels, loss)[0], torch.float32, "loss")
+
+
+@pytest.mark.parametrize("route", routes())
+def test_all_rows_ignored(route: Route) -> None:
+    """As `torch.nn.functional.cross_entropy`: no mean, but gradients of zero."""
+    input, weight, bias, labels = tensors(route.device, torch.float32)
+    with _library.implementation(route.implementation):
+        loss = linear_cross_entropy(input, weight, torch.full_like(labels, 7), bias, ignore_index=7, reduction="sum")
+        assert linear_cross_entropy(input, weight, torch.full_like(labels, 7), ignore_index=7).isnan()
+    assert loss == 0
+    assert all(not g.any() for g in torch.autograd.grad(loss, (input, weight, bias)))
+
+
+@pytest.mark.parametrize("route", routes())
+def test_no_rows(route: Route) -> None:
+    _, weight, bias, labels = tensors(route.device, torch.float32)
+    input = torch.empty(0, FEATURES, device=route.device, requires_grad=True)
+    with _library.implementation(route.implementation):
+        loss = linear_cross_entropy(input, weight, labels[:0], bias, reduction="sum")
+        gradients = torch.autograd.grad(loss, (input, weight, bias))
+    assert loss == 0
+    assert [g.shape for g in gradients] == [(0, FEATURES), (CLASSES, FEATURES), (CLASSES,)]
+    assert all(not g.any() for g in gradients)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(route: Route, dtype: torch.dtype) -> None:
+    """Products in half precision; the gradients of float32 parameters are summed in float32."""
+    input, weight, bias, labels = tensors(route.device, torch.float32)
+    with _library.implementation(route.implementation), torch.autocast(route.device, dtype):
+        loss = linear_cross_entropy(input, weight, labels, bias, chunk_rows=5)
+        half = linear_cross_entropy(input.detach().to(dtype), weight, labels, bias, chunk_rows=5)
+    gradients = torch.autograd.grad(loss, (input, weight, bias))
+    expected, wanted = exact(input, weight, bias, labels, torch.ones_like(loss))
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, half)
+    assert_near(loss, expected, dtype, "loss")
+    for actual, gradient in zip(gradients, wanted, strict=True):
+        assert actual.dtype == torch.float32
+        assert_near(actual, gradient, dtype, "a gradient")
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(route: Route, use_reentrant: bool) -> None:
+    input, weight, _, labels = tensors(route.device, torch.float32)
+    with _library.implementation(route.implementation):
+        plain = torch.autograd.grad(linear_cross_entropy(input, weight, labels), (input, weight))
+        loss = checkpoint(linear_cross_entropy, input, weight, labels, use_reentrant=use_reentrant)
+        loss.backward()
+    assert_equal_bits((input.grad, weight.grad), plain)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_small_factors_survive_float16(route: Route) -> None:
+    """The mean over 4096 rows of a softmax over 4096 classes is below what float16 can hold; scaled, it is not."""
+    rows = classes = 4096
+    input = torch.full((rows, 1), 0.5, device=route.device, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(classes, 1, device=route.device, dtype=torch.float16, requires_grad=True)
+    labels = torch.zeros(rows, device=route.device).long()
+    scale = 65536.0
+    with _library.implementation("torch" if route.device == "cpu" else route.implementation):
+        loss = linear_cross_entropy(input, weight, labels, chunk_rows=1024)
+        (gradient,) = torch.autograd.grad(loss * scale, weight)
+    assert_close(gradient[1:] / scale, torch.full((classes - 1, 1), 0.5 / classes, dtype=torch.float64))
+
+
+def test_many_chunks_of_bfloat16_are_summed_in_float32() -> None:
+    """Equal parts vanish one after the other in a bfloat16 sum that has grown to 256 times their size."""
+    rows = 512
+    input = torch.ones(rows, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(rows).long()
+    expected = torch.tensor([[-0.5 * rows], [0.5 * rows]])
+    for asked, right in ((None, True), (torch.float32, True), (torch.bfloat16, False)):
+        options = {"reduction": "sum", "chunk_rows": 1, "accumulation_dtype": asked}
+        (gradient,) = torch.autograd.grad(linear_cross_entropy(input, weight, labels, **options), weight)
+        assert gradient.dtype == torch.bfloat16
+        assert torch.equal(gradient.float(), expected) == right
+
+
+@pytest.mark.parametrize(
+    ("rows", "classes", "asked", "size"),
+    [
+        (8192, 131072, None, 1024),
+        (8191, 131072, None, 1024),
+        (1100, 131072, None, 640),
+        (1024, 131072, None, 1024),
+        (16384, 32000, None, 4096),
+        (100, 1000, None, 100),
+        (100, 1000, 7, 7),
+        (100, 1000, 700, 100),
+        (0, 1000, None, 1),
+        (10, 1 << 28, None, 1),
+    ],
+)
+def test_chunk_size(rows: int, classes: int, asked: int | None, size: int) -> None:
+    found = linear_chunks.chunk_size(rows, classes, asked)
+    assert found == size
+    assert asked is not None or found == 1 or found * classes <= linear_chunks.CHUNK_ELEMENTS
+
+
+def test_logits_are_never_all_there() -> None:
+    input, weight, bias, labels = tensors("cpu", torch.float32)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            found = function(*args, **(kwargs or {}))
+            if isinstance(found, Tensor):
+                largest = max(largest, found.untyped_storage().nbytes() // 4)
+            return found
+
+    with _library.implementation("torch"), Watch():
+        linear_cross_entropy(input, weight, labels, bias, chunk_rows=2).backward()
+    assert CLASSES * FEATURES <= largest < ROWS * CLASSES
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"reduction": "median"}, ValueError, "'median' is not known; use mean, sum, none"),
+        ({"chunk_rows": 0}, ValueError, "chunk_rows=0"),
+        ({"accumulation_dtype": torch.int32}, TypeError, "accumulation_dtype must be floating-point"),
+        ({"weight": torch.randn(5, 9)}, ValueError, r"weight has shape \[5, 9\], expected \[classes, 8\]"),
+        ({"target": torch.zeros(4).long()}, ValueError, r"target has shape \[4\], expected \[13\]"),
+        ({"target": torch.zeros(13)}, TypeError, "labels must be int64"),
+        ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \[4\], expected \[37\]"),
+        ({"weight": torch.randn(37, 8).half()}, TypeError, "weight is torch.float16, the input torch.float32"),
+        ({"weight": torch.randn(37, 8, device="meta")}, ValueError, "weight is on meta"),
+        ({"label_smoothing": -0.1}, ValueError, "smoothing -0.1"),
+    ],
+)
+def test_bad_arguments_are_refused(change: dict, error: type[Exception], words: str) -> None:
+    input, weight, bias, labels = tensors("cpu", torch.float32)
+    arguments = {"input": input, "weight": weight, "target": labels, "bias": bias, **change}
+    with pytest.raises(error, match=words):
+        linear_cross_entropy(**arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("classes", [50257, 32000])
+@pytest.mark.parametrize("accumulation_dtype", [None, torch.float32])
+def test_model_sizes(classes: int, accumulation_dtype: torch.dtype | None) -> None:
+    input = torch.randn(3000, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(classes, 512, device="cuda", dtype=torch.bfloat16) * 0.05).requires_grad_()
+    labels = torch.randint(0, classes, (3000,), device="cuda")
+    loss = linear_cross_entropy(input, weight, labels, chunk_rows=700, accumulation_dtype=accumulation_dtype)
+    gradients = torch.autograd.grad(loss, (input, weight))
+    expected, wanted = exact(input, weight, None, labels, torch.ones_like(loss))
+    assert_near(loss, expected, torch.bfloat16, "loss")
+    for actual, gradient in zip(gradients, wanted, strict=True):
+        assert_near(actual, gradient, torch.bfloat16, "a gradient")
+
+
+@pytest.mark.gpu
+def test_memory_is_an_eighth_of_that_of_all_logits() -> None:
+    rows, features, classes = 4096, 512, 131072
+    input = torch.randn(rows, features, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(classes, features, device="cuda", dtype=torch.bfloat16) * 0.05).requires_grad_()
+    labels = torch.randint(0, classes, (rows,), device="cuda")
+
+    def peak(function) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(function(), (input, weight))
+        return torch.cuda.max_memory_allocated() - before
+
+    whole = peak(lambda: functional.cross_entropy(functional.linear(input, weight), labels))
+    assert 8 * peak(lambda: linear_cross_entropy(input, weight, labels, chunk_rows=512)) < whole

@@ -1,0 +1,254 @@
+"""Softmax cross-entropy against the float64 reference, by every route, with uninitialised memory full of NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from apex.ops import _library, xentropy
+from apex.ops.xentropy import reference
+from tests.harness import Route, assert_close, assert_equal_bits, routes
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+_HALF, _BF16, _F32 = torch.float16, torch.bfloat16, torch.float32
+PADDING = -100
+
+
+@dataclass(frozen=True)
+class XentropyCase:
+    """Every third row is padding; logits have the deviation `spread`."""
+
+    rows: int
+    classes: int
+    dtype: torch.dtype = _F32
+    smoothing: float = 0.1
+    spread: float = 1.0
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.rows}x{self.classes} {kind} smoothing {self.smoothing} spread {self.spread}"
+
+    def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, labels and the gradient of the losses."""
+        generator = torch.Generator().manual_seed(self.rows * 131071 + self.classes)
+        logits = self.spread * torch.randn(self.rows, self.classes, generator=generator)
+        labels = torch.randint(0, self.classes, (self.rows,), generator=generator)
+        labels[2::3] = PADDING
+        slopes = torch.randn(self.rows, generator=generator)
+        return logits.to(self.dtype).to(device), labels.to(device), slopes.to(device)
+
+
+# Rows within a block, of whole blocks, with parts of blocks, and of odd lengths that begin anywhere.
+CASES = [
+    XentropyCase(1, 1),
+    XentropyCase(5, 1),
+    XentropyCase(7, 2, _BF16),
+    XentropyCase(20, 5),
+    XentropyCase(19, 17, _HALF),
+    XentropyCase(6, 48),
+    XentropyCase(6, 64, _HALF, 0.0),
+    XentropyCase(9, 1000),
+    XentropyCase(9, 1001, _BF16),
+    XentropyCase(4, 4096, _BF16, 0.0),
+    XentropyCase(4, 30000),
+    XentropyCase(13, 9001, _F32, 0.0),
+    XentropyCase(3, 9001, _HALF),
+    XentropyCase(3, 33333, _F32, 1.0),
+    XentropyCase(3, 50257, _BF16),
+    XentropyCase(5, 777, _F32, 0.1, 30.0),
+]
+LARGE_CASES = [
+    XentropyCase(rows, classes, dtype, smoothing)
+    for dtype in (_F32, _BF16, _HALF)
+    for rows, classes, smoothing in ((1000, 32000, 0.1), (517, 50257, 0.1), (517, 50257, 0.0), (300, 131072, 0.1))
+]
+
+
+def run(logits: Tensor, labels: Tensor, slopes: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+    losses, log_sums = xentropy.xentropy_forward(logits, labels, smoothing, PADDING)
+    gradient = xentropy.xentropy_backward(slopes, logits, log_sums, labels, smoothing, PADDING)
+    return losses, log_sums, gradient
+
+
+def check(case: XentropyCase, route: Route) -> None:
+    tensors = case.tensors(route.device)
+    logits, labels, slopes = (t.cpu() for t in tensors)
+    expected, sums = reference.forward(logits.double(), labels, case.smoothing, PADDING)
+    wanted = reference.backward(slopes.double(), logits.double(), sums, labels, case.smoothing, PADDING)
+    with _library.implementation(route.implementation):
+        first, again = (run(*tensors, case.smoothing) for _ in range(2))
+    losses, log_sums, gradient = first
+    assert losses.dtype == log_sums.dtype == torch.float32
+    assert gradient.dtype == case.dtype
+    assert gradient.is_contiguous()
+    assert_close(losses, expected, what="losses")
+    assert_close(log_sums, sums, what="log_sums")
+    assert_close(gradient, wanted, what="gradient")
+    assert not losses[2::3].any()
+    assert not gradient[2::3].any()
+    assert_equal_bits(first, again)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_reference(case: XentropyCase, route: Route) -> None:
+    check(case, route)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE_CASES, ids=str)
+def test_matches_reference_at_model_sizes(case: XentropyCase) -> None:
+    check(case, Route("cuda", "triton"))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+def test_the_reference_is_pytorchs_cross_entropy(smoothing: float) -> None:
+    logits, labels, slopes = XentropyCase(12, 37).tensors("cpu")
+    logits = logits.double().requires_grad_()
+    expected = functional.cross_entropy(
+        logits, labels, ignore_index=PADDING, reduction="none", label_smoothing=smoothing
+    )
+    (wanted,) = torch.autograd.grad(expected, logits, slopes.double())
+    losses, log_sums = reference.forward(logits.detach(), labels, smoothing, PADDING)
+    gradient = reference.backward(slopes.double(), logits.detach(), log_sums, labels, smoothing, PADDING)
+    torch.testing.assert_close(losses, expected.detach())
+    torch.testing.assert_close(gradient, wanted)
+    counted = labels != PADDING
+    torch.testing.assert_close(log_sums[counted], torch.logsumexp(logits.detach(), 1)[counted])
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_infinite_logits(route: Route, smoothing: float) -> None:
+    """Minus infinity masks a class, also whole stretches of classes; plus infinity has no softmax."""
+    logits = torch.randn(4, 3000, device=route.device)
+    logits[0, 5:2900] = -torch.inf
+    logits[1, :] = -torch.inf
+    logits[2, 7] = torch.inf
+    labels = torch.tensor([2, 2, 2, PADDING], device=route.device)
+    logits[3] = torch.nan  # padding is not read
+    slopes = torch.ones(4, device=route.device)
+    with _library.implementation(route.implementation):
+        losses, _, gradient = run(logits, labels, slopes, smoothing)
+    expected = functional.cross_entropy(
+        logits.double(), labels, ignore_index=PADDING, reduction="none", label_smoothing=smoothing
+    )
+    torch.testing.assert_close(losses[0].double(), expected[0], check_dtype=False, rtol=1e-5, atol=1e-5)
+    assert losses[1:3].isnan().all()
+    assert gradient[0].isfinite().all()
+    assert_close(gradient[0].sum(), torch.zeros((), dtype=torch.float64))
+    assert losses[3] == 0
+    assert not gradient[3].any()
+
+
+@pytest.mark.parametrize("route", routes())
+def test_a_label_that_is_no_class_has_no_loss(route: Route) -> None:
+    logits = torch.randn(4, 30, device=route.device)
+    labels = torch.tensor([3, 30, -1, 1 << 40], device=route.device)
+    slopes = torch.ones(4, device=route.device)
+    with _library.implementation(route.implementation):
+        losses, _, gradient = run(logits, labels, slopes, 0.0)
+    assert losses.isnan().tolist() == [False, True, True, True]
+    assert_close(gradient[1:], torch.softmax(logits[1:].double(), 1))
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("labels_dtype", [torch.int32, torch.int64])
+def test_leading_dimensions(route: Route, labels_dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 3, 4, 33, device=route.device)
+    labels = torch.randint(0, 33, (2, 3, 4), device=route.device)
+    with _library.implementation(route.implementation):
+        losses, log_sums = xentropy.xentropy_forward(logits, labels.to(labels_dtype))
+        gradient = xentropy.xentropy_backward(torch.ones_like(losses), logits, log_sums, labels.to(labels_dtype))
+    wide = logits.double().requires_grad_()
+    expected = functional.cross_entropy(wide.flatten(0, 2), labels.flatten(), reduction="none").view(2, 3, 4)
+    assert_close(losses, expected)
+    assert_close(gradient, torch.autograd.grad(expected.sum(), wide)[0])
+
+
+def strided(device: str) -> list[Tensor]:
+    wide = torch.randn(6, 400, device=device, dtype=torch.float16)
+    return [
+        wide[:, :384],  # a vocabulary padded at its end
+        wide[:, 3:380],
+        wide[:, :377],
+        wide[::2, :257],
+        wide.t()[200:207],
+        wide[:1].expand(5, 400),
+        torch.randn(1 + 4 * 64, device=device)[1:].view(4, 64),
+    ]
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("which", range(7))
+def test_strided_logits_and_gradients(route: Route, which: int) -> None:
+    logits = strided(route.device)[which]
+    rows, classes = logits.shape
+    labels = torch.randint(0, classes, (2 * rows,), device=route.device)[::2]
+    slopes = torch.randn(rows, 3, device=route.device)[:, 1]
+    with _library.implementation(route.implementation):
+        for _ in range(2):  # the second call takes the launcher's cached path
+            _, _, gradient = run(logits, labels, slopes, 0.1)
+            losses, _, same = run(logits, labels, slopes[:1].expand(rows), 0.1)
+    wide = logits.double().detach().requires_grad_()
+    expected = functional.cross_entropy(wide, labels, reduction="none", label_smoothing=0.1)
+    assert_close(losses, expected)
+    assert_close(gradient, torch.autograd.grad(expected, wide, slopes.double(), retain_graph=True)[0])
+    assert_close(same, torch.autograd.grad(expected, wide, slopes[:1].double().expand(rows))[0])
+
+
+@pytest.mark.parametrize("route", routes())
+def test_no_rows(route: Route) -> None:
+    logits, labels = torch.empty(0, 16, device=route.device), torch.empty(0, device=route.device).long()
+    with _library.implementation(route.implementation):
+        losses, log_sums = xentropy.xentropy_forward(logits, labels)
+        gradient = xentropy.xentropy_backward(losses, logits, log_sums, labels)
+    assert losses.shape == log_sums.shape == (0,)
+    assert gradient.shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "smoothing", "error", "words"),
+    [
+        (torch.randn(3, 4), torch.zeros(2).long(), 0.0, ValueError, r"labels have shape \[2\].*\[3, 4\]"),
+        (torch.randn(3, 4), torch.zeros(3), 0.0, TypeError, "labels must be int64 or int32, got torch.float32"),
+        (torch.zeros(3, 4).long(), torch.zeros(3).long(), 0.0, TypeError, "logits must be floating-point"),
+        (torch.randn(3, 0), torch.zeros(3).long(), 0.0, ValueError, "0 classes"),
+        (torch.randn(3, 4), torch.zeros(3).long(), 1.5, ValueError, "smoothing 1.5 is not between 0 and 1"),
+        (torch.randn(3, 4), torch.zeros(3, device="meta").long(), 0.0, ValueError, "labels are on meta"),
+    ],
+)
+def test_bad_arguments_are_refused(logits, labels, smoothing, error, words) -> None:
+    with pytest.raises(error, match=words):
+        xentropy.xentropy_forward(logits, labels, smoothing)
+
+
+def test_gradients_that_do_not_belong_are_refused() -> None:
+    logits, labels = torch.randn(3, 4), torch.zeros(3).long()
+    losses, log_sums = xentropy.xentropy_forward(logits, labels)
+    with pytest.raises(ValueError, match=r"loss_gradient has shape \[2\]"):
+        xentropy.xentropy_backward(losses[:2], logits, log_sums, labels)
+    with pytest.raises(ValueError, match=r"log_sums has shape \[2\]"):
+        xentropy.xentropy_backward(losses, logits, log_sums[:2], labels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("classes", [65536, 50257])
+def test_more_than_two_to_the_31_elements(classes: int) -> None:
+    rows = (1 << 31) // classes + 3
+    logits = torch.randn(rows, classes, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(0, classes, (rows,), device="cuda")
+    slopes = torch.rand(rows, device="cuda")
+    losses, _, gradient = run(logits, labels, slopes, 0.1)
+    last = slice(rows - 2, rows)
+    expected, sums = reference.forward(logits[last].double(), labels[last], 0.1, PADDING)
+    assert_close(losses[last], expected)
+    wanted = reference.backward(slopes[last].double(), logits[last].double(), sums, labels[last], 0.1, PADDING)
+    assert_close(gradient[last], wanted)
+    sums_of_rows = gradient.sum(1, dtype=torch.float32)  # every element was written: each row's gradient sums to zero
+    assert sums_of_rows.abs().max() < 0.01
