@@ -58,6 +58,7 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.bool: "*i1",
 }
 
 

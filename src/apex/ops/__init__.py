@@ -8,6 +8,7 @@ from . import _library
 from ._library import FAMILIES, OpFamily, explain, implementation
 from .norm import layer_norm, rms_norm
 from .rope import rotary_embedding, rotary_embedding_pair
+from .softmax import masked_softmax
 
 __all__ = [
     "FAMILIES",
@@ -15,6 +16,7 @@ __all__ = [
     "explain",
     "implementation",
     "layer_norm",
+    "masked_softmax",
     "rms_norm",
     "rotary_embedding",
     "rotary_embedding_pair",

@@ -1,5 +1,8 @@
 """Parts of large transformers; subpackages are imported at first use."""
 
 from .._lazy import lazy_subpackages
+from .enums import AttnMaskType, AttnType, LayerType, ModelType
 
-__getattr__, __dir__ = lazy_subpackages(__name__, ["functional"])
+__all__ = ["AttnMaskType", "AttnType", "LayerType", "ModelType", "enums", "functional"]
+
+__getattr__, __dir__ = lazy_subpackages(__name__, ["enums", "functional"])

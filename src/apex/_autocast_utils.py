@@ -1,0 +1,24 @@
+"""What upstream's fused functions do under autocast, at the path where clients find it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["_cast_if_autocast_enabled"]
+
+
+def _cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
+    """The arguments, floating-point tensors among them in the autocast dtype where autocast is on; float64 stays."""
+    if not torch._C._is_any_autocast_enabled():  # the quick question first: most calls end here
+        return args
+    return tuple(_cast(argument) for argument in args)
+
+
+def _cast(argument: Any) -> Any:
+    if not isinstance(argument, Tensor) or not argument.is_floating_point() or argument.dtype == torch.float64:
+        return argument
+    device_type = argument.device.type
+    return argument.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else argument

@@ -1,0 +1,316 @@
+"""Triton kernels of scaled, masked softmax with dropout, forward and backward.
+
+Input and output are `groups` x `queries` x `keys`, contiguous; a group is one head of one batch. A program takes ROWS
+queries of one group: HELD, with their keys in registers; else, for one query of any length, in chunks of BLOCK keys.
+All arithmetic is float32. Run-time arguments first, constants last.
+
+MASK: 0 none, 1 causal, 2 hides what is not zero, 3 is added. NOISE: 0 no dropout, 1 a Philox seed, 2 one byte per
+element that tells what is kept. FULL: no query and no key needs a bound. ALIGN: a power of two up to 16 that divides
+`keys`, which is given as `keys_by_align` times it: bounds that it divides let loads and stores be as wide.
+"""
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+CAUSAL = tl.constexpr(1)
+HIDES = tl.constexpr(2)
+ADDED = tl.constexpr(3)
+SEED = tl.constexpr(1)
+
+
+@triton.jit
+def _rows(queries, blocks, ROWS: tl.constexpr):
+    """The group of this program, its queries, and the position of their rows among all."""
+    program = tl.program_id(0)
+    group = program // blocks
+    query = (program % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    return group, query, group.to(tl.int64) * queries + query
+
+
+@triton.jit
+def _read_bound(query, column, queries, keys, seen, MASK: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr):
+    """Which elements to read: those of the tensor, less what causality hides, as far as that keeps loads wide."""
+    end = keys
+    if MASK == CAUSAL:
+        end = (seen + (ALIGN - 1)) // ALIGN * ALIGN
+    bound = column < end
+    if not FULL:
+        bound = bound & (query < queries)
+    return bound
+
+
+@triton.jit
+def _load(pointer, bound, other, BOUNDED: tl.constexpr):
+    if BOUNDED:
+        value = tl.load(pointer, mask=bound, other=other)
+    else:
+        value = tl.load(pointer)
+    return value
+
+
+@triton.jit
+def _logits(
+    input,
+    mask,
+    query,
+    column,
+    queries,
+    keys,
+    seen,
+    scale,
+    MASK: tl.constexpr,
+    FULL: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Scaled and masked input times log2(e); -inf where there is nothing to see."""
+    BOUNDED: tl.constexpr = MASK == CAUSAL or not FULL
+    bound = _read_bound(query, column, queries, keys, seen, MASK, FULL, ALIGN)
+    x = _load(input + column, bound, 0.0, BOUNDED).to(tl.float32) * (scale * LOG2_E)
+    if MASK == ADDED:
+        x += _load(mask + column, bound, 0.0, BOUNDED).to(tl.float32) * LOG2_E
+    if MASK == HIDES:
+        hidden = _load(mask + column, bound, 1, BOUNDED)
+        x = tl.where(hidden != 0, float("-inf"), x)
+    elif MASK == CAUSAL:
+        x = tl.where(column < seen, x, float("-inf"))
+    elif not FULL:
+        x = tl.where(column < keys, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _kept(
+    noise,
+    query,
+    row,
+    start,
+    queries,
+    keys,
+    dropout,
+    NOISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """What dropout keeps of the BLOCK keys from `start` on, however rows and keys are spread over programs.
+
+    Philox counts groups of four keys and rows; its four results serve the four keys.
+    """
+    if NOISE == SEED:
+        none = tl.zeros([ROWS, BLOCK // 4], tl.int32)
+        four = none + (start // 4 + tl.arange(0, BLOCK // 4)[None, :])
+        a, b, c, d = tl.philox(tl.load(noise), four, none + row.to(tl.int32), none + (row >> 32).to(tl.int32), none)
+        bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, BLOCK])
+        kept = tl.uint_to_uniform_float(bits) >= dropout
+    else:
+        column = start + tl.arange(0, BLOCK)[None, :]
+        bound = _read_bound(query, column, queries, keys, keys, 0, FULL, 1)
+        kept = _load(noise + row * keys + column, bound, 0, not FULL) != 0
+    return kept
+
+
+@triton.jit
+def _store_output(
+    output,
+    probabilities,
+    noise,
+    y,
+    query,
+    row,
+    start,
+    queries,
+    keys,
+    dropout,
+    kept_scale,
+    NOISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    if NOISE != 0:
+        _store(probabilities, y, query, row, start, queries, keys, BLOCK, FULL)
+        kept = _kept(noise, query, row, start, queries, keys, dropout, NOISE, ROWS, BLOCK, FULL)
+        y = tl.where(kept, y * kept_scale, 0.0)
+    _store(output, y, query, row, start, queries, keys, BLOCK, FULL)
+
+
+@triton.jit
+def _store(output, y, query, row, start, queries, keys, BLOCK: tl.constexpr, FULL: tl.constexpr):
+    column = start + tl.arange(0, BLOCK)[None, :]
+    pointer = output + row * keys + column
+    if FULL:
+        tl.store(pointer, y.to(output.dtype.element_ty))
+    else:
+        tl.store(pointer, y.to(output.dtype.element_ty), mask=(query < queries) & (column < keys))
+
+
+@kernel
+@triton.jit
+def softmax_forward(
+    input,
+    mask,
+    noise,
+    output,
+    probabilities,
+    queries,
+    keys_by_align,
+    blocks,
+    heads,
+    mask_batch_stride,
+    mask_head_stride,
+    mask_query_stride,
+    scale,
+    dropout,
+    kept_scale,
+    MASK: tl.constexpr,
+    NOISE: tl.constexpr,
+    HELD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    keys = keys_by_align * ALIGN
+    group, query, row = _rows(queries, blocks, ROWS)
+    seen = (query + (keys - queries) + 1).to(tl.int32)  # keys that a causal query sees
+    if MASK == HIDES or MASK == ADDED:
+        batch = (group // heads).to(tl.int64)
+        head = (group % heads).to(tl.int64)
+        mask += batch * mask_batch_stride + head * mask_head_stride
+        mask += query * mask_query_stride
+    input += row * keys
+    columns = tl.arange(0, BLOCK)[None, :]
+    if HELD:
+        x = _logits(input, mask, query, columns, queries, keys, seen, scale, MASK, FULL, ALIGN)
+        top = tl.max(x, 1, keep_dims=True)
+        x = tl.exp2(x - tl.where(top == float("-inf"), 0.0, top))
+        y = x * _inverse(tl.sum(x, 1, keep_dims=True), MASK)
+        _store_output(
+            output, probabilities, noise, y, query, row, 0, queries, keys, dropout, kept_scale,
+            NOISE, ROWS, BLOCK, FULL,
+        )  # fmt: skip
+    else:
+        # One maximum for the row, one sum per lane: a single exponential per element.
+        end = keys
+        if MASK == CAUSAL:
+            end = tl.max(seen)
+        top = tl.full([ROWS, 1], float("-inf"), tl.float32)
+        finite_top = tl.zeros([ROWS, 1], tl.float32)
+        lane_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+        for start in tl.range(0, end, BLOCK):
+            x = _logits(input, mask, query, start + columns, queries, keys, seen, scale, MASK, FULL, ALIGN)
+            new_top = tl.maximum(top, tl.max(x, 1, keep_dims=True))
+            finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+            lane_sum = lane_sum * tl.exp2(top - finite_top) + tl.exp2(x - finite_top)
+            top = new_top
+        inverse = _inverse(tl.sum(lane_sum, 1, keep_dims=True), MASK)
+        for start in tl.range(0, keys, BLOCK):
+            y = tl.zeros([ROWS, BLOCK], tl.float32)
+            if start < end:
+                x = _logits(input, mask, query, start + columns, queries, keys, seen, scale, MASK, FULL, ALIGN)
+                y = tl.exp2(x - finite_top) * inverse
+            _store_output(
+                output, probabilities, noise, y, query, row, start, queries, keys, dropout, kept_scale,
+                NOISE, ROWS, BLOCK, FULL,
+            )  # fmt: skip
+
+
+@triton.jit
+def _inverse(total, MASK: tl.constexpr):
+    """One over the sum of a row; zero where a mask has left nothing of it."""
+    if MASK != 0:
+        total = tl.where(total == 0.0, float("inf"), total)
+    return 1.0 / total
+
+
+@triton.jit
+def _gradient(
+    dy,
+    probabilities,
+    noise,
+    query,
+    row,
+    start,
+    queries,
+    keys,
+    seen,
+    dropout,
+    kept_scale,
+    MASK: tl.constexpr,
+    NOISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """The gradient of the probabilities, and these; zero where there is nothing to see."""
+    BOUNDED: tl.constexpr = MASK == CAUSAL or not FULL
+    column = start + tl.arange(0, BLOCK)[None, :]
+    bound = _read_bound(query, column, queries, keys, seen, MASK, FULL, ALIGN)
+    y = _load(probabilities + row * keys + column, bound, 0.0, BOUNDED).to(tl.float32)
+    gradient = _load(dy + row * keys + column, bound, 0.0, BOUNDED).to(tl.float32)
+    if MASK == CAUSAL and ALIGN > 1:  # the few elements beyond causality may be anything
+        gradient = tl.where(column < seen, gradient, 0.0)
+        y = tl.where(column < seen, y, 0.0)
+    if NOISE != 0:
+        kept = _kept(noise, query, row, start, queries, keys, dropout, NOISE, ROWS, BLOCK, FULL)
+        gradient = tl.where(kept, gradient * kept_scale, 0.0)
+    return gradient, y
+
+
+@kernel
+@triton.jit
+def softmax_backward(
+    dy,
+    probabilities,
+    noise,
+    dx,
+    queries,
+    keys_by_align,
+    blocks,
+    scale,
+    dropout,
+    kept_scale,
+    MASK: tl.constexpr,
+    NOISE: tl.constexpr,
+    HELD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """MASK is 0 or 1: the probabilities are zero where a mask hides something, and so is the gradient."""
+    keys = keys_by_align * ALIGN
+    _group, query, row = _rows(queries, blocks, ROWS)
+    seen = (query + (keys - queries) + 1).to(tl.int32)
+    if HELD:
+        gradient, y = _gradient(
+            dy, probabilities, noise, query, row, 0, queries, keys, seen, dropout, kept_scale,
+            MASK, NOISE, ROWS, BLOCK, FULL, ALIGN,
+        )  # fmt: skip
+        inner = tl.sum(gradient * y, 1, keep_dims=True)
+        _store(dx, y * (gradient - inner) * scale, query, row, 0, queries, keys, BLOCK, FULL)
+    else:
+        end = keys
+        if MASK == CAUSAL:
+            end = tl.max(seen)
+        lane_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+        for start in tl.range(0, end, BLOCK):
+            gradient, y = _gradient(
+                dy, probabilities, noise, query, row, start, queries, keys, seen, dropout, kept_scale,
+                MASK, NOISE, ROWS, BLOCK, FULL, ALIGN,
+            )  # fmt: skip
+            lane_sum += gradient * y
+        inner = tl.sum(lane_sum, 1, keep_dims=True)
+        for start in tl.range(0, keys, BLOCK):
+            result = tl.zeros([ROWS, BLOCK], tl.float32)
+            if start < end:
+                gradient, y = _gradient(
+                    dy, probabilities, noise, query, row, start, queries, keys, seen, dropout, kept_scale,
+                    MASK, NOISE, ROWS, BLOCK, FULL, ALIGN,
+                )  # fmt: skip
+                result = y * (gradient - inner) * scale
+            _store(dx, result, query, row, start, queries, keys, BLOCK, FULL)

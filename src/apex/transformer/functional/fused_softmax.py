@@ -1,0 +1,204 @@
+"""Softmax of attention scores, scaled and masked in one pass.
+
+Scores are [b, np, sq, sk]: batch, heads, queries, keys. A mask is bool or uint8, nonzero where a key is hidden, and is
+broadcast to the scores, usually from [b, 1, sq, sk] or [1, 1, sq, sk]; a floating-point mask is added to the scaled
+scores. Rows whose every key is hidden give zeros. Under autocast scores are cast to its dtype first, as upstream does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._autocast_utils import _cast_if_autocast_enabled
+from ...ops import softmax
+from ...ops.softmax import SoftmaxSpec
+from ..enums import AttnMaskType
+
+__all__ = [
+    "FusedScaleMaskSoftmax",
+    "GenericFusedScaleMaskSoftmax",
+    "GenericScaledMaskedSoftmax",
+    "ScaledMaskedSoftmax",
+    "ScaledSoftmax",
+    "ScaledUpperTriangMaskedSoftmax",
+    "generic_scaled_masked_softmax",
+    "scaled_masked_softmax",
+    "scaled_softmax",
+    "scaled_upper_triang_masked_softmax",
+]
+
+
+def _forward(ctx: Any, inputs: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:
+    spec = SoftmaxSpec(float(scale), causal)
+    softmax.check_arguments(inputs, mask, spec)
+    return softmax.forward_and_save(ctx, inputs, mask, None, spec)
+
+
+class ScaledUpperTriangMaskedSoftmax(torch.autograd.Function):
+    """Causal softmax of scores [..., sq, sk]."""
+
+    @staticmethod
+    def forward(ctx, inputs, scale):  # type: ignore[override]
+        return _forward(ctx, inputs, None, scale, causal=True)
+
+    @staticmethod
+    def backward(ctx, output_grads):  # type: ignore[override]
+        return softmax.backward_from_saved(ctx, output_grads), None
+
+
+class ScaledMaskedSoftmax(torch.autograd.Function):
+    """Softmax of scores under a mask."""
+
+    @staticmethod
+    def forward(ctx, inputs, mask, scale):  # type: ignore[override]
+        return _forward(ctx, inputs, mask, scale)
+
+    @staticmethod
+    def backward(ctx, output_grads):  # type: ignore[override]
+        return softmax.backward_from_saved(ctx, output_grads), None, None
+
+
+class GenericScaledMaskedSoftmax(ScaledMaskedSoftmax):
+    """The same: upstream has one kernel for some lengths and another for all."""
+
+
+class ScaledSoftmax(torch.autograd.Function):
+    """Softmax of scores without a mask."""
+
+    @staticmethod
+    def forward(ctx, inputs, scale):  # type: ignore[override]
+        return _forward(ctx, inputs, None, scale)
+
+    @staticmethod
+    def backward(ctx, output_grads):  # type: ignore[override]
+        return softmax.backward_from_saved(ctx, output_grads), None
+
+
+def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> Tensor:
+    """Causal softmax of `scale` * `inputs`: query i sees key j where j <= i + sk - sq. Ignores its second argument."""
+    (inputs,) = _cast_if_autocast_enabled(inputs)
+    return softmax.masked_softmax(inputs, scale=float(scale), causal=True)
+
+
+def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Softmax of `scale` * `inputs` under `mask`, which may be None."""
+    (inputs,) = _cast_if_autocast_enabled(inputs)
+    return softmax.masked_softmax(inputs, mask, scale=float(scale))
+
+
+def generic_scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The same as `scaled_masked_softmax`, which has no limits on lengths either."""
+    return scaled_masked_softmax(inputs, mask, scale)
+
+
+def scaled_softmax(inputs: Tensor, scale: float) -> Tensor:
+    """Softmax of `scale` * `inputs`."""
+    return scaled_masked_softmax(inputs, None, scale)
+
+
+class FusedScaleMaskSoftmax(nn.Module):
+    """Softmax of attention scores: fused for half-precision scores, in PyTorch operators with `mask_func` otherwise.
+
+    `input_in_fp16` / `input_in_bf16` say which half precision the scores have, if any. `attn_mask_type` is padding (the
+    mask given to `forward`) or causal. `scaled_masked_softmax_fusion` allows the fused form. `mask_func(scores, mask)`
+    masks the scores of the other form, `softmax_in_fp32` lets that one compute in float32. `scale` is a factor of the
+    scores or None.
+    """
+
+    fused_softmax_func: Callable[[Tensor, Tensor | None, float], Tensor]
+
+    def __init__(
+        self,
+        input_in_fp16: bool,
+        input_in_bf16: bool,
+        attn_mask_type: AttnMaskType,
+        scaled_masked_softmax_fusion: bool,
+        mask_func: Callable[[Tensor, Tensor], Tensor],
+        softmax_in_fp32: bool,
+        scale: float | None,
+    ) -> None:
+        super().__init__()
+        if input_in_fp16 and input_in_bf16:
+            raise RuntimeError("both fp16 and bf16 flags cannot be active at the same time.")
+        if not (scale is None or softmax_in_fp32):
+            raise RuntimeError("softmax should be in fp32 when scaled")
+        self.input_in_fp16 = input_in_fp16
+        self.input_in_bf16 = input_in_bf16
+        self.input_in_float16 = input_in_fp16 or input_in_bf16
+        self.attn_mask_type = attn_mask_type
+        self.scaled_masked_softmax_fusion = scaled_masked_softmax_fusion
+        self.mask_func = mask_func
+        self.softmax_in_fp32 = softmax_in_fp32
+        self.scale = scale
+        if scaled_masked_softmax_fusion:
+            if attn_mask_type == AttnMaskType.causal:
+                self.fused_softmax_func = scaled_upper_triang_masked_softmax
+            elif attn_mask_type == AttnMaskType.padding:
+                self.fused_softmax_func = scaled_masked_softmax
+            else:
+                raise ValueError(f"Invalid attn_mask_type: {attn_mask_type!r}; use AttnMaskType.padding or causal")
+
+    def forward(self, input: Tensor, mask: Tensor | None) -> Tensor:
+        """Probabilities of scores [b, np, sq, sk], in their dtype where it is the one that was announced."""
+        if input.dim() != 4:
+            raise ValueError(f"input must be [b, np, sq, sk], got shape {list(input.shape)}")
+        if self.is_kernel_available(mask, *input.size()):
+            return self.forward_fused_softmax(input, mask)
+        return self.forward_torch_softmax(input, mask)
+
+    def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
+        """Whether `forward` takes the fused form: where it was allowed, for half-precision scores of any size."""
+        return bool(self.scaled_masked_softmax_fusion and self.input_in_float16)
+
+    def forward_fused_softmax(self, input: Tensor, mask: Tensor | None) -> Tensor:
+        return self.fused_softmax_func(input, mask, 1.0 if self.scale is None else self.scale)
+
+    def forward_torch_softmax(self, input: Tensor, mask: Tensor | None) -> Tensor:
+        if self.input_in_float16 and self.softmax_in_fp32:
+            input = input.float()
+        if self.scale is not None:
+            input = input * self.scale
+        if mask is None and self.attn_mask_type == AttnMaskType.causal:
+            queries, keys = input.shape[-2:]
+            mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=input.device).triu(keys - queries + 1)
+        probabilities = torch.softmax(input if mask is None else self.mask_func(input, mask), -1)
+        if self.input_in_float16 and self.softmax_in_fp32:
+            probabilities = probabilities.to(torch.float16 if self.input_in_fp16 else torch.bfloat16)
+        return probabilities
+
+    @staticmethod
+    def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
+        """Rows that upstream's kernel takes per block of 128 threads; nothing here depends on it."""
+        padded = 1 << max(0, sk - 1).bit_length()
+        return 128 // min(padded, 32) * (2 if padded <= 128 else 1)
+
+
+class GenericFusedScaleMaskSoftmax(FusedScaleMaskSoftmax):
+    """The form for a mask of padding that is fused in any precision."""
+
+    def __init__(
+        self,
+        input_in_fp16: bool,
+        input_in_bf16: bool,
+        scaled_masked_softmax_fusion: bool,
+        mask_func: Callable[[Tensor, Tensor], Tensor],
+        softmax_in_fp32: bool,
+        scale: float | None,
+    ) -> None:
+        super().__init__(
+            input_in_fp16,
+            input_in_bf16,
+            AttnMaskType.padding,
+            scaled_masked_softmax_fusion,
+            mask_func,
+            softmax_in_fp32,
+            scale,
+        )
+
+    def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
+        """Whether `forward` takes the fused form: wherever it was allowed."""
+        return bool(self.scaled_masked_softmax_fusion)

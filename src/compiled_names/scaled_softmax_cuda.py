@@ -1,0 +1,16 @@
+"""Upstream's compiled module of this name: softmax of scaled scores, without autograd."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from apex.ops.softmax import SoftmaxSpec, softmax_backward, softmax_forward
+
+
+def forward(input: Tensor, scale_factor: float) -> Tensor:
+    return softmax_forward(input, None, SoftmaxSpec(float(scale_factor)))[0]
+
+
+def backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
+    """The gradient of the input; `output_grads` is left as it is."""
+    return softmax_backward(output_grads, softmax_results, SoftmaxSpec(float(scale_factor)))
