@@ -241,7 +241,7 @@ def test_refusals() -> None:
     additive = SelfMultiheadAttn(8, 2, bias=True, mask_additive=True)
     with pytest.raises(ValueError, match="takes a key_padding_mask, not an attn_mask"):
         additive(x, x, x, attn_mask=square)
-    with pytest.raises(TypeError, match="must be floating-point, got torch.uint8"):
+    with pytest.raises(TypeError, match=r"must be floating-point, got torch\.uint8"):
         additive(x, x, x, key_padding_mask=mask)
 
 

@@ -175,7 +175,7 @@ def test_masks_are_refused_in_clear_words() -> None:
         attend(multihead.MaskKind.PADDING, torch.zeros(4, 4))
     with pytest.raises(ValueError, match=r"attn_mask has shape \[3, 4\], expected \[queries, keys\] = \[4, 4\]"):
         attend(multihead.MaskKind.TIME, torch.zeros(3, 4))
-    with pytest.raises(TypeError, match="must be floating-point, got torch.uint8"):
+    with pytest.raises(TypeError, match=r"must be floating-point, got torch\.uint8"):
         attend(multihead.MaskKind.ADDITIVE, torch.zeros(3, 4, dtype=torch.uint8))
     with pytest.raises(ValueError, match="is on meta"):
         attend(multihead.MaskKind.PADDING, torch.zeros(3, 4, device="meta"))

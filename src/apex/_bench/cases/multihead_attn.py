@@ -1,0 +1,229 @@
+"""Attention modules: whole steps, forward and backward, beside the same by hand around PyTorch's attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...contrib.multihead_attn import EncdecMultiheadAttn, SelfMultiheadAttn
+from ...ops.multihead import Mask, MaskKind, reference
+from ..compiling import compiled
+from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One module and what it is given; `mask` is "none", "padding", "time" or "causal"."""
+
+    length: int
+    batch: int
+    mask: str = "none"
+    dropout: float = 0.0
+    dtype: torch.dtype = torch.float16
+    norm_add: bool = False
+    encdec: bool = False
+    width: int = 1024
+    heads: int = 16
+
+    def __str__(self) -> str:
+        kind = ("encdec" if self.encdec else "self") + (" norm_add" if self.norm_add else "")
+        what = str(self.dtype).removeprefix("torch.")
+        return f"{kind} {what} {self.length}x{self.batch}x{self.width} {self.mask} dropout {self.dropout}"
+
+    @property
+    def bytes_moved(self) -> int:
+        """Inputs, outputs and their gradients, parameters and theirs: far less than the arithmetic takes."""
+        activations = (6 if self.encdec else 4) * self.length * self.batch * self.width
+        return self.dtype.itemsize * (activations + 8 * self.width * self.width)
+
+
+# What is timed may draw random numbers and be in half precision; what is checked is small and exact.
+CHECKED = {"length": 24, "batch": 3, "width": 64, "heads": 4, "dropout": 0.0, "dtype": torch.float32}
+
+
+class ByHand(nn.Module):
+    """What one writes around `F.scaled_dot_product_attention`, with the parameters and masks of our modules."""
+
+    def __init__(self, setting: Setting, ours: nn.Module) -> None:
+        super().__init__()
+        width = setting.width
+        self.setting = setting
+        self.size = width // setting.heads
+        self.out = nn.Linear(width, width, bias=False)
+        self.out.weight = ours.out_proj_weight
+        rows = 1 if setting.encdec else 3
+        self.first = nn.Linear(width, rows * width, bias=False)
+        self.first.weight = ours.in_proj_weight_q if setting.encdec else ours.in_proj_weight
+        if setting.encdec:
+            self.second = nn.Linear(width, 2 * width, bias=False)
+            self.second.weight = ours.in_proj_weight_kv
+        if setting.norm_add:
+            self.norm = nn.LayerNorm(width)
+            self.norm.weight, self.norm.bias = ours.lyr_nrm_gamma_weights, ours.lyr_nrm_beta_weights
+
+    def _split(self, packed: Tensor, parts: int) -> list[Tensor]:
+        shape = (*packed.shape[:2], self.setting.heads, parts, self.size)
+        return [part.permute(1, 2, 0, 3) for part in packed.view(shape).unbind(3)]
+
+    def forward(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        setting = self.setting
+        inputs = self.norm(query) if setting.norm_add else query
+        if setting.encdec:
+            parts = self._split(self.first(inputs), 1) + self._split(self.second(key), 2)
+        else:
+            parts = self._split(self.first(inputs), 3)
+        seen = None if mask is None else ~mask
+        if setting.mask == "padding" and seen is not None:
+            seen = seen[:, None, None, :]
+        context = F.scaled_dot_product_attention(
+            *parts, attn_mask=seen, dropout_p=setting.dropout, is_causal=setting.mask == "causal"
+        )
+        outputs = self.out(context.permute(2, 0, 1, 3).reshape(query.shape))
+        return query + F.dropout(outputs, setting.dropout) if setting.norm_add else outputs
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tensors of a setting; `mask` is True where a key is hidden."""
+
+    setting: Setting
+    query: Tensor
+    key: Tensor
+    gradient: Tensor
+    mask: Tensor | None
+    ours: nn.Module
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        inputs = [self.query, self.key] if self.setting.encdec else [self.query]
+        return [*inputs, *self.ours.parameters()]
+
+
+def make_problem(setting: Setting, device: torch.device) -> Problem:
+    """Normal inputs; a padding mask hides up to half of each sequence's keys, a time mask the future."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (setting.length, setting.batch, setting.width)
+    query, key, gradient = (torch.randn(shape, generator=generator, device=device).to(setting.dtype) for _ in range(3))
+    mask = None
+    if setting.mask == "padding":
+        length, most = setting.length // 2, setting.length + 1
+        kept = torch.randint(length, most, (setting.batch, 1), generator=generator, device=device)
+        mask = torch.arange(setting.length, device=device)[None] >= kept
+    elif setting.mask == "time":
+        mask = torch.ones(setting.length, setting.length, dtype=torch.bool, device=device).triu(1)
+    kind = EncdecMultiheadAttn if setting.encdec else SelfMultiheadAttn
+    ours = kind(setting.width, setting.heads, setting.dropout, include_norm_add=setting.norm_add)
+    return Problem(
+        setting, query.requires_grad_(), key.requires_grad_(), gradient, mask, ours.to(device, setting.dtype)
+    )
+
+
+def _ours(problem: Problem) -> Callable[[], Tensor]:
+    name = "key_padding_mask" if problem.setting.mask == "padding" else "attn_mask"
+    mask = "causal" if problem.setting.mask == "causal" else problem.mask
+    return lambda: problem.ours(problem.query, problem.key, problem.key, **{name: mask})[0]
+
+
+def _by_hand(problem: Problem, compile: bool) -> Callable[[], Tensor]:
+    module: Callable = ByHand(problem.setting, problem.ours)
+    if compile:
+        module = compiled(module, problem.query.device)
+    return lambda: module(problem.query, problem.key, problem.mask)
+
+
+def _step(forward: Callable[[], Tensor], leaves: list[Tensor], gradient: Tensor) -> Call:
+    def step() -> Sequence[Tensor]:
+        output = forward()
+        return (output, *torch.autograd.grad(output, leaves, gradient))
+
+    return step
+
+
+def _call(problem: Problem, implementation: str) -> Call:
+    forward = _ours(problem) if implementation == OURS else _by_hand(problem, implementation == "compile")
+    return _step(forward, problem.leaves, problem.gradient)
+
+
+def expected_results(problem: Problem) -> list[Expected]:
+    """Output and gradients of every leaf, in float64."""
+    setting = problem.setting
+    leaves = [leaf.detach().double().requires_grad_() for leaf in problem.leaves]
+    names = [name for name, _ in problem.ours.named_parameters()]
+    inputs, parameters = leaves[: -len(names)], dict(zip(names, leaves[-len(names) :], strict=True))
+    kinds = {"padding": MaskKind.PADDING, "time": MaskKind.TIME, "causal": MaskKind.CAUSAL}
+    mask = Mask(kinds[setting.mask], problem.mask) if setting.mask in kinds else None
+    query = inputs[0]
+    if setting.norm_add:
+        norm = parameters["lyr_nrm_gamma_weights"], parameters["lyr_nrm_beta_weights"]
+        query = F.layer_norm(query, (setting.width,), *norm, 1e-5)
+    out = parameters["out_proj_weight"]
+    if setting.encdec:
+        weights = parameters["in_proj_weight_q"], parameters["in_proj_weight_kv"], out
+        output = reference.encdec_attention(query, inputs[1], *weights, None, None, None, setting.heads, mask)
+    else:
+        output = reference.self_attention(query, parameters["in_proj_weight"], out, None, None, setting.heads, mask)
+    if setting.norm_add:
+        output = inputs[0] + output
+    gradients = torch.autograd.grad(output, leaves, problem.gradient.double())
+    # Each element comes out of sums over an embedding or over all tokens, of terms that are such sums themselves.
+    terms = setting.width * setting.length * setting.batch
+    return [Expected(result.detach(), setting.dtype, terms) for result in (output, *gradients)]
+
+
+def _prepare(setting: Setting, peers: Sequence[str], device: torch.device) -> Prepared:
+    small = make_problem(dataclasses.replace(setting, **CHECKED), device)
+    large = functools.cache(functools.partial(make_problem, setting, device))
+    names = (OURS, *peers)
+    return Prepared(
+        {name: functools.partial(_call, small, name) for name in names},
+        expected_results(small),
+        {name: functools.partial(lambda name: _call(large(), name), name) for name in names},
+    )
+
+
+_SHORT, _MIDDLE, _LONG = (64, 80), (512, 16), (2048, 8)
+GPU_SETTINGS = [
+    *(Setting(*_SHORT, mask, dropout) for dropout in (0.0, 0.1) for mask in ("none", "padding", "time")),
+    *(Setting(*_MIDDLE, mask, dropout) for dropout in (0.0, 0.1) for mask in ("none", "padding")),
+    *(Setting(*_LONG, mask, dropout) for dropout in (0.0, 0.1) for mask in ("none", "padding", "time", "causal")),
+    Setting(*_LONG, "padding", dtype=torch.bfloat16),
+    *(Setting(*shape, "padding", 0.1, encdec=True) for shape in (_SHORT, _MIDDLE)),
+    *(Setting(*shape, "none", 0.1, norm_add=True) for shape in (_SHORT, _MIDDLE, _LONG)),
+    Setting(*_LONG, "none", norm_add=True),
+    Setting(*_MIDDLE, "padding", 0.1, norm_add=True, encdec=True),
+]
+CPU_SETTINGS = [
+    Setting(128, 4, mask, dropout, torch.float32, norm_add, width=256, heads=4)
+    for mask, dropout, norm_add in (
+        ("none", 0.0, False),
+        ("padding", 0.0, False),
+        ("causal", 0.0, False),
+        ("none", 0.1, False),
+        ("none", 0.0, True),
+        ("none", 0.1, True),
+    )
+]
+
+
+def cases(device: torch.device, quick: bool) -> Sequence[Case]:
+    """Steps of modules of BERT's and of longer lengths; a processor gets smaller ones."""
+    on_gpu = device.type == "cuda"
+    settings = GPU_SETTINGS if on_gpu else CPU_SETTINGS
+    result = []
+    for setting in settings[:1] if quick else settings:
+        # What there is to fuse beside PyTorch's attention is around it: torch.compile is a peer there.
+        peers = ("torch", "compile") if on_gpu and setting.norm_add else ("torch",)
+        # Short sequences keep the host busy for as long as the GPU: what a training loop sees is the wall clock's time.
+        timing = "device" if on_gpu and setting.length > _SHORT[0] else "wall"
+        make = functools.partial(_prepare, setting, peers)
+        result.append(Case(f"{setting} step", setting.bytes_moved, make, timing))  # type: ignore[arg-type]
+    return result
+
+
+register(Family("multihead_attn", "attention modules, forward and backward", cases))
