@@ -212,11 +212,15 @@ def _empty_like(tensor: Tensor) -> tuple[Tensor, launches.Strides]:
     """Memory for a result, laid out like `tensor` where possible, and its strides."""
     result = torch.empty_like(tensor)
     strides = _strides(tuple(result.shape), result.stride())
-    if strides is None:
-        result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        strides = _strides(tuple(result.shape), result.stride())
-        assert strides is not None
-    return result, strides
+    return (result, strides) if strides is not None else _strided(fake_like(tensor))
+
+
+def fake_like(tensor: Tensor) -> Tensor:
+    """What `_empty_like` returns, for sizes that are not known yet too."""
+    result = torch.empty_like(tensor)
+    if _strides.__wrapped__(tuple(result.shape), result.stride()) is None:
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return result
 
 
 def forward(
@@ -261,7 +265,7 @@ def backward(
     """Gradients of query, key, value and, if wanted, bias."""
     bias_grad = bias_grad and bias is not None
     if not runs_kernels(query, key):
-        return _reference_backward(dout, query, key, value, mask, bias, inf, bias_grad)
+        return reference.backward(dout, query, key, value, mask, bias, inf)
     problem, mask, added = _planned(query, key, mask, bias, inf)
     query, q = _strided(query)
     key, k = _strided(key)
@@ -302,30 +306,6 @@ def _reduced(dbias: Tensor, bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return dbias.reshape(bias.shape).to(bias.dtype)
 
 
-def _reference_backward(
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    inf: float,
-    bias_grad: bool,
-    create_graph: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    with torch.enable_grad():
-        inputs = [query, key, value, bias] if bias_grad else [query, key, value]
-        # New nodes, so that nothing behind the inputs is differentiated too.
-        twins = [
-            t.view_as(t) if create_graph and t.requires_grad else t.detach().requires_grad_()
-            for t in inputs
-            if t is not None
-        ]
-        output = reference.attention(*twins[:3], mask, twins[3] if bias_grad else bias, inf)
-        gradients = torch.autograd.grad(output, twins, dout, create_graph=create_graph)
-    return *gradients[:3], gradients[3] if bias_grad else None
-
-
 def forward_and_save(
     ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, inf: float
 ) -> Tensor:
@@ -350,7 +330,7 @@ def backward_from_saved(
         )
         return *gradients, dbias if bias_grad else None
     if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
-        return _reference_backward(dout, query, key, value, mask, bias, ctx.inf, bias_grad, create_graph=True)
+        return reference.backward(dout, query, key, value, mask, bias, ctx.inf)
     return backward(dout, query, key, value, mask, bias, output, statistics, ctx.inf, bias_grad)
 
 

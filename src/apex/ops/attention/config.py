@@ -91,3 +91,12 @@ def _fitted(tile: Tile, rows: int, columns: int, device: DeviceFacts) -> Tile:
     warps = tile.num_warps if queries * keys >= 2048 else min(tile.num_warps, 2)
     stages = min(tile.num_stages, 2) if device.backend == "hip" else tile.num_stages
     return Tile(queries, keys, warps, stages)
+
+
+_USUAL = DeviceFacts("NVIDIA H200", "cuda", multiprocessors=132, warp_size=32, shared_memory=227 * 1024)
+
+
+def usual_tile(rows: int, head_dim: int, *, forward: bool) -> tuple[int, int, int, int]:
+    """What half-precision self-attention of this size uses on an H200: queries, keys, warps, stages."""
+    tile = (forward_tile if forward else keys_tile)(head_dim, 2, rows, rows, _USUAL)
+    return tile.queries, tile.keys, tile.num_warps, tile.num_stages

@@ -32,9 +32,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
     """With one dimension of batches, which fused implementations want, and without autocast, which was applied."""
     lead = query.shape[:-3]
     if added is not None:
-        added = added.expand(*lead, *added.shape[-3:]) if added.dim() >= 3 else added
-        if added.dim() > 4:
-            added = added.flatten(0, -4)
+        added = added.reshape((1,) * (query.dim() - added.dim()) + tuple(added.shape))
+        added = added.expand(*lead, *added.shape[-3:]).reshape(math.prod(lead), *added.shape[-3:])
     if len(lead) != 1:
         query, key, value = (t.reshape(math.prod(lead), *t.shape[-3:]) for t in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
@@ -42,12 +41,10 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
     return output if len(lead) == 1 else output.reshape(*lead, *output.shape[1:])
 
 
-def packed_attention(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, seed: Tensor | None
-) -> Tensor:
+def packed_attention(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, seed: Tensor | None) -> Tensor:
     """As `packed.packed_attention`, with the seed of its dropout."""
     if not _transfer.on_host(cu_seqlens) or torch.compiler.is_compiling():
-        return _padded(qkv, cu_seqlens, max_seqlen, dropout_p, seed)
+        return padded_attention(qkv, cu_seqlens, max_seqlen, dropout_p, seed)
     if seed is not None:
         return reference.packed_attention(qkv, cu_seqlens, dropout_p, seed)
     bounds = cu_seqlens.tolist()
@@ -59,28 +56,69 @@ def packed_attention(
         _sdpa(*qkv[start:end].permute(1, 2, 0, 3).unsqueeze(1))[0].transpose(0, 1)
         for start, end in zip(bounds[:-1], bounds[1:], strict=True)
     ]
-    return torch.cat([*outputs, qkv.new_zeros(qkv.shape[0] - bounds[-1], *qkv.shape[2:])])
+    return torch.cat([*outputs, reference.zero_rows(qkv, bounds[-1])])
 
 
-def _padded(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, seed: Tensor | None) -> Tensor:
+class _Padding:
     """All sequences at their greatest length, so that no length has to be known on the host."""
-    total, _, heads, head_dim = qkv.shape
-    starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
-    rows = starts + torch.arange(max_seqlen, device=qkv.device)
-    inside = rows < ends  # [sequences, max_seqlen]
-    gathered = qkv[rows.clamp(max=max(0, total - 1))]  # [sequences, max_seqlen, 3, H, D]
-    query, key, value = gathered.permute(2, 0, 3, 1, 4)
+
+    def __init__(self, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
+        starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+        rows = starts + torch.arange(max_seqlen, device=cu_seqlens.device)
+        self.inside = rows < ends  # [sequences, max_seqlen]
+        self._total = total
+        # Rows of padding come from and go to a row beyond the last.
+        self._rows = torch.where(self.inside, rows, total)
+
+    def mask(self) -> Tensor:
+        """Of keys; what has no keys at all attends to everything, because nothing is looked at then."""
+        return (self.inside | ~self.inside.any(1, keepdim=True))[:, None, None, :]
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """[total, ..., H, D] as [..., sequences, H, max_seqlen, D], with zeros for what is padding."""
+        whole = torch.cat((packed, torch.zeros_like(packed[:1])))
+        return whole[self._rows].movedim((0, 1), (-4, -2))
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """The inverse of `pad`, with zeros for rows that belong to no sequence."""
+        flat = padded.movedim((-4, -2), (0, 1)).flatten(0, 1)
+        return flat.new_zeros(self._total + 1, *flat.shape[1:]).index_add(0, self._rows.reshape(-1), flat)[:-1]
+
+
+def padded_attention(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, seed: Tensor | None) -> Tensor:
+    """As `packed_attention`, without looking at `cu_seqlens` on the host."""
+    if not qkv.shape[0]:
+        return reference.zero_rows(qkv, 0)
+    padding = _Padding(cu_seqlens, max_seqlen, qkv.shape[0])
+    query, key, value = padding.pad(qkv)
+    mask = padding.mask()
     if seed is None:
-        # A sequence without rows attends to everything: PyTorch's operator may return NaN where nothing is allowed.
-        allowed = (inside | (starts == ends))[:, None, None, :]
-        output = _sdpa(query, key, value, torch.where(allowed, 0.0, float("-inf")).to(qkv.dtype))
+        output = _sdpa(query, key, value, torch.where(mask, 0.0, float("-inf")).to(qkv.dtype))
     else:
-        sequences = range(cu_seqlens.shape[0] - 1)
-        keep = [reference.dropout_keep(seed, z, heads, max_seqlen, max_seqlen, dropout_p) for z in sequences]
-        output = reference.attention(
-            query, key, value, inside[:, None, None, :], None, 1e30, torch.stack(keep), dropout_p
-        )
-    flat = output.transpose(1, 2).reshape(-1, heads, head_dim)
-    # Rows of padding go to a row beyond the last, which is dropped.
-    where = torch.where(inside, rows, total).reshape(-1)
-    return qkv.new_zeros(total + 1, heads, head_dim).index_add(0, where, flat)[:total]
+        keep = _padded_keep(seed, query, dropout_p)
+        output = reference.attention(query, key, value, mask, None, _EXCLUDED, keep, dropout_p)
+    return padding.unpad(output)
+
+
+def padded_backward(
+    dout: Tensor, qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, seed: Tensor | None
+) -> Tensor:
+    """The gradient of qkv, in operators that have derivatives themselves."""
+    if not qkv.shape[0]:
+        return torch.zeros_like(qkv)
+    padding = _Padding(cu_seqlens, max_seqlen, qkv.shape[0])
+    query, key, value = padding.pad(qkv)
+    keep = None if seed is None else _padded_keep(seed, query, dropout_p)
+    *gradients, _ = reference.backward(
+        padding.pad(dout), query, key, value, padding.mask(), None, _EXCLUDED, keep, dropout_p
+    )
+    return padding.unpad(torch.stack(gradients))
+
+
+# So large that nothing is left of probabilities, in float32 and in float64.
+_EXCLUDED = 1e30
+
+
+def _padded_keep(seed: Tensor, query: Tensor, dropout_p: float) -> Tensor:
+    sequences, heads, rows, _ = query.shape
+    return torch.stack([reference.dropout_keep(seed, z, heads, rows, rows, dropout_p) for z in range(sequences)])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _device, _library, _transfer
-from . import config, launches, native, reference
+from . import config, launches, native
 from .family import FAMILY, autocast_dtype
 
 
@@ -169,7 +169,7 @@ def backward(
 ) -> Tensor:
     """Gradient of qkv."""
     if not runs_kernels(qkv, cu_seqlens, max_seqlen):
-        return _native_backward(dout, qkv, cu_seqlens, seed, max_seqlen, dropout_p)
+        return native.padded_backward(dout, qkv, cu_seqlens, max_seqlen, dropout_p, seed)
     if qkv.stride(3) != 1:
         qkv = qkv.contiguous()
     dout, output, cu_seqlens = dout.contiguous(), output.contiguous(), cu_seqlens.contiguous()
@@ -182,25 +182,6 @@ def backward(
     of_queries(*given, output, dout, statistics, delta, dqueries)
     of_keys(*given, dout, statistics, delta, dkeys, dvalues)
     return dqkv
-
-
-def _native_backward(
-    dout: Tensor,
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    seed: Tensor | None,
-    max_seqlen: int,
-    dropout_p: float,
-    create_graph: bool = False,
-) -> Tensor:
-    """By computing the attention anew; in the eager formula where derivatives of derivatives are wanted."""
-    with torch.enable_grad():
-        twin = qkv.view_as(qkv) if create_graph and qkv.requires_grad else qkv.detach().requires_grad_()
-        if create_graph:
-            output = reference.packed_attention(twin, cu_seqlens, dropout_p, seed)
-        else:
-            output = native.packed_attention(twin, cu_seqlens, max_seqlen, dropout_p, seed)
-        return torch.autograd.grad(output, twin, dout, create_graph=create_graph)[0]
 
 
 def forward_and_save(
@@ -231,7 +212,7 @@ def backward_from_saved(ctx: Any, dout: Tensor) -> Tensor:
             dout, qkv, cu_seqlens, seed, output, statistics, *ctx.options
         )
     if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
-        return _native_backward(dout, qkv, cu_seqlens, seed, *ctx.options[:2], create_graph=True)
+        return native.padded_backward(dout, qkv, cu_seqlens, *ctx.options[:2], seed)
     return backward(dout, qkv, cu_seqlens, seed, output, statistics, *ctx.options)
 
 

@@ -33,21 +33,56 @@ def attention(
 
     `mask` and `bias` are broadcast to the logits [..., H, M, N].
     """
-    compute = compute_dtype(query, key, value, bias)
+    probabilities = _probabilities(query, key, mask, bias, inf)
+    return (_dropped(probabilities, keep, dropout_p) @ value.to(probabilities.dtype)).to(query.dtype)
+
+
+def backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    inf: float = 1e9,
+    keep: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and bias, from the same arguments."""
+    probabilities = _probabilities(query, key, mask, bias, inf)
+    compute = probabilities.dtype
+    gradient = dout.to(compute)
+    dvalue = _dropped(probabilities, keep, dropout_p).transpose(-1, -2) @ gradient
+    dprobabilities = _dropped(gradient @ value.to(compute).transpose(-1, -2), keep, dropout_p)
+    inner = (probabilities * dprobabilities).sum(-1, keepdim=True)
+    dlogits = probabilities * (dprobabilities - inner)
+    scale = 1 / math.sqrt(query.shape[-1])
+    dquery = dlogits @ key.to(compute) * scale
+    dkey = dlogits.transpose(-1, -2) @ query.to(compute) * scale
+    dbias = None if bias is None else _reduced(dlogits, bias)
+    return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), dbias
+
+
+def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, inf: float) -> Tensor:
+    compute = compute_dtype(query, key, bias)
     logits = query.to(compute) @ key.to(compute).transpose(-1, -2) / math.sqrt(query.shape[-1])
     if bias is not None:
         logits = logits + bias.to(compute)
     if mask is not None:
         logits = logits + (mask.to(compute) - 1) * inf
-    probabilities = torch.softmax(logits, -1)
-    if keep is not None:
-        probabilities = torch.where(keep, probabilities / (1 - dropout_p), 0.0)
-    return (probabilities @ value.to(compute)).to(query.dtype)
+    return torch.softmax(logits, -1)
 
 
-def packed_attention(
-    qkv: Tensor, cu_seqlens: Tensor, dropout_p: float = 0.0, seed: Tensor | None = None
-) -> Tensor:
+def _dropped(values: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
+    return values if keep is None else torch.where(keep, values / (1 - dropout_p), 0.0)
+
+
+def _reduced(gradient: Tensor, tensor: Tensor) -> Tensor:
+    """Summed over what `tensor` was broadcast along."""
+    return gradient.sum_to_size(tensor.shape).to(tensor.dtype)
+
+
+def packed_attention(qkv: Tensor, cu_seqlens: Tensor, dropout_p: float = 0.0, seed: Tensor | None = None) -> Tensor:
     """Attention within each sequence of `qkv` [total, 3, H, D]; zeros after the last one. Reads `cu_seqlens`."""
     bounds = cu_seqlens.tolist()
     outputs = []
@@ -55,8 +90,12 @@ def packed_attention(
         query, key, value = qkv[start:end].permute(1, 2, 0, 3)
         keep = None if seed is None else dropout_keep(seed, index, qkv.shape[2], end - start, end - start, dropout_p)
         outputs.append(attention(query, key, value, keep=keep, dropout_p=dropout_p).transpose(0, 1))
-    outputs.append(qkv.new_zeros(qkv.shape[0] - bounds[-1], *qkv.shape[2:]))
-    return torch.cat(outputs)
+    return torch.cat([*outputs, zero_rows(qkv, bounds[-1])])
+
+
+def zero_rows(qkv: Tensor, end: int) -> Tensor:
+    """Outputs of the rows after the last sequence, with a gradient, which is zero too."""
+    return qkv[end:, 0].masked_fill(torch.ones((), dtype=torch.bool, device=qkv.device), 0.0)
 
 
 def dropout_keep(seed: Tensor, sequence: int, heads: int, rows: int, columns: int, dropout_p: float) -> Tensor:

@@ -44,6 +44,15 @@ def _adam(slots: Sequence[Any], hyper: dict[str, Any], flags: tuple[bool, ...]) 
     )
 
 
+def _adam_average(slots: Sequence[Any], hyper: dict[str, Any], flags: tuple[bool, ...]) -> None:
+    *adam, averages = slots
+    _adam((*adam, None), hyper, flags[:1])
+    if flags[2]:
+        torch._foreach_copy_(averages, slots[0])
+    else:
+        torch._foreach_lerp_(averages, slots[0], 1 - hyper["average_decay"])
+
+
 def _fair_decay(lr: float, weight_decay: float, step: int) -> float:
     """A weight decay whose factor float32 can hold, over many steps equal to the one asked for.
 
@@ -95,6 +104,7 @@ _FUNCTIONS: dict[Rule, Callable[..., None]] = {
     rules.ADAGRAD: _adagrad,
     rules.ADAM: _adam,
     rules.ADAM_AMSGRAD: _adam,
+    rules.ADAM_AVERAGE: _adam_average,
     rules.SGD: _sgd,
     rules.PLAIN_SGD: _sgd,
 }

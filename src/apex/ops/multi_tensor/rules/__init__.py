@@ -8,7 +8,7 @@ double precision by the `*_scalars` functions: in float32, 1 - 0.999 is off by 5
 
 from .adadelta import ADADELTA
 from .adagrad import ADAGRAD
-from .adam import ADAM, ADAM_AMSGRAD, corrections
+from .adam import ADAM, ADAM_AMSGRAD, ADAM_AVERAGE, corrections
 from .adamp import ADAMP, ADAMP_MEASURE, ADAMP_NESTEROV
 from .elementary import AXPBY, MAXIMUM, SCALE, SCALE_AFTER_SQUARE_SUM, SCALE_SQUARE_SUM, SQUARE_SUM
 from .lamb import LAMB_MOMENTS, LAMB_STEP, LAMB_UNSCALED
@@ -26,6 +26,7 @@ __all__ = [
     "ADAMP_MEASURE",
     "ADAMP_NESTEROV",
     "ADAM_AMSGRAD",
+    "ADAM_AVERAGE",
     "ADAM_UNDO",
     "ADAM_UNSCALING",
     "AXPBY",

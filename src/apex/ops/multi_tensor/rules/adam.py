@@ -1,4 +1,4 @@
-"""Adam and AdamW, with or without AMSGrad."""
+"""Adam and AdamW, with or without AMSGrad or an average of the parameters."""
 
 from __future__ import annotations
 
@@ -54,3 +54,27 @@ def _adam_scalars(
 
 ADAM = Rule("adam", _adam, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_adam_scalars)
 ADAM_AMSGRAD = Rule("adam_amsgrad", _adam, reads=(0, 1, 2, 3, 4), writes=(0, 2, 3, 4), scalars=_adam_scalars)
+
+
+def _adam_average(values, whole, scalars, FLAGS):
+    """Adam; slot 4 is an average that follows the parameter. FLAGS: as Adam's, no AMSGrad; the average starts here."""
+    p, g, m, v, _peak = _adam(values, whole, scalars, FLAGS)
+    if FLAGS[2]:
+        average = p
+    else:
+        average = values[4] + scalars[7] * (p - values[4])
+    return p, g, m, v, average
+
+
+def _adam_average_scalars(*, average_decay: float, **hyper: Any) -> tuple[Any, ...]:
+    return *_adam_scalars(**hyper), 1 - average_decay
+
+
+ADAM_AVERAGE = Rule(
+    "adam_average",
+    _adam_average,
+    reads=(0, 1, 2, 3, 4),
+    writes=(0, 2, 3, 4),
+    scalars=_adam_average_scalars,
+    helpers=(_adam,),
+)

@@ -1,0 +1,62 @@
+"""FMHA: self-attention of sequences of different lengths that lie one after the other, without padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.attention import packed, packed_attention
+
+
+class FMHAFun(torch.autograd.Function):
+    """Attention within the sequences of `qkv` [total, 3, heads, head size]: [total, heads, head size].
+
+    Sequence i is rows `cu_seqlens[i]` to `cu_seqlens[i + 1]`; none is longer than `max_s`. Probabilities are dropped
+    with probability `p_dropout` if `is_training`. With `zero_tensors`, rows after the last sequence become zeros in the
+    output and in the gradient; otherwise they may be anything.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv, cu_seqlens, p_dropout, max_s, is_training, zero_tensors):  # type: ignore[override]
+        dropout_p = p_dropout if is_training else 0.0
+        packed.check(qkv, cu_seqlens, max_s, dropout_p)
+        seed = packed.draw_seed(qkv.device) if dropout_p > 0 else None
+        return packed.forward_and_save(ctx, qkv, cu_seqlens, seed, max_s, dropout_p, zero_tensors)
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[override]
+        return packed.backward_from_saved(ctx, dout), None, None, None, None, None
+
+
+class FMHA(nn.Module):
+    """Self-attention with the sizes of a BERT configuration.
+
+    `config` has `hidden_size`, `num_attention_heads` and `attention_probs_dropout_prob`.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.p_dropout = config.attention_probs_dropout_prob
+        self.h = config.num_attention_heads
+        self.hidden_size = config.hidden_size
+        self.d = self.hidden_size // self.h
+        if self.d * self.h != self.hidden_size:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.h}; every head has as "
+                "many elements as any other"
+            )
+
+    def forward(
+        self, qkv: Tensor, cu_seqlens: Tensor, max_s: int, is_training: bool = True, zero_tensors: bool = False
+    ) -> Tensor:
+        """`qkv` [total, 3 * hidden size], queries before keys before values, to [total, hidden size]."""
+        context = packed_attention(
+            qkv.view(-1, 3, self.h, self.d),
+            cu_seqlens,
+            max_s,
+            self.p_dropout if is_training else 0.0,
+            zero_tail=zero_tensors,
+        )
+        return context.view(-1, self.hidden_size)

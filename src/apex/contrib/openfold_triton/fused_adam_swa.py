@@ -1,0 +1,250 @@
+"""FusedAdamSWA: Adam, the average of the weights, and their copies in the dtype of computation, in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, unique
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.multi_tensor import rules
+from ...optimizers._base import FusedOptimizer, Skip, check_betas, check_hyperparameters
+from ...optimizers._buckets import Bucket
+
+# The name under which a parameter's state has its average, between a step and the next one.
+_AVERAGE = "swa_param"
+
+
+@unique
+class AdamMathType(Enum):
+    """Where weight decay goes: into the gradient (`ApexAdam`, `PyTorchAdam`) or beside it (`ApexAdamW`).
+
+    `ApexAdam` and `PyTorchAdam` are two ways to write the same formula, which is evaluated in the same way here.
+    """
+
+    ApexAdam = 0
+    ApexAdamW = 1
+    PyTorchAdam = 2
+
+
+class FusedAdamSWA(FusedOptimizer):
+    """Adam on `params`, with gradients of `compute_params`, and an exponential average of the results.
+
+    - `params`: the weights that are updated, float32 say;
+    - `compute_params`: the same weights for forward and backward passes, bfloat16 say: they hold the gradients, and get
+      a copy of the updated weights;
+    - `swa_params`: the averages, average += (1 - swa_decay_rate) * (weight - average); at the first step, the weights.
+
+    The three lists match tensor by tensor; all is updated in one pass. A parameter without gradient stays as it is, and
+    its average follows all the same. Averages and their number, `swa_param_groups[0]["n_averaged"]`, are not part of
+    the state dict.
+    """
+
+    _takes_model_grads = True
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        compute_params: Iterable[Tensor],
+        swa_params: Iterable[Tensor],
+        swa_decay_rate: float,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_math_mode: AdamMathType = AdamMathType.PyTorchAdam,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        params, compute_params, swa_params = list(params), list(compute_params), list(swa_params)
+        _check_lists(params, compute_params, swa_params)
+        for name, asked in (("amsgrad", amsgrad), ("capturable", capturable), ("master_weights", master_weights)):
+            if asked:
+                raise NotImplementedError(f"FusedAdamSWA does not support {name}=True")
+        if not isinstance(adam_math_mode, AdamMathType):
+            raise ValueError(
+                f"adam_math_mode={adam_math_mode!r} is not known; it must be one of {', '.join(map(str, AdamMathType))}"
+            )
+        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas(betas)
+        if not 0.0 <= swa_decay_rate <= 1.0:
+            raise ValueError(f"swa_decay_rate={swa_decay_rate} is not in [0, 1]")
+        self.adam_math_mode = adam_math_mode
+        self.swa_decay_rate = swa_decay_rate
+        self.compute_param_groups = [{"params": compute_params}]
+        self.swa_param_groups: list[dict[str, Any]] = [{"params": swa_params, "n_averaged": 0}]
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, set_grad_none=set_grad_none)
+        self._pair_up()
+
+    def _pair_up(self) -> None:
+        params = self.param_groups[0]["params"]
+        self._computed = dict(zip(params, self.compute_param_groups[0]["params"], strict=True))
+        self._averages = dict(zip(params, self.swa_param_groups[0]["params"], strict=True))
+
+    @property
+    def _model_params(self) -> dict[Tensor, Tensor]:  # type: ignore[override]
+        """What gets the copies and has the gradients, by parameter."""
+        return self._computed
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.param_groups:
+            raise ValueError("FusedAdamSWA takes one parameter group: the lists beside it have no others")
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clears the gradients, of `compute_params` too."""
+        super().zero_grad(set_to_none)
+        frees = self.set_grad_none if set_to_none is None else set_to_none
+        for param in self.compute_param_groups[0]["params"]:
+            if param.grad is not None and frees:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.detach_().zero_()
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, grad_clip_scale: Tensor | float | None = None
+    ) -> Any:
+        """One optimization step; returns the closure's loss. Gradients are multiplied by `grad_clip_scale`."""
+        loss = self._run_closure(closure)
+        skip = self._skip_from_scaler()
+        if grad_clip_scale is not None:
+            skip = Skip(skip.noop, self._combined(skip.inverse_scale, grad_clip_scale))
+        if skip.noop is not None and self.swa_param_groups[0]["n_averaged"] == 0:
+            # An overflow, of which the host does not hear, must not leave averages without a start.
+            self._start_averages(list(self._averages))
+        self._step(skip)
+        self._average_the_rest()
+        self.swa_param_groups[0]["n_averaged"] += 1
+        return loss
+
+    def _combined(self, inverse_scale: Tensor | None, clip: Tensor | float) -> Tensor:
+        device = self.param_groups[0]["params"][0].device
+        factor = (
+            clip.detach().reshape(1).to(device, torch.float32, non_blocking=True)
+            if isinstance(clip, Tensor)
+            else torch.full((1,), clip, dtype=torch.float32, device=device)
+        )
+        return factor if inverse_scale is None else factor * inverse_scale.to(device)
+
+    def _before_plan(self, index: int, group: dict[str, Any]) -> None:
+        """Puts the averages where buckets look for state."""
+        for param, average in self._averages.items():
+            self.state[param][_AVERAGE] = average
+
+    @torch.no_grad()
+    def _start_averages(self, params: list[Tensor]) -> None:
+        torch._foreach_copy_([self._averages[param] for param in params], params)
+
+    @torch.no_grad()
+    def _average_the_rest(self) -> None:
+        """Of parameters that had no gradient."""
+        rest = [param for param, computed in self._computed.items() if computed.grad is None]
+        if rest and self.swa_param_groups[0]["n_averaged"] == 0:
+            self._start_averages(rest)
+        elif rest:
+            torch._foreach_lerp_([self._averages[param] for param in rest], rest, 1 - self.swa_decay_rate)
+
+    def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
+        return "exp_avg", "exp_avg_sq", _AVERAGE
+
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+        beta1, beta2 = group["betas"]
+        decoupled = self.adam_math_mode is AdamMathType.ApexAdamW
+        hyper = {
+            "lr": group["lr"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "step": step,
+            "bias_correction": bool(group["bias_correction"]),
+            "decoupled": decoupled,
+            "average_decay": self.swa_decay_rate,
+        }
+        bucket.lists.apply(
+            rules.ADAM_AVERAGE,
+            hyper,
+            (decoupled, False, self.swa_param_groups[0]["n_averaged"] == 0),
+            noop=skip.noop,
+            grad_scale=skip.inverse_scale,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of Adam, in the format of `torch.optim.Adam`, which loads it too."""
+        whole = super().state_dict()
+        kept = {
+            param: {name: value for name, value in state.items() if name != _AVERAGE}
+            for param, state in whole["state"].items()
+        }
+        return {**whole, "state": kept}
+
+    def __getstate__(self) -> dict[str, Any]:
+        lists = {name: getattr(self, name) for name in ("adam_math_mode", "compute_param_groups", "swa_param_groups")}
+        return {**super().__getstate__(), **lists}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._pair_up()
+
+    @classmethod
+    def from_optim(
+        cls,
+        adam_optimizer: torch.optim.Optimizer,
+        fp32_params: Iterable[Tensor],
+        bf16_params: Iterable[Tensor],
+        swa_params: Iterable[Tensor],
+        swa_decay_rate: float,
+    ) -> FusedAdamSWA:
+        """Goes on from where `torch.optim.Adam` of the same parameters stands; it has one parameter group."""
+        if len(adam_optimizer.param_groups) != 1:
+            raise ValueError(f"adam_optimizer has {len(adam_optimizer.param_groups)} parameter groups; one is accepted")
+        group = adam_optimizer.param_groups[0]
+        state_dict = adam_optimizer.state_dict()
+        steps = {int(state["step"]) for state in state_dict["state"].values() if "step" in state}
+        if len(steps) > 1:
+            raise ValueError(f"all parameters must have been updated equally often, not {sorted(steps)} times")
+        optimizer = cls(
+            fp32_params,
+            bf16_params,
+            swa_params,
+            swa_decay_rate,
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            amsgrad=group["amsgrad"],
+            adam_math_mode=AdamMathType.PyTorchAdam,
+        )
+        optimizer.load_state_dict(state_dict)
+        return optimizer
+
+
+def _check_lists(params: list[Tensor], compute_params: list[Tensor], swa_params: list[Tensor]) -> None:
+    """Raises unless the lists match, tensor by tensor."""
+    lists = {"params": params, "compute_params": compute_params, "swa_params": swa_params}
+    counts = {name: len(tensors) for name, tensors in lists.items()}
+    if len(set(counts.values())) != 1 or not params:
+        raise ValueError(f"the lists must be of one length, not empty; they have {counts}")
+    for index, (param, compute, average) in enumerate(zip(*lists.values(), strict=True)):
+        for name, tensor in (("compute_params", compute), ("swa_params", average)):
+            if not isinstance(param, Tensor) or not isinstance(tensor, Tensor):
+                raise TypeError(f"params[{index}] and {name}[{index}] must be tensors, not groups")
+            if tensor.shape != param.shape or tensor.device != param.device:
+                raise ValueError(
+                    f"{name}[{index}] has shape {list(tensor.shape)} on {tensor.device}, params[{index}] "
+                    f"{list(param.shape)} on {param.device}"
+                )
+        if average.dtype != param.dtype:
+            raise ValueError(f"swa_params[{index}] is {average.dtype}, params[{index}] {param.dtype}")

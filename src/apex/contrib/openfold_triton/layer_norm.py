@@ -1,0 +1,30 @@
+"""OpenFold's layer norm as an autograd Function."""
+
+from __future__ import annotations
+
+import torch
+
+from ...ops import norm
+
+
+class LayerNormSmallShapeOptImpl(torch.autograd.Function):
+    """Layer norm over the trailing `normalized_shape`, of any size and layout; the output has the input's dtype."""
+
+    @staticmethod
+    def forward(ctx, inputs, normalized_shape, weight, bias, eps=1e-05):  # type: ignore[override]
+        return norm.forward_and_save(
+            ctx,
+            inputs,
+            weight,
+            bias,
+            normalized_shape,
+            eps,
+            memory_efficient=False,
+            subtract_mean=True,
+            out_dtype=inputs.dtype,
+        )
+
+    @staticmethod
+    def backward(ctx, d_y):  # type: ignore[override]
+        dinputs, dweight, dbias = norm.backward_from_saved(ctx, d_y)
+        return dinputs, None, dweight, dbias, None

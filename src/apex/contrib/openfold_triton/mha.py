@@ -1,0 +1,92 @@
+"""OpenFold's attention: softmax(q k^T / sqrt(head size) + bias + (mask - 1) * inf) v.
+
+Letters: `...` batches, H heads, Q queries, K keys, C the size of a head. query is [..., H, Q, C], key and value are
+[..., H, K, C]; mask (1 to attend, 0 not to) and bias are broadcast to [..., H, Q, K]. The bias has a gradient, the mask
+has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...ops.attention import attention, biased
+from ...ops.attention.config import usual_tile
+
+_enabled = False
+
+
+def is_enabled() -> bool:
+    """Whether a model should call `AttnTri` and the functions beside it: a switch for clients, off at first."""
+    return _enabled
+
+
+def enable() -> None:
+    """Turns the switch on."""
+    global _enabled
+    _enabled = True
+
+
+def disable() -> None:
+    """Turns the switch off."""
+    global _enabled
+    _enabled = False
+
+
+def CanSchTriMHA(
+    in_shape: Sequence[int], has_bias: bool = True, inf: float = 1000000000.0, training: bool = True
+) -> bool:
+    """Whether `AttnTri` takes a query of this shape: any [..., H, Q, C], with or without bias, in either mode."""
+    return len(in_shape) >= 3 and all(size > 0 for size in in_shape)
+
+
+def schedule_triton_mha(in_shape: Sequence[int], fwd: bool = True) -> tuple[int, int, int, int]:
+    """Queries and keys of a tile, warps and stages, as the kernels use them for half precision on a large GPU.
+
+    `in_shape` is [batches, H, Q, C]. The backward pass has a kernel per gradient: this is that of keys and values.
+    """
+    return usual_tile(in_shape[-2], in_shape[-1], forward=fwd)
+
+
+class FusedAttenionCoreFunc(torch.autograd.Function):
+    """The attention as an autograd Function; without `is_training` it keeps nothing for a backward pass."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask=None, bias=None, inf=1000000000.0, is_training=True):  # type: ignore[override]
+        biased.check(q, k, v, mask, bias)
+        ctx.is_training = is_training
+        if not is_training:
+            return biased.forward(q, k, v, mask, bias, inf, saves=False)[0]
+        return biased.forward_and_save(ctx, q, k, v, mask, bias, inf)
+
+    @staticmethod
+    def backward(ctx, do):  # type: ignore[override]
+        if not ctx.is_training:
+            raise RuntimeError("FusedAttenionCoreFunc was called with is_training=False, so that it has no gradient")
+        dq, dk, dv, dbias = biased.backward_from_saved(ctx, do, ctx.needs_input_grad[4])
+        return dq, dk, dv, None, dbias, None, None
+
+
+def AttnTri(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    inf: float = 1000000000.0,
+    is_training: bool = True,
+) -> Tensor:
+    """The attention; `is_training` makes no difference, since what a backward pass needs is kept if one can follow."""
+    return attention(q, k, v, mask, bias, inf)
+
+
+def AttnBiasJIT(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, bias: Tensor, inf: float) -> Tensor:
+    """The attention with mask and bias."""
+    return attention(query, key, value, mask, bias, inf)
+
+
+def AttnNoBiasJIT(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, inf: float) -> Tensor:
+    """The attention with a mask alone."""
+    return attention(query, key, value, mask, None, inf)

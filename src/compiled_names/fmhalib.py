@@ -1,0 +1,108 @@
+"""Upstream's compiled module of this name: attention within packed sequences, without autograd.
+
+`qkv` is [total, 3, heads, head size], `cu_seqlens` the first row of each sequence and the end of the last. What `fwd`
+returns beside the output is for `bwd`: one tensor of bytes with all that the backward pass needs, in place of upstream's
+matrices of probabilities, whose memory grows with the square of the lengths.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from apex.ops.attention import packed
+
+# Parts of what is kept start at multiples of this, which lets kernels load them fastest.
+_ALIGNMENT = 16
+
+
+def fwd(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    p_dropout: float,
+    max_seq_len: int,
+    is_training: bool,
+    is_nl: bool,
+    zero_tensors: bool,
+    gen_: torch.Generator | None = None,
+) -> list[Tensor]:
+    """[output, what `bwd` needs]. `is_nl`, upstream's choice of a kernel for few sequences, makes no difference."""
+    dropout_p = p_dropout if is_training else 0.0
+    packed.check(qkv, cu_seqlens, max_seq_len, dropout_p)
+    seed = packed.draw_seed(qkv.device, gen_) if dropout_p > 0 else None
+    with torch.no_grad():
+        output, statistics = packed.forward(
+            qkv, cu_seqlens, seed, max_seq_len, dropout_p, zero_tensors, saves=is_training
+        )
+        if not is_training:
+            return [output, qkv.new_empty(0, dtype=torch.uint8)]
+        if seed is None:
+            seed = torch.zeros(1, dtype=torch.int64, device=qkv.device)
+        return [output, torch.cat([_bytes(part) for part in (seed, statistics, output)])]
+
+
+def bwd(
+    dout: Tensor,
+    qkv: Tensor,
+    softmax: Tensor,
+    cu_seqlens: Tensor,
+    p_dropout: float,
+    max_seq_len: int,
+    zero_tensors: bool,
+) -> list[Tensor]:
+    """[gradient of qkv, `softmax`], which is what `fwd` returned and stays as it is."""
+    packed.check(qkv, cu_seqlens, max_seq_len, p_dropout)
+    total, _, heads, head_dim = qkv.shape
+    layout = [
+        ((1,), torch.int64),
+        ((1, heads, total), torch.float32),
+        ((total, heads, head_dim), qkv.dtype),
+    ]
+    sizes = [_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in layout]
+    if softmax.dtype != torch.uint8 or softmax.numel() != sum(sizes):
+        raise ValueError(
+            f"softmax is {list(softmax.shape)} of {softmax.dtype}; it must be what fwd returned for this qkv with "
+            "is_training=True"
+        )
+    with torch.no_grad():
+        seed, statistics, output = (
+            part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for part, (shape, dtype) in zip(softmax.split(sizes), layout, strict=True)
+        )
+        dqkv = packed.backward(
+            dout.reshape(total, heads, head_dim),
+            qkv,
+            cu_seqlens,
+            seed if p_dropout > 0 else None,
+            output,
+            statistics,
+            max_seq_len,
+            p_dropout,
+            zero_tensors,
+        )
+    return [dqkv, softmax]
+
+
+def bwd_nl(
+    dout: Tensor,
+    qkv: Tensor,
+    softmax: Tensor,
+    cu_seqlens: Tensor,
+    p_dropout: float,
+    max_seq_len: int,
+    zero_tensors: bool,
+) -> list[Tensor]:
+    """As `bwd`; third, the gradients of keys and values [total, 1, 2, heads, head size], upstream's partial sums."""
+    dqkv, softmax = bwd(dout, qkv, softmax, cu_seqlens, p_dropout, max_seq_len, zero_tensors)
+    return [dqkv, softmax, dqkv[:, None, 1:]]
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _bytes(part: Tensor) -> Tensor:
+    values = part.contiguous().reshape(-1).view(torch.uint8)
+    return torch.nn.functional.pad(values, (0, _padded(values.numel()) - values.numel()))

@@ -1,0 +1,79 @@
+"""apex.contrib.fmha as BERT's training scripts use it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from apex.contrib.fmha import FMHA, FMHAFun
+from apex.contrib.fmha.fmha import FMHAFun as SameFMHAFun
+from apex.ops import _library
+from tests.harness import Route, routes
+from tests.ops.attention.cases import assert_close
+
+HIDDEN, HEADS = 24, 3
+
+
+def module(dropout: float = 0.0) -> FMHA:
+    return FMHA(
+        SimpleNamespace(attention_probs_dropout_prob=dropout, num_attention_heads=HEADS, hidden_size=HIDDEN)
+    )
+
+
+def by_hand(qkv: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    """Sequence by sequence, with queries, keys and values one after the other in each row."""
+    outputs = []
+    for rows in qkv.split(lengths):
+        query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(0, 1) for part in rows.chunk(3, -1))
+        weights = (query @ key.transpose(1, 2) / (HIDDEN // HEADS) ** 0.5).softmax(-1)
+        outputs.append((weights @ value).transpose(0, 1).flatten(1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_module(route: Route) -> None:
+    lengths = (5, 1, 9)
+    qkv = torch.randn(15, 3 * HIDDEN, device=route.device, requires_grad=True)
+    bounds = torch.tensor([0, 5, 6, 15], dtype=torch.int32, device=route.device)
+    dout = torch.randn(15, HIDDEN, device=route.device)
+    with _library.implementation(route.implementation):
+        output = module()(qkv, bounds, 9)
+        (gradient,) = torch.autograd.grad(output, qkv, dout)
+    wide = qkv.detach().double().cpu().requires_grad_()
+    expected = by_hand(wide, lengths)
+    assert_close(output, expected)
+    assert_close(gradient, torch.autograd.grad(expected, wide, dout.double().cpu())[0])
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("is_training", [True, False])
+def test_function(route: Route, is_training: bool) -> None:
+    """The same numbers as the module, also with dropout, which is for training only."""
+    assert SameFMHAFun is FMHAFun
+    qkv = torch.randn(8, 3, HEADS, HIDDEN // HEADS, device=route.device, requires_grad=True)
+    bounds = torch.tensor([0, 6], dtype=torch.int32, device=route.device)
+    dout = torch.randn(8, HEADS, HIDDEN // HEADS, device=route.device)
+    with _library.implementation(route.implementation):
+        torch.manual_seed(1)
+        expected = module(0.4)(qkv.flatten(1), bounds, 6, is_training, True)
+        (expected_gradient,) = torch.autograd.grad(expected, qkv, dout.flatten(1))
+        torch.manual_seed(1)
+        output = FMHAFun.apply(qkv, bounds, 0.4, 6, is_training, True)
+        (gradient,) = torch.autograd.grad(output, qkv, dout)
+        plain = FMHAFun.apply(qkv, bounds, 0.0, 6, True, True)
+    assert_close(output.flatten(1), expected)
+    assert_close(gradient, expected_gradient)
+    assert torch.equal(output, plain) is not is_training
+    assert not output[6:].any()
+    assert not gradient[6:].any()
+
+
+def test_heads_must_divide_the_hidden_size() -> None:
+    config = SimpleNamespace(attention_probs_dropout_prob=0.0, num_attention_heads=5, hidden_size=24)
+    with pytest.raises(ValueError, match="hidden_size=24"):
+        FMHA(config)
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_s=2"):
+        FMHAFun.apply(torch.zeros(4, 3, 2, 8), torch.tensor([0, 4]), 0.0, 2, True, False)

@@ -1,0 +1,284 @@
+"""Attention with mask and bias against the float64 reference, by every route, with uninitialised memory full of NaN."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from apex.ops import _library
+from apex.ops.attention import attention, biased, reference
+from tests.harness import Route, assert_equal_bits, routes
+from tests.ops.attention.cases import BIASED_CASES, LARGE_BIASED_CASES, SHARED_CASES, BiasedCase, assert_close
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+NAMES = ("dquery", "dkey", "dvalue", "dbias")
+
+
+def by_hand(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+    """An independent formula: einsum and exponentials."""
+    logits = torch.einsum("...md,...nd->...mn", query, key) / math.sqrt(query.shape[-1]) + bias
+    weights = logits.masked_fill(mask == 0, -math.inf).exp()
+    return torch.einsum("...mn,...nd->...md", weights, value) / weights.sum(-1, keepdim=True)
+
+
+def run(inputs: list[Tensor], mask: Tensor | None, dout: Tensor, function=attention) -> tuple[Tensor, tuple]:
+    """Output and gradients."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    output = function(*leaves[:3], mask, leaves[3] if len(leaves) > 3 else None)
+    return output, torch.autograd.grad(output, leaves, dout)
+
+
+def exact(inputs: list[Tensor], mask: Tensor | None, dout: Tensor) -> tuple[Tensor, tuple]:
+    wide = [t.double().cpu() for t in inputs]
+    return run(wide, None if mask is None else mask.double().cpu(), dout.double().cpu(), reference.attention)
+
+
+def check(case: BiasedCase, route: Route) -> None:
+    inputs, mask, dout = case.tensors(route.device)
+    expected, expected_gradients = exact(inputs, mask, dout)
+    with _library.implementation(route.implementation):
+        output, gradients = run(inputs, mask, dout)
+    assert output.dtype == case.dtype
+    assert_close(output, expected, "output")
+    for name, actual, wanted, given in zip(NAMES, gradients, expected_gradients, inputs, strict=False):
+        assert actual.dtype == given.dtype
+        assert_close(actual, wanted, name, case.dtype)
+
+
+def test_the_reference_is_the_formula() -> None:
+    inputs, mask, dout = BIASED_CASES[2].tensors("cpu")
+    inputs, mask, dout = [t.double() for t in inputs], mask.double(), dout.double()
+    expected, expected_gradients = run(inputs, mask, dout, by_hand)
+    actual, gradients = run(inputs, mask, dout, reference.attention)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(gradients, expected_gradients)
+    by_formula = reference.backward(dout, *inputs[:3], mask, inputs[3])
+    torch.testing.assert_close(by_formula, expected_gradients)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("case", BIASED_CASES, ids=str)
+def test_matches_reference(case: BiasedCase, route: Route) -> None:
+    check(case, route)
+
+
+@pytest.mark.parametrize("route", routes(interpreter=False))
+@pytest.mark.parametrize("case", SHARED_CASES, ids=str)
+def test_ways_to_share(case: BiasedCase, route: Route) -> None:
+    check(case, route)
+
+
+@pytest.mark.parametrize("case", SHARED_CASES[3:6], ids=str)
+def test_ways_to_share_in_the_interpreter(case: BiasedCase) -> None:
+    pytest.importorskip("triton")
+    check(case, Route("cpu", "triton"))
+
+
+@pytest.mark.parametrize("route", routes())
+def test_two_runs_give_equal_bits(route: Route) -> None:
+    case = BIASED_CASES[2] if route.device == "cpu" else LARGE_BIASED_CASES[0]
+    tensors = case.tensors(route.device)
+    with _library.implementation(route.implementation):
+        (output, gradients), (again, gradients_again) = run(*tensors), run(*tensors)
+    assert_equal_bits([output, *gradients], [again, *gradients_again])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE_BIASED_CASES, ids=str)
+def test_matches_reference_at_model_sizes(case: BiasedCase) -> None:
+    check(case, Route("cuda", "triton"))
+
+
+@pytest.mark.parametrize("route", routes())
+def test_rows_without_keys_average_all_values(route: Route) -> None:
+    """1e9 is so large that float32 forgets the logits beside it: what OpenFold's own formula gives."""
+    inputs, mask, dout = BIASED_CASES[4].tensors(route.device)
+    inputs, mask, dout = [t.float() for t in inputs], mask.float(), dout.float()
+    mask[1] = 0
+    expected, expected_gradients = run([t.cpu() for t in inputs], mask.cpu(), dout.cpu(), reference.attention)
+    with _library.implementation(route.implementation):
+        output, gradients = run(inputs, mask, dout)
+    assert_close(output[1], inputs[2][1].mean(-2, keepdim=True).expand_as(output[1]), "output")
+    assert_close(output, expected, "output")
+    for name, actual, wanted in zip(NAMES, gradients, expected_gradients, strict=True):
+        assert_close(actual, wanted, name)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_bias_of_minus_infinity(route: Route) -> None:
+    """Whole tiles of it, as a causal or a local mask has them."""
+    query, key, value = (torch.randn(1, 1, 40, 16, device=route.device) for _ in range(3))
+    bias = torch.zeros(1, 1, 40, 40, device=route.device)
+    bias[..., :33] = -math.inf
+    with _library.implementation(route.implementation):
+        output, (dquery, *_) = run([query, key, value], None, value, lambda *a: attention(*a[:3], None, bias))
+    wide = [t.double().cpu() for t in (query, key[..., 33:, :], value[..., 33:, :])]
+    expected, (expected_dquery, *_) = exact(wide, None, value)
+    assert_close(output, expected)
+    assert_close(dquery, expected_dquery)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_strided_tensors(route: Route) -> None:
+    """Heads behind lengths, as projections leave them; slices; gradients that are expanded."""
+    packed = torch.randn(2, 20, 2, 3 * 24, device=route.device)
+    query, key, value = packed[..., 3:51].transpose(1, 2).unflatten(-1, (3, 16)).unbind(-2)
+    bias = torch.randn(20, 20, 2, device=route.device).permute(2, 0, 1)[None]
+    mask = (torch.rand(20, 2, device=route.device) > 0.3).t()[:, None, None].float()
+    mask[..., 0] = 1
+    dout = torch.ones((), device=route.device).expand(2, 2, 20, 16)
+    expected, expected_gradients = exact([query, key, value, bias], mask, dout)
+    with _library.implementation(route.implementation):
+        output, gradients = run([query, key, value, bias], mask, dout)
+    assert_close(output, expected, "output")
+    for name, actual, wanted in zip(NAMES, gradients, expected_gradients, strict=True):
+        assert_close(actual, wanted, name)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_the_output_is_laid_out_like_the_query(route: Route) -> None:
+    """So that heads can be joined again without a copy."""
+    query, key, value = (torch.randn(3, 20, 2, 16, device=route.device).transpose(1, 2) for _ in range(3))
+    with _library.implementation(route.implementation):
+        output = attention(query, key, value, None, torch.zeros(1, 2, 20, 20, device=route.device))
+    if route.implementation == "triton":
+        assert output.transpose(1, 2).is_contiguous()
+    output.add_(1)  # is no view that autograd would guard
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("shape", [(0, 2, 4, 8), (2, 2, 0, 8)])
+def test_empty(route: Route, shape: tuple[int, ...]) -> None:
+    query, key, value = (torch.empty(shape, device=route.device, requires_grad=True) for _ in range(3))
+    with _library.implementation(route.implementation):
+        output = attention(query, key, value, torch.ones(shape[-2], device=route.device))
+        gradients = torch.autograd.grad(output.sum(), (query, key, value))
+    assert output.shape == shape
+    assert all(gradient.shape == shape for gradient in gradients)
+
+
+@pytest.mark.parametrize("route", routes(interpreter=False))
+def test_masks_of_other_dtypes(route: Route) -> None:
+    inputs, mask, _ = BIASED_CASES[2].tensors(route.device)
+    with _library.implementation(route.implementation):
+        expected = attention(*inputs[:3], mask, inputs[3])
+        for dtype in (torch.bool, torch.int64, torch.float64):
+            assert_close(attention(*inputs[:3], mask.to(dtype), inputs[3]), expected)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_frozen_bias_costs_no_launch(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("apex.ops.attention.launches.backward_bias", lambda *arguments: pytest.fail("launched"))
+    inputs, mask, dout = BIASED_CASES[2].tensors(route.device)
+    query = inputs[0].requires_grad_()
+    with _library.implementation(route.implementation):
+        output = attention(query, *inputs[1:3], mask, inputs[3])
+        assert torch.autograd.grad(output, query, dout)[0].shape == query.shape
+
+
+@pytest.mark.parametrize("route", routes())
+def test_inputs_stay_as_they_are(route: Route) -> None:
+    inputs, mask, dout = BIASED_CASES[3].tensors(route.device)
+    before = [t.clone() for t in (*inputs, mask, dout)]
+    with _library.implementation(route.implementation):
+        run(inputs, mask, dout)
+    assert_equal_bits([*inputs, mask, dout], before)
+
+
+def double_inputs() -> tuple[Tensor, ...]:
+    shapes = ((2, 1, 3, 4), (2, 1, 5, 4), (2, 1, 5, 4), (1, 1, 3, 5))
+    return tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+
+
+def test_gradcheck() -> None:
+    mask = torch.tensor([1.0, 1, 0, 1, 1], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda q, k, v, b: attention(q, k, v, mask, b), double_inputs())
+
+
+@pytest.mark.parametrize("route", routes())
+def test_second_derivative(route: Route) -> None:
+    """Of the autograd node itself, which the public function takes where there are kernels."""
+    inputs = [t.detach().float().to(route.device).requires_grad_() for t in double_inputs()]
+    mask = torch.tensor([1.0, 1, 0, 1, 1], device=route.device)
+
+    def second(function, inputs, mask):
+        output = function(*inputs[:3], mask, inputs[3], 1e9)
+        first = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
+
+    with _library.implementation(route.implementation):
+        actual = second(biased.AttentionFunction.apply, inputs, mask)
+    wide = [t.detach().cpu().double().requires_grad_() for t in inputs]
+    for a, e in zip(actual, second(reference.attention, wide, mask.double().cpu()), strict=True):
+        assert_close(a, e)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(route: Route, use_reentrant: bool) -> None:
+    inputs, mask, dout = BIASED_CASES[2].tensors(route.device)
+    leaves = [t.requires_grad_() for t in inputs]
+    with _library.implementation(route.implementation):
+        _, plain = run(inputs, mask, dout)
+        output = checkpoint(lambda q, k, v, b: attention(q, k, v, mask, b), *leaves, use_reentrant=use_reentrant)
+        output.backward(dout)
+    assert_equal_bits([t.grad for t in leaves], plain)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_autocast_computes_in_its_dtype(route: Route) -> None:
+    inputs, mask, dout = BIASED_CASES[2].tensors(route.device)
+    half = [t.to(torch.bfloat16) for t in inputs[:3]]
+    with _library.implementation(route.implementation):
+        expected = attention(*half, mask, inputs[3])
+        with torch.autocast(route.device, dtype=torch.bfloat16):
+            output, gradients = run(inputs, mask, dout.to(torch.bfloat16))
+    assert output.dtype == torch.bfloat16
+    assert_close(output, expected)
+    assert all(g.dtype == torch.float32 for g in gradients)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": (8, 4)}, "query and key"),
+        ({"key": (2, 3, 6, 8)}, "differ in their length only"),
+        ({"value": (2, 2, 7, 8)}, "value has shape"),
+        ({"mask": (3, 1, 1, 6)}, "mask has shape"),
+        ({"bias": (1, 2, 2, 5, 6)}, "bias has shape"),
+    ],
+)
+def test_shapes_that_do_not_fit(changes: dict, message: str) -> None:
+    shapes = {"query": (2, 2, 5, 8), "key": (2, 2, 6, 8), "value": (2, 2, 6, 8), **changes}
+    with pytest.raises(ValueError, match=message):
+        attention(**{name: torch.zeros(shape) for name, shape in shapes.items()})
+
+
+def test_dtypes_that_do_not_fit() -> None:
+    query, key, value = (torch.zeros(1, 2, 5, 8) for _ in range(3))
+    with pytest.raises(TypeError, match=r"key is torch.float16"):
+        attention(query, key.half(), value)
+    with pytest.raises(TypeError, match="floating-point"):
+        attention(query.int(), key.int(), value.int())
+    with pytest.raises(ValueError, match="value is on meta"):
+        attention(query, key, value.to("meta"))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    """Queries and logits both; only the last batch is looked at."""
+    batches, length, head = (1 << 31) // (256 * 64) + 3, 256, 64
+    query = torch.randn(batches, 1, length, head, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(1, 1, length, length, device="cuda", dtype=torch.bfloat16)
+    output, statistics = biased.forward(query, query, query, None, bias, 1e9)
+    dquery, dkey, dvalue, _ = biased.backward(
+        query, query, query, query, None, bias, output, statistics, 1e9, bias_grad=False
+    )
+    last = query[-1:]
+    expected, gradients = exact([last, last, last, bias], None, last)
+    assert_close(output[-1:], expected)
+    for actual, wanted in zip((dquery, dkey, dvalue), gradients, strict=False):
+        assert_close(actual[-1:], wanted)
