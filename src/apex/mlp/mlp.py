@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -45,7 +46,7 @@ class MLP(nn.Module):
         self.num_layers = len(mlp_sizes) - 1
         self.bias = 1 if bias else 0
         self.activation = ACTIVATIONS.index(activation)
-        for layer, (ins, outs) in enumerate(zip(mlp_sizes[:-1], mlp_sizes[1:], strict=True)):
+        for layer, (ins, outs) in enumerate(itertools.pairwise(mlp_sizes)):
             self.register_parameter(f"weight_{layer}", nn.Parameter(torch.empty(outs, ins)))
             if bias:
                 self.register_parameter(f"bias_{layer}", nn.Parameter(torch.empty(outs)))

@@ -13,7 +13,6 @@ from torch.nn import functional
 from apex.ops import _library, dense
 from apex.ops.dense import op, reference
 from apex.ops.dense.autograd import composed_mlp
-from apex.ops.dense.launches import triton_bias_gradient
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -121,13 +120,6 @@ def test_strided_and_unaligned(route: Route) -> None:
     assert torch.equal(dy, kept)
 
 
-@pytest.mark.parametrize("route", [route for route in routes() if "triton" in str(route.values[0])])
-def test_bias_gradient_alone(route: Route) -> None:
-    dy = random(70, 37, dtype=torch.float16, device=route.device)
-    for gradient in (dy, dy.t()):
-        assert_close(triton_bias_gradient(gradient), gradient.double().sum(0), reduction=70)
-
-
 def check_dense_gelu_dense(
     rows: int, sizes: tuple[int, int, int], dtype: torch.dtype, bias: bool, route: Route, leading: tuple[int, ...] = ()
 ) -> None:
@@ -167,8 +159,30 @@ def check_dense_gelu_dense(
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_dense_gelu_dense(dtype: torch.dtype, bias: bool, route: Route) -> None:
-    check_dense_gelu_dense(70, (33, 100, 17), dtype, bias, route)
+@pytest.mark.parametrize("sizes", [(33, 100, 17), (40, 104, 16)], ids=["odd", "rows of 16 bytes"])
+def test_dense_gelu_dense(sizes: tuple[int, int, int], dtype: torch.dtype, bias: bool, route: Route) -> None:
+    check_dense_gelu_dense(70, sizes, dtype, bias, route)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "torch", "triton"])
+def test_where_the_product_with_gelu_is_used(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By size, dtype and alignment; asked for, by the latter two alone."""
+    monkeypatch.setattr(op, "_has_descriptors", lambda device: True)
+    monkeypatch.setattr(_library, "runs_triton", lambda family, tensor: implementation != "torch")
+    monkeypatch.setattr(op, "PRODUCT_FROM", 64 * 64 * 64)
+    large, small = torch.randn(64, 64).half(), torch.randn(32, 64).half()
+    shifted = torch.randn(64 * 64 + 1).half()[1:].view(64, 64)
+
+    def used(left: Tensor, right: Tensor, columns: int = 64) -> bool:
+        return op._product(left, right, columns, False, True, True) is not None
+
+    with _library.implementation(implementation):
+        assert used(large, large) == (implementation != "torch")
+        assert used(small, large) == (implementation == "triton")
+        for unfit in (large.float(), large.t(), shifted, large[:, :60].contiguous()):
+            assert not used(unfit, large)
+        assert not used(large, shifted)
+        assert not used(large, large, columns=68)
 
 
 @pytest.mark.parametrize("route", routes())

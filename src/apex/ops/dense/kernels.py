@@ -8,14 +8,13 @@ import triton.language as tl
 
 from .._launch import kernel
 
-NONE = tl.constexpr(0)
 RELU = tl.constexpr(1)
 SIGMOID = tl.constexpr(2)
 GELU = tl.constexpr(3)
 
 
 @triton.jit
-def _gelu_slope(x):
+def gelu_slope(x):
     """The derivative of x * s with s = sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x**3)), the tanh form of gelu."""
     # Beyond 10 it is 0 or 1 to the last digit, and its terms may overflow. Not by tl.clamp: NaN must stay NaN.
     x = tl.where(x > 10.0, 10.0, x)
@@ -40,11 +39,10 @@ def activation_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """The gradient before an activation, and sums of it over the rows that a program walks: the bias gradient.
 
-    `saved` is the activation's output, for gelu its input; without activation there are only sums. `dz` may be `dy`.
+    `saved` is the activation's output, for gelu its input. `dz` may be `dy`.
     A program has BLOCK columns and `rows_per_program` rows (a multiple of ROWS) and writes its own row of `partials`.
     FULL: no row or column needs a mask.
     """
@@ -53,21 +51,20 @@ def activation_backward(
     first = group * rows_per_program
     last = tl.minimum(first + rows_per_program, rows)
     sums = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in tl.range(first, last, ROWS, num_stages=STAGES):
+    for start in tl.range(first, last, ROWS):
         row = start + tl.arange(0, ROWS)
         offset = row.to(tl.int64)[:, None] * columns + column[None, :]
         mask = None if FULL else (row < rows)[:, None] & (column < columns)[None, :]
         zero = None if FULL else 0.0
         gradient = tl.load(dy + offset, mask=mask, other=zero).to(tl.float32)
-        if ACTIVATION != NONE:
-            value = tl.load(saved + offset, mask=mask, other=zero).to(tl.float32)
-            if ACTIVATION == RELU:
-                gradient = tl.where(value <= 0.0, 0.0, gradient)
-            elif ACTIVATION == SIGMOID:
-                gradient = gradient * value * (1.0 - value)
-            else:
-                gradient = gradient * _gelu_slope(value)
-            tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask=mask)
+        value = tl.load(saved + offset, mask=mask, other=zero).to(tl.float32)
+        if ACTIVATION == RELU:
+            gradient = tl.where(value <= 0.0, 0.0, gradient)
+        elif ACTIVATION == SIGMOID:
+            gradient = gradient * value * (1.0 - value)
+        else:
+            gradient = gradient * gelu_slope(value)
+        tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask=mask)
         if BIAS_GRAD:
             sums += gradient
     if BIAS_GRAD:
@@ -101,12 +98,13 @@ def accumulate_weight_gradient(
     BLOCK_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BAND: tl.constexpr,
+    FULL: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """d_weight[outs, ins] += d_output[rows, outs]^T input[rows, ins], for a PyTorch that has no such product.
 
-    Tiles are walked in bands of BAND tile rows, so that programs of one wave share what they read. WIDEN: for Triton's
-    interpreter, which takes bfloat16 for integers in a product.
+    Tiles are walked in bands of BAND tile rows, so that programs of one wave share what they read. FULL: nothing needs
+    a mask. WIDEN: for Triton's interpreter, which takes bfloat16 for integers in a product.
     """
     program = tl.program_id(0)
     tiles_in = tl.cdiv(ins, BLOCK_IN)
@@ -120,13 +118,15 @@ def accumulate_weight_gradient(
     for start in tl.range(0, rows, BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         wide = row.to(tl.int64)[:, None]
-        there = (row < rows)[:, None]
-        gradient = tl.load(d_output + wide * outs + out[None, :], mask=there & (out < outs)[None, :], other=0.0)
-        value = tl.load(input + wide * ins + column[None, :], mask=there & (column < ins)[None, :], other=0.0)
+        zero = None if FULL else 0.0
+        out_mask = None if FULL else (row < rows)[:, None] & (out < outs)[None, :]
+        in_mask = None if FULL else (row < rows)[:, None] & (column < ins)[None, :]
+        gradient = tl.load(d_output + wide * outs + out[None, :], mask=out_mask, other=zero)
+        value = tl.load(input + wide * ins + column[None, :], mask=in_mask, other=zero)
         if WIDEN:
             gradient = gradient.to(tl.float32)
             value = value.to(tl.float32)
         product = tl.dot(tl.trans(gradient), value, product)
     place = d_weight + out.to(tl.int64)[:, None] * ins + column[None, :]
-    mask = (out < outs)[:, None] & (column < ins)[None, :]
+    mask = None if FULL else (out < outs)[:, None] & (column < ins)[None, :]
     tl.store(place, tl.load(place, mask=mask) + product, mask=mask)

@@ -1,7 +1,8 @@
 """The parts of dense layers, without autograd: which implementation runs, given tensors that were found fit.
 
 Matrix products are PyTorch's, whose epilogues add the bias and apply relu (and, where no gradient is wanted, gelu).
-What they leave undone, the gradients of an activation and of a bias in one pass, is a kernel.
+What they leave undone is done by kernels: the gradients of an activation and of a bias in one pass, and for large
+layers on a Hopper GPU a product with gelu, or with its gradient, in the epilogue.
 """
 
 from __future__ import annotations
@@ -13,23 +14,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .. import _library
-from .launches import triton_accumulate, triton_activation_backward
+from .. import _device, _library
+from .launches import (
+    ActivationPlan,
+    ProductPlan,
+    activation_plan,
+    product_plan,
+    triton_accumulate,
+    triton_activation_backward,
+)
 from .reference import ACTIVATIONS
 from .self_check import self_check
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# Below this many elements the host is the limit, and PyTorch's operators are quicker than two launches.
-NATIVE_BELOW = 1 << 20
+# Multiplications from which on our product with gelu is quicker than PyTorch's product and a pass after it.
+PRODUCT_FROM = 1 << 36
 
 FAMILY = _library.register_family(
-    _library.OpFamily(
-        "dense",
-        "dense layers, gelu, MLP: gradients of activation and bias in one pass",
-        self_check,
-        small_inputs=f"PyTorch's operators below {NATIVE_BELOW:,} elements",
-    )
+    _library.OpFamily("dense", "dense layers, gelu, MLP: activations and their gradients fused", self_check)
 )
 
 
@@ -65,25 +68,112 @@ def activated_linear(input: Tensor, weight: Tensor, bias: Tensor | None, activat
     return output.sigmoid_() if activation == "sigmoid" else gelu(output)
 
 
+def gelu_linear(input: Tensor, weight: Tensor, bias: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """gelu of a layer's output, and with `keep` that output, which the backward pass needs; of two dimensions."""
+    if torch.compiler.is_compiling():
+        active, hidden = torch.ops.apex.gelu_linear(input, weight, bias, keep)
+        return active, hidden if keep else None
+    return gelu_linear_now(input, weight, bias, keep)
+
+
+def gelu_linear_now(input: Tensor, weight: Tensor, bias: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
+    plan = _product(input, weight, weight.shape[0], False, bias is not None, keep)
+    if plan is not None:
+        return plan.forward(input, weight, bias, keep)
+    if not keep:
+        return activated_linear(input, weight, bias, "gelu"), None
+    hidden = functional.linear(input, weight, bias)
+    return gelu(hidden), hidden
+
+
+def gelu_linear_backward(dy: Tensor, weight: Tensor, hidden: Tensor, bias_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """The gradients of `hidden` and of the bias behind it, given that of `gelu(hidden)` times `weight`, transposed."""
+    if torch.compiler.is_compiling():
+        dhidden, dbias = torch.ops.apex.gelu_linear_backward(dy, weight, hidden, bias_grad)
+        return dhidden, dbias if bias_grad else None
+    return gelu_linear_backward_now(dy, weight, hidden, bias_grad)
+
+
+def gelu_linear_backward_now(
+    dy: Tensor, weight: Tensor, hidden: Tensor, bias_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    plan = _product(dy, weight, weight.shape[1], True, bias_grad, False)
+    if plan is not None and hidden.is_contiguous():
+        return plan.backward(dy, weight, hidden)
+    return activation_backward_now(dy.mm(weight), hidden, "gelu", bias_grad, in_place=True)
+
+
+def _product(left: Tensor, right: Tensor, columns: int, backward: bool, bias: bool, keep: bool) -> ProductPlan | None:
+    """The plan for our own product, where it can run and is the quicker way."""
+    rows, depth = left.shape
+    size = rows * columns * depth
+    requested = _library.requested()
+    if not (size >= PRODUCT_FROM or (requested == "triton" and size)):
+        return None
+    device = left.device
+    if (
+        left.dtype in _HALF
+        and columns % 8 == 0
+        and depth % 8 == 0
+        and left.is_contiguous()
+        and right.is_contiguous()
+        and left.data_ptr() % 16 == 0
+        and right.data_ptr() % 16 == 0
+        and _has_descriptors(device)
+        and _library.runs_triton(FAMILY, left)
+    ):
+        return product_plan(rows, columns, depth, left.dtype, backward, bias, keep, device, _device.facts(device))
+    return None
+
+
+@functools.cache
+def _has_descriptors(device: torch.device) -> bool:
+    """Whether tensor descriptors are executed by hardware that the product was measured on, or by the interpreter."""
+    if _library.triton_problem() is not None:
+        return False
+    import triton
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 4):
+        return False
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def plan_activation_backward(output: Tensor, activation: str, bias_grad: bool) -> ActivationPlan | None:
+    """How `activation_backward` will run for gradients like `output`, where that is by a kernel."""
+    if activation == "none" or not output.numel() or torch.compiler.is_compiling():
+        return None
+    return activation_plan(output, activation, bias_grad) if _library.runs_triton(FAMILY, output) else None
+
+
 def activation_backward(
-    dy: Tensor, saved: Tensor, activation: str, bias_grad: bool, in_place: bool = False
+    dy: Tensor,
+    saved: Tensor | None,
+    activation: str,
+    bias_grad: bool,
+    in_place: bool = False,
+    plan: ActivationPlan | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients before an activation, and of the bias before that, without autograd; all of two dimensions.
 
-    `saved` is the activation's output, for gelu its input. With `in_place`, `dy` may be overwritten.
+    `saved` is the activation's output, for gelu its input, None without activation. With `in_place`, `dy` may be
+    overwritten. `plan` is what `plan_activation_backward` gave for the same arguments.
     """
+    if activation == "none" or saved is None:
+        return dy, dy.sum(0) if bias_grad else None
     if torch.compiler.is_compiling():
         dz, dbias = torch.ops.apex.activation_backward(dy, saved, activation, bias_grad)
         return dz, dbias if bias_grad else None
+    if plan is not None:
+        return triton_activation_backward(dy, saved, activation, bias_grad, in_place, plan)
     return activation_backward_now(dy, saved, activation, bias_grad, in_place)
 
 
 def activation_backward_now(
     dy: Tensor, saved: Tensor, activation: str, bias_grad: bool, in_place: bool
 ) -> tuple[Tensor, Tensor | None]:
-    if activation == "none":
-        return dy, dy.sum(0) if bias_grad else None
-    if dy.dtype == saved.dtype and _launchable(dy) and _library.runs_triton(FAMILY, dy):
+    if dy.numel() and dy.dtype == saved.dtype and _library.runs_triton(FAMILY, dy):
         return triton_activation_backward(dy, saved, activation, bias_grad, in_place)
     if dy.dtype in _HALF and not dy.is_cuda:  # PyTorch on the CPU would round every step of a sigmoid's gradient
         dz, dbias = activation_backward_now(dy.float(), saved.float(), activation, bias_grad, in_place)
@@ -95,11 +185,6 @@ def activation_backward_now(
     else:
         dz = torch.ops.aten.gelu_backward(dy, saved, approximate="tanh")
     return dz, dz.sum(0) if bias_grad else None
-
-
-def _launchable(tensor: Tensor) -> bool:
-    numel = tensor.numel()
-    return numel >= NATIVE_BELOW or (numel > 0 and _library.requested() == "triton")
 
 
 def wgrad_gemm_accum(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
@@ -201,10 +286,18 @@ def check_mlp(
         raise ValueError(
             f"got {len(weights)} weights and {len(biases)} biases; use one weight or more, and as many biases or none"
         )
-    width = check_input(input)
+    width, dtype = check_input(input), input.dtype
     for layer, weight in enumerate(weights):
-        names = (f"weight {layer}", f"bias {layer}")
-        width = check_layer(input, width, weight, biases[layer] if biases else None, names, same_dtype=same_dtype)
+        bias = biases[layer] if biases else None
+        shape = weight.shape
+        if not (  # the quick questions first
+            len(shape) == 2
+            and shape[1] == width
+            and (bias is None or bias.shape == shape[:1])
+            and (not same_dtype or (weight.dtype == dtype and (bias is None or bias.dtype == dtype)))
+        ):
+            check_layer(input, width, weight, bias, (f"weight {layer}", f"bias {layer}"), same_dtype=same_dtype)
+        width = shape[0]
 
 
 def _check_accumulation(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
