@@ -445,6 +445,21 @@ def test_zero_grad() -> None:
             assert all(param.grad is not None and not param.grad.any() for param in params)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_zero_grad_of_an_optimizer_that_keeps_zeros(level: str) -> None:
+    """Where masters have the sums, zeros for the model's own gradients would be for nothing."""
+    model = small_model()
+    model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.1, momentum=0.9), opt_level=level)
+    train(model, optimizer, 1)
+    optimizer.zero_grad()
+    kept = [param.grad is not None for param in model.parameters()]
+    assert kept == ([True] * 5 if level == "O1" else [False, True, True, False, False])
+    assert not any(param.grad.any() for param in model.parameters() if param.grad is not None)
+    before = values(model.parameters())
+    train(model, optimizer, 1)
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 def test_a_step_after_backward_without_scale_loss() -> None:
     model = small_model()
     model, optimizer = quiet(model, FusedAdam([*model[0].parameters()], lr=0.1), opt_level="O2")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.multi_tensor import scale
+from ..ops.multi_tensor import scale, zero
 from . import _casting
 from ._amp_state import _amp_state
 from ._combined import CombinedGradients
@@ -235,19 +235,20 @@ def _check_gradients(stash: AmpOptimizerState) -> None:
 def _zero_grad(self: Any, set_to_none: bool | None = None) -> None:
     """Clears the gradients of parameters and masters; frees them unless the optimizer or the caller wants zeros."""
     stash: AmpOptimizerState = self._amp_stash
-    if set_to_none is None:
-        set_to_none = bool(getattr(innermost(self), "set_grad_none", True))
+    wants_zeros = not (getattr(innermost(self), "set_grad_none", True) if set_to_none is None else set_to_none)
     stash.stashed = {}
     stash.params_have_scaled_gradients = False
-    if stash.combined is not None and not set_to_none:
-        stash.combined.zero()
-    for param in (*stash.model_params, *stash.all_fp32_from_fp16_params, *stash.frozen):
-        if param.grad is None:
-            continue
-        if set_to_none:
+    params = [*stash.model_params, *stash.all_fp32_from_fp16_params, *stash.frozen]
+    if wants_zeros and set_to_none is None and stash.combined is None and not stash.optimizer_unscales:
+        # The next backward pass would drop these zeros unread: masters have the sums.
+        for param in stash.all_fp16_params:
             param.grad = None
-        else:
-            param.grad = param.grad.detach().zero_()
+    if wants_zeros and stash.combined is not None:
+        stash.combined.zero()
+    for param in params:
+        if param.grad is not None:
+            param.grad = param.grad.detach() if wants_zeros else None
+    zero(param.grad for param in params if param.grad is not None)
 
 
 def _group_adder(add_param_group: Callable[[dict[str, Any]], None]) -> Callable[..., None]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from ..ops.multi_tensor import zero
 from ._buckets import MASTER, Bucket, GroupPlan, local
 from ._checkpoints import load_state, saved_state
 
@@ -261,7 +262,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears the gradients; frees them by default if the optimizer was made with `set_grad_none`."""
-        super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
+        if self.set_grad_none if set_to_none is None else set_to_none:
+            super().zero_grad(set_to_none=True)
+            return
+        gradients = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+        for gradient in gradients:
+            gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
+        zero(gradients)
 
     @property
     def _dummy_overflow_buf(self) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from apex.ops import _library
-from apex.ops.multi_tensor import axpby, l2norm, lists, max_norm, scale, update_scale_hysteresis
+from apex.ops.multi_tensor import axpby, l2norm, lists, max_norm, scale, update_scale_hysteresis, zero
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -92,6 +92,14 @@ def test_noop_flag_turns_work_off(route: Route) -> None:
     with _library.implementation(route.implementation):
         scale(inputs, outputs, 2.0, noop=flag)
     assert_equal_bits(outputs, before)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_zero(device: str) -> None:
+    sparse = torch.eye(3, device=device).to_sparse()
+    tensors = [*make(device), *make(device, torch.float16), torch.ones(4, 2, device=device).t(), sparse]
+    zero(tensor for tensor in tensors)
+    assert not any(tensor.to_dense().any() for tensor in tensors)
 
 
 @pytest.mark.parametrize("route", routes())

@@ -5,7 +5,7 @@ elementary passes.
 """
 
 from .lists import Lists, make_lists
-from .op import axpby, l2norm, max_norm, scale, update_scale_hysteresis
+from .op import axpby, l2norm, max_norm, scale, update_scale_hysteresis, zero
 from .rule import Rule
 
-__all__ = ["Lists", "Rule", "axpby", "l2norm", "make_lists", "max_norm", "scale", "update_scale_hysteresis"]
+__all__ = ["Lists", "Rule", "axpby", "l2norm", "make_lists", "max_norm", "scale", "update_scale_hysteresis", "zero"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,19 @@ def _counters(culprits: Tensor | None, indices: Sequence[int], device: torch.dev
     counters = torch.zeros(len(indices), 2, dtype=torch.int32, device=device)
     yield counters
     culprits[torch.tensor(indices, device=culprits.device)] += counters.to(culprits.device)
+
+
+@torch.no_grad()
+def zero(tensors: Iterable[Tensor]) -> None:
+    """Zeroes tensors of any kind: a call of PyTorch's for all of one dtype and device, not one for each."""
+    alike: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            tensor.zero_()
+        else:
+            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for group in alike.values():
+        torch._foreach_zero_(group)
 
 
 @torch.no_grad()
