@@ -68,7 +68,9 @@ def _self_forward(
 ):
     dropout = float(dropout_prob) if is_training else 0.0
     weights = input_weights, output_weights, input_biases, output_biases
-    outputs, packed, core = explicit.self_forward(inputs, *weights, int(heads), _scale(inputs, heads), mask, dropout)
+    outputs, packed, core = explicit.self_forward(
+        inputs, *weights, heads=int(heads), scale=_scale(inputs, heads), mask=mask, dropout=dropout
+    )
     return outputs, packed, core, core.kept(dropout)
 
 
@@ -226,7 +228,7 @@ def encdec_multihead_attn_forward(
     dropout = float(dropout_prob) if is_training else 0.0
     tensors = inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, None, None, None
     outputs, projected, packed, core = explicit.encdec_forward(
-        *tensors, int(heads), _scale(inputs_q, heads), mask, dropout
+        *tensors, heads=int(heads), scale=_scale(inputs_q, heads), mask=mask, dropout=dropout
     )
     return [projected, packed, core.probabilities, core.dropped, core.kept(dropout), core.context, outputs]
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,13 +45,13 @@ class Setting:
 
 
 # What is timed may draw random numbers and be in half precision; what is checked is small and exact.
-CHECKED = {"length": 24, "batch": 3, "width": 64, "heads": 4, "dropout": 0.0, "dtype": torch.float32}
+CHECKED: dict[str, Any] = {"length": 24, "batch": 3, "width": 64, "heads": 4, "dropout": 0.0, "dtype": torch.float32}
 
 
 class ByHand(nn.Module):
     """What one writes around `F.scaled_dot_product_attention`, with the parameters and masks of our modules."""
 
-    def __init__(self, setting: Setting, ours: nn.Module) -> None:
+    def __init__(self, setting: Setting, ours: Any) -> None:
         super().__init__()
         width = setting.width
         self.setting = setting
@@ -67,7 +68,7 @@ class ByHand(nn.Module):
             self.norm = nn.LayerNorm(width)
             self.norm.weight, self.norm.bias = ours.lyr_nrm_gamma_weights, ours.lyr_nrm_beta_weights
 
-    def _split(self, packed: Tensor, parts: int) -> list[Tensor]:
+    def _split(self, packed: Tensor, parts: int) -> list:
         shape = (*packed.shape[:2], self.setting.heads, parts, self.size)
         return [part.permute(1, 2, 0, 3) for part in packed.view(shape).unbind(3)]
 
@@ -75,14 +76,14 @@ class ByHand(nn.Module):
         setting = self.setting
         inputs = self.norm(query) if setting.norm_add else query
         if setting.encdec:
-            parts = self._split(self.first(inputs), 1) + self._split(self.second(key), 2)
+            q, k, v = self._split(self.first(inputs), 1) + self._split(self.second(key), 2)
         else:
-            parts = self._split(self.first(inputs), 3)
+            q, k, v = self._split(self.first(inputs), 3)
         seen = None if mask is None else ~mask
         if setting.mask == "padding" and seen is not None:
             seen = seen[:, None, None, :]
         context = F.scaled_dot_product_attention(
-            *parts, attn_mask=seen, dropout_p=setting.dropout, is_causal=setting.mask == "causal"
+            q, k, v, attn_mask=seen, dropout_p=setting.dropout, is_causal=setting.mask == "causal"
         )
         outputs = self.out(context.permute(2, 0, 1, 3).reshape(query.shape))
         return query + F.dropout(outputs, setting.dropout) if setting.norm_add else outputs

@@ -16,6 +16,11 @@ CAUSAL = "causal"
 class MultiheadAttnBase(nn.Module):
     """Settings by upstream's names; parameters are the subclasses' matter, but for those of the layer norm."""
 
+    lyr_nrm_gamma_weights: Parameter
+    lyr_nrm_beta_weights: Parameter
+    lyr_nrm: FusedLayerNorm | None
+    out_proj_bias: Parameter | None
+
     def __init__(
         self, embed_dim: int, num_heads: int, dropout: float, bias: bool, include_norm_add: bool, impl: str
     ) -> None:

@@ -21,6 +21,9 @@ class EncdecMultiheadAttn(MultiheadAttnBase):
     biases) or 'default' (step by step).
     """
 
+    in_proj_bias_q: Parameter | None
+    in_proj_bias_kv: Parameter | None
+
     def __init__(
         self,
         embed_dim: int,
@@ -48,8 +51,9 @@ class EncdecMultiheadAttn(MultiheadAttnBase):
         nn.init.xavier_uniform_(self.in_proj_weight_kv, gain=math.sqrt(1.5))
         nn.init.xavier_uniform_(self.out_proj_weight)
         if self.bias:
-            for bias in (self.in_proj_bias_q, self.in_proj_bias_kv, self.out_proj_bias):
-                nn.init.zeros_(bias)
+            for name, parameter in self.named_parameters(recurse=False):
+                if "bias" in name:
+                    nn.init.zeros_(parameter)
         self._reset_norm()
 
     def forward(

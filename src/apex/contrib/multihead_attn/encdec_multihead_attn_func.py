@@ -39,7 +39,9 @@ class EncdecAttnFunc(torch.autograd.Function):
         biases = input_biases_q, input_biases_kv, output_biases
         tensors = explicit.in_autocast_dtype(inputs_q, inputs_kv, *weights, *biases)
         cover = multihead.make_mask(mask, use_time_mask, additive=False)
-        outputs, projected, packed, core = explicit.encdec_forward(*tensors, heads, scale, cover, dropout)
+        outputs, projected, packed, core = explicit.encdec_forward(
+            *tensors, heads=heads, scale=scale, mask=cover, dropout=dropout
+        )
         results = projected, packed, core.context, core.probabilities, core.dropped, core.noise
         ctx.save_for_backward(*tensors[:5], *results)
         ctx.settings = heads, scale, dropout, input_biases_q is not None

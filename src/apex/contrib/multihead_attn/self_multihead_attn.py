@@ -22,6 +22,15 @@ class SelfMultiheadAttn(MultiheadAttnBase):
     (PyTorch's fused attention) or 'default' (step by step).
     """
 
+    in_proj_weight: Parameter
+    in_proj_bias: Parameter | None
+    q_weight: Parameter
+    k_weight: Parameter
+    v_weight: Parameter
+    q_bias: Parameter
+    k_bias: Parameter
+    v_bias: Parameter
+
     def __init__(
         self,
         embed_dim: int,
@@ -101,9 +110,9 @@ class SelfMultiheadAttn(MultiheadAttnBase):
             if not self.include_norm_add:
                 outputs = multihead.self_attention(query, *parameters, heads=self.num_heads, mask=mask, dropout=dropout)
                 return outputs, None
-            norm = self.lyr_nrm_gamma_weights, self.lyr_nrm_beta_weights
+            gamma, beta = self.lyr_nrm_gamma_weights, self.lyr_nrm_beta_weights
             outputs = multihead.self_attention_norm_add(
-                query, *norm, *parameters, heads=self.num_heads, mask=mask, dropout=dropout
+                query, gamma, beta, *parameters, heads=self.num_heads, mask=mask, dropout=dropout
             )
             return outputs, None
         inputs = query if self.lyr_nrm is None else self.lyr_nrm(query)

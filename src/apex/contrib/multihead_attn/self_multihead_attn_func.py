@@ -35,7 +35,7 @@ class SelfAttnFunc(torch.autograd.Function):
         dropout = dropout_prob if is_training else 0.0
         tensors = explicit.in_autocast_dtype(inputs, input_weights, output_weights, input_biases, output_biases)
         cover = multihead.make_mask(mask, use_time_mask, is_additive_mask)
-        outputs, packed, core = explicit.self_forward(*tensors, heads, scale, cover, dropout)
+        outputs, packed, core = explicit.self_forward(*tensors, heads=heads, scale=scale, mask=cover, dropout=dropout)
         ctx.save_for_backward(*tensors[:3], packed, core.context, core.probabilities, core.dropped, core.noise)
         ctx.settings = heads, scale, dropout, input_biases is not None
         return outputs

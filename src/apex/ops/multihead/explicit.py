@@ -5,7 +5,7 @@ Letters: S queries, T keys, B batches, H heads, D the size of a head, E = H * D.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from .checks import check_encdec, check_self
 from .masks import Mask, broadcastable, check_mask
 
 
-def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def in_autocast_dtype(*tensors: Tensor | None) -> Any:
     """The tensors as autocast would hand them to a matrix product, so that the backward pass has one dtype."""
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not torch.is_autocast_enabled(device):
@@ -139,6 +139,7 @@ def self_forward(
     output_weights: Tensor,
     input_biases: Tensor | None,
     output_biases: Tensor | None,
+    *,
     heads: int,
     scale: float,
     mask: Mask | None,
@@ -147,7 +148,8 @@ def self_forward(
     """Outputs, packed projections [S, B, 3E] and the core's results."""
     check_self(inputs, input_weights, output_weights, heads, dropout)
     packed = F.linear(inputs, input_weights, input_biases).contiguous()
-    core = attend(*split(packed, heads, 3), heads, scale, mask, dropout)
+    queries, keys, values = split(packed, heads, 3)
+    core = attend(queries, keys, values, heads, scale, mask, dropout)
     return F.linear(core.context.view(inputs.shape), output_weights, output_biases), packed, core
 
 
@@ -169,8 +171,8 @@ def self_backward(
     """Gradients of inputs, both weights and, if there are any, both biases."""
     d_context, d_output_weights, d_output_biases = linear_backward(gradient, context, output_weights, biases)
     d_packed = torch.empty_like(packed)
-    parts, into = split(packed, heads, 3), split(d_packed, heads, 3)
-    attend_backward(d_context, *parts, probabilities, dropped, noise, scale, dropout, into)
+    (queries, keys, values), into = split(packed, heads, 3), split(d_packed, heads, 3)
+    attend_backward(d_context, queries, keys, values, probabilities, dropped, noise, scale, dropout, into)
     d_inputs, d_input_weights, d_input_biases = linear_backward(d_packed, inputs, input_weights, biases)
     return d_inputs, d_input_weights, d_output_weights, d_input_biases, d_output_biases
 
@@ -184,6 +186,7 @@ def encdec_forward(
     input_biases_q: Tensor | None,
     input_biases_kv: Tensor | None,
     output_biases: Tensor | None,
+    *,
     heads: int,
     scale: float,
     mask: Mask | None,
@@ -193,7 +196,8 @@ def encdec_forward(
     check_encdec(inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, heads, dropout)
     projected = F.linear(inputs_q, input_weights_q, input_biases_q).contiguous()
     packed = F.linear(inputs_kv, input_weights_kv, input_biases_kv).contiguous()
-    core = attend(*split(projected, heads, 1), *split(packed, heads, 2), heads, scale, mask, dropout)
+    (queries,), (keys, values) = split(projected, heads, 1), split(packed, heads, 2)
+    core = attend(queries, keys, values, heads, scale, mask, dropout)
     return F.linear(core.context.view(inputs_q.shape), output_weights, output_biases), projected, packed, core
 
 
@@ -218,16 +222,16 @@ def encdec_backward(
     """Gradients of both inputs, the three weights and, if there are any, the three biases."""
     d_context, d_output_weights, d_output_biases = linear_backward(gradient, context, output_weights, biases)
     d_projected, d_packed = torch.empty_like(projected), torch.empty_like(packed)
-    parts = (*split(projected, heads, 1), *split(packed, heads, 2))
+    (queries,), (keys, values) = split(projected, heads, 1), split(packed, heads, 2)
     into = (*split(d_projected, heads, 1), *split(d_packed, heads, 2))
-    attend_backward(d_context, *parts, probabilities, dropped, noise, scale, dropout, into)  # type: ignore[arg-type]
+    attend_backward(d_context, queries, keys, values, probabilities, dropped, noise, scale, dropout, into)
     d_inputs_q, d_weights_q, d_biases_q = linear_backward(d_projected, inputs_q, input_weights_q, biases)
     d_inputs_kv, d_weights_kv, d_biases_kv = linear_backward(d_packed, inputs_kv, input_weights_kv, biases)
     weights = d_weights_q, d_weights_kv, d_output_weights
     return d_inputs_q, d_inputs_kv, *weights, d_biases_q, d_biases_kv, d_output_biases
 
 
-def split(packed: Tensor, heads: int, parts: int) -> tuple[Tensor, ...]:
+def split(packed: Tensor, heads: int, parts: int) -> Any:
     """Views [length, B*H, D] of each of the `parts` that lie beside each other per head."""
     length, batch, width = packed.shape
     return packed.view(length, batch * heads, parts, width // (parts * heads)).unbind(2)

@@ -46,9 +46,9 @@ def make_mask(mask: Tensor | None, use_time_mask: bool, additive: bool) -> Mask 
 
 def check_mask(mask: Mask | None, queries: int, keys: int, batch: int, device: torch.device) -> None:
     """Refuses a mask that does not belong to S, T and B."""
-    if mask is None or mask.tensor is None:
+    kind, tensor = mask or (None, None)
+    if tensor is None or kind is None:
         return
-    kind, tensor = mask
     shape = (queries, keys) if kind is MaskKind.TIME else (batch, keys)
     if tensor.shape != shape:
         meaning = "[queries, keys]" if kind is MaskKind.TIME else "[batch, keys]"
@@ -79,9 +79,9 @@ def added_logits(mask: Mask | None, batch: int, heads: int, dtype: torch.dtype) 
 
     Filled with -inf at once: from a boolean mask PyTorch makes the same, with two more kernels, at every call.
     """
-    if mask is None or mask.tensor is None:
+    kind, tensor = mask or (None, None)
+    if tensor is None:
         return None
-    kind, tensor = mask
     if kind is MaskKind.ADDITIVE:
         spread = tensor.to(dtype)[:, None, :].expand(batch, heads, -1)
         return spread.reshape(1, batch * heads, 1, -1)

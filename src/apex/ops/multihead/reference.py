@@ -20,7 +20,7 @@ def probabilities(queries: Tensor, keys: Tensor, heads: int, scale: float, mask:
     """[B, H, S, T] from queries [S, B*H, D] and keys [T, B*H, D]; zeros where a query may see nothing."""
     logits = scale * torch.einsum("snd,tnd->nst", wide(queries), wide(keys))
     logits = logits.unflatten(0, (-1, heads))
-    cover = broadcastable(mask, *logits.shape[-2:], logits.device)
+    cover = broadcastable(mask, logits.shape[-2], logits.shape[-1], logits.device)
     if cover is not None:
         logits = logits + cover if cover.is_floating_point() else logits.masked_fill(cover, -torch.inf)
     blind = (logits == -torch.inf).all(-1, keepdim=True)
@@ -58,11 +58,11 @@ def self_attention(
     size = inputs.shape[2] // heads
     grouped = input_weights.unflatten(0, (heads, 3, size))
     biases = None if input_biases is None else input_biases.unflatten(0, (heads, 3, size))
-    parts = [
+    queries, keys, values = (
         _project(inputs, grouped[:, part].flatten(0, 1), None if biases is None else biases[:, part].flatten(), heads)
         for part in range(3)
-    ]
-    return _linear(attend(*parts, heads, size**-0.5, mask), output_weights, output_biases)
+    )
+    return _linear(attend(queries, keys, values, heads, size**-0.5, mask), output_weights, output_biases)
 
 
 def encdec_attention(
@@ -82,13 +82,13 @@ def encdec_attention(
     grouped = input_weights_kv.unflatten(0, (heads, 2, size))
     biases = None if input_biases_kv is None else input_biases_kv.unflatten(0, (heads, 2, size))
     queries = _project(inputs_q, input_weights_q, input_biases_q, heads)
-    parts = [
+    keys, values = (
         _project(
             inputs_kv, grouped[:, part].flatten(0, 1), None if biases is None else biases[:, part].flatten(), heads
         )
         for part in range(2)
-    ]
-    return _linear(attend(queries, *parts, heads, size**-0.5, mask), output_weights, output_biases)
+    )
+    return _linear(attend(queries, keys, values, heads, size**-0.5, mask), output_weights, output_biases)
 
 
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -45,8 +45,10 @@ def _attention_error(parts: list[Tensor], hidden: Tensor | None, device: torch.d
 
     mask = None if hidden is None else Mask(MaskKind.PADDING, hidden)
     there = None if hidden is None else Mask(MaskKind.PADDING, hidden.to(device))
-    actual = attend(*(part.to(device) for part in parts), HEADS, there, 0.0)
-    expected = reference.attend(*(part.double() for part in parts), HEADS, SIZE**-0.5, mask)
+    queries, keys, values = (part.to(device) for part in parts)
+    actual = attend(queries, keys, values, HEADS, there, 0.0)
+    queries, keys, values = (part.double() for part in parts)
+    expected = reference.attend(queries, keys, values, HEADS, SIZE**-0.5, mask)
     return excess_of_norm(actual.cpu(), expected)
 
 
