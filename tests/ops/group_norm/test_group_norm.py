@@ -1,5 +1,7 @@
 """Group norm against float64, by every route, with uninitialised memory full of NaN."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -8,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from apex.ops import _library
-from apex.ops.group_norm import config as group_norm_config
-from apex.ops.group_norm import group_norm, group_norm_backward, group_norm_forward, reference
+from apex.ops.group_norm import config, group_norm, group_norm_backward, group_norm_forward, launches, reference
 from apex.ops.group_norm.spec import GroupNormSpec
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
@@ -28,11 +29,12 @@ class GroupNormCase:
     channels_last: bool = True
     offset: float = 0.0
     has_bias: bool = True
+    cut: bool = False
 
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.shape))
         dtypes = "-".join(str(each).removeprefix("torch.") for each in (self.dtype, self.parameters))
-        flags = [name for name in ("silu", "channels_last") if getattr(self, name)]
+        flags = [name for name in ("silu", "channels_last", "cut") if getattr(self, name)]
         return "-".join((sizes, str(self.groups), dtypes, *flags, *(["far"] if self.offset else [])))
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -46,7 +48,6 @@ class GroupNormCase:
         return x, dy.to(device, self.dtype), parameters[0], parameters[1] if self.has_bias else None
 
 
-# Groups above config.SMALL_GROUP elements are cut into chunks: the shapes with 48 or 72 pixels a side.
 CASES = [
     GroupNormCase((2, 12, 3, 5), 4),
     GroupNormCase((2, 12, 3, 5), 4, silu=True),
@@ -61,14 +62,31 @@ CASES = [
     GroupNormCase((2, 12, 3, 5), 4, F16, F32, silu=True, channels_last=False),
     GroupNormCase((2, 12, 3, 5), 4, BF16, BF16, channels_last=False),
     GroupNormCase((2, 12, 3, 5), 4, has_bias=False, silu=True),
-    GroupNormCase((2, 24, 48, 48), 2, F32, silu=True),
-    GroupNormCase((2, 24, 48, 47), 2, BF16, F32),
-    GroupNormCase((1, 70, 72, 30), 2, F32, None),
-    GroupNormCase((2, 24, 48, 48), 2, F32, offset=300.0),
     GroupNormCase((2, 12, 5, 5), 2, F32, offset=300.0),
-    GroupNormCase((2, 24, 72, 72), 2, F32, silu=True, channels_last=False),
-    GroupNormCase((2, 24, 48, 63), 2, BF16, F32, channels_last=False, offset=30.0),
+    GroupNormCase((2, 24, 9, 8), 2, F32, silu=True, cut=True),
+    GroupNormCase((2, 24, 7, 9), 3, BF16, F32, cut=True),
+    GroupNormCase((1, 70, 5, 9), 2, F32, None, cut=True),
+    GroupNormCase((2, 24, 9, 8), 2, F32, offset=300.0, cut=True),
+    GroupNormCase((2, 24, 9, 8), 2, F32, silu=True, channels_last=False, cut=True),
+    GroupNormCase((2, 24, 7, 9), 2, BF16, F32, channels_last=False, offset=30.0, cut=True),
 ]
+
+
+@contextlib.contextmanager
+def cut_up(wanted: bool) -> Iterator[None]:
+    """Cuts groups of any size into small tiles, as only those of large images are otherwise."""
+    if not wanted:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "SMALL_GROUP", 0)
+        patch.setattr(config, "FORWARD_TILE", {True: 512, False: 256})
+        patch.setattr(config, "BACKWARD_TILE", 256)
+        launches._forward_plan.cache_clear()
+        launches._backward_plan.cache_clear()
+        yield
+    launches._forward_plan.cache_clear()
+    launches._backward_plan.cache_clear()
 
 
 def exact(case: GroupNormCase, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None) -> list:
@@ -92,7 +110,7 @@ def check(case: GroupNormCase, route: Route) -> None:
         pytest.skip("PyTorch's operator for channels-last tensors subtracts large sums from each other")
     tensors = case.tensors(route.device)
     expected = exact(case, *tensors)
-    with _library.implementation("auto" if case.dtype == F64 else route.implementation):
+    with _library.implementation("auto" if case.dtype == F64 else route.implementation), cut_up(case.cut):
         actual, again = run(case, *tensors), run(case, *tensors)
     assert actual[0].dtype == case.dtype
     terms = tensors[0].numel() // case.shape[1]
@@ -281,9 +299,14 @@ def test_cuda_graph_capture() -> None:
         assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
-def test_both_ways_to_cut_are_reached() -> None:
-    small = [group_norm_config.small_config(side * side, 12) is not None for side in (5, 48)]
-    assert small == [True, False]
+def test_large_groups_are_cut_up() -> None:
+    assert config.small_config(64, 80) is not None
+    assert config.small_config(4096, 10) is None
+    for last in (True, False):
+        tile = config.tile_config(4097, 320, 8192, last)
+        assert tile.rows * tile.chunks >= 4097
+        assert tile.channel_block * tile.channel_blocks >= 320
+        assert tile.rows * tile.channel_block <= 8192
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 # Elements of a group, its channels rounded up to a power of two, up to which one program takes all of it.
 SMALL_GROUP = 32768
-# Elements that one program holds of each tensor where groups are cut up.
-FORWARD_TILE = 8192
-BACKWARD_TILE = 4096
-TILE_WARPS = 4
+# Elements that one program holds of each tensor where groups are cut up, and its warps. On an H200, 8x2560x64x64 in
+# bfloat16: forward 211 us against 240 to 310 for other sizes where channels are last, 139 against 165 where they are
+# not; backward 351 against 385 to 607, and 236 against 252.
+FORWARD_TILE = {True: 8192, False: 4096}
+FORWARD_WARPS = 4
+BACKWARD_TILE = 2048
+BACKWARD_WARPS = 2
 # Of the kernels that put together what tiles have found.
 CHUNK_BLOCK = 32
 SUM_WARPS = 4

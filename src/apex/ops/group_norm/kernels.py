@@ -5,6 +5,9 @@ D = C / G channels each. Statistics are float32 [N, G, 2], mean and variance. A 
 larger one is cut into chunks of R positions: every program takes a tile of R positions and some channels, so that it
 reads whole lines of memory however few channels a group has; a second kernel puts together what the tiles found per
 channel, a third finishes the tiles.
+
+The backward kernels share one float32 buffer, `scratch`: sums per image and channel [N, 2, C], whose sums over the
+images are the gradients of bias and weight, then means over groups [N, G, 2], then what tiles found [N, chunks, 2, C].
 """
 
 from __future__ import annotations
@@ -215,7 +218,7 @@ def group_norm_backward_small(
     bias,
     statistics,
     dx,
-    channel_sums,
+    scratch,
     positions,
     channels,
     groups,
@@ -228,7 +231,7 @@ def group_norm_backward_small(
     S_BLOCK: tl.constexpr,
     D_BLOCK: tl.constexpr,
 ):
-    """One program per group of an image; `channel_sums` is [N, 2, C], the image's share of dbias and dweight."""
+    """One program per group of an image; fills the first part of `scratch`."""
     program = tl.program_id(0)
     image = program // groups
     group = program % groups
@@ -248,7 +251,7 @@ def group_norm_backward_small(
     if SILU:
         shift = _parameter(bias, channel, column < D, HAS_BIAS, 0.0)
         gradient = _silu_gradient(gradient, normalised * scale + shift)
-    found = channel_sums + image.to(tl.int64) * 2 * channels + group * D + within
+    found = scratch + image.to(tl.int64) * 2 * channels + group * D + within
     tl.store(found, tl.sum(gradient, 0), within < D)
     tl.store(found + channels, tl.sum(gradient * normalised, 0), within < D)
     scaled = gradient * scale
@@ -266,7 +269,8 @@ def group_norm_measure_backward(
     weight,
     bias,
     statistics,
-    partials,
+    scratch,
+    images,
     positions,
     channels,
     groups,
@@ -280,7 +284,7 @@ def group_norm_measure_backward(
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
-    """Per channel of a tile, the sums of the gradient and of gradient times normalised input, as [N, chunks, 2, C]."""
+    """Sums of the gradient and of gradient times normalised input per channel of a tile; part 3 of `scratch`."""
     program = tl.program_id(0)
     channel = tl.program_id(1) * C_BLOCK + tl.arange(0, C_BLOCK)
     first = (program % chunks) * R
@@ -300,7 +304,9 @@ def group_norm_measure_backward(
         shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
         gradient = _silu_gradient(gradient, normalised * scale[None, :] + shift[None, :])
     # Outside the input the gradient is 0, and so is every term.
-    found = partials + program.to(tl.int64) * 2 * channels + channel
+    found = (
+        scratch + tl.cast(images, tl.int64) * 2 * (channels + groups) + program.to(tl.int64) * 2 * channels + channel
+    )
     tl.store(found, tl.sum(gradient, 0), inside)
     tl.store(found + channels, tl.sum(gradient * normalised, 0), inside)
 
@@ -308,10 +314,9 @@ def group_norm_measure_backward(
 @kernel
 @triton.jit
 def group_norm_sums(
-    partials,
     weight,
-    channel_sums,
-    group_means,
+    scratch,
+    images,
     positions,
     channels,
     groups,
@@ -321,29 +326,30 @@ def group_norm_sums(
     CHUNK_BLOCK: tl.constexpr,
     D_BLOCK: tl.constexpr,
 ):
-    """Sums over the chunks per channel, [N, 2, C], and their means over a group, [N, G, 2]; one program per group."""
+    """Sums over the chunks per channel, and their means over a group; one program per group of an image."""
     program = tl.program_id(0)
     image = program // groups
     group = program % groups
     within = tl.arange(0, D_BLOCK)
-    start = image.to(tl.int64) * chunks * 2 * channels + group * D
+    means = scratch + tl.cast(images, tl.int64) * 2 * channels
+    partials = means + images * 2 * groups + image.to(tl.int64) * chunks * 2 * channels + group * D
     plain = tl.zeros((CHUNK_BLOCK, D_BLOCK), tl.float32)
     along = tl.zeros((CHUNK_BLOCK, D_BLOCK), tl.float32)
     for first in range(0, chunks, CHUNK_BLOCK):
         chunk = first + tl.arange(0, CHUNK_BLOCK)[:, None]
         mask = (chunk < chunks) & (within < D)[None, :]
-        found = partials + start + chunk.to(tl.int64) * 2 * channels + within[None, :]
+        found = partials + chunk.to(tl.int64) * 2 * channels + within[None, :]
         plain += tl.load(found, mask, other=0.0)
         along += tl.load(found + channels, mask, other=0.0)
     channel_plain = tl.sum(plain, 0)
     channel_along = tl.sum(along, 0)
-    sums = channel_sums + image.to(tl.int64) * 2 * channels + group * D + within
+    sums = scratch + image.to(tl.int64) * 2 * channels + group * D + within
     tl.store(sums, channel_plain, within < D)
     tl.store(sums + channels, channel_along, within < D)
     scale = _parameter(weight, group * D + within, within < D, HAS_WEIGHT, 1.0)
     count = 1.0 * positions * D
-    tl.store(group_means + program * 2, tl.sum(channel_plain * scale) / count)
-    tl.store(group_means + program * 2 + 1, tl.sum(channel_along * scale) / count)
+    tl.store(means + program * 2, tl.sum(channel_plain * scale) / count)
+    tl.store(means + program * 2 + 1, tl.sum(channel_along * scale) / count)
 
 
 @kernel
@@ -354,8 +360,9 @@ def group_norm_apply_backward(
     weight,
     bias,
     statistics,
-    group_means,
+    scratch,
     dx,
+    images,
     positions,
     channels,
     groups,
@@ -383,8 +390,9 @@ def group_norm_apply_backward(
     statistic = (image * groups + channel // D) * 2
     mean = tl.load(statistics + statistic, inside, other=0.0)
     factor = tl.rsqrt(tl.load(statistics + statistic + 1, inside, other=0.0) + eps)
-    plain = tl.load(group_means + statistic, inside, other=0.0)
-    along = tl.load(group_means + statistic + 1, inside, other=0.0)
+    means = scratch + tl.cast(images, tl.int64) * 2 * channels
+    plain = tl.load(means + statistic, inside, other=0.0)
+    along = tl.load(means + statistic + 1, inside, other=0.0)
     scale = _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
     normalised = (values - mean[None, :]) * factor[None, :]
     if SILU:
@@ -397,7 +405,7 @@ def group_norm_apply_backward(
 @kernel
 @triton.jit
 def group_norm_parameter_gradients(
-    channel_sums,
+    scratch,
     dweight,
     dbias,
     images,
@@ -407,14 +415,14 @@ def group_norm_parameter_gradients(
     N_BLOCK: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
-    """Sums over the images of [N, 2, C]."""
+    """Sums over the images of the first part of `scratch`."""
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     plain = tl.zeros((N_BLOCK, C_BLOCK), tl.float32)
     along = tl.zeros((N_BLOCK, C_BLOCK), tl.float32)
     for first in range(0, images, N_BLOCK):
         image = first + tl.arange(0, N_BLOCK)[:, None]
         mask = (image < images) & (channel < channels)[None, :]
-        found = channel_sums + image.to(tl.int64) * 2 * channels + channel[None, :]
+        found = scratch + image.to(tl.int64) * 2 * channels + channel[None, :]
         plain += tl.load(found, mask, other=0.0)
         along += tl.load(found + channels, mask, other=0.0)
     if HAS_WEIGHT:

@@ -54,6 +54,7 @@ class ForwardPlan:
     def __init__(self, shape: _Shape, device: torch.device) -> None:
         kernels, spec, small = _kernels(), shape.spec, shape.small
         self._shape, self._device = shape, device
+        self._backward: dict[bool, BackwardPlan] = {}
         self._small: BoundLaunch | None = None
         sizes = (shape.positions, shape.channels, spec.groups)
         if small is not None:
@@ -65,7 +66,7 @@ class ForwardPlan:
                 num_warps=small.num_warps,
             )
             return
-        tile = config.tile_config(shape.positions, shape.channels, config.FORWARD_TILE, shape.last)
+        tile = config.tile_config(shape.positions, shape.channels, config.FORWARD_TILE[shape.last], shape.last)
         grid = (shape.images * tile.chunks, tile.channel_blocks)
         self._partials = (shape.images, tile.chunks, 2, shape.channels)
         self._measure = kernels.group_norm_measure.bind(
@@ -73,7 +74,7 @@ class ForwardPlan:
             (shape.positions, shape.channels, tile.chunks),
             (shape.last, tile.rows, tile.channel_block),
             device=device,
-            num_warps=config.TILE_WARPS,
+            num_warps=config.FORWARD_WARPS,
         )
         self._statistics = kernels.group_norm_statistics.bind(
             (shape.images * spec.groups,),
@@ -87,7 +88,7 @@ class ForwardPlan:
             (*sizes, tile.chunks, float(spec.eps)),
             (shape.group_channels, *shape.flags, tile.rows, tile.channel_block),
             device=device,
-            num_warps=config.TILE_WARPS,
+            num_warps=config.FORWARD_WARPS,
         )
 
     def run(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -104,15 +105,24 @@ class ForwardPlan:
         self._apply(x, weight, bias, statistics, y)
         return y, statistics
 
+    def backward(self, param_grads: bool) -> BackwardPlan:
+        """The plan for a gradient of the input's dtype and layout, made when it is first asked for."""
+        plan = self._backward.get(param_grads)
+        if plan is None:
+            plan = self._backward[param_grads] = BackwardPlan(self._shape, param_grads, self._device)
+        return plan
+
 
 class BackwardPlan:
     """Launches of a backward pass: the input's gradient, then, where wanted, those of the parameters."""
 
     def __init__(self, shape: _Shape, param_grads: bool, device: torch.device) -> None:
         kernels, spec, small = _kernels(), shape.spec, shape.small
-        self._shape, self._device, self._param_grads = shape, device, param_grads
+        self._device = device
+        self._param_grads = param_grads and (shape.has_weight or shape.has_bias)
         self._small: BoundLaunch | None = None
         sizes = (shape.positions, shape.channels, spec.groups)
+        scratch = shape.images * 2 * shape.channels
         if small is not None:
             self._small = kernels.group_norm_backward_small.bind(
                 (shape.images * spec.groups,),
@@ -124,20 +134,23 @@ class BackwardPlan:
         else:
             tile = config.tile_config(shape.positions, shape.channels, config.BACKWARD_TILE, shape.last)
             grid = (shape.images * tile.chunks, tile.channel_blocks)
-            self._partials = (shape.images, tile.chunks, 2, shape.channels)
-            numbers = (*sizes, tile.chunks, float(spec.eps))
+            numbers = (shape.images, *sizes, tile.chunks)
             constants = (shape.group_channels, *shape.flags, tile.rows, tile.channel_block)
             self._measure, self._apply = (
-                kernel.bind(grid, numbers, constants, device=device, num_warps=config.TILE_WARPS)
+                kernel.bind(
+                    grid, (*numbers, float(spec.eps)), constants, device=device, num_warps=config.BACKWARD_WARPS
+                )
                 for kernel in (kernels.group_norm_measure_backward, kernels.group_norm_apply_backward)
             )
             self._sums = kernels.group_norm_sums.bind(
                 (shape.images * spec.groups,),
-                (*sizes, tile.chunks),
+                numbers,
                 (shape.group_channels, shape.has_weight, config.CHUNK_BLOCK, shape.group_block),
                 device=device,
                 num_warps=config.SUM_WARPS,
             )
+            scratch += shape.images * 2 * (spec.groups + tile.chunks * shape.channels)
+        self._scratch = (scratch,)
         image_block, channel_block = config.PARAMETER_BLOCK
         self._parameters = kernels.group_norm_parameter_gradients.bind(
             (-(-shape.channels // channel_block),),
@@ -150,23 +163,20 @@ class BackwardPlan:
     def run(
         self, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Gradients of input, weight and bias; `dy` is laid out as the input."""
-        shape = self._shape
+        """Gradients of input, weight and bias; `dy` is laid out as the input, weight and bias are contiguous."""
         dx = torch.empty_like(x)
-        sums = torch.empty((shape.images, 2, shape.channels), dtype=torch.float32, device=self._device)
+        scratch = torch.empty(self._scratch, dtype=torch.float32, device=self._device)
         if self._small is not None:
-            self._small(x, dy, weight, bias, statistics, dx, sums)
+            self._small(x, dy, weight, bias, statistics, dx, scratch)
         else:
-            partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
-            means = torch.empty_like(statistics)
-            self._measure(x, dy, weight, bias, statistics, partials)
-            self._sums(partials, weight, sums, means)
-            self._apply(x, dy, weight, bias, statistics, means, dx)
-        if not self._param_grads or not (shape.has_weight or shape.has_bias):
+            self._measure(x, dy, weight, bias, statistics, scratch)
+            self._sums(weight, scratch)
+            self._apply(x, dy, weight, bias, statistics, scratch, dx)
+        if not self._param_grads:
             return dx, None, None
         dweight = None if weight is None else torch.empty_like(weight)
         dbias = None if bias is None else torch.empty_like(bias)
-        self._parameters(sums, dweight, dbias)
+        self._parameters(scratch, dweight, dbias)
         return dx, dweight, dbias
 
 
@@ -187,11 +197,16 @@ def _facts_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[tu
     return (images, x.numel() // (images * channels), channels, channels_last(x)), dtypes
 
 
+def forward_plan(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> ForwardPlan:
+    """The plan for tensors like these."""
+    sizes, dtypes = _facts_of(x, weight, bias)
+    return _forward_plan(sizes, spec, dtypes, x.device, _device.facts(x.device))
+
+
 def triton_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> tuple[Tensor, Tensor]:
     """Output and statistics of a dense input."""
     weight, bias = _contiguous(weight), _contiguous(bias)
-    sizes, dtypes = _facts_of(x, weight, bias)
-    return _forward_plan(sizes, spec, dtypes, x.device, _device.facts(x.device)).run(x, weight, bias)
+    return forward_plan(x, weight, bias, spec).run(x, weight, bias)
 
 
 def triton_backward(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _library
 from . import reference
-from .launches import dense, triton_backward, triton_forward
+from .launches import dense, forward_plan, triton_backward, triton_forward
 from .self_check import self_check
 from .spec import GroupNormSpec
 
@@ -132,10 +132,17 @@ class GroupNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> Tensor:  # type: ignore[override]
+        ctx.plan = None
         if torch.compiler.is_compiling():
             output, statistics = torch.ops.apex.group_norm_forward(input, weight, bias, *spec)
         else:
-            output, statistics = triton_forward(input, weight, bias, spec)
+            weight, bias = (None if each is None else each.contiguous() for each in (weight, bias))
+            plan = forward_plan(input, weight, bias, spec)
+            output, statistics = plan.run(input, weight, bias)
+            wanted = ctx.needs_input_grad
+            if True in wanted:
+                # Planned here, because autograd's thread runs Python more slowly.
+                ctx.plan = plan.backward(wanted[1] or wanted[2])
         ctx.save_for_backward(input, weight, bias, statistics)
         ctx.spec = spec
         return output
@@ -143,6 +150,14 @@ class GroupNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
         input, weight, bias, statistics = ctx.saved_tensors
+        plan = ctx.plan
+        if (
+            plan is not None
+            and not torch.is_grad_enabled()
+            and dy.stride() == input.stride()
+            and dy.dtype == input.dtype
+        ):
+            return *plan.run(dy, input, statistics, weight, bias), None
         spec = ctx.spec
         param_grads = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         if torch.compiler.is_compiling():
