@@ -1,0 +1,188 @@
+"""Dense layers: two with gelu between them, the multi-layer perceptron, accumulation of weight gradients.
+
+Matrix products, not memory, are the limit of most of these cases: their notes count floating-point operations.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...fused_dense import FusedDenseGeluDense
+from ...mlp import MLP
+from ...ops.dense import mlp_forward, reference, wgrad_gemm_accum
+from ..compiling import compiled
+from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
+
+Layers = Callable[[Tensor], Tensor]
+
+# rows, input and output features, features between
+GPU_GELU, CPU_GELU = (torch.float16, 8192, 4096, 16384), (torch.float32, 256, 256, 1024)
+# rows, sizes
+GPU_MLP, CPU_MLP = (torch.float16, 4096, [1024] * 4), (torch.float32, 512, [256] * 4)
+# rows, input features, output features
+GPU_ACCUMULATION, CPU_ACCUMULATION = (torch.bfloat16, 8192, 4096, 4096), (torch.float32, 512, 512, 512)
+SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def _tensors(device: torch.device, dtype: torch.dtype, rows: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """A normal input, weights and biases as `torch.nn.Linear` has them, and gradients of a mean over the rows."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def uniform(shape: tuple[int, ...], bound: float) -> Tensor:
+        return torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator).to(dtype)
+
+    layers = [(sizes[i], sizes[i + 1]) for i in range(len(sizes) - 1)]
+    weights = [uniform((outs, ins), ins**-0.5) for ins, outs in layers]
+    biases = [uniform((outs,), ins**-0.5) for ins, outs in layers]
+    x, dy = (torch.randn(rows, width, generator=generator, device=device) for width in (sizes[0], sizes[-1]))
+    return x.to(dtype).requires_grad_(), *weights, *biases, (dy / rows**0.5).to(dtype)
+
+
+def _linear(weight: nn.Parameter, bias: nn.Parameter) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+    layer.weight, layer.bias = weight, bias
+    return layer
+
+
+def _call(make: Callable[[], Layers], x: Tensor, leaves: Sequence[Tensor], dy: Tensor, direction: str) -> Call:
+    layers = make()
+    if direction == "fwd":
+        return lambda: (layers(x),)
+    output = layers(x)
+    return lambda: torch.autograd.grad(output, leaves, dy, retain_graph=True)
+
+
+def _with_peers(
+    ours: nn.Module, eager: nn.Module, x: Tensor, leaves: Sequence[Tensor], dy: Tensor, direction: str
+) -> dict[str, Callable[[], Call]]:
+    makers: dict[str, Callable[[], Layers]] = {OURS: lambda: ours, "torch": lambda: eager}
+    if x.is_cuda:
+        makers["compile"] = lambda: compiled(eager, x.device)
+    return {name: functools.partial(_call, make, x, leaves, dy, direction) for name, make in makers.items()}
+
+
+def _prepare_gelu(
+    dtype: torch.dtype, rows: int, outer: int, inner: int, direction: str, device: torch.device
+) -> Prepared:
+    x, *parameters, dy = _tensors(device, dtype, rows, (outer, inner, outer))
+    w1, w2, b1, b2 = map(nn.Parameter, parameters)
+    ours = FusedDenseGeluDense(1, 1, 1)
+    for name, parameter in (("weight1", w1), ("bias1", b1), ("weight2", w2), ("bias2", b2)):
+        ours.register_parameter(name, parameter)
+    eager = nn.Sequential(_linear(w1, b1), nn.GELU("tanh"), _linear(w2, b2))
+    wide = [t.detach().double() for t in (x, w1, b1, w2, b2)]
+    output, hidden, active = reference.dense_gelu_dense(*wide)
+    if direction == "fwd":
+        results: Sequence[Tensor] = (output,)
+    else:
+        results = reference.dense_gelu_dense_backward(dy.double(), wide[0], hidden, active, wide[1], wide[3])
+    expected = [Expected(result, dtype, max(rows, inner)) for result in results]
+    return Prepared(_with_peers(ours, eager, x, (x, w1, b1, w2, b2), dy, direction), expected)
+
+
+def _prepare_mlp(dtype: torch.dtype, rows: int, sizes: list[int], direction: str, device: torch.device) -> Prepared:
+    x, *parameters, dy = _tensors(device, dtype, rows, sizes)
+    layers = len(sizes) - 1
+    ours = MLP([1] * (layers + 1))
+    weights, biases = parameters[:layers], parameters[layers:]
+    for layer in range(layers):
+        ours.register_parameter(f"weight_{layer}", nn.Parameter(weights[layer]))
+        ours.register_parameter(f"bias_{layer}", nn.Parameter(biases[layer]))
+    eager = nn.Sequential()
+    for weight, bias in zip(ours.weights, ours.biases, strict=True):
+        eager.extend([_linear(weight, bias), nn.ReLU()])  # type: ignore[arg-type]
+    wide_x, wide = x.detach().double(), [weight.double() for weight in weights]
+    if direction == "fwd":
+        results: Sequence[Tensor] = reference.mlp(wide_x, wide, [bias.double() for bias in biases], "relu")[-1:]
+    else:
+        # At the outputs as they were stored: what was rounded to zero decides where a relu lets gradients through.
+        stored = [output.double() for output in mlp_forward(x.detach(), weights, biases, "relu")]
+        dx, dweights, dbiases = reference.mlp_backward(dy.double(), wide_x, stored, wide, "relu")
+        results = (dx, *dweights, *dbiases)
+    expected = [Expected(result, dtype, max(rows, *sizes)) for result in results]
+    return Prepared(_with_peers(ours, eager, x, (x, *ours.weights, *ours.biases), dy, direction), expected)
+
+
+def _prepare_accumulation(dtype: torch.dtype, rows: int, ins: int, outs: int, device: torch.device) -> Prepared:
+    generator = torch.Generator(device).manual_seed(0)
+    x, dy = (torch.randn(rows, width, generator=generator, device=device).to(dtype) for width in (ins, outs))
+    total = torch.zeros(outs, ins, device=device)
+
+    def ours() -> tuple[Tensor]:
+        wgrad_gemm_accum(x, dy, total)
+        return (total,)
+
+    def eager() -> tuple[Tensor]:
+        return (total.add_(dy.t().mm(x)),)
+
+    def from_zero(call: Call) -> Call:
+        def run() -> Sequence[Tensor]:
+            total.zero_()
+            return call()
+
+        return run
+
+    calls: dict[str, Call] = {OURS: ours, "torch": eager}
+    # In the inputs' dtype, to which the peer rounds the product before it is added.
+    expected = [Expected(dy.double().t() @ x.double(), dtype, rows)]
+    return Prepared(
+        {name: functools.partial(from_zero, call) for name, call in calls.items()},
+        expected,
+        timed={name: functools.partial(_same, call) for name, call in calls.items()},
+    )
+
+
+def _same(call: Call) -> Call:
+    return call
+
+
+def _floating_point(operations: float) -> str:
+    return f"{operations / 1e12:.2f} TFLOP" if operations >= 1e11 else f"{operations / 1e9:.1f} GFLOP"
+
+
+def cases(device: torch.device, quick: bool) -> Sequence[Case]:
+    """The same few cases everywhere; a processor gets smaller ones."""
+    on_gpu = device.type == "cuda"
+    dtype, rows, outer, inner = GPU_GELU if on_gpu else CPU_GELU
+    size = dtype.itemsize
+    found = []
+    for direction, products in (("fwd", 2), ("bwd", 4)):
+        # Activations and weights once each, and those of the layer between, which the backward pass reads.
+        moved = size * (2 * rows * outer + (2 + products // 4) * rows * inner + products * outer * inner)
+        found.append(
+            Case(
+                f"dense_gelu_dense {SHORT[dtype]} {rows}x{outer}x{inner} {direction}",
+                moved,
+                functools.partial(_prepare_gelu, dtype, rows, outer, inner, direction),
+                note=_floating_point(products * 2.0 * rows * outer * inner),
+            )
+        )
+    dtype, rows, sizes = GPU_MLP if on_gpu else CPU_MLP
+    size, layers, width = dtype.itemsize, len(sizes) - 1, sizes[0]
+    for direction, products in (("fwd", layers), ("bwd", 2 * layers)):
+        moved = size * ((products + 1) * rows * width + products * width * width)
+        found.append(
+            Case(
+                f"mlp relu {SHORT[dtype]} {rows}x[{width}]*{len(sizes)} {direction}",
+                moved,
+                functools.partial(_prepare_mlp, dtype, rows, sizes, direction),
+                note=_floating_point(products * 2.0 * rows * width * width),
+            )
+        )
+    dtype, rows, ins, outs = GPU_ACCUMULATION if on_gpu else CPU_ACCUMULATION
+    found.append(
+        Case(
+            f"wgrad_accum {SHORT[dtype]}->fp32 {rows}x{ins}x{outs}",
+            dtype.itemsize * rows * (ins + outs) + 8 * ins * outs,
+            functools.partial(_prepare_accumulation, dtype, rows, ins, outs),
+            note=_floating_point(2.0 * rows * ins * outs),
+        )
+    )
+    return found[-3:] if quick and on_gpu else found
+
+
+register(Family("dense", "dense layers with gelu, multi-layer perceptron, weight gradients", cases))
