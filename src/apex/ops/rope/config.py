@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from .._device import DeviceFacts
 
 # Bytes of a tile: enough loads in flight per thread, and enough heads to share a token's sines.
-TILE_BYTES = 16384
+TILE_BYTES = 8192
+THREADS = 128
 # Longer rows than this are left to PyTorch.
 LONGEST_ROW = 1 << 16
 # Bytes of an output that no L2 cache holds.
@@ -32,16 +33,18 @@ def next_power_of_2(value: int) -> int:
 
 
 def tile(tokens: int, heads: int, channels: int, itemsize: int, device: DeviceFacts) -> Tile:
-    rows = max(1, TILE_BYTES // (next_power_of_2(channels) * itemsize))
+    row = next_power_of_2(channels)
+    rows = max(1, TILE_BYTES // (row * itemsize))
+    # Fewer angles than threads, and Triton lets every thread compute all that it needs.
+    tokens_per_tile = min(rows, next_power_of_2(tokens), -(-THREADS // row))
     # A power of two that divides the heads, unless that leaves next to nothing of them.
     divisor = heads & -heads
-    per_tile = min(rows, divisor if divisor >= min(rows, 4) else next_power_of_2(heads))
-    tokens_per_tile = min(max(1, rows // per_tile), next_power_of_2(tokens))
-    elements = per_tile * tokens_per_tile * next_power_of_2(channels)
-    threads = min(128, max(32, elements * itemsize // 64))
+    per_tile = min(rows // tokens_per_tile, divisor if divisor >= 4 else next_power_of_2(heads))
+    tokens_per_tile = min(rows // per_tile, next_power_of_2(tokens))
+    threads = min(THREADS, max(device.warp_size, tokens_per_tile * min(row, per_tile * row * itemsize // 32)))
     return Tile(
         tokens_per_tile,
         per_tile,
-        max(1, threads // device.warp_size),
+        threads // device.warp_size,
         tokens % tokens_per_tile == 0 and heads % per_tile == 0,
     )

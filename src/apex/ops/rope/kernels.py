@@ -1,9 +1,11 @@
 """The Triton kernel of rotary position embeddings: one tensor, or a query and a key in one launch.
 
 A tensor is tokens x batch x heads x channels, of any strides (the output's channels are adjacent). A program takes a
-tile of TOKENS tokens of one batch entry and HEADS heads of each, so that an angle's cosine and sine are computed once
-for all of these heads. The rotated channels are PARTS times (HALF, HALF): the first half is rotated into the second.
-REST more channels are copied. All arithmetic is float32; offsets are 64-bit. Run-time arguments first, constants last.
+tile of TOKENS tokens of one batch entry and HEADS heads of each, so that a token's cosines and sines are computed once
+for all of these heads. Channels are CHUNKS chunks of HALF, of which the first ROTATED are rotated, each even one
+against the odd one behind it; others, and REST more channels, are copied. Every chunk is loaded twice, where it belongs
+and where its partner belongs: threads then read and write whole rows, and the second load finds the first one's lines.
+All arithmetic is float32; offsets are 64-bit. Run-time arguments first, constants last.
 """
 
 import triton
@@ -21,55 +23,15 @@ _EDGES: tl.constexpr = tl.constexpr(32)
 
 
 @triton.jit
-def _cos_sin(cosines, sines, offset, mask, FROM_ANGLES: tl.constexpr):
-    """Cosine and sine of a tile of table entries; NaN where `mask` says that the table has none."""
-    cos = tl.load(cosines + offset, mask=mask, other=float("nan")).to(tl.float32)
-    if FROM_ANGLES:
-        sin = tl.sin(cos)
-        cos = tl.cos(cos)
+def _look_up(table, table_across, offset, known, chunk, POSITIONS: tl.constexpr):
+    """Entries of a table as float32; NaN where they are not known. Of images, upper chunks are in the second table."""
+    if POSITIONS == IMAGE:
+        lower = tl.load(table + offset, mask=known & (chunk < 2), other=0.0).to(tl.float32)
+        upper = tl.load(table_across + offset, mask=known & (chunk >= 2), other=0.0).to(tl.float32)
+        entries = lower + upper
     else:
-        sin = tl.load(sines + offset, mask=mask, other=float("nan")).to(tl.float32)
-    return cos, sin
-
-
-@triton.jit
-def _rotate(
-    first,
-    second,
-    output,
-    mask,
-    cosines,
-    sines,
-    position,
-    outside,
-    table_rows,
-    POSITIONS: tl.constexpr,
-    FROM_ANGLES: tl.constexpr,
-    INVERSE: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STREAM: tl.constexpr,
-):
-    """Rotates `first` against `second` and stores both halves."""
-    column = tl.arange(0, BLOCK)[None, :, None]
-    half = tl.arange(0, 2)[None, None, :]
-    offset = position.to(tl.int64)[:, None, None] * (2 * HALF) + half * HALF + column
-    known = (position < table_rows)[:, None, None] & (column < HALF)
-    cos, sin = _cos_sin(cosines, sines, offset, known, FROM_ANGLES)
-    if POSITIONS == PACKED:
-        as_is = outside[:, None, None]
-        cos, sin = tl.where(as_is, 1.0, cos), tl.where(as_is, 0.0, sin)
-    cos_first, cos_second = tl.split(cos)
-    sin_first, sin_second = tl.split(sin)
-    if INVERSE:
-        # The transpose of the rotation, which is the rotation back where both halves have the same angles.
-        sin_first, sin_second = -sin_second, -sin_first
-    cos_first, cos_second = cos_first[:, None, :], cos_second[:, None, :]
-    sin_first, sin_second = sin_first[:, None, :], sin_second[:, None, :]
-    x, y = first.to(tl.float32), second.to(tl.float32)
-    dtype: tl.constexpr = output.dtype.element_ty
-    tl.store(output, (x * cos_first - y * sin_first).to(dtype), mask=mask, cache_modifier=STREAM)
-    tl.store(output + HALF, (y * cos_second + x * sin_second).to(dtype), mask=mask, cache_modifier=STREAM)
+        entries = tl.load(table + offset, mask=known, other=float("nan")).to(tl.float32)
+    return entries
 
 
 @triton.jit
@@ -98,7 +60,9 @@ def _tile(
     POSITIONS: tl.constexpr,
     FROM_ANGLES: tl.constexpr,
     INVERSE: tl.constexpr,
-    PARTS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
@@ -110,96 +74,92 @@ def _tile(
     STREAM: tl.constexpr,
 ):
     """Rotates one tile. FULL: no token and no head needs a mask. UNIT: what strides are counted in."""
+    WIDTH: tl.constexpr = (2 if POSITIONS == IMAGE else ROTATED) * HALF  # of a table
     head_blocks = tl.cdiv(heads, HEADS)
     token_block = program // (head_blocks * batch)
-    entry = ((program // head_blocks) % batch).to(tl.int64)
+    batch_index = ((program // head_blocks) % batch).to(tl.int64)
     token = token_block * TOKENS + tl.arange(0, TOKENS)
     head = (program % head_blocks) * HEADS + tl.arange(0, HEADS)
-    column = tl.arange(0, BLOCK)[None, None, :]
-    wide_token = token.to(tl.int64)[:, None, None]
-    wide_head = head.to(tl.int64)[None, :, None]
-    source = input + (entry * batch_stride + wide_token * token_stride + wide_head * head_stride) * UNIT
-    target = output + (entry * out_batch_stride + wide_token * out_token_stride + wide_head * out_head_stride) * UNIT
-    if FULL:
-        rows = None
-    else:
-        rows = (token < tokens)[:, None, None] & (head < heads)[None, :, None]
-    if HALF == BLOCK:
-        mask = rows
+    wide_token = token.to(tl.int64)[:, None, None, None]
+    wide_head = head.to(tl.int64)[None, :, None, None]
+    source = input + (batch_index * batch_stride + wide_token * token_stride + wide_head * head_stride) * UNIT
+    target = (
+        output + (batch_index * out_batch_stride + wide_token * out_token_stride + wide_head * out_head_stride) * UNIT
+    )
+    chunk = tl.arange(0, CHUNKS_BLOCK)[None, None, :, None]
+    column = tl.arange(0, BLOCK)[None, None, None, :]
+    all_rows = (token < tokens)[:, None, None, None] & (head < heads)[None, :, None, None]
+    if FULL and HALF == BLOCK and CHUNKS == CHUNKS_BLOCK:
+        mask = None
     elif FULL:
-        mask = column < HALF
+        mask = (column < HALF) & (chunk < CHUNKS)
     else:
-        mask = rows & (column < HALF)
+        mask = all_rows & (column < HALF) & (chunk < CHUNKS)
 
     # Everything is asked for before anything is waited for.
-    channel = source + column * channel_stride
-    first = tl.load(channel, mask=mask)
-    second = tl.load(channel + HALF * channel_stride, mask=mask)
-    if PARTS == 2:
-        third = tl.load(channel + 2 * HALF * channel_stride, mask=mask)
-        fourth = tl.load(channel + 3 * HALF * channel_stride, mask=mask)
+    own = tl.load(source + (chunk * HALF + column) * channel_stride, mask=mask)
+    if ROTATED == CHUNKS_BLOCK:
+        partner = tl.load(source + ((chunk ^ 1) * HALF + column) * channel_stride, mask=mask)
+    else:
+        rotated = chunk < ROTATED
+        partner_mask = rotated if mask is None else mask & rotated
+        partner = tl.load(source + ((chunk ^ 1) * HALF + column) * channel_stride, mask=partner_mask, other=0.0)
     if REST:
-        beyond = tl.arange(0, REST_BLOCK)[None, None, :]
-        if REST == REST_BLOCK:
-            rest_mask = rows
-        elif FULL:
-            rest_mask = beyond < REST
-        else:
-            rest_mask = rows & (beyond < REST)
-        copied = tl.load(source + (beyond + 2 * PARTS * HALF) * channel_stride, mask=rest_mask)
-        tl.store(target + 2 * PARTS * HALF + beyond, copied, mask=rest_mask, cache_modifier=STREAM)
+        beyond = CHUNKS * HALF + tl.arange(0, REST_BLOCK)[None, None, None, :]
+        rest_mask = beyond < CHUNKS * HALF + REST
+        if not FULL:
+            rest_mask = rest_mask & all_rows
+        copied = tl.load(source + beyond * channel_stride, mask=rest_mask)
+        tl.store(target + beyond, copied, mask=rest_mask, cache_modifier=STREAM)
 
-    outside = None
+    # Cosines and sines have three dimensions, so that they are computed in the layout in which angles are loaded, about
+    # one per thread, and only then spread over the tile: in its layout every thread would compute all that it needs.
+    pair = tl.arange(0, CHUNKS_BLOCK)[None, :, None]
+    entry = tl.arange(0, BLOCK)[None, None, :]
+    index = token[:, None, None]
     if POSITIONS == PACKED:
         start = tl.full([TOKENS], -1, tl.int32)
         for edge in range(0, sequences_or_width + 1, _EDGES):
-            index = edge + tl.arange(0, _EDGES)
-            edges = tl.load(cu_seqlens + index, mask=index <= sequences_or_width, other=-1).to(tl.int32)[None, :]
+            which = edge + tl.arange(0, _EDGES)
+            edges = tl.load(cu_seqlens + which, mask=which <= sequences_or_width, other=-1).to(tl.int32)[None, :]
             start = tl.maximum(start, tl.max(tl.where(edges <= token[:, None], edges, -1), 1))
         end = tl.load(cu_seqlens + sequences_or_width).to(tl.int32)
-        outside = (start < 0) | (token >= end)
-        position = tl.where(outside, 0, token - start)
+        outside = ((start < 0) | (token >= end))[:, None, None]
+        position = tl.where(outside, 0, index - start[:, None, None])
+        known = position < table_rows
     elif POSITIONS == IMAGE:
-        position = token // sequences_or_width
+        position = tl.where(pair < 2, index // sequences_or_width, index % sequences_or_width)
+        known = index < tokens
     else:
-        position = token
-
-    target_channel = target + column
-    _rotate(
-        first,
-        second,
-        target_channel,
-        mask,
-        cosines,
-        sines,
-        position,
-        outside,
-        table_rows,
-        POSITIONS,
-        FROM_ANGLES,
-        INVERSE,
-        HALF,
-        BLOCK,
-        STREAM,
-    )
-    if PARTS == 2:
-        _rotate(
-            third,
-            fourth,
-            target_channel + 2 * HALF,
-            mask,
-            cosines_across,
-            sines_across,
-            token % sequences_or_width,
-            outside,
-            table_rows_across,
-            POSITIONS,
-            FROM_ANGLES,
-            INVERSE,
-            HALF,
-            BLOCK,
-            STREAM,
-        )
+        position = index
+        known = index < tokens
+    if HALF != BLOCK:
+        known = known & (entry < HALF)
+    if ROTATED != CHUNKS_BLOCK:
+        known = known & (pair < ROTATED)
+    row = position.to(tl.int64) * WIDTH + entry
+    half = pair & 1 if POSITIONS == IMAGE else pair
+    cos = _look_up(cosines, cosines_across, row + half * HALF, known, pair, POSITIONS)
+    # A gradient takes the sines of the other half.
+    if INVERSE:
+        half = half ^ 1
+    if not FROM_ANGLES:
+        sin = _look_up(sines, sines_across, row + half * HALF, known, pair, POSITIONS)
+    elif INVERSE:
+        sin = tl.sin(_look_up(cosines, cosines_across, row + half * HALF, known, pair, POSITIONS))
+    else:
+        sin = tl.sin(cos)
+    if FROM_ANGLES:
+        cos = tl.cos(cos)
+    sin = tl.where((pair & 1) == INVERSE, -sin, sin)
+    if POSITIONS == PACKED:
+        cos = tl.where(outside, 1.0, cos)
+        sin = tl.where(outside, 0.0, sin)
+    if ROTATED != CHUNKS_BLOCK:
+        cos = tl.where(pair < ROTATED, cos, 1.0)
+        sin = tl.where(pair < ROTATED, sin, 0.0)
+    result = own.to(tl.float32) * cos[:, None] + partner.to(tl.float32) * sin[:, None]
+    tl.store(target + chunk * HALF + column, result.to(output.dtype.element_ty), mask=mask, cache_modifier=STREAM)
 
 
 @kernel
@@ -228,7 +188,9 @@ def rope(
     POSITIONS: tl.constexpr,
     FROM_ANGLES: tl.constexpr,
     INVERSE: tl.constexpr,
-    PARTS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
@@ -265,7 +227,9 @@ def rope(
         POSITIONS,
         FROM_ANGLES,
         INVERSE,
-        PARTS,
+        ROTATED,
+        CHUNKS,
+        CHUNKS_BLOCK,
         HALF,
         BLOCK,
         REST,
@@ -316,7 +280,9 @@ def rope_pair(
     POSITIONS: tl.constexpr,
     FROM_ANGLES: tl.constexpr,
     INVERSE: tl.constexpr,
-    PARTS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
@@ -359,7 +325,9 @@ def rope_pair(
             POSITIONS,
             FROM_ANGLES,
             INVERSE,
-            PARTS,
+            ROTATED,
+            CHUNKS,
+            CHUNKS_BLOCK,
             HALF,
             BLOCK,
             REST,
@@ -396,7 +364,9 @@ def rope_pair(
             POSITIONS,
             FROM_ANGLES,
             INVERSE,
-            PARTS,
+            ROTATED,
+            CHUNKS,
+            CHUNKS_BLOCK,
             HALF,
             BLOCK,
             REST,

@@ -79,7 +79,10 @@ def _shared_arguments(
     """Numbers and constants that do not depend on heads and strides."""
     kernels = _kernels()
     positions = {"thd": kernels.PACKED, "image": kernels.IMAGE}.get(spec.layout, kernels.BY_INDEX).value
-    half, rest = sizes.rotated // 2, sizes.rest
+    half = sizes.rotated // 2
+    # What is copied goes with what is rotated where it comes in chunks of the same size.
+    chunks = sizes.channels // half if sizes.rest % half == 0 else 2 * sizes.parts
+    rest = sizes.channels - chunks * half
     table_rows = [math.prod(shape) // sizes.rotated for shape, _, _ in tables]
     sequences_or_width = spec.width if cu_seqlens is None else cu_seqlens[0][0] - 1
     numbers = (sizes.tokens, table_rows[0], table_rows[-1], sequences_or_width)
@@ -87,7 +90,9 @@ def _shared_arguments(
         positions,
         from_angles,
         spec.inverse,
-        sizes.parts,
+        2 * sizes.parts,
+        chunks,
+        config.next_power_of_2(chunks),
         half,
         config.next_power_of_2(half),
         rest,

@@ -68,6 +68,11 @@ def rotate(t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Te
     if torch.compiler.is_compiling():
         return torch.ops.apex.rope(t, list(tables), cu_seqlens, *spec)
     if t.requires_grad and torch.is_grad_enabled():
+        if native.takes_operators(t, spec) and not _library.runs_triton(FAMILY, t):
+            _check(t, tables, spec, cu_seqlens)
+            native.check_lengths(tables[0], cu_seqlens)
+            _warn_of_gradients(tables)
+            return reference.rotate(t, [table.detach() for table in tables], spec, cu_seqlens)
         return RotateFunction.apply(t, spec, cu_seqlens, *tables)
     return rotate_now(t, tables, spec, cu_seqlens)
 
@@ -111,13 +116,17 @@ def rotate_pair_now(
 
 
 def _by_operators(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None) -> Tensor:
-    if torch.jit.is_tracing():  # sizes are tensors then, and what is recorded must hold for others
+    if torch.jit.is_tracing():  # sizes are tensors then
         return reference.rotate(t, tables, spec, cu_seqlens)
-    edges = None if cu_seqlens is None else signature(cu_seqlens)
-    checked_sizes(signature(t), [signature(table) for table in tables], edges, spec)
+    _check(t, tables, spec, cu_seqlens)
     if type(t) is not Tensor and type(t) is not torch.nn.Parameter:  # DTensor and the like
         return reference.rotate(t, tables, spec, cu_seqlens)
     return native.rotate(t, tables, spec, cu_seqlens)
+
+
+def _check(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None) -> None:
+    edges = None if cu_seqlens is None else signature(cu_seqlens)
+    checked_sizes(signature(t), tuple([signature(table) for table in tables]), edges, spec)
 
 
 def forward_and_save(ctx: Any, t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None):
@@ -140,11 +149,15 @@ def backward_from_saved(ctx: Any, dy: Tensor) -> Tensor:
 def _save(ctx: Any, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None) -> None:
     ctx.save_for_backward(cu_seqlens, *tables)
     ctx.spec = spec
+    _warn_of_gradients(tables)
+
+
+def _warn_of_gradients(tables: Sequence[Tensor]) -> None:
     if not torch.compiler.is_compiling() and any(table.requires_grad for table in tables):
         warnings.warn(
             "rotary position embeddings give no gradient to their frequencies, although these require one: detach "
             "them, or compute the embedding from PyTorch operators",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -157,7 +170,7 @@ class RotateFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
-        return (backward_from_saved(ctx, dy), None, None, *(None,) * (len(ctx.saved_tensors) - 1))
+        return (backward_from_saved(ctx, dy), *(None,) * (len(ctx.needs_input_grad) - 1))
 
 
 class RotatePairFunction(torch.autograd.Function):

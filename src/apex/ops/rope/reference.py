@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .spec import DIMENSIONS, RopeSpec
+from .spec import RopeSpec
 
 
 def compute_dtype(t: Tensor) -> torch.dtype:
@@ -24,58 +24,67 @@ def compute_dtype(t: Tensor) -> torch.dtype:
 
 def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
     """The rotated tensor; `tables` are the angles, or cosines and sines, the latter two per image dimension."""
-    compute = compute_dtype(t)
-    pieces = []
-    done = 0
-    for cos, sin in cosines_and_sines(t, tables, spec, cu_seqlens, compute):
-        half = cos.shape[-1] // 2
-        first, second = t[..., done : done + half].to(compute), t[..., done + half : done + 2 * half].to(compute)
-        (cos_first, cos_second), (sin_first, sin_second) = cos.split(half, -1), sin.split(half, -1)
-        if spec.inverse:
-            sin_first, sin_second = -sin_second, -sin_first
-        pieces += [first * cos_first - second * sin_first, second * cos_second + first * sin_second]
-        done += 2 * half
-    result = torch.cat([*(piece.to(t.dtype) for piece in pieces), t[..., done:]], -1)
-    return result.transpose(0, 1).contiguous().transpose(0, 1) if spec.swap_memory else result
+    dtype, compute = t.dtype, compute_dtype(t)
+    wide = t if dtype == compute else t.to(compute)
+    parts = cosines_and_sines(t, tables, spec, cu_seqlens, compute)
+    rotated = parts[0][0].shape[-1]
+    done = rotated * len(parts)
+    if done == t.shape[-1] and len(parts) == 1:
+        result = _turned(wide, *parts[0], spec.inverse)
+    else:
+        pieces = wide[..., :done].split(rotated, -1)
+        turned = [_turned(piece, *part, spec.inverse) for piece, part in zip(pieces, parts, strict=True)]
+        result = torch.cat((*turned, wide[..., done:]), -1)
+    if dtype != compute:
+        result = result.to(dtype)
+    return result.transpose(0, 1).contiguous().transpose(0, 1) if spec.swap_memory else result.contiguous()
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    if inverse:
+        first, second = (x * sin).chunk(2, -1)
+        return x * cos + torch.cat((second, -first), -1)
+    first, second = x.chunk(2, -1)
+    return torch.addcmul(x * cos, torch.cat((-second, first), -1), sin)
 
 
 def cosines_and_sines(
     t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
     """Per part of the channels its cosines and sines, in a shape that broadcasts against `t`."""
-    pairs = [tuple(tables[i : i + 2]) for i in range(0, len(tables), 2)]
-    token_dim = DIMENSIONS[spec.layout][0]
-    tokens = t.shape[token_dim]
-    shape = [1] * t.dim()
-    shape[token_dim] = tokens
-    result = []
-    for part, pair in enumerate(pairs):
-        rotated = pair[0].shape[-1]
-        rows = [table.reshape(-1, rotated) for table in pair]
-        if len(rows) == 1:
-            angles = rows[0].to(torch.promote_types(rows[0].dtype, torch.float32))
-            rows = [angles.cos(), angles.sin()]
-        rows = [row.to(dtype) for row in rows]
-        if spec.layout == "thd":
-            assert cu_seqlens is not None
-            rows = _of_packed(rows, tokens, cu_seqlens)
-        elif spec.layout == "image":
-            token = torch.arange(tokens, device=t.device)
-            position = token % spec.width if part else token // max(1, spec.width)
-            rows = [row[position] for row in rows]
-        shape[-1] = rotated
-        result.append((rows[0].reshape(shape), rows[1].reshape(shape)))
-    return result
+    if len(tables) == 1:
+        angles = tables[0]
+        if angles.dtype in (torch.float16, torch.bfloat16):
+            angles = angles.to(torch.float32)
+        tables = (angles.cos(), angles.sin())
+    if any(table.dtype != dtype for table in tables):
+        tables = [table.to(dtype) for table in tables]
+    if spec.layout == "image":
+        token = torch.arange(t.shape[1], device=t.device)
+        rows = token // max(1, spec.width)
+        columns = token - rows * spec.width
+        return [
+            (cos[:, position], sin[:, position]) for cos, sin, position in ((*tables[:2], rows), (*tables[2:], columns))
+        ]
+    if spec.layout == "thd":
+        assert cu_seqlens is not None
+        tables = [table[:, None] for table in _of_packed(tables, t.shape[0], cu_seqlens)]
+    elif spec.layout == "bshd":
+        tables = [table.reshape(1, -1, 1, table.shape[-1]) for table in tables]
+    elif tables[0].dim() == 2:
+        tables = [table[:, None, None] for table in tables]
+    return [(tables[0], tables[1])]
 
 
-def _of_packed(rows: list[Tensor], tokens: int, cu_seqlens: Tensor) -> list[Tensor]:
+def _of_packed(tables: Sequence[Tensor], tokens: int, cu_seqlens: Tensor) -> list[Tensor]:
     """Rows of cosines and sines by each token's position in its sequence.
 
     A token before the first sequence or after the last one is not rotated; a position beyond the table gives NaN.
     """
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
+    sequence = torch.searchsorted(cu_seqlens.contiguous(), token, right=True) - 1
     position = token - cu_seqlens[sequence.clamp(min=0)]
+    rows = [table.reshape(-1, table.shape[-1]) for table in tables]
     outside = ((sequence < 0) | (token >= cu_seqlens[-1]))[:, None]
     beyond = (position >= len(rows[0]))[:, None]
     if not len(rows[0]):

@@ -5,7 +5,7 @@ s: tokens of a sequence, b: batch, h: heads, d: channels of a head, t: tokens of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import NamedTuple
 
 import torch
@@ -59,7 +59,8 @@ class Sizes(NamedTuple):
         return self.channels - self.parts * self.rotated
 
 
-def checked_sizes(t: Signature, tables: Sequence[Signature], cu_seqlens: Signature | None, spec: RopeSpec) -> Sizes:
+@functools.lru_cache(maxsize=4096)
+def checked_sizes(t: Signature, tables: tuple[Signature, ...], cu_seqlens: Signature | None, spec: RopeSpec) -> Sizes:
     """The sizes, or an exception that says which argument does not fit."""
     shape, dtype, device = t
     if spec.layout not in DIMENSIONS:

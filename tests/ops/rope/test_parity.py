@@ -1,0 +1,234 @@
+"""Rotary position embeddings against the plain formula in float64, by every route, with memory full of NaN."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from apex.ops import _library, rope
+from apex.ops.rope import RopeSpec, native, reference
+from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.ops.rope.cases import CASES, LARGE_CASES, RopeCase, plain
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def exact(case: RopeCase, t: Tensor, dy: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Output and gradient in float64."""
+    wide = t.detach().double().cpu().requires_grad_()
+    output = plain(wide, [table.double().cpu() for table in tables], case.spec, case.edges)
+    return output, torch.autograd.grad(output, wide, dy.double().cpu())[0]
+
+
+def run(case: RopeCase, t: Tensor, dy: Tensor, tables: tuple[Tensor, ...], edges: Tensor | None) -> list[Tensor]:
+    leaf = t.detach().requires_grad_()
+    output = rope.rotate(leaf, tables, case.spec, edges)
+    return [output.detach(), *torch.autograd.grad(output, leaf, dy)]
+
+
+def check(case: RopeCase, route: Route) -> None:
+    t, dy, tables, edges = case.tensors(route.device)
+    before = t.clone()
+    expected = exact(case, t, dy, tables)
+    with _library.implementation(route.implementation):
+        results = run(case, t, dy, tables, edges)
+        again = run(case, t, dy, tables, edges)
+    for name, actual, wanted in zip(("output", "gradient"), results, expected, strict=True):
+        assert actual.dtype == case.dtype
+        assert_close(actual, wanted, what=name)
+    assert torch.equal(t, before)
+    assert_equal_bits(results, again)
+    swapped = results[0].transpose(0, 1) if case.spec.swap_memory else results[0]
+    assert swapped.is_contiguous()
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_the_plain_formula(case: RopeCase, route: Route) -> None:
+    check(case, route)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_the_plain_formula_in_pieces(case: RopeCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch's operators take large inputs."""
+    monkeypatch.setattr(native, "_SMALL", 0)
+    monkeypatch.setattr(native, "_PIECE", 200)
+    check(case, Route("cpu", "torch"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_reference_matches_the_plain_formula(case: RopeCase) -> None:
+    t, dy, tables, edges = case.tensors("cpu")
+    wide = t.double(), [table.double() for table in tables]
+    output = reference.rotate(*wide, case.spec, edges)
+    gradient = reference.rotate(dy.double(), wide[1], case.spec._replace(inverse=True), edges)
+    for actual, wanted in zip((output, gradient), exact(case, t, dy, tables), strict=True):
+        assert_close(actual, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE_CASES, ids=str)
+def test_matches_the_plain_formula_at_model_sizes(case: RopeCase) -> None:
+    check(case, Route("cuda", "triton"))
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pair_is_two_rotations(route: Route, dtype: torch.dtype) -> None:
+    query, key = (torch.randn(6, 2, heads, 24, device=route.device).to(dtype).requires_grad_() for heads in (8, 3))
+    freqs = torch.rand(6, 1, 1, 16, device=route.device) * 9
+    for arguments in ({}, {"transpose_output_memory": True}, {"tensor_format": "bshd"}):
+        swap = "tensor_format" in arguments
+        tensors = [t.transpose(0, 1) if swap else t for t in (query, key)]
+        with _library.implementation(route.implementation):
+            pair = rope.rotary_embedding_pair(*tensors, freqs, **arguments)
+            apart = [rope.rotary_embedding(t, freqs, **arguments) for t in tensors]
+            loss, loss_apart = (sum(t.float().square().sum() for t in ts) for ts in (pair, apart))
+            gradients = torch.autograd.grad(loss, (query, key))
+            gradients_apart = torch.autograd.grad(loss_apart, (query, key))
+        assert_equal_bits(pair, apart)
+        assert_equal_bits(gradients, gradients_apart)
+        assert [t.stride() for t in pair] == [t.stride() for t in apart]
+
+
+@pytest.mark.parametrize("route", routes())
+def test_a_pair_of_which_one_needs_a_gradient(route: Route) -> None:
+    query, key = (torch.randn(5, 2, 3, 8, device=route.device) for _ in range(2))
+    freqs = torch.rand(5, 8, device=route.device)
+    with _library.implementation(route.implementation):
+        for leaf in (query, key):
+            leaf.requires_grad_()
+            outputs = rope.rotary_embedding_pair(query, key, freqs)
+            used = outputs[0] if leaf is query else outputs[1]
+            (alone,) = torch.autograd.grad(rope.rotary_embedding(leaf, freqs).square().sum(), leaf)
+            (gradient,) = torch.autograd.grad(used.square().sum(), leaf)
+            assert torch.equal(gradient, alone)
+            leaf.requires_grad_(False)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_a_pair_that_differs_in_more_than_heads(route: Route) -> None:
+    query, key = torch.randn(5, 2, 3, 12, device=route.device), torch.randn(5, 2, 3, 8, device=route.device).half()
+    freqs = torch.rand(5, 8, device=route.device)
+    with _library.implementation(route.implementation):
+        outputs = rope.rotary_embedding_pair(query, key, freqs)
+        assert_equal_bits(outputs, [rope.rotary_embedding(t, freqs) for t in (query, key)])
+        outputs = rope.rotary_embedding_pair(query.half(), key, freqs)
+        assert_equal_bits(outputs, [rope.rotary_embedding(t, freqs) for t in (query.half(), key)])
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (4, 0, 3, 8), (4, 2, 0, 8)])
+def test_empty(route: Route, shape: tuple[int, ...]) -> None:
+    t = torch.empty(shape, device=route.device, requires_grad=True)
+    freqs = torch.rand(shape[0], 1, 1, 8, device=route.device)
+    with _library.implementation(route.implementation):
+        for swap in (False, True):
+            output = rope.rotary_embedding(t, freqs, transpose_output_memory=swap)
+            assert output.shape == shape
+            assert torch.autograd.grad(output.sum(), t)[0].shape == shape
+        pair = rope.rotary_embedding_pair(t, t.detach(), freqs)
+        assert [tuple(one.shape) for one in pair] == [shape, shape]
+
+
+@pytest.mark.parametrize("route", routes())
+def test_empty_packed_and_image(route: Route) -> None:
+    edges = torch.zeros(3, dtype=torch.int32, device=route.device)
+    table = torch.rand(1, 4, 1, 4, device=route.device)
+    with _library.implementation(route.implementation):
+        packed = rope.rotary_embedding(torch.empty(0, 2, 8, device=route.device), table.reshape(4, 4), cu_seqlens=edges)
+        image = rope.rotate(torch.empty(2, 0, 2, 8, device=route.device), (table,) * 4, RopeSpec("image"))
+    assert packed.shape == (0, 2, 8)
+    assert image.shape == (2, 0, 2, 8)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_slices_of_a_projection_are_not_copied(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query and key as slices of one tensor, and a gradient that is one number, seen everywhere."""
+    projected = torch.randn(6, 2, 4, 3 * 16, device=route.device)
+    query = projected[..., 16:32]
+    freqs = torch.rand(6, 1, 1, 16, device=route.device)
+    expected = plain(query.double().cpu(), (freqs.double().cpu(),), RopeSpec("sbhd"))
+    with _library.implementation(route.implementation):
+        if route.implementation == "triton":
+            monkeypatch.setattr(Tensor, "contiguous", lambda *_: pytest.fail("copied"))
+        leaf = query.detach().requires_grad_()
+        output = rope.rotary_embedding(leaf, freqs)
+        (gradient,) = torch.autograd.grad(output.sum() * 2, leaf)
+        monkeypatch.undo()
+    assert_close(output, expected)
+    wide = query.double().cpu().requires_grad_()
+    (wanted,) = torch.autograd.grad(plain(wide, (freqs.double().cpu(),), RopeSpec("sbhd")).sum() * 2, wide)
+    assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_unaligned_storage(route: Route) -> None:
+    t = torch.randn(1 + 4 * 2 * 3 * 16, device=route.device)[1:].view(4, 2, 3, 16)
+    freqs = torch.rand(1 + 4 * 16, device=route.device)[1:].view(4, 1, 1, 16)
+    with _library.implementation(route.implementation):
+        for _ in range(2):  # the second call takes the launcher's cached path
+            aligned = rope.rotary_embedding(t.clone(), freqs.clone())
+            assert_close(rope.rotary_embedding(t, freqs), aligned.double())
+
+
+@pytest.mark.parametrize("route", routes())
+def test_strided_tables(route: Route) -> None:
+    t = torch.randn(5, 2, 3, 16, device=route.device)
+    freqs = torch.rand(16, 10, device=route.device).T[::2]
+    edges = torch.tensor([0, 9, 3, 9, 5], dtype=torch.int64, device=route.device)[::2]
+    with _library.implementation(route.implementation):
+        assert_equal_bits([rope.rotary_embedding(t, freqs)], [rope.rotary_embedding(t, freqs.contiguous())])
+        packed = rope.rotary_embedding(t[:, 0], freqs, cu_seqlens=edges)
+    wide = t[:, 0].double().cpu(), (freqs.double().cpu()[:, None, None],)
+    assert_close(packed, plain(*wide, RopeSpec("thd"), (0, 3, 5)))
+
+
+@pytest.mark.parametrize("route", routes())
+def test_large_angles(route: Route) -> None:
+    """Positions of a million tokens: the angle itself is exact in float32, its reduction must not lose it."""
+    t = torch.randn(4, 1, 2, 16, device=route.device)
+    freqs = (torch.arange(4) + 1_000_000.0)[:, None, None, None].expand(4, 1, 1, 16).contiguous().to(route.device)
+    with _library.implementation(route.implementation):
+        output = rope.rotary_embedding(t, freqs)
+    assert_close(output, plain(t.double().cpu(), (freqs.double().cpu(),), RopeSpec("sbhd")))
+
+
+@pytest.mark.parametrize("route", routes())
+def test_a_sequence_longer_than_the_table(route: Route) -> None:
+    t = torch.randn(9, 2, 16, device=route.device)
+    freqs = torch.rand(4, 1, 1, 16, device=route.device)
+    edges = torch.tensor([0, 3, 9], dtype=torch.int32, device=route.device)
+    with _library.implementation(route.implementation):
+        if route.device == "cpu" and route.implementation == "torch":
+            with pytest.raises(ValueError, match="a sequence of 6 tokens, the table of angles has 4 positions"):
+                rope.rotary_embedding(t, freqs, cu_seqlens=edges)
+            return
+        output = rope.rotary_embedding(t, freqs, cu_seqlens=edges).cpu()
+    assert output[7:].isnan().all()
+    assert_close(output[:7], plain(t.double().cpu()[:7], (freqs.double().cpu(),), RopeSpec("thd"), (0, 3, 7)))
+
+
+@pytest.mark.gpu
+def test_packed_sequences_do_not_wait_for_the_device() -> None:
+    t = torch.randn(64, 4, 32, device="cuda", requires_grad=True)
+    freqs, edges = torch.rand(64, 1, 1, 32, device="cuda"), torch.tensor([0, 20, 64], device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(rope.rotary_embedding(t, freqs, cu_seqlens=edges), t, t)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    t = torch.randn(8200, 8, 256, 128, device="cuda", dtype=torch.bfloat16)
+    assert t.numel() > 1 << 31
+    freqs = torch.rand(8200, 1, 1, 128, device="cuda")
+    last = slice(8198, 8200)
+    exact_freqs = (freqs[last].double().cpu(),)
+    for swap in (False, True):
+        output = rope.rotary_embedding(t, freqs, transpose_output_memory=swap)
+        assert_close(output[last], plain(t[last].double().cpu(), exact_freqs, RopeSpec("sbhd")))
+    output = rope.rotary_embedding(t.view(8, 8200, 256, 128), freqs, tensor_format="bshd")
+    wanted = plain(t.view(8, 8200, 256, 128)[:, last].double().cpu(), exact_freqs, RopeSpec("bshd"))
+    assert_close(output[:, last], wanted)
