@@ -32,7 +32,9 @@ def forward(input: Tensor, mask: Tensor | None, spec: SoftmaxSpec, keep: Tensor 
 
 def plain(input: Tensor, scale: float) -> Tensor:
     """softmax(scale * input), differentiable."""
-    return torch.softmax(input if scale == 1.0 else _scaled(input, scale), -1).to(input.dtype)
+    if scale == 1.0:
+        return torch.softmax(input, -1)
+    return torch.softmax(_scaled(input, scale), -1).to(input.dtype)
 
 
 def _masked(input: Tensor, mask: Tensor | None, scale: float) -> Tensor:
