@@ -23,9 +23,9 @@ def smoothed(logits: Tensor, labels: Tensor, padding_idx: int, smoothing: float)
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_as_upstream_tests_it(route: Route, dtype: torch.dtype) -> None:
-    logits = torch.randn(24, 323, device=route.device, dtype=dtype, requires_grad=True)
-    labels = torch.randint(0, 323, (24,), device=route.device)
-    labels[::6] = 0
+    logits = torch.randn(6, 323, device=route.device, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, 323, (6,), device=route.device)
+    labels[::4] = 0
     with _library.implementation(route.implementation):
         losses = xentropy.SoftmaxCrossEntropyLoss.apply(logits, labels, 0.1, 0, dtype != torch.float32)
         losses.sum().backward()

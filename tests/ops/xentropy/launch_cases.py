@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops.xentropy import launches
+from apex.ops.xentropy.launches import plan
 
 _BF16, _F32, _HALF = torch.bfloat16, torch.float32, torch.float16
 
@@ -14,13 +14,17 @@ def record() -> None:
     for rows, classes, dtype, smoothing in (
         (8192, 32000, _BF16, 0.1),
         (16384, 50257, _F32, 0.0),
-        (128, 10, _HALF, 0.1),
+        (128, 1000, _HALF, 0.1),
     ):
         logits = torch.empty(rows, classes, dtype=dtype, device="meta")
         labels = torch.empty(rows, dtype=torch.int64, device="meta")
-        losses, log_sums = launches.triton_forward(logits, labels, smoothing, 0)
-        launches.triton_backward(losses, logits, log_sums, labels, smoothing, 0)
+        chosen = plan(logits, smoothing, 0)
+        losses, log_sums = chosen.forward(logits, labels)
+        chosen.backward(losses, logits, log_sums, labels)
     logits, labels = torch.empty(1024, 131072, dtype=_BF16, device="meta"), torch.empty(1024, device="meta").long()
     losses = torch.empty(1024, device="meta")
-    launches.triton_forward_and_gradient(logits, labels, losses, losses, 0.1, -100)
-    launches.triton_forward_and_gradient(logits[:, :50257], labels, losses, None, 0.0, -100)
+    plan(logits, 0.1, -100).both(logits, labels, losses, losses)
+    padded = logits[:, :50257]
+    chosen = plan(padded, 0.0, -100)
+    chosen.both(padded, labels, losses, None)
+    chosen.backward(losses.to(_BF16), padded, losses, labels)

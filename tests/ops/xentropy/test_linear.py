@@ -14,7 +14,7 @@ from tests.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-ROWS, FEATURES, CLASSES = 13, 8, 37
+ROWS, FEATURES, CLASSES = 7, 8, 37
 
 
 def tensors(device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -41,9 +41,18 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str)
 
 
 @pytest.mark.parametrize("route", routes())
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("chunk_rows", [5, None])
+@pytest.mark.parametrize(
+    ("reduction", "dtype", "chunk_rows"),
+    [
+        ("mean", torch.float32, 3),
+        ("sum", torch.float32, None),
+        ("none", torch.float32, 3),
+        ("mean", torch.bfloat16, 3),
+        ("none", torch.bfloat16, None),
+        ("mean", torch.float16, 3),
+        ("none", torch.float16, 3),
+    ],
+)
 def test_matches_linear_and_cross_entropy(
     route: Route, reduction: str, dtype: torch.dtype, chunk_rows: int | None
 ) -> None:
@@ -95,7 +104,7 @@ def test_only_wanted_gradients_are_computed(route: Route, reduction: str, needed
     for tensor, need in zip(leaves, needed, strict=True):
         tensor.requires_grad_(need)
     with _library.implementation(route.implementation):
-        loss = linear_cross_entropy(input, weight, labels, bias, reduction=reduction, chunk_rows=5).sum()
+        loss = linear_cross_entropy(input, weight, labels, bias, reduction=reduction, chunk_rows=3).sum()
         loss.backward()
     _, gradients = exact(*leaves, labels, torch.ones((), device=route.device), reduction="mean")
     if reduction == "none":
@@ -110,7 +119,7 @@ def test_only_wanted_gradients_are_computed(route: Route, reduction: str, needed
 def test_a_retained_graph_gives_the_same_twice(route: Route) -> None:
     input, weight, _, labels = tensors(route.device, torch.float32)
     with _library.implementation(route.implementation):
-        loss = linear_cross_entropy(input, weight, labels, chunk_rows=5)
+        loss = linear_cross_entropy(input, weight, labels, chunk_rows=3)
         first = torch.autograd.grad(loss, (input, weight), retain_graph=True)
         kept = [g.clone() for g in first]
         again = torch.autograd.grad(loss, (input, weight), torch.full_like(loss, 3.0))
@@ -169,8 +178,8 @@ def test_autocast(route: Route, dtype: torch.dtype) -> None:
     """Products in half precision; the gradients of float32 parameters are summed in float32."""
     input, weight, bias, labels = tensors(route.device, torch.float32)
     with _library.implementation(route.implementation), torch.autocast(route.device, dtype):
-        loss = linear_cross_entropy(input, weight, labels, bias, chunk_rows=5)
-        half = linear_cross_entropy(input.detach().to(dtype), weight, labels, bias, chunk_rows=5)
+        loss = linear_cross_entropy(input, weight, labels, bias, chunk_rows=3)
+        half = linear_cross_entropy(input.detach().to(dtype), weight, labels, bias, chunk_rows=3)
     gradients = torch.autograd.grad(loss, (input, weight, bias))
     expected, wanted = exact(input, weight, bias, labels, torch.ones_like(loss))
     assert loss.dtype == torch.float32
@@ -192,18 +201,17 @@ def test_activation_checkpointing(route: Route, use_reentrant: bool) -> None:
     assert_equal_bits((input.grad, weight.grad), plain)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_small_factors_survive_float16(route: Route) -> None:
-    """The mean over 4096 rows of a softmax over 4096 classes is below what float16 can hold; scaled, it is not."""
-    rows = classes = 4096
-    input = torch.full((rows, 1), 0.5, device=route.device, dtype=torch.float16, requires_grad=True)
-    weight = torch.zeros(classes, 1, device=route.device, dtype=torch.float16, requires_grad=True)
-    labels = torch.zeros(rows, device=route.device).long()
+    """The mean over 1000 rows of a softmax over 1000 classes has two digits left in float16; scaled, it has three."""
+    input = torch.full((1000, 1), 0.5, device=route.device, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(1000, 1, device=route.device, dtype=torch.float16, requires_grad=True)
+    labels = torch.zeros(1000, device=route.device).long()
     scale = 65536.0
-    with _library.implementation("torch" if route.device == "cpu" else route.implementation):
-        loss = linear_cross_entropy(input, weight, labels, chunk_rows=1024)
+    with _library.implementation(route.implementation):
+        loss = linear_cross_entropy(input, weight, labels, chunk_rows=300)
         (gradient,) = torch.autograd.grad(loss * scale, weight)
-    assert_close(gradient[1:] / scale, torch.full((classes - 1, 1), 0.5 / classes, dtype=torch.float64))
+    assert_close(gradient[1:], torch.full((999, 1), 0.5e-3 * scale, dtype=torch.float64))
 
 
 def test_many_chunks_of_bfloat16_are_summed_in_float32() -> None:
@@ -242,7 +250,8 @@ def test_chunk_size(rows: int, classes: int, asked: int | None, size: int) -> No
 
 
 def test_logits_are_never_all_there() -> None:
-    input, weight, bias, labels = tensors("cpu", torch.float32)
+    input, labels = torch.randn(40, FEATURES, requires_grad=True), torch.zeros(40).long()
+    weight, bias = torch.randn(CLASSES, FEATURES, requires_grad=True), torch.randn(CLASSES, requires_grad=True)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -255,7 +264,7 @@ def test_logits_are_never_all_there() -> None:
 
     with _library.implementation("torch"), Watch():
         linear_cross_entropy(input, weight, labels, bias, chunk_rows=2).backward()
-    assert CLASSES * FEATURES <= largest < ROWS * CLASSES
+    assert CLASSES * FEATURES <= largest < 40 * CLASSES
 
 
 @pytest.mark.parametrize(
@@ -265,8 +274,8 @@ def test_logits_are_never_all_there() -> None:
         ({"chunk_rows": 0}, ValueError, "chunk_rows=0"),
         ({"accumulation_dtype": torch.int32}, TypeError, "accumulation_dtype must be floating-point"),
         ({"weight": torch.randn(5, 9)}, ValueError, r"weight has shape \[5, 9\], expected \[classes, 8\]"),
-        ({"target": torch.zeros(4).long()}, ValueError, r"target has shape \[4\], expected \[13\]"),
-        ({"target": torch.zeros(13)}, TypeError, "labels must be int64"),
+        ({"target": torch.zeros(4).long()}, ValueError, r"target has shape \[4\], expected \[7\]"),
+        ({"target": torch.zeros(7)}, TypeError, "labels must be int64"),
         ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \[4\], expected \[37\]"),
         ({"weight": torch.randn(37, 8).half()}, TypeError, "weight is torch.float16, the input torch.float32"),
         ({"weight": torch.randn(37, 8, device="meta")}, ValueError, "weight is on meta"),
@@ -309,4 +318,4 @@ def test_memory_is_an_eighth_of_that_of_all_logits() -> None:
         return torch.cuda.max_memory_allocated() - before
 
     whole = peak(lambda: functional.cross_entropy(functional.linear(input, weight), labels))
-    assert 8 * peak(lambda: linear_cross_entropy(input, weight, labels, chunk_rows=512)) < whole
+    assert 8 * peak(lambda: linear_cross_entropy(input, weight, labels, chunk_rows=312)) < whole

@@ -48,12 +48,12 @@ CASES = [
     XentropyCase(1, 1),
     XentropyCase(5, 1),
     XentropyCase(7, 2, _BF16),
-    XentropyCase(20, 5),
-    XentropyCase(19, 17, _HALF),
+    XentropyCase(7, 5),
+    XentropyCase(7, 17, _HALF),
     XentropyCase(6, 48),
     XentropyCase(6, 64, _HALF, 0.0),
-    XentropyCase(9, 1000),
-    XentropyCase(9, 1001, _BF16),
+    XentropyCase(4, 1000),
+    XentropyCase(4, 1001, _BF16),
     XentropyCase(4, 4096, _BF16, 0.0),
     XentropyCase(4, 30000),
     XentropyCase(13, 9001, _F32, 0.0),
@@ -160,27 +160,27 @@ def test_a_label_that_is_no_class_has_no_loss(route: Route) -> None:
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("labels_dtype", [torch.int32, torch.int64])
 def test_leading_dimensions(route: Route, labels_dtype: torch.dtype) -> None:
-    logits = torch.randn(2, 3, 4, 33, device=route.device)
-    labels = torch.randint(0, 33, (2, 3, 4), device=route.device)
+    logits = torch.randn(2, 1, 3, 33, device=route.device)
+    labels = torch.randint(0, 33, (2, 1, 3), device=route.device)
     with _library.implementation(route.implementation):
         losses, log_sums = xentropy.xentropy_forward(logits, labels.to(labels_dtype))
         gradient = xentropy.xentropy_backward(torch.ones_like(losses), logits, log_sums, labels.to(labels_dtype))
     wide = logits.double().requires_grad_()
-    expected = functional.cross_entropy(wide.flatten(0, 2), labels.flatten(), reduction="none").view(2, 3, 4)
+    expected = functional.cross_entropy(wide.flatten(0, 2), labels.flatten(), reduction="none").view(2, 1, 3)
     assert_close(losses, expected)
     assert_close(gradient, torch.autograd.grad(expected.sum(), wide)[0])
 
 
 def strided(device: str) -> list[Tensor]:
-    wide = torch.randn(6, 400, device=device, dtype=torch.float16)
+    wide = torch.randn(4, 400, device=device, dtype=torch.float16)
     return [
         wide[:, :384],  # a vocabulary padded at its end
         wide[:, 3:380],
         wide[:, :377],
         wide[::2, :257],
-        wide.t()[200:207],
-        wide[:1].expand(5, 400),
-        torch.randn(1 + 4 * 64, device=device)[1:].view(4, 64),
+        wide.t()[200:203],
+        wide[:1].expand(2, 400),
+        torch.randn(1 + 2 * 64, device=device)[1:].view(2, 64),
     ]
 
 
@@ -192,7 +192,7 @@ def test_strided_logits_and_gradients(route: Route, which: int) -> None:
     labels = torch.randint(0, classes, (2 * rows,), device=route.device)[::2]
     slopes = torch.randn(rows, 3, device=route.device)[:, 1]
     with _library.implementation(route.implementation):
-        for _ in range(2):  # the second call takes the launcher's cached path
+        for _ in range(2 if route.device == "cuda" else 1):  # the second call takes the launcher's cached path
             _, _, gradient = run(logits, labels, slopes, 0.1)
             losses, _, same = run(logits, labels, slopes[:1].expand(rows), 0.1)
     wide = logits.double().detach().requires_grad_()

@@ -222,6 +222,7 @@ def xentropy_backward(
     log_sums,
     labels,
     gradient,
+    splits,
     row_stride,
     classes,
     padding_idx,
@@ -233,11 +234,11 @@ def xentropy_backward(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The gradient of the logits, `classes` elements per row; the second axis of the grid divides long rows.
+    """The gradient of the logits, `classes` elements per row; `splits` neighbouring programs share a row.
 
     `loss_stride` is 0 for a gradient of the losses that is the same for all rows, else 1.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row = (tl.program_id(0) // splits).to(tl.int64)
     label = tl.load(labels + row)
     _write_gradient(
         logits,
@@ -250,11 +251,67 @@ def xentropy_backward(
         tl.load(log_sums + row).to(tl.float32),
         tl.load(loss_gradient + row * loss_stride).to(tl.float32),
         smoothing,
-        tl.program_id(1),
-        tl.num_programs(1),
+        tl.program_id(0) % splits,
+        splits,
         EDGES,
         SAME_STRIDE,
         GROUPS,
         LANES,
         VECTOR,
     )
+
+
+@kernel
+@triton.jit
+def xentropy_short_rows(
+    logits,
+    labels,
+    losses,
+    log_sums,
+    gradient,
+    rows,
+    row_stride,
+    classes,
+    padding_idx,
+    loss_stride,
+    smoothing,
+    BACKWARD: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MULTIPLE: tl.constexpr,
+):
+    """Both passes for few classes: ROWS whole rows per program, held in registers.
+
+    BACKWARD: reads `log_sums`, and the gradient of the losses in place of `losses`; writes `gradient`. The number of
+    classes and the stride are multiples of MULTIPLE, of which accesses of 16 bytes are made.
+    """
+    row_stride = row_stride // MULTIPLE * MULTIPLE
+    classes = classes // MULTIPLE * MULTIPLE
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    exists = row < rows
+    label = tl.load(labels + row, mask=exists, other=padding_idx)
+    counted = label != padding_idx
+    mask = counted[:, None] & (column < classes)
+    is_own = column == label[:, None]
+    x = tl.load(logits + row[:, None] * row_stride + column, mask=mask, other=float("-inf")).to(tl.float32)
+    if BACKWARD:
+        scale = tl.load(losses + row * loss_stride, mask=counted, other=0.0).to(tl.float32)
+        log_sum = tl.load(log_sums + row, mask=counted, other=0.0)
+        others = -scale * (smoothing / classes)
+        own = others - scale * (1.0 - smoothing)
+        softmax = tl.exp2(x * LOG2E - (log_sum * LOG2E)[:, None])
+        slope = scale[:, None] * softmax + tl.where(is_own, own[:, None], others[:, None])
+        slope = tl.where(counted[:, None], slope, 0.0).to(gradient.dtype.element_ty)
+        tl.store(gradient + row[:, None] * classes + column, slope, mask=exists[:, None] & (column < classes))
+    else:
+        peak = tl.maximum(tl.max(x, 1), LOWEST)
+        row_sum = tl.sum(tl.exp2(x * LOG2E - (peak * LOG2E)[:, None]), 1)
+        log_sum = peak + tl.log(tl.where(counted, row_sum, 1.0))
+        own = tl.sum(tl.where(is_own, x, 0.0), 1)
+        loss = log_sum - (1.0 - smoothing) * tl.where((label >= 0) & (label < classes), own, float("nan"))
+        if SMOOTHED:
+            loss -= smoothing / classes * tl.sum(tl.where(mask, x, 0.0), 1)
+        tl.store(losses + row, tl.where(counted, loss, 0.0), mask=exists)
+        tl.store(log_sums + row, tl.where(counted, log_sum, 0.0), mask=exists)

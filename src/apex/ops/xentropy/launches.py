@@ -6,6 +6,7 @@ What depends on shapes and dtypes alone is planned once and cached; a call then 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -18,8 +19,10 @@ from .. import _device
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
 
-# Elements between which the kernels' blocks begin (`kernels.ALIGNMENT`).
+# Multiples of so many elements are where the kernels' blocks begin (`kernels.ALIGNMENT`).
 ALIGNMENT = 16
+# Rows up to this length are held in registers, several per program.
+SHORT_ROW = 1024
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,35 @@ class BlockConfig:
     splits: int = 1
 
 
-def forward_config(rows: int, classes: int, element_size: int, device: _device.DeviceFacts) -> BlockConfig:
-    return _fitted(
-        classes, element_size, groups=4, lanes=256 if rows >= 4 * device.multiprocessors else 1024, device=device
-    )
+@dataclass(frozen=True)
+class ShortConfig:
+    """Whole rows of up to `block` elements, `rows_per_program` of them."""
+
+    rows_per_program: int
+    block: int
+    num_warps: int
+
+
+def forward_config(
+    rows: int, classes: int, element_size: int, gradient: bool, device: _device.DeviceFacts
+) -> BlockConfig:
+    if rows < 4 * device.multiprocessors:
+        lanes = 1024
+    else:
+        lanes = 512 if gradient else 256
+    return _fitted(classes, element_size, groups=2, lanes=lanes, device=device)
 
 
 def backward_config(rows: int, classes: int, element_size: int, device: _device.DeviceFacts) -> BlockConfig:
-    return _fitted(classes, element_size, groups=2, lanes=256, device=device)
+    return _fitted(classes, element_size, groups=1, lanes=512, device=device)
+
+
+def short_config(rows: int, classes: int, device: _device.DeviceFacts) -> ShortConfig:
+    block = 1 << max(0, classes - 1).bit_length()
+    per_program = max(1, 4096 // max(16, block))
+    while per_program > 1 and rows // per_program < 4 * device.multiprocessors:
+        per_program //= 2
+    return ShortConfig(per_program, block, max(1, min(128, per_program * block // 8) // device.warp_size))
 
 
 def _fitted(classes: int, element_size: int, groups: int, lanes: int, device: _device.DeviceFacts) -> BlockConfig:
@@ -60,122 +84,106 @@ def _kernels() -> ModuleType:
     return kernels
 
 
-@functools.lru_cache(maxsize=4096)
-def _forward_launch(
-    rows: int,
-    classes: int,
-    row_stride: int,
-    dtype: torch.dtype,
-    smoothing: float,
-    padding_idx: int,
-    gradient: bool,
-    scale_stride: int,
-    device: torch.device,
-    facts: _device.DeviceFacts,
-) -> BoundLaunch:
-    chosen = forward_config(rows, classes, dtype.itemsize, facts)
-    edges = row_stride % ALIGNMENT != 0 or classes % ALIGNMENT != 0
-    return _kernels().xentropy_forward.bind(
-        (rows,),
-        (row_stride, classes, padding_idx, scale_stride, float(smoothing)),
-        (smoothing > 0, edges, gradient, chosen.groups, chosen.lanes, 16 // dtype.itemsize),
-        device=device,
-        num_warps=chosen.num_warps,
-    )
+class Plan:
+    """The launches for logits of one shape and dtype: losses, gradients, and both at once."""
+
+    def __init__(
+        self,
+        rows: int,
+        classes: int,
+        row_stride: int,
+        dtype: torch.dtype,
+        smoothing: float,
+        padding_idx: int,
+        device: torch.device,
+        facts: _device.DeviceFacts,
+    ) -> None:
+        self._rows, self._classes, self._row_stride, self._dtype = rows, classes, row_stride, dtype
+        self._smoothing, self._padding_idx = float(smoothing), padding_idx
+        self._device, self._facts = device, facts
+        self._is_short = classes <= SHORT_ROW
+        self._forward = self._bind_short(False, 1) if self._is_short else self._bind_forward(False, 0)
+        self._backward: dict[tuple[int, torch.dtype], BoundLaunch] = {}
+        self._both: dict[bool, BoundLaunch] = {}
+
+    def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses and logarithms of the sums of exponentials."""
+        losses = torch.empty(self._rows, dtype=torch.float32, device=self._device)
+        log_sums = torch.empty(self._rows, dtype=torch.float32, device=self._device)
+        self._forward(logits, labels, losses, log_sums, None)
+        return losses, log_sums
+
+    def backward(self, loss_gradient: Tensor, logits: Tensor, log_sums: Tensor, labels: Tensor) -> Tensor:
+        """The gradient of the logits, contiguous; the losses' may be one value for all rows, with a stride of 0."""
+        stride = loss_gradient.stride(0)
+        if stride > 1:
+            loss_gradient, stride = loss_gradient.contiguous(), 1
+        launch = self._backward.get((stride, loss_gradient.dtype))
+        if launch is None:
+            bind = functools.partial(self._bind_short, True) if self._is_short else self._bind_backward
+            launch = self._backward[stride, loss_gradient.dtype] = bind(stride)
+        gradient = torch.empty((self._rows, self._classes), dtype=self._dtype, device=self._device)
+        if self._is_short:
+            launch(logits, labels, loss_gradient, log_sums, gradient)
+        else:
+            launch(loss_gradient, logits, log_sums, labels, gradient)
+        return gradient
+
+    def both(self, logits: Tensor, labels: Tensor, losses: Tensor, row_scale: Tensor | None) -> None:
+        """Writes the losses, and over the logits their gradient times `row_scale`."""
+        is_scaled = row_scale is not None
+        launch = self._both.get(is_scaled)
+        if launch is None:
+            launch = self._both[is_scaled] = self._bind_forward(True, int(is_scaled))
+        launch(logits, labels, losses, torch.empty_like(losses), row_scale)
+
+    def _bind_forward(self, gradient: bool, scale_stride: int) -> BoundLaunch:
+        size = self._dtype.itemsize
+        chosen = forward_config(self._rows, self._classes, size, gradient, self._facts)
+        edges = self._row_stride % ALIGNMENT != 0 or self._classes % ALIGNMENT != 0
+        return _kernels().xentropy_forward.bind(
+            (self._rows,),
+            (self._row_stride, self._classes, self._padding_idx, scale_stride, self._smoothing),
+            (self._smoothing > 0, edges, gradient, chosen.groups, chosen.lanes, 16 // size),
+            device=self._device,
+            num_warps=chosen.num_warps,
+        )
+
+    def _bind_backward(self, loss_stride: int) -> BoundLaunch:
+        size, classes = self._dtype.itemsize, self._classes
+        chosen = backward_config(self._rows, classes, size, self._facts)
+        return _kernels().xentropy_backward.bind(
+            (self._rows * chosen.splits,),
+            (chosen.splits, self._row_stride, classes, self._padding_idx, loss_stride, self._smoothing),
+            (classes % ALIGNMENT != 0, self._row_stride == classes, chosen.groups, chosen.lanes, 16 // size),
+            device=self._device,
+            num_warps=chosen.num_warps,
+        )
+
+    def _bind_short(self, backward: bool, loss_stride: int) -> BoundLaunch:
+        chosen = short_config(self._rows, self._classes, self._facts)
+        multiple = math.gcd(self._row_stride, self._classes, 16 // self._dtype.itemsize)
+        return _kernels().xentropy_short_rows.bind(
+            (-(-self._rows // chosen.rows_per_program),),
+            (self._rows, self._row_stride, self._classes, self._padding_idx, loss_stride, self._smoothing),
+            (backward, self._smoothing > 0, chosen.rows_per_program, chosen.block, multiple),
+            device=self._device,
+            num_warps=chosen.num_warps,
+        )
 
 
-def triton_forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor]:
-    """Losses and logarithms of the sums of exponentials, of rows x classes."""
-    logits = with_whole_rows(logits)
-    device = logits.device
+_cached_plan = functools.lru_cache(maxsize=4096)(Plan)
+
+
+def plan(logits: Tensor, smoothing: float, padding_idx: int) -> Plan:
+    """The plan for rows x classes like these, whose rows have adjacent elements."""
     rows, classes = logits.shape
-    launch = _forward_launch(
-        rows,
-        classes,
-        logits.stride(0),
-        logits.dtype,
-        smoothing,
-        padding_idx,
-        False,
-        0,
-        device,
-        _device.facts(device),
-    )
-    losses = torch.empty(rows, dtype=torch.float32, device=device)
-    log_sums = torch.empty(rows, dtype=torch.float32, device=device)
-    launch(logits, labels.contiguous(), losses, log_sums, None)
-    return losses, log_sums
-
-
-def triton_forward_and_gradient(
-    logits: Tensor, labels: Tensor, losses: Tensor, row_scale: Tensor | None, smoothing: float, padding_idx: int
-) -> None:
-    """Writes the losses, and over the logits their gradient times `row_scale`; every tensor has adjacent elements."""
     device = logits.device
-    rows, classes = logits.shape
-    launch = _forward_launch(
-        rows,
-        classes,
-        logits.stride(0),
-        logits.dtype,
-        smoothing,
-        padding_idx,
-        True,
-        0 if row_scale is None else 1,
-        device,
-        _device.facts(device),
-    )
-    launch(logits, labels, losses, torch.empty_like(losses), row_scale)
-
-
-@functools.lru_cache(maxsize=4096)
-def _backward_launch(
-    rows: int,
-    classes: int,
-    row_stride: int,
-    dtype: torch.dtype,
-    loss_stride: int,
-    smoothing: float,
-    padding_idx: int,
-    device: torch.device,
-    facts: _device.DeviceFacts,
-) -> BoundLaunch:
-    chosen = backward_config(rows, classes, dtype.itemsize, facts)
-    return _kernels().xentropy_backward.bind(
-        (rows, chosen.splits),
-        (row_stride, classes, padding_idx, loss_stride, float(smoothing)),
-        (classes % ALIGNMENT != 0, row_stride == classes, chosen.groups, chosen.lanes, 16 // dtype.itemsize),
-        device=device,
-        num_warps=chosen.num_warps,
-    )
-
-
-def triton_backward(
-    loss_gradient: Tensor, logits: Tensor, log_sums: Tensor, labels: Tensor, smoothing: float, padding_idx: int
-) -> Tensor:
-    """The gradient of the logits, contiguous."""
-    logits = with_whole_rows(logits)
-    device = logits.device
-    rows, classes = logits.shape
-    loss_stride = loss_gradient.stride(0)
-    if loss_stride > 1:
-        loss_gradient, loss_stride = loss_gradient.contiguous(), 1
-    launch = _backward_launch(
-        rows,
-        classes,
-        logits.stride(0),
-        logits.dtype,
-        loss_stride,
-        smoothing,
-        padding_idx,
-        device,
-        _device.facts(device),
-    )
-    gradient = torch.empty((rows, classes), dtype=logits.dtype, device=device)
-    launch(loss_gradient, logits, log_sums.contiguous(), labels.contiguous(), gradient)
-    return gradient
+    facts = _device.facts(device)
+    return _cached_plan(rows, classes, logits.stride(0), logits.dtype, smoothing, padding_idx, device, facts)
 
 
 def with_whole_rows(logits: Tensor) -> Tensor:
     """The logits, copied unless the elements of each row are adjacent."""
-    return logits if logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1] else logits.contiguous()
+    stride = logits.stride()
+    return logits if stride[1] == 1 and stride[0] >= logits.shape[1] else logits.contiguous()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import _library
 from . import native, reference
-from .launches import triton_forward, triton_forward_and_gradient
+from .launches import plan
 from .op import FAMILY
 
 # Logits of a chunk: 256 MiB in half precision, 1024 rows of 131072 classes.
@@ -87,7 +87,7 @@ def linear_xentropy(
         bias_gradient = torch.zeros(classes, dtype=losses.dtype, device=device)
     stride = -(-classes // _STRIDE_MULTIPLE) * _STRIDE_MULTIPLE
     storage = torch.empty((min(chunk_rows, rows), stride), dtype=input.dtype, device=device)
-    labels = labels.contiguous()
+    labels = labels.long().contiguous()
     with torch.autocast(device.type, enabled=False):
         for begin in range(0, rows, chunk_rows):
             part = slice(begin, begin + chunk_rows)
@@ -121,13 +121,13 @@ def _losses_and_gradient(
 ) -> None:
     """Writes the losses and, where the gradient is wanted, overwrites the logits with it."""
     if _library.runs_triton(FAMILY, logits):
+        chosen = plan(logits, smoothing, ignore_index)
         if gradient:
-            triton_forward_and_gradient(logits, labels, losses, row_scale, smoothing, ignore_index)
+            chosen.both(logits, labels, losses, row_scale)
         else:
-            losses.copy_(triton_forward(logits, labels, smoothing, ignore_index)[0])
+            losses.copy_(chosen.forward(logits, labels)[0])
         return
     implementation = native if logits.device.type == "cpu" else reference
-    labels = labels.long()
     found, log_sums = implementation.forward(logits, labels, smoothing, ignore_index)
     losses.copy_(found)
     if gradient:

@@ -1,4 +1,7 @@
-"""Softmax cross-entropy on a processor, a few rows at a time, so that temporary results stay in its caches."""
+"""Softmax cross-entropy on a processor in as few passes as PyTorch's operators allow, many rows at a time.
+
+The exponentials take most of the time, so that the fewest passes are what keeps up with PyTorch's own loss.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from torch import Tensor
 
 from .reference import class_index, compute_dtype
 
-# Elements of the rows that are worked on together; fewer, and threads wait for each other more than they work.
-_ELEMENTS = 1 << 20
+# Elements of the rows that are worked on together: what temporary results may need. A quarter costs 5% more time.
+_ELEMENTS = 1 << 23
 
 
 def _parts(rows: int, classes: int) -> Iterator[slice]:
@@ -54,18 +57,25 @@ def backward(
     compute = compute_dtype(logits)
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
     index, is_class = class_index(labels, classes)
-    scale = loss_gradient.to(compute).masked_fill(labels == padding_idx, 0.0)
+    padding = labels == padding_idx
+    scale = loss_gradient.to(compute).masked_fill(padding, 0.0)
     own = (smoothing - 1.0) * scale * is_class
+    shift = log_sums.to(compute)
+    # A factor of the exponential is a summand of its argument, which saves a pass.
+    is_in_shift = bool((scale >= 0).all())
+    if is_in_shift:
+        shift = shift - scale.log()
     for part in _parts(rows, classes):
         x, g = logits[part], scale[part, None]
         slope = gradient[part] if gradient.dtype == compute else torch.empty(x.shape, dtype=compute, device=x.device)
-        torch.sub(x, log_sums[part, None].to(compute), out=slope).exp_().mul_(g)
+        torch.sub(x, shift[part, None], out=slope).exp_()
+        if not is_in_shift:
+            slope.mul_(g)
         if smoothing:
             slope.sub_(g * (smoothing / classes))
         slope.scatter_add_(1, index[part, None], own[part, None])
         if gradient.dtype != compute:
             gradient[part] = slope
-    padding = labels == padding_idx
     if padding.any():  # zero even where zero times an infinite logit is not
         gradient[padding] = 0.0
     return gradient
