@@ -54,6 +54,8 @@ def _reset(weight: Tensor, bias: Tensor | None) -> None:
 class FusedDense(nn.Module):
     """A dense layer; takes the place of `torch.nn.Linear`."""
 
+    bias: nn.Parameter | None
+
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()
         self.in_features = in_features
@@ -75,6 +77,9 @@ class FusedDense(nn.Module):
 
 class FusedDenseGeluDense(nn.Module):
     """Two dense layers with gelu (the tanh form) between them."""
+
+    bias1: nn.Parameter | None
+    bias2: nn.Parameter | None
 
     def __init__(self, in_features: int, intermediate_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()

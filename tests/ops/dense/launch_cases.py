@@ -1,10 +1,9 @@
-"""Launches of the dense kernels to compile for every GPU: each activation and product, with and without masks."""
+"""Launches of the dense kernels to compile for every GPU: each activation, with and without masks."""
 
 from __future__ import annotations
 
 import torch
 
-from apex.ops import _device
 from apex.ops.dense import launches
 
 _BF16, _F32, _HALF = torch.bfloat16, torch.float32, torch.float16
@@ -23,15 +22,8 @@ def record() -> None:
     for rows, columns, dtype, activation, bias_grad in _ACTIVATIONS:
         dy = torch.empty(rows, columns, dtype=dtype, device="meta")
         launches.triton_activation_backward(dy, dy, activation, bias_grad, in_place=False)
-    device = dy.device
-    for backward, bias, keep in ((False, True, True), (False, False, False), (True, True, False)):
-        plan = launches.product_plan(8192, 16384, 4096, _HALF, backward, bias, keep, device, _device.facts(device))
-        x, weight, wide = (torch.empty(shape, dtype=_HALF, device=device) for shape in
-                           ((8192, 4096), (4096, 16384) if backward else (16384, 4096), (8192, 16384)))  # fmt: skip
-        if backward:
-            plan.backward(x, weight, wide)
-        else:
-            plan.forward(x, weight, torch.empty(16384, dtype=_HALF, device=device) if bias else None, keep)
+    for rows, columns in ((8192, 16384), (70, 37)):
+        launches.triton_gelu(torch.empty(rows, columns, dtype=_HALF, device="meta"))
     for rows, outs, ins in ((8192, 4096, 4096), (50, 30, 20)):
         x, dy = (torch.empty(rows, width, dtype=_BF16, device="meta") for width in (ins, outs))
         launches.triton_accumulate(x, dy, torch.empty(outs, ins, device="meta"))

@@ -21,19 +21,6 @@ def test_opcheck_of_the_gradient(activation: str, route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
-def test_opcheck_of_products(route: Route) -> None:
-    x, dy, weight1, weight2 = (
-        torch.randn(shape, device=route.device, dtype=torch.float16) for shape in ((6, 16), (6, 8), (24, 16), (8, 24))
-    )
-    with _library.implementation(route.implementation):
-        for flag in (True, False):
-            bias = x.new_ones(24) if flag else None
-            torch.library.opcheck(torch.ops.apex.gelu_linear.default, (x, weight1, bias, flag))
-            hidden = x @ weight1.t()
-            torch.library.opcheck(torch.ops.apex.gelu_linear_backward.default, (dy, weight2, hidden, flag))
-
-
-@pytest.mark.parametrize("route", routes())
 def test_opcheck_of_accumulation(route: Route) -> None:
     x, dy = (torch.randn(6, width, device=route.device, dtype=torch.float16) for width in (20, 30))
     with _library.implementation(route.implementation):
@@ -43,7 +30,7 @@ def test_opcheck_of_accumulation(route: Route) -> None:
 def test_the_operator_refuses_a_derivative() -> None:
     dy = torch.randn(6, 20, requires_grad=True)
     dz, _ = torch.ops.apex.activation_backward(dy, dy.detach(), "gelu", True)
-    with pytest.raises(RuntimeError, match="have no derivatives"):
+    with pytest.raises(RuntimeError, match="has no derivative"):
         dz.sum().backward()
 
 

@@ -27,8 +27,6 @@ from .op import (
     check_layer,
     check_mlp,
     gelu,
-    gelu_linear,
-    gelu_linear_backward,
     linear,
     plan_activation_backward,
 )
@@ -110,7 +108,7 @@ class FusedDenseGeluDenseFunc(torch.autograd.Function):
     def forward(ctx, input, weight1, bias1, weight2, bias2):  # type: ignore[override]
         rows = as_rows(input)
         if True not in ctx.needs_input_grad:
-            return _shaped(linear(gelu_linear(rows, weight1, bias1, False)[0], weight2, bias2), input)
+            return _shaped(linear(activated_linear(rows, weight1, bias1, "gelu"), weight2, bias2), input)
         output, hidden, active = dense_gelu_dense_forward(rows, weight1, bias1, weight2, bias2)
         ctx.save_for_backward(input, weight1, bias1, weight2, bias2, hidden, active)
         return _shaped(output, input)
@@ -132,8 +130,9 @@ def dense_gelu_dense_forward(
     input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, the output of the first layer and its gelu, for an input of two dimensions."""
-    active, hidden = gelu_linear(input, weight1, bias1, keep=True)
-    return linear(active, weight2, bias2), hidden, active  # type: ignore[return-value]
+    hidden = linear(input, weight1, bias1)
+    active = gelu(hidden)
+    return linear(active, weight2, bias2), hidden, active
 
 
 def dense_gelu_dense_backward(
@@ -150,7 +149,7 @@ def dense_gelu_dense_backward(
     dweight2 = dy.t().mm(active) if wanted[3] else None
     dx = dweight1 = dbias1 = None
     if wanted[0] or wanted[1] or wanted[2]:
-        dhidden, dbias1 = gelu_linear_backward(dy, weight2, hidden, wanted[2])
+        dhidden, dbias1 = activation_backward(dy.mm(weight2), hidden, "gelu", wanted[2], in_place=True)
         dweight1 = dhidden.t().mm(input) if wanted[1] else None
         dx = dhidden.mm(weight1) if wanted[0] else None
     return dx, dweight1, dbias1, dweight2, dbias2
@@ -160,7 +159,8 @@ def composed_dense_gelu_dense(
     input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
 ) -> Tensor:
     """The same in PyTorch's operators, differentiable any number of times."""
-    return functional.linear(gelu(functional.linear(input, weight1, bias1)), weight2, bias2)
+    hidden = functional.linear(input, weight1, bias1)
+    return functional.linear(functional.gelu(hidden, approximate="tanh"), weight2, bias2)
 
 
 def dense_gelu_dense(
@@ -259,7 +259,8 @@ def mlp_backward(
         if bias_grad:
             gradients[bias] = dbias
         if wanted[1 + layer]:
-            gradients[1 + layer] = dy.t().mm(outputs[layer - 1] if layer else input)
+            before = outputs[layer - 1] if layer else input
+            gradients[1 + layer] = dy.t().mm(before)  # type: ignore[arg-type]  # only the last output may be absent
         if not (wanted[0] or True in wanted[1 : 1 + layer] or True in wanted[1 + layers : bias]):
             break
         dy = dy.mm(weights[layer])

@@ -14,14 +14,30 @@ GELU = tl.constexpr(3)
 
 
 @triton.jit
-def gelu_slope(x):
-    """The derivative of x * s with s = sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x**3)), the tanh form of gelu."""
+def _gelu_gate(x, square):
+    """What x is multiplied by in the tanh form of gelu: sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x**3))."""
+    return tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * square))
+
+
+@triton.jit
+def _gelu_slope(x):
+    """The derivative of gelu."""
     # Beyond 10 it is 0 or 1 to the last digit, and its terms may overflow. Not by tl.clamp: NaN must stay NaN.
     x = tl.where(x > 10.0, 10.0, x)
     x = tl.where(x < -10.0, -10.0, x)
     square = x * x
-    s = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * square))
-    return s + x * s * (1.0 - s) * (1.5957691216057308 + 0.21406444881780076 * square)
+    gate = _gelu_gate(x, square)
+    return gate + x * gate * (1.0 - gate) * (1.5957691216057308 + 0.21406444881780076 * square)
+
+
+@kernel
+@triton.jit
+def gelu_forward(input, output, elements, BLOCK: tl.constexpr, FULL: tl.constexpr):
+    """FULL: no element needs a mask."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = None if FULL else place < elements
+    x = tl.load(input + place, mask=mask).to(tl.float32)
+    tl.store(output + place, (x * _gelu_gate(x, x * x)).to(output.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -63,7 +79,7 @@ def activation_backward(
         elif ACTIVATION == SIGMOID:
             gradient = gradient * value * (1.0 - value)
         else:
-            gradient = gradient * gelu_slope(value)
+            gradient = gradient * _gelu_slope(value)
         tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask=mask)
         if BIAS_GRAD:
             sums += gradient

@@ -1,8 +1,7 @@
 """The parts of dense layers, without autograd: which implementation runs, given tensors that were found fit.
 
 Matrix products are PyTorch's, whose epilogues add the bias and apply relu (and, where no gradient is wanted, gelu).
-What they leave undone is done by kernels: the gradients of an activation and of a bias in one pass, and for large
-layers on a Hopper GPU a product with gelu, or with its gradient, in the epilogue.
+What they leave undone, gelu that keeps its input and the gradients of an activation and of a bias, takes one pass each.
 """
 
 from __future__ import annotations
@@ -14,25 +13,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .. import _device, _library
+from .. import _library
 from .launches import (
     ActivationPlan,
-    ProductPlan,
     activation_plan,
-    product_plan,
     triton_accumulate,
     triton_activation_backward,
+    triton_gelu,
 )
 from .reference import ACTIVATIONS
 from .self_check import self_check
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# Multiplications from which on our product with gelu is quicker than PyTorch's product and a pass after it.
-PRODUCT_FROM = 1 << 36
+# Elements below which the host is the limit of gelu, and PyTorch's operator is quicker than a launch.
+GELU_FROM = 1 << 22
 
 FAMILY = _library.register_family(
-    _library.OpFamily("dense", "dense layers, gelu, MLP: activations and their gradients fused", self_check)
+    _library.OpFamily(
+        "dense",
+        "dense layers, gelu, MLP: gradients of activation and bias in one pass",
+        self_check,
+        small_inputs=f"PyTorch's gelu below {GELU_FROM:,} elements",
+    )
 )
 
 
@@ -49,7 +52,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gelu(input: Tensor) -> Tensor:
-    """The tanh form, as the BLAS libraries have it."""
+    """The tanh form, as the BLAS libraries have it, without autograd."""
+    large = input.numel() >= GELU_FROM or (_library.requested() == "triton" and input.numel())
+    if large and not torch.compiler.is_compiling() and _library.runs_triton(FAMILY, input):
+        return triton_gelu(input)
     return functional.gelu(input, approximate="tanh")
 
 
@@ -66,78 +72,6 @@ def activated_linear(input: Tensor, weight: Tensor, bias: Tensor | None, activat
     if activation == "relu":
         return output.relu_()
     return output.sigmoid_() if activation == "sigmoid" else gelu(output)
-
-
-def gelu_linear(input: Tensor, weight: Tensor, bias: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
-    """gelu of a layer's output, and with `keep` that output, which the backward pass needs; of two dimensions."""
-    if torch.compiler.is_compiling():
-        active, hidden = torch.ops.apex.gelu_linear(input, weight, bias, keep)
-        return active, hidden if keep else None
-    return gelu_linear_now(input, weight, bias, keep)
-
-
-def gelu_linear_now(input: Tensor, weight: Tensor, bias: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
-    plan = _product(input, weight, weight.shape[0], False, bias is not None, keep)
-    if plan is not None:
-        return plan.forward(input, weight, bias, keep)
-    if not keep:
-        return activated_linear(input, weight, bias, "gelu"), None
-    hidden = functional.linear(input, weight, bias)
-    return gelu(hidden), hidden
-
-
-def gelu_linear_backward(dy: Tensor, weight: Tensor, hidden: Tensor, bias_grad: bool) -> tuple[Tensor, Tensor | None]:
-    """The gradients of `hidden` and of the bias behind it, given that of `gelu(hidden)` times `weight`, transposed."""
-    if torch.compiler.is_compiling():
-        dhidden, dbias = torch.ops.apex.gelu_linear_backward(dy, weight, hidden, bias_grad)
-        return dhidden, dbias if bias_grad else None
-    return gelu_linear_backward_now(dy, weight, hidden, bias_grad)
-
-
-def gelu_linear_backward_now(
-    dy: Tensor, weight: Tensor, hidden: Tensor, bias_grad: bool
-) -> tuple[Tensor, Tensor | None]:
-    plan = _product(dy, weight, weight.shape[1], True, bias_grad, False)
-    if plan is not None and hidden.is_contiguous():
-        return plan.backward(dy, weight, hidden)
-    return activation_backward_now(dy.mm(weight), hidden, "gelu", bias_grad, in_place=True)
-
-
-def _product(left: Tensor, right: Tensor, columns: int, backward: bool, bias: bool, keep: bool) -> ProductPlan | None:
-    """The plan for our own product, where it can run and is the quicker way."""
-    rows, depth = left.shape
-    size = rows * columns * depth
-    requested = _library.requested()
-    if not (size >= PRODUCT_FROM or (requested == "triton" and size)):
-        return None
-    device = left.device
-    if (
-        left.dtype in _HALF
-        and columns % 8 == 0
-        and depth % 8 == 0
-        and left.is_contiguous()
-        and right.is_contiguous()
-        and left.data_ptr() % 16 == 0
-        and right.data_ptr() % 16 == 0
-        and _has_descriptors(device)
-        and _library.runs_triton(FAMILY, left)
-    ):
-        return product_plan(rows, columns, depth, left.dtype, backward, bias, keep, device, _device.facts(device))
-    return None
-
-
-@functools.cache
-def _has_descriptors(device: torch.device) -> bool:
-    """Whether tensor descriptors are executed by hardware that the product was measured on, or by the interpreter."""
-    if _library.triton_problem() is not None:
-        return False
-    import triton
-
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 4):
-        return False
-    if device.type != "cuda":
-        return True
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def plan_activation_backward(output: Tensor, activation: str, bias_grad: bool) -> ActivationPlan | None:
