@@ -7,6 +7,7 @@ __getattr__, __dir__ = lazy_subpackages(
     [
         "clip_grad",
         "combine_tensors",
+        "conv_bias_relu",
         "fmha",
         "focal_loss",
         "group_norm",

@@ -1,0 +1,123 @@
+"""Convolutions of images, followed by bias, ReLU, mask or a frozen scale, as functions.
+
+`bias` and `scale` have a value per channel, as [C] or [1, C, 1, 1]. Inside `torch.autocast` (or `apex.amp`) everything
+but a mask is cast to its dtype. A second derivative is not available.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...ops.conv import ConvSpec, conv_bias, conv_bias_gradients, conv_bias_relu, conv_bias_relu_gradients
+from ...ops.dense.op import autocast_dtype
+
+
+def _cast(*tensors: Tensor) -> list[Tensor]:
+    dtype = autocast_dtype(tensors[0])
+    return [tensor if dtype is None else tensor.to(dtype) for tensor in tensors]
+
+
+def _back(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if gradient is None else gradient.to(dtype)
+
+
+def _relu_forward(
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    spec: ConvSpec,
+    mask: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    cast_x, cast_weight, cast_bias, *rest = _cast(x, weight, bias, *(() if scale is None else (scale,)))
+    cast_scale = rest[0] if rest else None
+    with torch.autocast(x.device.type, enabled=False):
+        output = conv_bias_relu(cast_x, cast_weight, cast_bias, spec, mask, cast_scale)
+    ctx.save_for_backward(cast_x, cast_weight, output, cast_scale)
+    ctx.spec, ctx.dtypes, ctx.bias_shape = spec, (x.dtype, weight.dtype, bias.dtype), bias.shape
+    return output
+
+
+def _relu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    x, weight, output, scale = ctx.saved_tensors
+    wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+    bias_grad = scale is None and ctx.needs_input_grad[2]
+    with torch.autocast(x.device.type, enabled=False):
+        gradients = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, bias_grad, wanted, scale)
+    dx, dweight, dbias = (_back(each, dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True))
+    return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape)
+
+
+class ConvBiasReLU_(torch.autograd.Function):
+    """relu(conv(x, weight) + bias)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, padding, stride):  # type: ignore[override]
+        return _relu_forward(ctx, x, weight, bias, ConvSpec(padding, stride))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):  # type: ignore[override]
+        return *_relu_backward(ctx, grad_output), None, None
+
+
+class ConvBiasMaskReLU_(torch.autograd.Function):
+    """relu((conv(x, weight) + bias) * mask), with a mask of zeros and ones of the output's shape."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, mask, padding, stride):  # type: ignore[override]
+        return _relu_forward(ctx, x, weight, bias, ConvSpec(padding, stride), mask)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):  # type: ignore[override]
+        return *_relu_backward(ctx, grad_output), None, None, None
+
+
+class ConvFrozenScaleBiasReLU_(torch.autograd.Function):
+    """relu(conv(x, weight) * scale + bias), with scale and bias that are not trained."""
+
+    @staticmethod
+    def forward(ctx, x, weight, scale, bias, padding, stride):  # type: ignore[override]
+        return _relu_forward(ctx, x, weight, bias, ConvSpec(padding, stride), scale=scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):  # type: ignore[override]
+        dx, dweight, _ = _relu_backward(ctx, grad_output)
+        return dx, dweight, None, None, None, None
+
+
+class ConvBias_(torch.autograd.Function):
+    """conv(x, weight) + bias."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, padding, stride):  # type: ignore[override]
+        cast_x, cast_weight, cast_bias = _cast(x, weight, bias)
+        spec = ConvSpec(padding, stride)
+        with torch.autocast(x.device.type, enabled=False):
+            output = conv_bias(cast_x, cast_weight, cast_bias, spec)
+        ctx.save_for_backward(cast_x, cast_weight)
+        ctx.spec, ctx.dtypes, ctx.bias_shape = spec, (x.dtype, weight.dtype, bias.dtype), bias.shape
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        with torch.autocast(x.device.type, enabled=False):
+            gradients = conv_bias_gradients(grad_output, x, weight, ctx.spec, ctx.needs_input_grad[2], wanted)
+        dx, dweight, dbias = (_back(each, dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True))
+        return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape), None, None
+
+
+ConvBiasReLU = ConvBiasReLU_.apply
+ConvBiasMaskReLU = ConvBiasMaskReLU_.apply
+ConvFrozenScaleBiasReLU = ConvFrozenScaleBiasReLU_.apply
+ConvBias = ConvBias_.apply

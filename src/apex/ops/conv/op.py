@@ -1,0 +1,177 @@
+"""Convolution followed by bias, ReLU, mask or a frozen scale: PyTorch's convolution and one pass before and behind it.
+
+Gradients come from the output: where it is 0, nothing flows back. The pass that applies this to the gradient sums the
+bias's gradient on its way.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .. import _device, _library
+from ..dense import activation_backward
+from .self_check import self_check
+
+if TYPE_CHECKING:
+    from .._launch import BoundLaunch
+
+FAMILY = _library.register_family(
+    _library.OpFamily(
+        "conv",
+        "bias, ReLU, mask and frozen scale behind a convolution",
+        self_check,
+        small_inputs="PyTorch's operators where channels are not last",
+    )
+)
+
+_BLOCK, _WARPS = 1024, 4
+
+
+class ConvSpec(NamedTuple):
+    """Padding and stride, in both dimensions of an image."""
+
+    padding: int
+    stride: int
+
+
+def conv_bias(input: Tensor, weight: Tensor, bias: Tensor, spec: ConvSpec) -> Tensor:
+    """The convolution with its bias, which may be [C] or [1, C, 1, 1]."""
+    check(input, weight, spec, bias=bias)
+    return functional.conv2d(input, weight, bias.reshape(-1), spec.stride, spec.padding)
+
+
+def conv_bias_relu(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    spec: ConvSpec,
+    mask: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """relu(conv(input, weight) * scale + bias), and 0 where `mask`, of the output's shape, is 0; without autograd."""
+    check(input, weight, spec, bias=bias, scale=scale)
+    output = functional.conv2d(input, weight, None, spec.stride, spec.padding)
+    if mask is not None and mask.shape != output.shape:
+        raise ValueError(f"mask has shape {list(mask.shape)}, the output of the convolution {list(output.shape)}")
+    scale = None if scale is None else scale.reshape(-1)
+    if torch.compiler.is_compiling():
+        return torch.ops.apex.conv_epilogue(output, scale, bias.reshape(-1), mask)
+    return _epilogue(output, scale, bias.reshape(-1), mask)
+
+
+def conv_bias_gradients(
+    dy: Tensor, input: Tensor, weight: Tensor, spec: ConvSpec, bias_grad: bool, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias [C], the first two where they are `wanted`."""
+    dbias = _bias_gradient(dy) if bias_grad else None
+    return *_conv_gradients(dy, input, weight, spec, wanted), dbias
+
+
+def conv_bias_relu_gradients(
+    dy: Tensor,
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    spec: ConvSpec,
+    bias_grad: bool,
+    wanted: tuple[bool, bool],
+    scale: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The same behind ReLU, from its output; a mask has made that 0, and so needs no further thought."""
+    if dy.shape != output.shape:
+        raise ValueError(f"the gradient has shape {list(dy.shape)}, the output {list(output.shape)}")
+    if output.is_contiguous(memory_format=torch.channels_last):
+        rows = [each.movedim(1, -1).reshape(-1, output.shape[1]) for each in (dy, output)]
+        dz, dbias = activation_backward(*rows, "relu", bias_grad)
+        dz = dz.view(output.movedim(1, -1).shape).movedim(-1, 1)
+    else:
+        dz = torch.ops.aten.threshold_backward(dy, output, 0)
+        dbias = _bias_gradient(dz) if bias_grad else None
+    if scale is None:
+        return *_conv_gradients(dz, input, weight, spec, wanted), dbias
+    # A factor of a channel of the output is one of its weights: far fewer numbers to multiply.
+    factor = scale.reshape(-1, 1, 1, 1)
+    dx, dweight = _conv_gradients(dz, input, weight * factor, spec, wanted)
+    return dx, None if dweight is None else dweight * factor, dbias
+
+
+def _conv_gradients(
+    dz: Tensor, input: Tensor, weight: Tensor, spec: ConvSpec, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    if not any(wanted):
+        return None, None
+    dx, dweight, _ = torch.ops.aten.convolution_backward(
+        dz, input, weight, None, [spec.stride] * 2, [spec.padding] * 2, [1, 1], False, [0, 0], 1, [*wanted, False]
+    )
+    return dx if wanted[0] else None, dweight if wanted[1] else None
+
+
+def _bias_gradient(dz: Tensor) -> Tensor:
+    return dz.sum((0, 2, 3), dtype=torch.promote_types(dz.dtype, torch.float32)).to(dz.dtype)
+
+
+def check(input: Tensor, weight: Tensor, spec: ConvSpec, **per_channel: Tensor | None) -> None:
+    """Raises for arguments that do not fit each other; PyTorch's convolution checks the rest."""
+    if input.dim() != 4 or weight.dim() != 4:
+        raise ValueError(
+            f"images [N, C, H, W] and weights [C', C, h, w] are needed, got {list(input.shape)} and "
+            f"{list(weight.shape)}"
+        )
+    if spec.padding < 0 or spec.stride < 1:
+        raise ValueError(f"padding={spec.padding}, stride={spec.stride}: at least 0 and 1 are needed")
+    for name, values in per_channel.items():
+        if values is not None and values.numel() != weight.shape[0]:
+            raise ValueError(
+                f"{name} has shape {list(values.shape)}, expected a value for each of {weight.shape[0]} channels"
+            )
+
+
+def _epilogue(output: Tensor, scale: Tensor | None, bias: Tensor, mask: Tensor | None) -> Tensor:
+    """In place, on the output of a convolution that nobody else has."""
+    if (
+        output.numel()
+        and _library.runs_triton(FAMILY, output)
+        and output.is_contiguous(memory_format=torch.channels_last)
+    ):
+        if mask is not None:
+            mask = mask.contiguous(memory_format=torch.channels_last)
+            mask = mask.view(torch.int8) if mask.dtype == torch.bool else mask
+        scale = None if scale is None else scale.contiguous()
+        dtypes = (output.dtype, bias.dtype, *(None if each is None else each.dtype for each in (scale, mask)))
+        launch = _plan(output.numel(), output.shape[1], dtypes, output.device, _device.facts(output.device))
+        launch(output, scale, bias.contiguous(), mask)
+        return output
+    shape = (1, -1, 1, 1)
+    if scale is not None:
+        output = output * scale.reshape(shape)
+    output = output.add_(bias.reshape(shape)).relu_()
+    return output if mask is None else output.mul_(mask != 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(elements: int, channels: int, dtypes: tuple, device: torch.device, facts: _device.DeviceFacts) -> BoundLaunch:
+    from .kernels import conv_epilogue  # at first use: importing apex needs no Triton
+
+    return conv_epilogue.bind(
+        (-(-elements // _BLOCK),),
+        (elements, channels),
+        (dtypes[2] is not None, dtypes[3] is not None, _BLOCK),
+        device=device,
+        num_warps=_WARPS,
+    )
+
+
+def _functional_epilogue(output, scale, bias, mask):
+    return _epilogue(output.clone(), scale, bias, mask)
+
+
+_library.register_op(
+    "conv_epilogue(Tensor output, Tensor? scale, Tensor bias, Tensor? mask) -> Tensor",
+    _functional_epilogue,
+    lambda output, scale, bias, mask: torch.empty_like(output),
+)

@@ -1,0 +1,177 @@
+"""apex.contrib.conv_bias_relu and the compiled name fused_conv_bias_relu, against PyTorch in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import fused_conv_bias_relu
+from apex.contrib.conv_bias_relu import ConvBias, ConvBiasMaskReLU, ConvBiasReLU, ConvFrozenScaleBiasReLU
+from apex.ops import _library
+from tests.harness import Route, assert_close, assert_equal_bits, routes
+
+PADDING, STRIDE = 1, 2
+KINDS = ("bias", "bias relu", "mask", "frozen scale")
+
+
+def problem(device: str, dtype: torch.dtype, channels_last: bool = True) -> tuple[Tensor, ...]:
+    """Input, weight, bias, mask, scale and the output's gradient; halves that sum without rounding."""
+    generator = torch.Generator().manual_seed(0)
+    whole = lambda *shape: torch.randint(-4, 5, shape, generator=generator).float() / 4  # noqa: E731
+    x, weight, dy = whole(2, 6, 9, 7), whole(10, 6, 3, 3), whole(2, 10, 5, 4)
+    bias, scale = whole(1, 10, 1, 1), whole(1, 10, 1, 1)
+    mask = torch.randint(0, 2, dy.shape, generator=generator).to(torch.int8)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    images = [each.to(device, dtype).to(memory_format=layout) for each in (x, weight, dy)]
+    return (
+        *images[:2],
+        bias.to(device, dtype),
+        mask.to(device).to(memory_format=layout),
+        scale.to(device, dtype),
+        images[2],
+    )
+
+
+def exact(kind: str, x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
+    z = functional.conv2d(x, weight, None, STRIDE, PADDING)
+    if kind == "frozen scale":
+        return (z * scale.detach() + bias.detach()).relu()
+    z = z + bias
+    return z if kind == "bias" else (z * mask if kind == "mask" else z).relu()
+
+
+def ours(kind: str, x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
+    if kind == "bias":
+        return ConvBias(x, weight, bias, PADDING, STRIDE)
+    if kind == "bias relu":
+        return ConvBiasReLU(x, weight, bias, PADDING, STRIDE)
+    if kind == "mask":
+        return ConvBiasMaskReLU(x, weight, bias, mask, PADDING, STRIDE)
+    return ConvFrozenScaleBiasReLU(x, weight, scale, bias, PADDING, STRIDE)
+
+
+def results(function, kind: str, tensors: tuple[Tensor, ...]) -> list[Tensor | None]:
+    *given, dy = tensors
+    leaves = [each.detach().clone().requires_grad_() for each in given[:3]]
+    output = function(kind, *leaves, *given[3:])
+    output.backward(dy)
+    return [output.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("channels_last", [True, False], ids=["last", "first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_matches_float64(kind: str, dtype: torch.dtype, channels_last: bool, route: Route) -> None:
+    tensors = problem(route.device, dtype, channels_last)
+    expected = results(exact, kind, tuple(each.double().cpu() for each in tensors))
+    with _library.implementation("auto" if dtype == torch.float64 else route.implementation):
+        actual, again = results(ours, kind, tensors), results(ours, kind, tensors)
+    assert actual[0].dtype == dtype
+    for name, result, wanted in zip(("output", "dx", "dweight", "dbias"), actual, expected, strict=True):
+        assert_close(result, wanted, reduction=54, what=name)
+    if route.device == "cpu":  # cuDNN chooses its own way to the gradients of a convolution
+        assert_equal_bits(actual, again)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_compiled_name(route: Route) -> None:
+    x, weight, bias, mask, scale, dy = problem(route.device, torch.float32)
+    calls = {
+        "bias": (fused_conv_bias_relu.forward_no_relu, [bias], fused_conv_bias_relu.backward_no_relu),
+        "bias relu": (fused_conv_bias_relu.forward, [bias], fused_conv_bias_relu.backward),
+        "mask": (fused_conv_bias_relu.forward_mask, [bias, mask], fused_conv_bias_relu.backward),
+        "frozen scale": (
+            fused_conv_bias_relu.forward_cscale_cbias_relu,
+            [scale, bias],
+            fused_conv_bias_relu.backward_cscale_cbias_relu,
+        ),
+    }
+    for kind, (forward, extra, backward) in calls.items():
+        expected = results(exact, kind, tuple(each.double().cpu() for each in (x, weight, bias, mask, scale, dy)))
+        with _library.implementation(route.implementation):
+            (output,) = forward([x, weight, *extra], PADDING, STRIDE)
+            saved = [] if kind == "bias" else [scale, output] if kind == "frozen scale" else [output]
+            gradients = backward([x, weight, *saved, dy], PADDING, STRIDE)
+        wanted = [each for each in expected if each is not None]
+        for result, want in zip([output, *gradients], wanted, strict=True):
+            assert_close(result, want, reduction=54, what=kind)
+
+
+@pytest.mark.parametrize("route", routes(interpreter=False))
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast(kind: str, route: Route) -> None:
+    tensors = problem(route.device, torch.float32)
+    with torch.autocast(route.device, dtype=torch.bfloat16), _library.implementation(route.implementation):
+        output, *gradients = results(ours, kind, (*tensors[:5], tensors[5].bfloat16()))
+    expected, *wanted = results(exact, kind, tuple(each.double().cpu() for each in tensors))
+    assert output.dtype == torch.bfloat16
+    assert_close(output, expected, reduction=54)
+    for actual, want in zip(gradients, wanted, strict=True):
+        if actual is not None:
+            assert actual.dtype == torch.float32
+            assert_close(actual.bfloat16(), want, reduction=54)
+
+
+def test_gradients_that_nobody_wants_are_not_computed() -> None:
+    x, weight, bias, _, _, dy = problem("cpu", torch.float32)
+    weight = weight.requires_grad_()
+    ConvBiasReLU(x, weight, bias, PADDING, STRIDE).backward(dy)
+    assert weight.grad is not None
+    assert x.grad is None
+    assert bias.grad is None
+
+
+def test_nan_stays_nan() -> None:
+    x, weight, bias, *_ = problem("cpu", torch.float32)
+    x[0, 0, 0, 0] = float("nan")
+    assert ConvBiasReLU(x, weight, bias, PADDING, STRIDE).isnan().any()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x, weight, bias, *_ = problem("cpu", torch.float64)
+    x.requires_grad_()
+    (first,) = torch.autograd.grad(ConvBiasReLU(x, weight, bias, 1, 1).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_bad_arguments() -> None:
+    x, weight, bias, mask, scale, _ = problem("cpu", torch.float32)
+    with pytest.raises(ValueError, match="bias has shape"):
+        ConvBiasReLU(x, weight, bias[:, 1:], PADDING, STRIDE)
+    with pytest.raises(ValueError, match="scale has shape"):
+        ConvFrozenScaleBiasReLU(x, weight, scale[:, 1:], bias, PADDING, STRIDE)
+    with pytest.raises(ValueError, match="mask has shape"):
+        ConvBiasMaskReLU(x, weight, bias, mask[:1], PADDING, STRIDE)
+    with pytest.raises(ValueError, match="stride=0"):
+        ConvBias(x, weight, bias, PADDING, 0)
+    with pytest.raises(ValueError, match="images"):
+        ConvBias(x[0], weight, bias, PADDING, STRIDE)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_compiled_without_graph_breaks(route: Route) -> None:
+    x, weight, bias, mask, *_ = problem(route.device, torch.float32)
+    leaves = [each.requires_grad_() for each in (x, weight, bias)]
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return ConvBiasMaskReLU(x, weight, bias, mask, PADDING, STRIDE).sin()
+
+    backend = "inductor" if route.device == "cuda" else "aot_eager"
+    with _library.implementation(route.implementation):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        pairs = [(y, torch.autograd.grad(y.sum(), leaves)) for y in (compiled(*leaves), function(*leaves))]
+    assert_close(pairs[0][0], pairs[1][0].double(), reduction=54)
+    for actual, wanted in zip(pairs[0][1], pairs[1][1], strict=True):
+        assert_close(actual, wanted.double(), reduction=54)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_opcheck(route: Route) -> None:
+    values = torch.randn(2, 6, 3, 4, device=route.device).to(memory_format=torch.channels_last)
+    scale, bias = (torch.rand(6, device=route.device) for _ in range(2))
+    mask = torch.randint(0, 2, values.shape, device=route.device, dtype=torch.int8)
+    with _library.implementation(route.implementation):
+        torch.library.opcheck(torch.ops.apex.conv_epilogue.default, (values, scale, bias, mask))
