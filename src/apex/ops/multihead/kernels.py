@@ -17,15 +17,22 @@ def _is_kept(word, dropout):
 
 
 @triton.jit
-def _stretch(x, residual, output, bits, first, count, kept_scale, HAS_RESIDUAL: tl.constexpr, SIZE: tl.constexpr):
-    """Elements from `first` on, kept where the last of their bits is set."""
+def _load(tensor, first, count, PRESENT: tl.constexpr, SIZE: tl.constexpr):
+    """A stretch of a tensor from `first` on; zeros where there is none."""
+    if PRESENT:
+        index = first + tl.arange(0, SIZE)
+        values = tl.load(tensor + index, mask=index < count, other=0.0).to(tl.float32)
+    else:
+        values = tl.zeros((SIZE,), tl.float32)
+    return values
+
+
+@triton.jit
+def _store(output, values, residual, bits, first, count, kept_scale, SIZE: tl.constexpr):
+    """What the last of the bits let through, beside the residual."""
     index = first + tl.arange(0, SIZE)
-    inside = index < count
-    values = tl.load(x + index, mask=inside, other=0.0).to(tl.float32) * kept_scale
-    values = tl.where((bits & 1) != 0, values, 0.0)
-    if HAS_RESIDUAL:
-        values += tl.load(residual + index, mask=inside, other=0.0).to(tl.float32)
-    tl.store(output + index, values.to(output.dtype.element_ty), mask=inside)
+    values = tl.where((bits & 1) != 0, values * kept_scale, 0.0) + residual
+    tl.store(output + index, values.to(output.dtype.element_ty), mask=index < count)
 
 
 @kernel
@@ -40,14 +47,20 @@ def dropout_add(
     """
     program = tl.program_id(0).to(tl.int64)
     places = program * QUARTER + tl.arange(0, QUARTER)
+    first, second = program * (4 * QUARTER), program * (4 * QUARTER) + QUARTER
+    third, fourth = second + QUARTER, second + 2 * QUARTER
+    # All loads before the arithmetic of Philox, which takes as long as they do.
+    x_a, r_a = _load(x, first, count, True, QUARTER), _load(residual, first, count, HAS_RESIDUAL, QUARTER)
+    x_b, r_b = _load(x, second, count, True, QUARTER), _load(residual, second, count, HAS_RESIDUAL, QUARTER)
+    x_c, r_c = _load(x, third, count, True, QUARTER), _load(residual, third, count, HAS_RESIDUAL, QUARTER)
+    x_d, r_d = _load(x, fourth, count, True, QUARTER), _load(residual, fourth, count, HAS_RESIDUAL, QUARTER)
     if DRAWS:
         a, b, c, d = tl.randint4x(tl.load(seed), places)
         bits = _is_kept(a, dropout) + 2 * _is_kept(b, dropout) + 4 * _is_kept(c, dropout) + 8 * _is_kept(d, dropout)
         tl.store(kept + places, bits.to(tl.uint8))
     else:
         bits = tl.load(kept + places).to(tl.int32)
-    first = program * (4 * QUARTER)
-    _stretch(x, residual, output, bits, first, count, kept_scale, HAS_RESIDUAL, QUARTER)
-    _stretch(x, residual, output, bits >> 1, first + QUARTER, count, kept_scale, HAS_RESIDUAL, QUARTER)
-    _stretch(x, residual, output, bits >> 2, first + 2 * QUARTER, count, kept_scale, HAS_RESIDUAL, QUARTER)
-    _stretch(x, residual, output, bits >> 3, first + 3 * QUARTER, count, kept_scale, HAS_RESIDUAL, QUARTER)
+    _store(output, x_a, r_a, bits, first, count, kept_scale, QUARTER)
+    _store(output, x_b, r_b, bits >> 1, second, count, kept_scale, QUARTER)
+    _store(output, x_c, r_c, bits >> 2, third, count, kept_scale, QUARTER)
+    _store(output, x_d, r_d, bits >> 3, fourth, count, kept_scale, QUARTER)

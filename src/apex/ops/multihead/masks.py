@@ -74,6 +74,15 @@ def broadcastable(mask: Mask | None, queries: int, keys: int, device: torch.devi
     return (tensor.detach() if kind is MaskKind.ADDITIVE else hidden(tensor))[:, None, None, :]
 
 
+def _from_zero(added: Tensor) -> Tensor:
+    """The mask less the largest element of each row, which changes no probability.
+
+    From PyTorch 2.11 on cuDNN gives NaN gradients for queries whose logits are all below -88 when there is a mask and
+    half of the last tile of 128 keys is empty: masks that add -10000 to all keys of a batch would do that.
+    """
+    return added - added.amax(1, keepdim=True).clamp_(min=torch.finfo(added.dtype).min)
+
+
 def added_logits(mask: Mask | None, batch: int, heads: int, dtype: torch.dtype) -> Tensor | None:
     """The mask for PyTorch's attention over B * H heads of one batch: what it adds to the logits.
 
@@ -83,6 +92,8 @@ def added_logits(mask: Mask | None, batch: int, heads: int, dtype: torch.dtype) 
     if tensor is None:
         return None
     if kind is MaskKind.ADDITIVE:
+        if tensor.is_cuda and tensor.shape[1] % 128 == 64:
+            tensor = _from_zero(tensor)
         spread = tensor.to(dtype)[:, None, :].expand(batch, heads, -1)
         return spread.reshape(1, batch * heads, 1, -1)
     if kind is MaskKind.TIME:

@@ -6,6 +6,9 @@ each other: a row of the packed queries, keys and values is [B, H, 3, D], of pac
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,6 +19,9 @@ from .masks import Mask, MaskKind, added_logits, check_mask
 
 # Every batch's heads count as heads of one batch up to here: the second and third dimension of a CUDA grid end there.
 MOST_HEADS = 65535
+# Up to this length memory-efficient attention is the quickest on Hopper. Forward and backward of 80 sequences of 64
+# with 16 heads of 64 in float16: 91 us (cuDNN: 129), with mask and dropout 129 (172); 40 sequences of 128: 130 (108).
+SHORT = 64
 NORM_EPS = 1e-5
 
 
@@ -39,15 +45,34 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int, mask: Mas
         queries, keys, values = (part.view(-1, batch, heads, size) for part in (queries, keys, values))
         if added is not None and added.dim() == 4:
             added = added.view(batch, heads, 1, -1)
-    context = F.scaled_dot_product_attention(
-        queries.permute(1, 2, 0, 3),
-        keys.permute(1, 2, 0, 3),
-        values.permute(1, 2, 0, 3),
-        attn_mask=added,
-        dropout_p=dropout,
-        is_causal=causal,
-    )
+    q, k, v = queries.permute(1, 2, 0, 3), keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
+    if length <= SHORT and keys.shape[0] <= SHORT and _is_best_for_short(q, added):
+        added = None if added is None else added.expand(*q.shape[:3], -1)
+        context = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, added, True, dropout, causal)[0]
+    else:
+        context = F.scaled_dot_product_attention(q, k, v, attn_mask=added, dropout_p=dropout, is_causal=causal)
     return context.permute(2, 0, 1, 3).reshape(length, batch, heads * size)
+
+
+def _is_best_for_short(queries: Tensor, added: Tensor | None) -> bool:
+    """Whether PyTorch's memory-efficient attention takes these sequences and is quicker than what PyTorch would choose.
+
+    Measured on Hopper, where that is cuDNN's.
+    """
+    return (
+        queries.is_cuda
+        and queries.dtype.itemsize == 2
+        and queries.numel() > 0
+        and queries.shape[3] % 8 == 0
+        and (added is None or added.shape[-1] % 8 == 0)
+        and _is_hopper(queries.device)
+        and torch.backends.cuda.mem_efficient_sdp_enabled()
+    )
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _split(packed: Tensor, heads: int, parts: int) -> tuple[Tensor, ...]:
