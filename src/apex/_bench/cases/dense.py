@@ -26,7 +26,7 @@ GPU_MLP, CPU_MLP = (torch.float16, 4096, [1024] * 4), (torch.float32, 512, [256]
 # rows, input features, output features
 GPU_ACCUMULATION, CPU_ACCUMULATION = (torch.bfloat16, 8192, 4096, 4096), (torch.float32, 512, 512, 512)
 # It leaves them as the memory was. The calls it makes to cuBLASLt, made by hand on the same H200, took 2902 us forward
-# and 6358 backward on weights of zero, 3391 and 7403 on weights as torch.nn.Linear has them; recorded are 2925 and 6516.
+# and 6358 backward on weights of zero, 3391 and 7403 on weights as of torch.nn.Linear; recorded are 2925 and 6516.
 UNFILLED = "; nvidia apex was recorded with weights that nobody filled: compare the case of zero weights"
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
