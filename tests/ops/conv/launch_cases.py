@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops.conv.op import _epilogue
+from apex.ops.conv.op import triton_epilogue
 
 
 def record() -> None:
@@ -13,4 +13,4 @@ def record() -> None:
         values = torch.empty(2, 8, 16, 256, dtype=dtype, device="meta").movedim(-1, 1)
         bias = torch.empty(256, dtype=dtype, device="meta")
         mask = torch.empty_like(values, dtype=torch.int8) if flags else None
-        _epilogue(values, bias if flags else None, bias, mask)
+        triton_epilogue(values, bias if flags else None, bias, mask)

@@ -138,19 +138,24 @@ def _epilogue(output: Tensor, scale: Tensor | None, bias: Tensor, mask: Tensor |
         and _library.runs_triton(FAMILY, output)
         and output.is_contiguous(memory_format=torch.channels_last)
     ):
-        if mask is not None:
-            mask = mask.contiguous(memory_format=torch.channels_last)
-            mask = mask.view(torch.int8) if mask.dtype == torch.bool else mask
-        scale = None if scale is None else scale.contiguous()
-        dtypes = (output.dtype, bias.dtype, *(None if each is None else each.dtype for each in (scale, mask)))
-        launch = _plan(output.numel(), output.shape[1], dtypes, output.device, _device.facts(output.device))
-        launch(output, scale, bias.contiguous(), mask)
-        return output
+        return triton_epilogue(output, scale, bias, mask)
     shape = (1, -1, 1, 1)
     if scale is not None:
         output = output * scale.reshape(shape)
     output = output.add_(bias.reshape(shape)).relu_()
     return output if mask is None else output.mul_(mask != 0)
+
+
+def triton_epilogue(output: Tensor, scale: Tensor | None, bias: Tensor, mask: Tensor | None) -> Tensor:
+    """The same by the kernel, for an output whose channels are last."""
+    if mask is not None:
+        mask = mask.contiguous(memory_format=torch.channels_last)
+        mask = mask.view(torch.int8) if mask.dtype == torch.bool else mask
+    scale = None if scale is None else scale.contiguous()
+    dtypes = (output.dtype, bias.dtype, *(None if each is None else each.dtype for each in (scale, mask)))
+    launch = _plan(output.numel(), output.shape[1], dtypes, output.device, _device.facts(output.device))
+    launch(output, scale, bias.contiguous(), mask)
+    return output
 
 
 @functools.lru_cache(maxsize=1024)
