@@ -53,7 +53,7 @@ def exact(grad_loss, logits, targets, num_positives, spec: FocalSpec) -> tuple[T
     """Loss, gradient and gradient of the sum, in float64."""
     given = logits.detach().double().cpu(), targets.cpu(), num_positives.double().cpu(), spec
     backward = reference.backward(grad_loss.double().cpu(), *given)
-    return reference.forward(*given), backward, reference.partial_gradient(*given[:2], spec)
+    return reference.forward(*given), backward, reference.loss_and_gradient(*given)[1]
 
 
 def run(grad_loss, logits, targets, num_positives, spec: FocalSpec) -> list[Tensor]:
@@ -72,7 +72,9 @@ def test_reference_is_the_definition(gamma: float, smoothing: float) -> None:
     (gradient,) = torch.autograd.grad(wanted, logits, grad_loss.double())
     given = logits.detach(), targets, num_positives, spec
     torch.testing.assert_close(reference.backward(grad_loss, *given), gradient)
-    torch.testing.assert_close(reference.partial_gradient(*given[:2], spec), gradient * 3 / grad_loss)
+    loss, partial = reference.loss_and_gradient(*given)
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(partial, gradient * 3 / grad_loss)
     assert not gradient[..., 10:].any()
     assert not gradient[targets == -2].any()
 

@@ -170,9 +170,10 @@ def test_special_values_are_those_of_pytorch(route: Route, activation: str) -> N
 @pytest.mark.parametrize("activation", glu.ACTIVATIONS)
 def test_gradcheck(activation: str) -> None:
     input, bias, _ = tensors((3, 6), _F64, _F64, "cpu")
-    assert torch.autograd.gradcheck(lambda x, b: glu.bias_glu(x, b, activation), (input, bias))
-    assert torch.autograd.gradgradcheck(lambda x, b: glu.bias_glu(x, b, activation), (input, bias))
-    assert torch.autograd.gradgradcheck(lambda x: glu.bias_glu(x, None, activation), input)
+    for function in (glu.bias_glu, glu.GluFunction.apply):
+        assert torch.autograd.gradcheck(lambda x, b, f=function: f(x, b, activation), (input, bias))
+        assert torch.autograd.gradgradcheck(lambda x, b, f=function: f(x, b, activation), (input, bias))
+        assert torch.autograd.gradgradcheck(lambda x, f=function: f(x, None, activation), input)
 
 
 @pytest.mark.parametrize("route", routes())
@@ -185,7 +186,8 @@ def test_one_input_alone_needs_a_gradient(route: Route) -> None:
         assert glu.bias_glu(input.detach(), bias.detach()).grad_fn is None
         with torch.no_grad():
             assert glu.bias_glu(input, bias).grad_fn is None
-    assert_equal_bits((dinput, dbias), both)
+    for actual, wanted in zip((dinput, dbias), both, strict=True):
+        assert_close(actual, wanted.double(), reduction=6)
 
 
 def test_a_frozen_bias_costs_no_launch() -> None:
@@ -199,7 +201,7 @@ def test_a_frozen_bias_costs_no_launch() -> None:
         assert [launch.bound.kernel.name for launch in collected] == kernels
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", [route for route in routes() if route.values[0].implementation == "triton"])
 def test_nothing_but_the_input_and_the_bias_is_kept(route: Route) -> None:
     input, bias, _ = tensors((4, 24), _F32, _F32, route.device)
     kept: list[int] = []

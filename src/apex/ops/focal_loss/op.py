@@ -42,33 +42,40 @@ def focal_loss_and_gradient(
         loss, gradient = triton_forward(logits, targets, num_positives, spec, want_grad=True)
         assert gradient is not None
         return loss, gradient
-    loss = reference.forward(logits, targets, num_positives, spec)
-    return loss, reference.partial_gradient(logits, targets, spec).to(logits.dtype)
+    loss, gradient = reference.loss_and_gradient(logits, targets, num_positives, spec)
+    return loss, gradient.to(logits.dtype)
 
 
 def forward_and_save(ctx: Any, logits: Tensor, targets: Tensor, num_positives: Tensor, spec: FocalSpec) -> Tensor:
-    """The forward of the loss's autograd Function: keeps the logits, of which the backward pass makes the gradient.
+    """The forward of the loss's autograd Function: keeps the logits, of which the kernels make the gradient later.
 
     Upstream computes the gradient along with the loss and keeps it. That reads and writes the size of the logits four
-    times in all, this three times.
+    times in all, this three times. Without kernels the arithmetic is the limit, and the gradient is kept here too.
     """
     check(logits, targets, num_positives, spec)
-    ctx.save_for_backward(logits, targets, num_positives)
-    ctx.spec = spec
+    gradient = None
     if torch.compiler.is_compiling():
-        return torch.ops.apex.focal_loss(logits, targets, num_positives, *spec)
-    return focal_loss_forward(logits, targets, num_positives, spec)
+        loss = torch.ops.apex.focal_loss(logits, targets, num_positives, *spec)
+    elif not ctx.needs_input_grad[0] or _library.runs_triton(FAMILY, logits):
+        loss = focal_loss_forward(logits, targets, num_positives, spec)
+    else:
+        loss, gradient = reference.loss_and_gradient(logits, targets, num_positives, spec)
+    ctx.save_for_backward(logits, targets, num_positives, gradient)
+    ctx.spec = spec
+    return loss
 
 
 def backward_from_saved(ctx: Any, grad_loss: Tensor) -> Tensor:
     """The backward of the loss's autograd Function: the gradient of the logits."""
-    logits, targets, num_positives = ctx.saved_tensors
+    logits, targets, num_positives, gradient = ctx.saved_tensors
     if torch.compiler.is_compiling():
         return torch.ops.apex.focal_loss_backward(grad_loss, logits, targets, num_positives, *ctx.spec)
     if torch.is_grad_enabled():  # create_graph=True: the gradient itself must be differentiable
         with torch.enable_grad():
             loss = reference.forward(logits, targets, num_positives, ctx.spec)
             return torch.autograd.grad(loss, logits, grad_loss, create_graph=True)[0]
+    if gradient is not None:
+        return reference.scaled(gradient, grad_loss, num_positives, logits.dtype)
     return focal_loss_backward(grad_loss, logits, targets, num_positives, ctx.spec)
 
 

@@ -41,12 +41,14 @@ def _losses(logits: Tensor, weight: float, spec: FocalSpec) -> Tensor:
     return weight * wrong * cross_entropy
 
 
-def _slopes(logits: Tensor, weight: float, spec: FocalSpec) -> Tensor:
-    """The derivatives of `_losses`; not differentiable."""
+def _losses_and_slopes(logits: Tensor, weight: float, spec: FocalSpec) -> tuple[Tensor, Tensor]:
+    """`_losses` and their derivatives in few passes; not differentiable."""
     wrong = logits.sigmoid()
-    slopes = logsigmoid(-logits).add_(logits, alpha=spec.smoothing / 2).mul_(-spec.gamma * weight).mul_(1 - wrong)
-    slopes.add_(wrong, alpha=weight).sub_(weight * spec.smoothing / 2)
-    return slopes.mul_(wrong.square_() if spec.gamma == 2 else (spec.gamma * logsigmoid(logits)).exp_())
+    cross_entropy = logsigmoid(-logits).add_(logits, alpha=spec.smoothing / 2).neg_()
+    slopes = (1 - wrong).mul_(cross_entropy).mul_(spec.gamma).add_(wrong).sub_(spec.smoothing / 2)
+    power = wrong.square_() if spec.gamma == 2 else logsigmoid(logits).mul_(spec.gamma).exp_()
+    power.mul_(weight)
+    return cross_entropy.mul_(power), slopes.mul_(power)
 
 
 def _split(logits: Tensor, targets: Tensor, spec: FocalSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -67,19 +69,29 @@ def forward(logits: Tensor, targets: Tensor, num_positives: Tensor, spec: FocalS
     return (counted.sum() + torch.where(named, change, 0.0).sum()) / num_positives.to(rows.dtype).reshape(())
 
 
-def partial_gradient(logits: Tensor, targets: Tensor, spec: FocalSpec) -> Tensor:
-    """The gradient of the sum of the losses, in the computation's dtype; not differentiable."""
+def loss_and_gradient(logits: Tensor, targets: Tensor, num_positives: Tensor, spec: FocalSpec) -> tuple[Tensor, Tensor]:
+    """The loss, and the gradient of the sum of the losses in the computation's dtype; not differentiable."""
     rows, column, named, classes = _split(logits, targets, spec)
     right = rows.gather(1, classes)
-    gradient = rows.new_zeros((targets.numel(), logits.shape[-1]))
-    real = gradient[:, : spec.classes]
-    torch.mul(_slopes(rows, 1 - spec.alpha, spec), column != IGNORED, out=real)
-    real.scatter_(1, classes, torch.where(named, -_slopes(-right, spec.alpha, spec), real.gather(1, classes)))
-    return gradient.reshape(logits.shape)
+    losses, slopes = _losses_and_slopes(rows, 1 - spec.alpha, spec)
+    losses_right, slopes_right = _losses_and_slopes(-right, spec.alpha, spec)
+    losses.scatter_(1, classes, torch.where(named, losses_right, losses.gather(1, classes)))
+    slopes.scatter_(1, classes, torch.where(named, slopes_right.neg_(), slopes.gather(1, classes)))
+    ignored = column == IGNORED
+    losses.masked_fill_(ignored, 0.0)
+    slopes.masked_fill_(ignored, 0.0)
+    padding = logits.shape[-1] - spec.classes
+    gradient = torch.nn.functional.pad(slopes, (0, padding)) if padding else slopes
+    return losses.sum() / num_positives.to(rows.dtype).reshape(()), gradient.reshape(logits.shape)
+
+
+def scaled(gradient: Tensor, grad_loss: Tensor, num_positives: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of the logits from that of the sum."""
+    compute = gradient.dtype
+    return (gradient * (grad_loss.to(compute).reshape(()) / num_positives.to(compute).reshape(()))).to(dtype)
 
 
 def backward(grad_loss: Tensor, logits: Tensor, targets: Tensor, num_positives: Tensor, spec: FocalSpec) -> Tensor:
-    """The gradient of the logits."""
-    gradient = partial_gradient(logits, targets, spec)
-    scale = grad_loss.to(gradient.dtype).reshape(()) / num_positives.to(gradient.dtype).reshape(())
-    return gradient.mul_(scale).to(logits.dtype)
+    """The gradient of the logits; not differentiable."""
+    gradient = loss_and_gradient(logits, targets, num_positives, spec)[1]
+    return scaled(gradient, grad_loss, num_positives, logits.dtype)

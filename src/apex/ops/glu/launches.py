@@ -5,6 +5,7 @@ What depends on shapes and dtypes alone is planned once and cached; a call then 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -42,13 +43,19 @@ def forward_tile(rows: int, width: int, device: _device.DeviceFacts) -> Tile:
     return _tile(width, rows, 1024, 1024, 8, device)
 
 
-def backward_tile(rows: int, width: int, bias_grad: bool, device: _device.DeviceFacts) -> Tile:
-    return _tile(width, rows, 4096, 1024, 16, device) if bias_grad else _tile(width, rows, 1024, 1024, 8, device)
+def backward_tile(rows: int, width: int, element_size: int, bias_grad: bool, device: _device.DeviceFacts) -> Tile:
+    if not bias_grad:
+        return _tile(width, rows, 1024, 1024, 8, device)
+    elements = 4096 * 2 // element_size
+    tile = _tile(width, rows, elements, 1024, 16, device)
+    # Three tensors are loaded ahead for two programs.
+    ahead = min(2, (device.shared_memory // 2 - 8192) // (3 * tile.rows * tile.block * element_size))
+    return dataclasses.replace(tile, num_stages=1 + max(0, ahead))
 
 
 def backward_groups(tiles: int, column_blocks: int, device: _device.DeviceFacts) -> int:
     """How many programs share a block of columns where they sum the bias's gradient."""
-    return max(1, min(tiles, 4 * device.multiprocessors // column_blocks))
+    return max(1, min(tiles, 2 * device.multiprocessors // column_blocks))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -120,7 +127,7 @@ def _backward_plan(
 ) -> BackwardPlan:
     from . import kernels
 
-    tile = backward_tile(rows, width, bias_grad, facts)
+    tile = backward_tile(rows, width, input_dtype.itemsize, bias_grad, facts)
     column_blocks = -(-width // tile.block)
     tiles = -(-rows // tile.rows)
     groups = backward_groups(tiles, column_blocks, facts) if bias_grad else tiles
@@ -165,7 +172,7 @@ def triton_backward(
         _device.facts(device),
     )
     dinput = torch.empty_like(input)
-    if plan.sum_partials is None:
+    if bias is None or plan.sum_partials is None:
         plan.main(dy, input, bias, dinput, None)
         return dinput, None
     partials = torch.empty(plan.partials, dtype=torch.float32, device=device)

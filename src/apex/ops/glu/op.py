@@ -25,10 +25,11 @@ def bias_glu(input: Tensor, bias: Tensor | None = None, activation: str = "silu"
     for float64 tensors); the output has the input's dtype, whatever the bias's.
     """
     check(input, bias, activation)
-    if torch.compiler.is_compiling():
-        if _takes_kernels(input, bias):
-            return torch.ops.apex.glu_forward(input, bias, activation)
+    if not _takes_kernels(input, bias):
+        # PyTorch's autograd keeps what the backward pass would have to compute again, at a CPU's pace.
         return reference.forward(input, bias, activation)
+    if torch.compiler.is_compiling():
+        return torch.ops.apex.glu_forward(input, bias, activation)
     if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
         return GluFunction.apply(input, bias, activation)
     return glu_forward(input, bias, activation)

@@ -19,12 +19,13 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 def gate_and_value(input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """The two halves of each row, the bias added."""
-    compute = compute_dtype(input, bias)
-    wide = input.to(compute)
-    if bias is not None:
-        wide = wide + bias.to(compute)
-    width = input.shape[-1] // 2
-    return wide[..., :width], wide[..., width:]
+    if input.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32):
+        wide = input if bias is None else input + bias
+    else:
+        compute = compute_dtype(input, bias)
+        wide = input.to(compute) if bias is None else input.to(compute) + bias.to(compute)
+    gate, value = wide.chunk(2, -1)  # whose derivative is one copy; that of slices fills and adds
+    return gate, value
 
 
 def activated(gate: Tensor, activation: str) -> Tensor:

@@ -10,12 +10,31 @@ from . import reference
 from .launches import triton_backward, triton_forward
 from .self_check import self_check
 
+# Below this many elements the host is the limit.
+NATIVE_BELOW = 1 << 22
 # Positions and rows are 32-bit in the kernels.
 MOST_ROWS = 2**31 - 2**16
 
 FAMILY = _library.register_family(
-    _library.OpFamily("index_mul", "products with indexed rows, first and second derivatives", self_check)
+    _library.OpFamily(
+        "index_mul",
+        "products with indexed rows, first and second derivatives",
+        self_check,
+        small_inputs=f"PyTorch's operators below {NATIVE_BELOW:,} float32 elements",
+    )
 )
+
+
+def prefers_operators(in2: Tensor) -> bool:
+    """Whether PyTorch's operators under its own autograd are the quicker way to the same result.
+
+    They are where the host is the limit, and where there are no kernels. Half precision is not for them: they would
+    round products before they add them up.
+    """
+    if in2.dtype not in (torch.float32, torch.float64):
+        return False
+    small = in2.numel() < NATIVE_BELOW and _library.requested() == "auto"
+    return small or not _library.runs_triton(FAMILY, in2)
 
 
 def index_mul_forward(in1: Tensor, in2: Tensor, index: Tensor) -> Tensor:
