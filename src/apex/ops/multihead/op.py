@@ -57,10 +57,11 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int, mask: Mas
 def _is_best_for_short(queries: Tensor, added: Tensor | None) -> bool:
     """Whether PyTorch's memory-efficient attention takes these sequences and is quicker than what PyTorch would choose.
 
-    Measured on Hopper, where that is cuDNN's.
+    Measured on Hopper, where that is cuDNN's. `torch.compile` gets the operator that it knows best.
     """
     return (
         queries.is_cuda
+        and not torch.compiler.is_compiling()
         and queries.dtype.itemsize == 2
         and queries.numel() > 0
         and queries.shape[3] % 8 == 0
