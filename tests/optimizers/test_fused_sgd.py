@@ -244,3 +244,16 @@ def test_cuda_graph(flags: dict[str, Any]) -> None:
 @pytest.mark.parametrize("route", helpers.INTERPRETER)
 def test_hundred_steps(route: Route) -> None:
     helpers.check_training(ours(**FLAGS["nesterov"]), theirs(**FLAGS["nesterov"]), route, steps=100)
+
+
+def test_gradients_that_need_no_copy() -> None:
+    """Contiguous either way: strides may differ where a size is 1."""
+    param = torch.nn.Parameter(torch.randn(4, 3, 1, 1).to(memory_format=torch.channels_last))
+    param.grad = torch.randn(4, 3, 1, 1).as_strided((4, 3, 1, 1), (3, 1, 1, 1))
+    assert param.grad.stride() != param.stride()
+    optimizer, expected = FusedSGD([param], lr=1.0), param.detach() - param.grad
+    optimizer.step()
+    assert torch.equal(param, expected)
+    gradients = optimizer._plans[0].buckets[0].slots()[0][1]
+    assert gradients is not None
+    assert gradients[0] is param.grad

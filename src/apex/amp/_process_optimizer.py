@@ -245,10 +245,18 @@ def _zero_grad(self: Any, set_to_none: bool | None = None) -> None:
             param.grad = None
     if wants_zeros and stash.combined is not None:
         stash.combined.zero()
+    gradients = []
     for param in params:
-        if param.grad is not None:
-            param.grad = param.grad.detach() if wants_zeros else None
-    zero(param.grad for param in params if param.grad is not None)
+        gradient = param.grad
+        if gradient is None:
+            continue
+        if not wants_zeros:
+            param.grad = None
+            continue
+        if gradient.requires_grad:
+            gradient = param.grad = gradient.detach()
+        gradients.append(gradient)
+    zero(gradients)
 
 
 def _group_adder(add_param_group: Callable[[dict[str, Any]], None]) -> Callable[..., None]:

@@ -218,7 +218,10 @@ class _Ways:
         self._later: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def add(self, way: str, param: Tensor, grad: Tensor, output: Tensor, earlier: Tensor | None = None) -> None:
-        lists = self._lists.setdefault((way, grad.dtype, grad.device), _Lists())
+        kind = way, grad.dtype, grad.device
+        lists = self._lists.get(kind)
+        if lists is None:
+            lists = self._lists[kind] = _Lists()
         lists.params.append(param)
         lists.grads.append(grad)
         lists.outputs.append(output)

@@ -65,6 +65,7 @@ class Bucket:
         self._distributed = any(local(param) is not param for param in params)
         self._state_lists = [[state[name] for state in states] for name in self._keys]
         self._contiguous = all(map(Tensor.is_contiguous, (*params, *(models or ()))))
+        self._strides = list(map(Tensor.stride, self._sources))
         self._held = self._gradients()
         self.lists: Lists = make_lists(*self._slots(self._held))
         self.device = self.lists.device
@@ -79,7 +80,8 @@ class Bucket:
         gradients = list(map(_grad_of, self._sources))
         return [
             gradient
-            if gradient.is_contiguous() == param.is_contiguous() and gradient.stride() == param.stride()
+            # Two tensors may both be contiguous, with other strides where a size is 1.
+            if gradient.stride() == param.stride() or (gradient.is_contiguous() and param.is_contiguous())
             else torch.empty_like(param).copy_(gradient)
             for gradient, param in zip(gradients, self._sources, strict=True)
         ]
@@ -112,7 +114,8 @@ class Bucket:
         gradients = list(map(_grad_of, self._sources))
         try:
             moving = list(map(_data_ptr, gradients))
-            if not self._contiguous or not all(map(Tensor.is_contiguous, gradients)):
+            plain = self._contiguous and all(map(Tensor.is_contiguous, gradients))
+            if not plain and list(map(Tensor.stride, gradients)) != self._strides:
                 return self._refresh_slowly()
         except (TypeError, RuntimeError):  # a gradient that is None, sparse, or a tensor without memory
             return False

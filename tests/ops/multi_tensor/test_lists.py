@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from apex.ops import _library
-from apex.ops.multi_tensor import make_lists, rules
+from apex.ops.multi_tensor import make_lists, rules, scale
+from apex.ops.multi_tensor.lists import _facts
 from apex.ops.multi_tensor.torch_lists import TorchLists
 from apex.ops.multi_tensor.triton_lists import TritonLists
 from tests.harness import Route, assert_close, assert_equal_bits, routes
@@ -156,3 +157,29 @@ def test_cuda_graph(warm: bool) -> None:
     for _ in range(2):
         eager.apply(rules.ADAM, HYPER, (True, False))
     assert_equal_bits(slots[0], twin[0])
+
+
+@pytest.mark.parametrize("route", routes())
+def test_layouts(route: Route) -> None:
+    """Channels-last tensors need no grouping, other mixtures of layouts do; the numbers are the same."""
+    channels_last = torch.randn(4, 3, 2, 2, device=route.device).to(memory_format=torch.channels_last)
+    pointwise = torch.randn(4, 3, 1, 1, device=route.device)
+    pointwise_too = pointwise.as_strided((4, 3, 1, 1), (3, 1, 3, 3))  # as contiguous as the other
+    plain = torch.randn(4, 3, 2, 2, device=route.device)
+    gaps = torch.randn(4, 6, 2, 2, device=route.device)[:, ::2]
+    for inputs, like, quick in (
+        ([channels_last, pointwise, plain], [channels_last, pointwise_too, plain], True),
+        ([channels_last, pointwise], [plain, pointwise], False),
+        ([plain, pointwise], [channels_last, pointwise], False),
+        ([gaps, plain], [gaps, plain], False),
+    ):
+        outputs = [torch.empty_like(tensor) for tensor in like]
+        if like[0] is gaps:
+            outputs[0] = torch.empty(4, 6, 2, 2, device=route.device)[:, ::2]
+        assert (_facts((outputs, inputs)) is not None) is quick
+        for _ in range(2):  # the second time with tables that are there
+            with _library.implementation(route.implementation):
+                scale(inputs, outputs, 0.5)
+            for output, tensor in zip(outputs, inputs, strict=True):
+                assert torch.equal(output, tensor * 0.5)
+                output.zero_()
