@@ -207,6 +207,8 @@ def check_mlp(rows: int, sizes: list[int], dtype: torch.dtype, bias: bool, activ
         with _library.implementation(route.implementation):
             output = dense.mlp(given[0], given[1 : 1 + layers], given[1 + layers :], activation)
             output.backward(dy)
+            with torch.no_grad():
+                assert torch.equal(dense.mlp(given[0], given[1 : 1 + layers], given[1 + layers :], activation), output)
         return [output, *(t.grad for t in given)]
 
     output, *gradients = results = run()

@@ -106,10 +106,9 @@ class FusedDenseGeluDenseFunc(torch.autograd.Function):
     @staticmethod
     @_as_given
     def forward(ctx, input, weight1, bias1, weight2, bias2):  # type: ignore[override]
-        rows = as_rows(input)
         if True not in ctx.needs_input_grad:
-            return _shaped(linear(activated_linear(rows, weight1, bias1, "gelu"), weight2, bias2), input)
-        output, hidden, active = dense_gelu_dense_forward(rows, weight1, bias1, weight2, bias2)
+            return _infer_dense_gelu_dense(input, weight1, bias1, weight2, bias2)
+        output, hidden, active = dense_gelu_dense_forward(as_rows(input), weight1, bias1, weight2, bias2)
         ctx.save_for_backward(input, weight1, bias1, weight2, bias2, hidden, active)
         return _shaped(output, input)
 
@@ -124,6 +123,13 @@ class FusedDenseGeluDenseFunc(torch.autograd.Function):
             as_rows(grad_output), as_rows(input), hidden, active, weight1, weight2, ctx.needs_input_grad
         )
         return None if dx is None else _shaped(dx, input), *gradients
+
+
+def _infer_dense_gelu_dense(
+    input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
+) -> Tensor:
+    active = activated_linear(as_rows(input), weight1, bias1, "gelu")
+    return _shaped(linear(active, weight2, bias2), input)
 
 
 def dense_gelu_dense_forward(
@@ -172,10 +178,13 @@ def dense_gelu_dense(
     """
     dtype = autocast_dtype(input)
     check_dense_gelu_dense(input, weight1, bias1, weight2, bias2, same_dtype=dtype is None)
-    arguments = (input, weight1, bias1, weight2, bias2)
+    arguments: Sequence[Any] = (input, weight1, bias1, weight2, bias2)
     if not _library.runs_triton(FAMILY, input):
         return composed_dense_gelu_dense(*arguments)
-    return FusedDenseGeluDenseFunc.apply(*_cast(dtype, arguments))
+    arguments = _cast(dtype, arguments)
+    if not torch.is_grad_enabled():
+        return _infer_dense_gelu_dense(*arguments)
+    return FusedDenseGeluDenseFunc.apply(*arguments)
 
 
 class MlpFunction(torch.autograd.Function):
@@ -192,9 +201,10 @@ class MlpFunction(torch.autograd.Function):
         outputs = mlp_forward(as_rows(input), weights, biases, name)
         ctx.activation = name
         ctx.layers = layers = len(weights)
-        # Planned here, because autograd's thread runs Python at 0.6 times the speed.
-        biases_wanted = ctx.needs_input_grad[3 + layers :] or (False,) * layers
-        ctx.plans = [plan_activation_backward(y, name, w) for y, w in zip(outputs, biases_wanted, strict=True)]
+        if True in ctx.needs_input_grad:
+            # Planned here, because autograd's thread runs Python at 0.6 times the speed.
+            biases_wanted = ctx.needs_input_grad[3 + layers :] or (False,) * layers
+            ctx.plans = [plan_activation_backward(y, name, w) for y, w in zip(outputs, biases_wanted, strict=True)]
         output = _shaped(outputs[-1], input)
         ctx.save_for_backward(*args, *outputs[:-1], None if name == "none" else output)
         return output
@@ -288,10 +298,18 @@ def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (),
     """
     dtype = autocast_dtype(input)
     check_mlp(input, weights, biases, activation, same_dtype=dtype is None)
-    arguments = (input, *weights, *biases)
+    arguments: Sequence[Any] = (input, *weights, *biases)
     if not _library.runs_triton(FAMILY, input):
         return composed_mlp(bool(biases), activation, *arguments)
-    return MlpFunction.apply(bool(biases), ACTIVATIONS.index(activation), *_cast(dtype, arguments))
+    arguments = _cast(dtype, arguments)
+    if not torch.is_grad_enabled():
+        output = as_rows(arguments[0])
+        for layer in range(1, 1 + len(weights)):
+            output = activated_linear(
+                output, arguments[layer], arguments[layer + len(weights)] if biases else None, activation
+            )
+        return _shaped(output, input)
+    return MlpFunction.apply(bool(biases), ACTIVATIONS.index(activation), *arguments)
 
 
 def dense(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -300,7 +318,7 @@ def dense(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(input, weight, bias)
 
 
-def _cast(dtype: torch.dtype | None, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+def _cast(dtype: torch.dtype | None, tensors: Sequence[Any]) -> Sequence[Any]:
     """What autocast would make of the arguments of a matrix product."""
     if dtype is None:
         return tensors
