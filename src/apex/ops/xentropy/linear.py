@@ -203,6 +203,6 @@ def _differentiable_gradients(
     if spec.reduction == "mean":
         loss = loss / (labels != spec.ignore_index).sum()
     tensors = (input, weight, bias)
-    chosen = [tensor for tensor, want in zip(tensors, wanted, strict=True) if want]
+    chosen = [tensor for tensor, want in zip(tensors, wanted, strict=True) if want and tensor is not None]
     found = iter(torch.autograd.grad(loss, chosen, loss_gradient, create_graph=True))
     return [next(found) if want else None for want in wanted]

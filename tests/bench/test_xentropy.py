@@ -1,0 +1,58 @@
+"""The cross-entropy cases: names as they were recorded, and expectations that are right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from apex._bench import registry
+from apex._bench.cases import xentropy
+from apex._bench.recorded import DIRECTORIES
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.skipif(not DIRECTORIES[1].is_dir(), reason="not a source tree")
+def test_gpu_cases_cover_the_recorded_ones() -> None:
+    rows = json.loads(Path(DIRECTORIES[1], "nvidia_h200.json").read_text())
+    recorded = {row["case"] for row in rows if row["case"].startswith("xentropy") and "ms" in row}
+    assert len(recorded) == 18
+    assert recorded <= {case.name for _, case in registry.select(["xentropy"], GPU).timed}
+
+
+def test_bytes_moved() -> None:
+    moved = {case.name: case.bytes_moved for _, case in registry.select(["xentropy"], GPU).timed}
+    one = 8192 * 32000 * 2
+    for way, tensors in (("fwd", 1), ("bwd", 2), ("fwd+grad(in place)", 3)):
+        assert moved[f"xentropy bfloat16 8192x32000 ls0.1 {way}"] == tensors * one
+
+
+def test_loss_and_gradient_together() -> None:
+    prepared = xentropy._prepare_together(torch.float32, (4, 30), CPU)
+    (gradient,) = prepared.implementations["ours"]()()
+    torch.testing.assert_close(gradient.double(), prepared.expected[0].value)
+
+
+def test_expectations_of_a_linear_layer() -> None:
+    shape = (1030, 4, 11)
+    values, weight, labels = xentropy.make_linear(shape, CPU)
+    wide = [t.detach().double().requires_grad_() for t in (values, weight)]
+    loss = functional.cross_entropy(functional.linear(*wide), labels)
+    wanted = (loss.detach(), *torch.autograd.grad(loss, wide))
+    prepared = xentropy._prepare_linear(shape, CPU)
+    for expected, value in zip(prepared.expected, wanted, strict=True):
+        torch.testing.assert_close(expected.value, value)
+    for implementation in prepared.implementations.values():
+        for actual, value in zip(implementation()(), wanted, strict=True):
+            torch.testing.assert_close(actual.double(), value, rtol=1e-5, atol=1e-6)
+
+
+def test_memory_steps_run() -> None:
+    steps = xentropy._memory_steps((8, 4, 30), CPU)
+    assert list(steps) == ["ours", "torch"]
+    for step in steps.values():
+        step()
