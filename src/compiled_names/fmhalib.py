@@ -1,8 +1,8 @@
 """Upstream's compiled module of this name: attention within packed sequences, without autograd.
 
 `qkv` is [total, 3, heads, head size], `cu_seqlens` the first row of each sequence and the end of the last. What `fwd`
-returns beside the output is for `bwd`: one tensor of bytes with all that the backward pass needs, in place of upstream's
-matrices of probabilities, whose memory grows with the square of the lengths.
+returns beside the output is for `bwd`: one tensor of bytes with all that the backward pass needs, in place of
+upstream's matrices of probabilities, whose memory grows with the square of the lengths.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """fmhalib, called as upstream's Python code and tests call it."""
 
-import fmhalib
 import pytest
 import torch
 
+import fmhalib
 from apex.ops import _library
 from apex.ops.attention import packed, reference
 from tests.harness import Route, routes

@@ -15,9 +15,7 @@ HIDDEN, HEADS = 24, 3
 
 
 def module(dropout: float = 0.0) -> FMHA:
-    return FMHA(
-        SimpleNamespace(attention_probs_dropout_prob=dropout, num_attention_heads=HEADS, hidden_size=HIDDEN)
-    )
+    return FMHA(SimpleNamespace(attention_probs_dropout_prob=dropout, num_attention_heads=HEADS, hidden_size=HIDDEN))
 
 
 def by_hand(qkv: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:

@@ -251,7 +251,7 @@ def test_lists_that_do_not_fit() -> None:
         FusedAdamSWA(params, computed, [average.double() for average in averages], 0.9)
     with pytest.raises(TypeError, match="not groups"):
         FusedAdamSWA([{"params": params}], computed[:1], averages[:1], 0.9)
-    with pytest.raises(ValueError, match="swa_decay_rate=1.5"):
+    with pytest.raises(ValueError, match=r"swa_decay_rate=1\.5"):
         FusedAdamSWA(params, computed, averages, 1.5)
     with pytest.raises(ValueError, match="adam_math_mode=2"):
         FusedAdamSWA(params, computed, averages, 0.9, adam_math_mode=2)

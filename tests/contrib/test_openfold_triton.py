@@ -32,7 +32,9 @@ def test_attention(route: Route, function) -> None:
 def test_variants(route: Route) -> None:
     (query, key, value, bias), mask, _ = BIASED_CASES[2].tensors(route.device)
     with _library.implementation(route.implementation):
-        assert_close(AttnBiasJIT(query, key, value, mask, bias, 1e9), reference.attention(query, key, value, mask, bias))
+        assert_close(
+            AttnBiasJIT(query, key, value, mask, bias, 1e9), reference.attention(query, key, value, mask, bias)
+        )
         assert_close(AttnNoBiasJIT(query, key, value, mask, 1e9), reference.attention(query, key, value, mask))
         weak = reference.attention(query, key, value, mask, bias, inf=2.0)
         assert_close(AttnTri(query, key, value, mask, bias, 2.0, False), weak)

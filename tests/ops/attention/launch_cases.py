@@ -24,21 +24,20 @@ def record_problem(problem: Problem, added_dtype: torch.dtype) -> None:
     given = tensor, tensor, tensor, mask, bias, cu, seed
     launches.forward(problem, *(strides,) * 4, True, *where)(*given, tensor, number)
     launches.backward_queries(problem, *(strides,) * 6, *where)(*given, tensor, tensor, number, number, tensor)
-    launches.backward_keys(problem, *(strides,) * 6, *where)(*given, tensor, number, number, tensor, tensor)
-    if problem.bias_group:
-        launch, splits = launches.backward_bias(problem, *(strides,) * 4, *where)
-        launch(tensor, tensor, tensor, mask, bias, tensor, number, number, number if splits > 1 else bias)
+    stores = (0, problem.batch) if problem.bias_group else None
+    delta, dlogits = (number, None) if stores is None else (None, tensor)
+    launches.backward_keys(problem, *(strides,) * 7, stores, *where)(
+        *given, tensor, tensor, number, delta, dlogits, tensor, tensor
+    )
+    if stores is not None:
+        launches.backward_stored(problem, strides, strides, stores, *where)(tensor, tensor, tensor)
 
 
 def record() -> None:
     """Plans and (under `recording`) collects a biased attention with all parts, an odd one, and packed sequences."""
-    record_problem(
-        Problem(256, 4, 256, 256, 32, torch.bfloat16, inf=1e9, mask_group=1, bias_group=256), torch.bfloat16
-    )
+    record_problem(Problem(256, 4, 256, 256, 32, torch.bfloat16, inf=1e9, mask_group=1, bias_group=256), torch.bfloat16)
     record_problem(Problem(64, 8, 131, 67, 24, torch.float32, inf=1e9, mask_group=64), torch.float32)
-    record_problem(
-        Problem(32, 16, 512, 512, 64, torch.float16, total=9000, tail=True, dropout_p=0.1), torch.float16
-    )
+    record_problem(Problem(32, 16, 512, 512, 64, torch.float16, total=9000, tail=True, dropout_p=0.1), torch.float16)
 
 
 def record_large_heads() -> None:

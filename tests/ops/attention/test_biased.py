@@ -78,6 +78,15 @@ def test_ways_to_share_in_the_interpreter(case: BiasedCase) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("at_once", [1, 2, 4, 8])
+def test_the_sum_over_batches_is_taken_in_parts(route: Route, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a group that three batches share each, and of several groups at once."""
+    case = BiasedCase("", (2, 3, 1, 4, 4), 5, (2, 3, 1, 1, 5), (2, 1, 1, 4, 5))
+    monkeypatch.setattr("apex.ops.attention.config.STORED_BYTES", at_once * 4 * 5 * 4)
+    check(case, route)
+
+
+@pytest.mark.parametrize("route", routes())
 def test_two_runs_give_equal_bits(route: Route) -> None:
     case = BIASED_CASES[2] if route.device == "cpu" else LARGE_BIASED_CASES[0]
     tensors = case.tensors(route.device)
@@ -171,7 +180,7 @@ def test_masks_of_other_dtypes(route: Route) -> None:
 
 @pytest.mark.parametrize("route", routes())
 def test_frozen_bias_costs_no_launch(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("apex.ops.attention.launches.backward_bias", lambda *arguments: pytest.fail("launched"))
+    monkeypatch.setattr("apex.ops.attention.launches.backward_stored", lambda *arguments: pytest.fail("launched"))
     inputs, mask, dout = BIASED_CASES[2].tensors(route.device)
     query = inputs[0].requires_grad_()
     with _library.implementation(route.implementation):

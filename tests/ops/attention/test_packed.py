@@ -166,9 +166,7 @@ def test_second_derivative(route: Route, dropout_p: float) -> None:
         return torch.autograd.grad(first.square().sum(), leaf)[0]
 
     with _library.implementation(route.implementation):
-        actual = second(
-            lambda x: packed.PackedAttentionFunction.apply(x, bounds, seed, 4, dropout_p, True), qkv
-        )
+        actual = second(lambda x: packed.PackedAttentionFunction.apply(x, bounds, seed, 4, dropout_p, True), qkv)
     on_host = None if seed is None else seed.cpu()
     wide = qkv.detach().cpu().double().requires_grad_()
     assert_close(actual, second(lambda x: reference.packed_attention(x, bounds.cpu(), dropout_p, on_host), wide))

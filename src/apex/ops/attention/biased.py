@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -154,7 +154,7 @@ def _planned(
     query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, inf: float
 ) -> tuple[launches.Problem, Tensor | None, Tensor | None]:
     """The problem, and mask and bias as the kernels take them."""
-    if mask is not None and mask.dim() > 1 and (mask.shape[-2] != 1 or mask.dim() > 2 and mask.shape[-3] != 1):
+    if mask is not None and mask.dim() > 1 and (mask.shape[-2] != 1 or (mask.dim() > 2 and mask.shape[-3] != 1)):
         # Of single logits, not of whole keys.
         bias = _folded(mask, bias, inf)
         mask = None
@@ -275,24 +275,50 @@ def backward(
     dquery, dq = _empty_like(query)
     dkey, dk = _empty_like(key)
     dvalue, dv = _empty_like(value)
+    where = query.device, _device.facts(query.device)
+    given = query, key, value, mask, added, None, None, output, dout, statistics
+    if bias_grad and bias is not None:
+
+        def run(batches: tuple[int, int], dlogits: Tensor) -> None:
+            launch = launches.backward_keys(problem, q, k, v, out, g, dk, dv, batches, *where)
+            launch(*given, None, dlogits, dkey, dvalue)
+            launches.backward_stored(problem, k, dq, batches, *where)(dlogits, key, dquery)
+
+        dbias = _bias_gradient(problem, query.device, run)
+        return dquery, dkey, dvalue, _reduced(dbias, bias, query, key)
     delta = statistics.new_empty(statistics.shape[1:])
-    device = query.device
-    where = device, _device.facts(device)
-    launches.backward_queries(problem, q, k, v, out, g, dq, *where)(
-        query, key, value, mask, added, None, None, output, dout, statistics, delta, dquery
-    )
-    launches.backward_keys(problem, q, k, v, g, dk, dv, *where)(
-        query, key, value, mask, added, None, None, dout, statistics, delta, dkey, dvalue
-    )
-    if not bias_grad or bias is None or added is None:
-        return dquery, dkey, dvalue, None
-    launch, splits = launches.backward_bias(problem, q, k, v, g, *where)
-    whole = splits == 1
-    dbias = torch.empty_like(added) if whole else added.new_empty((splits, *added.shape), dtype=torch.float32)
-    launch(query, key, value, mask, added, dout, statistics, delta, dbias)
-    if not whole:
-        dbias = dbias.sum(0)
-    return dquery, dkey, dvalue, _reduced(dbias, bias, query, key)
+    launches.backward_queries(problem, q, k, v, out, g, dq, *where)(*given, delta, dquery)
+    launches.backward_keys(problem, q, k, v, out, g, dk, dv, None, *where)(*given, delta, None, dkey, dvalue)
+    return dquery, dkey, dvalue, None
+
+
+def _bias_gradient(
+    problem: launches.Problem, device: torch.device, run: Callable[[tuple[int, int], Tensor], None]
+) -> Tensor:
+    """The gradient of a bias [groups, H, M, N]: that of the logits, summed over the batches that share it.
+
+    `run` writes the gradients of logits [batches, H, N, M] of some batches, given as the first one and their number.
+    They are stored, part by part, because computing them a second time for the sum takes longer.
+    """
+    batch, group = problem.batch, problem.bias_group
+    at_once = launches.batches_at_once(problem)
+    shape = problem.heads, problem.columns, problem.rows
+    dlogits = torch.empty((at_once, *shape), dtype=problem.dtype, device=device)
+    if at_once >= group:
+        sums = []
+        for first in range(0, batch, at_once):
+            count = min(at_once, batch - first)
+            run((first, count), dlogits)
+            sums.append(dlogits[:count].unflatten(0, (-1, group)).sum(1, dtype=torch.float32))
+        total = sums[0] if len(sums) == 1 else torch.cat(sums)
+    else:
+        total = torch.zeros((batch // group, *shape), device=device)
+        for index, of_group in enumerate(total):
+            for first in range(0, group, at_once):
+                count = min(at_once, group - first)
+                run((index * group + first, count), dlogits)
+                of_group += dlogits[:count].sum(0, dtype=torch.float32)
+    return total.transpose(-1, -2)
 
 
 def _reduced(dbias: Tensor, bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -302,20 +328,30 @@ def _reduced(dbias: Tensor, bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
         padded = (1,) * (len(full) - bias.dim()) + tuple(bias.shape)
         groups = dbias.shape[0]
         lead = padded[:-3] if math.prod(padded[:-3]) == groups else full[:-3]
-        dbias = dbias.float().reshape(*lead, *full[-3:]).sum_to_size(padded)
-    return dbias.reshape(bias.shape).to(bias.dtype)
+        dbias = dbias.reshape(*lead, *full[-3:]).sum_to_size(padded)
+    return torch.empty_like(bias, memory_format=torch.contiguous_format).copy_(dbias.reshape(bias.shape))
 
 
 def forward_and_save(
     ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, inf: float
 ) -> Tensor:
     """The forward of every such attention's autograd Function; arguments were checked."""
+    ctx.inf = inf
+    ctx.graph = None
+    statistics = None
+    wanted = ctx.needs_input_grad
     if torch.compiler.is_compiling():
         output, statistics = torch.ops.apex.attention_forward(query, key, value, mask, bias, inf)
-    else:
+    elif runs_kernels(query, key) or True not in wanted:
         output, statistics = forward(query, key, value, mask, bias, inf)
+    else:
+        ctx.graph = native.Graph(
+            lambda query, key, value, bias: native.attention(query, key, value, mask, bias, inf),
+            (query, key, value, bias),
+            (*wanted[:3], wanted[4]),
+        )
+        output = ctx.graph.output
     ctx.save_for_backward(query, key, value, mask, bias, output, statistics)
-    ctx.inf = inf
     return output
 
 
@@ -331,6 +367,9 @@ def backward_from_saved(
         return *gradients, dbias if bias_grad else None
     if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
         return reference.backward(dout, query, key, value, mask, bias, ctx.inf)
+    if ctx.graph is not None:
+        dquery, dkey, dvalue, dbias = ctx.graph.backward(dout)
+        return dquery, dkey, dvalue, dbias
     return backward(dout, query, key, value, mask, bias, output, statistics, ctx.inf, bias_grad)
 
 

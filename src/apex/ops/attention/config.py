@@ -8,6 +8,8 @@ from .._device import DeviceFacts
 
 # Tiles of larger heads no longer fit; PyTorch's operator takes them.
 LARGEST_HEAD = 256
+# Bytes of gradients of logits that are stored at a time; more only if a single batch has more, as many as its bias.
+STORED_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,7 @@ def forward_tile(head_dim: int, element_size: int, rows: int, columns: int, devi
     block = head_block(head_dim)
     if element_size == 4:
         tile = Tile(64, 32, 4, 2) if block <= 64 else Tile(32, 32, 4, 2 if block <= 128 else 1)
-    elif block <= 32:
-        tile = Tile(128, 64, 4, 3)
-    elif block <= 64:
+    elif block <= 32 or block <= 64:
         tile = Tile(128, 64, 4, 3)
     else:
         tile = Tile(128, 64, 8, 3) if block <= 128 else Tile(64, 32, 4, 2)
@@ -66,22 +66,14 @@ def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, device:
     return _fitted(tile, rows, columns, device)
 
 
-def bias_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
-    """For the gradient of the bias."""
+def stored_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
+    """For the gradient of the queries from that of the logits."""
     block = head_block(head_dim)
     if element_size == 4:
-        tile = Tile(64, 64, 4, 2) if block <= 32 else Tile(32, 32, 4, 2 if block <= 64 else 1)
-    elif block <= 64:
-        tile = Tile(64, 64, 4, 3)
+        tile = Tile(64, 64, 4, 2) if block <= 64 else Tile(64, 32, 4, 2 if block <= 128 else 1)
     else:
-        tile = Tile(64, 64, 4, 2) if block <= 128 else Tile(32, 32, 4, 2)
+        tile = Tile(128, 64, 4, 3) if block <= 128 else Tile(64, 32, 4, 2)
     return _fitted(tile, rows, columns, device)
-
-
-def bias_splits(tiles: int, batches: int, device: DeviceFacts) -> int:
-    """Into how many parts the batches that share a bias are split: enough programs to fill the device."""
-    wanted = -(-4 * device.multiprocessors // max(1, tiles))
-    return max(1, min(wanted, batches // 4))
 
 
 def _fitted(tile: Tile, rows: int, columns: int, device: DeviceFacts) -> Tile:

@@ -1,15 +1,16 @@
-"""Attention with a mask, a bias that has a gradient, packed sequences and dropout, for Triton.
+"""Attention with a mask, a bias, packed sequences and dropout, for Triton.
 
 Letters: Z batches (or packed sequences), H heads, M queries, N keys, D the size of a head. A program takes a tile of
-queries (forward, gradient of the queries), of keys (gradient of keys and values) or of the bias (its gradient), so that
-no two programs write the same element. Logits are kept in units of log 2.
+queries (forward, gradient of the queries) or of keys (gradients of keys and values), so that no two programs write the
+same element.
 
     logits = scale * q k^T + bias + (mask - 1) * inf        probabilities = softmax(logits)
     out = dropout(probabilities) v
 
 `q_z, q_h, q_m` are strides of q, in elements, for each letter; the innermost dimension of every tensor has stride 1.
-`cu` holds the first row of each packed sequence and, last, their end; `statistics` has the largest logit of a row and
-the reciprocal of the sum of its exponentials, or, without mask and bias, the logarithm of that sum.
+`cu` holds the first row of each packed sequence and, last, their end. Logits are kept in units of log 2; `statistics`
+has the largest of each row and the reciprocal of the sum of exponentials, or, without mask and bias, the logarithm of
+that sum. The loops run twice, over whole tiles without masks and over what is left with them.
 """
 
 import triton
@@ -39,19 +40,22 @@ def _mix(x):
 
 
 @triton.jit
-def _row_keys(seed, zh, m):
-    """A number for each row of each head, from the 64 bits of the seed."""
+def _head_key(seed, zh):
+    """A number for each head, from the 64 bits of the seed."""
     bits = tl.load(seed).to(tl.uint64)
     low = (bits & 0xFFFFFFFF).to(tl.uint32)
     high = (bits >> 32).to(tl.uint32)
-    of_head = _mix(_mix(_mix(low) ^ high) ^ zh.to(tl.uint32))
-    return _mix(of_head ^ m.to(tl.uint32))
+    return _mix(_mix(_mix(low) ^ high) ^ zh.to(tl.uint32))
 
 
 @triton.jit
 def _is_kept(row_keys, n, threshold):
-    """Whether dropout lets elements of rows `row_keys` and columns `n` through; both already have their dimensions."""
-    return (_mix(row_keys + n.to(tl.uint32) * 0x9E3779B9) >> 1).to(tl.int32) >= threshold
+    """Whether dropout lets elements of rows `row_keys` and columns `n` through; both already have their dimensions.
+
+    The keys of rows are mixed well, so that a single round is enough.
+    """
+    x = row_keys + n.to(tl.uint32) * 0x9E3779B9
+    return (x ^ (x >> 15)) * 0x2C1B3C6D >= threshold.to(tl.uint32) << 1
 
 
 @triton.jit
@@ -86,44 +90,90 @@ def _locate(cu, batch, heads, rows, columns, total, PACKED: tl.constexpr, TAIL: 
 
 
 @triton.jit
-def _tile(base, count, stride, head_dim, ROWS: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr, FULL_D: tl.constexpr):
-    """Rows 0 to ROWS of a matrix, zeros from row `count` on."""
+def _tile(
+    base, left, stride, head_dim, ROWS: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr, FULL_D: tl.constexpr
+):
+    """Rows 0 to ROWS of a matrix; zeros from row `left` on, unless the tile is known to be WHOLE."""
     r = tl.arange(0, ROWS)
     d = tl.arange(0, BD)
     pointers = base + r[:, None] * stride + d[None, :]
-    if MASKED:
+    if WHOLE:
         if FULL_D:
-            return tl.load(pointers, mask=r[:, None] < count, other=0.0)
-        return tl.load(pointers, mask=(r[:, None] < count) & (d[None, :] < head_dim), other=0.0)
+            return tl.load(pointers)
+        return tl.load(pointers, mask=d[None, :] < head_dim, other=0.0)
     if FULL_D:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=d[None, :] < head_dim, other=0.0)
+        return tl.load(pointers, mask=r[:, None] < left, other=0.0)
+    return tl.load(pointers, mask=(r[:, None] < left) & (d[None, :] < head_dim), other=0.0)
 
 
 @triton.jit
-def _store_tile(base, values, count, stride, head_dim, ROWS: tl.constexpr, BD: tl.constexpr):
+def _store_tile(base, values, left, stride, head_dim, ROWS: tl.constexpr, BD: tl.constexpr):
     r = tl.arange(0, ROWS)
     d = tl.arange(0, BD)
-    inside = (r[:, None] < count) & (d[None, :] < head_dim)
+    inside = (r[:, None] < left) & (d[None, :] < head_dim)
     tl.store(base + r[:, None] * stride + d[None, :], values.to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _key_terms(mask, n, columns, inf):
+def _key_terms(mask, n, left, inf):
     """What the mask adds to the logits of each key."""
-    return (tl.load(mask + n, mask=n < columns, other=1.0).to(tl.float32) - 1.0) * (inf * _LOG2E)
+    return (tl.load(mask + n, mask=n < left, other=1.0).to(tl.float32) - 1.0) * (inf * _LOG2E)
 
 
 @triton.jit
-def _bias_tile(base, m, n, rows, columns, left, FULL: tl.constexpr):
-    """The bias of queries `m` and keys `n`, which already have their dimensions, in either order.
+def _bias_tile(bias, m, n, m_left, n_left, columns, WHOLE: tl.constexpr):
+    """The bias of queries `m` and keys `n`, which already have their dimensions, in either order."""
+    if WHOLE:
+        return tl.load(bias + m * columns + n).to(tl.float32)
+    return tl.load(bias + m * columns + n, mask=(m < m_left) & (n < n_left), other=0.0).to(tl.float32)
 
-    `columns` is the length of a row, of which `left` are left.
-    """
-    pointers = base + m * columns + n
-    if FULL:
-        return tl.load(pointers).to(tl.float32) * _LOG2E
-    return tl.load(pointers, mask=(m < rows) & (n < left), other=0.0).to(tl.float32) * _LOG2E
+
+@triton.jit
+def _forward_tiles(
+    result, largest, norm, qs, k, v, mask, bias, keys, begin, end, partners, m_left, columns, head_dim, k_n, v_n,
+    threshold, scale, inf,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
+    FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Adds keys `begin` to `end` to what one tile of queries has seen so far."""
+    r = tl.arange(0, BM)
+    n = tl.arange(0, BN)
+    k += begin.to(tl.int64) * k_n
+    v += begin.to(tl.int64) * v_n
+    for column in range(begin, end, BN):
+        left = partners - column
+        ks = _tile(k, left, k_n, head_dim, BN, BD, WHOLE_N, FULL_D)
+        products = _dot(qs, tl.trans(ks), None, PRECISION)
+        if HAS_MASK or HAS_BIAS:
+            logits = products * (scale * _LOG2E)
+            if HAS_BIAS:
+                biases = _bias_tile(bias + column, r[:, None], n[None, :], m_left, left, columns, WHOLE_M and WHOLE_N)
+                logits += biases * _LOG2E
+            if HAS_MASK:
+                logits += _key_terms(mask + column, n, left, inf)[None, :]
+            if not WHOLE_N:
+                logits = tl.where(n[None, :] < left, logits, float("-inf"))
+            new = tl.maximum(largest, tl.max(logits, 1))
+            if HAS_BIAS:
+                new = tl.where(new == float("-inf"), 0.0, new)  # a bias may hold -inf for whole tiles
+            p = tl.exp2(logits - new[:, None])
+        else:
+            if not WHOLE_N:
+                products = tl.where(n[None, :] < left, products, float("-inf"))
+            # The scale is positive: multiplied in one instruction with the subtraction.
+            new = tl.maximum(largest, tl.max(products, 1) * (scale * _LOG2E))
+            p = tl.exp2(products * (scale * _LOG2E) - new[:, None])
+        correction = tl.exp2(largest - new)
+        norm = norm * correction + tl.sum(p, 1)
+        result = result * correction[:, None]
+        if DROPS:
+            p = tl.where(_is_kept(keys[:, None], (column + n)[None, :], threshold), p, 0.0)
+        vs = _tile(v, left, v_n, head_dim, BN, BD, WHOLE_N, FULL_D)
+        result = _dot(p.to(vs.dtype), vs, result, PRECISION)
+        largest = new
+        k += BN * k_n
+        v += BN * v_n
+    return result, largest, norm
 
 
 @kernel
@@ -140,7 +190,7 @@ def attention_forward(
     z, h, first, start, count, partners = _locate(cu, batch, heads, rows, columns, total, PACKED, TAIL, BM)
     row = start + first
     left = count - first
-    qs = _tile(q + z * q_z + h * q_h + row * q_m, left, q_m, head_dim, BM, BD, not FULL_M, FULL_D)
+    qs = _tile(q + z * q_z + h * q_h + row * q_m, left, q_m, head_dim, BM, BD, FULL_M, FULL_D)
     k += z * k_z + h * k_h + start * k_n
     v += z * v_z + h * v_h + start * v_n
     if HAS_MASK:
@@ -148,42 +198,27 @@ def attention_forward(
     if HAS_BIAS:
         bias += (((z // bias_group) * heads + h) * rows + first) * columns
     r = tl.arange(0, BM)
-    n = tl.arange(0, BN)
+    keys = r.to(tl.uint32)
     if DROPS:
-        keys = _row_keys(seed, z * heads + h, first + r)
+        keys = _mix(_head_key(seed, z * heads + h) ^ (first + r).to(tl.uint32))
     largest = tl.full((BM,), float("-inf"), tl.float32)
     norm = tl.zeros((BM,), tl.float32)
     result = tl.zeros((BM, BD), tl.float32)
-    for column in range(0, partners, BN):
-        ks = _tile(k, partners - column, k_n, head_dim, BN, BD, not FULL_N, FULL_D)
-        logits = _dot(qs, tl.trans(ks), None, PRECISION) * (scale * _LOG2E)
-        if HAS_BIAS:
-            bias_tile = bias + column
-            logits += _bias_tile(bias_tile, r[:, None], n[None, :], left, columns, columns - column, FULL_M and FULL_N)
-        if HAS_MASK:
-            logits += _key_terms(mask + column, n, columns - column, inf)[None, :]
-        if not FULL_N:
-            logits = tl.where((n < partners - column)[None, :], logits, float("-inf"))
-        new = tl.maximum(largest, tl.max(logits, 1))
-        if HAS_BIAS:
-            new = tl.where(new == float("-inf"), 0.0, new)  # a bias may hold -inf for whole blocks
-        p = tl.exp2(logits - new[:, None])
-        correction = tl.exp2(largest - new)
-        norm = norm * correction + tl.sum(p, 1)
-        result = result * correction[:, None]
-        if DROPS:
-            p = tl.where(_is_kept(keys[:, None], (column + n)[None, :], threshold), p, 0.0)
-        vs = _tile(v, partners - column, v_n, head_dim, BN, BD, not FULL_N, FULL_D)
-        result = _dot(p.to(vs.dtype), vs, result, PRECISION)
-        largest = new
-        k += BN * k_n
-        v += BN * v_n
+    whole = partners // BN * BN
+    result, largest, norm = _forward_tiles(
+        result, largest, norm, qs, k, v, mask, bias, keys, whole * 0, whole, partners, left, columns, head_dim, k_n,
+        v_n, threshold, scale, inf, HAS_MASK, HAS_BIAS, DROPS, FULL_M, True, FULL_D, PRECISION, BM, BN, BD,
+    )  # fmt: skip
+    if not FULL_N:
+        result, largest, norm = _forward_tiles(
+            result, largest, norm, qs, k, v, mask, bias, keys, whole, partners, partners, left, columns, head_dim, k_n,
+            v_n, threshold, scale, inf, HAS_MASK, HAS_BIAS, DROPS, FULL_M, False, FULL_D, PRECISION, BM, BN, BD,
+        )  # fmt: skip
     reciprocal = 1.0 / norm
     if PACKED:
         reciprocal = tl.where(partners > 0, reciprocal, 0.0)
     weight = reciprocal * kept if DROPS else reciprocal
-    out += z * o_z + h * o_h + row * o_m
-    _store_tile(out, result * weight[:, None], left, o_m, head_dim, BM, BD)
+    _store_tile(out + z * o_z + h * o_h + row * o_m, result * weight[:, None], left, o_m, head_dim, BM, BD)
     if SAVES:
         statistics += z * s_z + h * s_h + row
         if HAS_MASK or HAS_BIAS:
@@ -194,10 +229,55 @@ def attention_forward(
 
 
 @triton.jit
-def _probabilities(logits, largest, reciprocal, TWO_STATISTICS: tl.constexpr):
-    if TWO_STATISTICS:
-        return tl.exp2(logits - largest) * reciprocal
-    return tl.exp2(logits - largest)
+def _probabilities(products, biases, terms, largest, reciprocal, scale, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """From products of queries and keys and the statistics of the forward pass."""
+    if HAS_BIAS:
+        logits = products * (scale * _LOG2E) + (biases * _LOG2E - largest)
+    else:
+        logits = products * (scale * _LOG2E) - largest
+    if HAS_MASK:
+        logits += terms
+    if HAS_MASK or HAS_BIAS:
+        return tl.exp2(logits) * reciprocal
+    return tl.exp2(logits)
+
+
+@triton.jit
+def _queries_tiles(
+    result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, begin, end, partners, m_left, columns,
+    head_dim, k_n, v_n, threshold, scale, inf, kept,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
+    FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Adds the part of keys `begin` to `end` to the gradient of a tile of queries."""
+    r = tl.arange(0, BM)
+    n = tl.arange(0, BN)
+    k += begin.to(tl.int64) * k_n
+    v += begin.to(tl.int64) * v_n
+    for column in range(begin, end, BN):
+        left = partners - column
+        ks = _tile(k, left, k_n, head_dim, BN, BD, WHOLE_N, FULL_D)
+        products = _dot(qs, tl.trans(ks), None, PRECISION)
+        biases = products
+        terms = products
+        if HAS_BIAS:
+            biases = _bias_tile(bias + column, r[:, None], n[None, :], m_left, left, columns, WHOLE_M and WHOLE_N)
+        if HAS_MASK:
+            terms = _key_terms(mask + column, n, left, inf)[None, :]
+        p = _probabilities(
+            products, biases, terms, largest[:, None], reciprocal[:, None], scale, HAS_MASK, HAS_BIAS
+        )  # fmt: skip
+        vs = _tile(v, left, v_n, head_dim, BN, BD, WHOLE_N, FULL_D)
+        dp = _dot(gs, tl.trans(vs), None, PRECISION)
+        if DROPS:
+            dp = tl.where(_is_kept(keys[:, None], (column + n)[None, :], threshold), dp * kept, 0.0)
+        ds = p * (dp - deltas[:, None])
+        if not WHOLE_N:
+            ds = tl.where(n[None, :] < left, ds, 0.0)
+        result = _dot(ds.to(ks.dtype), ks, result, PRECISION)
+        k += BN * k_n
+        v += BN * v_n
+    return result
 
 
 @kernel
@@ -215,12 +295,11 @@ def attention_backward_queries(
     z, h, first, start, count, partners = _locate(cu, batch, heads, rows, columns, total, PACKED, TAIL, BM)
     row = start + first
     left = count - first
-    qs = _tile(q + z * q_z + h * q_h + row * q_m, left, q_m, head_dim, BM, BD, not FULL_M, FULL_D)
-    outs = _tile(out + z * o_z + h * o_h + row * o_m, left, o_m, head_dim, BM, BD, not FULL_M, FULL_D)
-    gs = _tile(dout + z * g_z + h * g_h + row * g_m, left, g_m, head_dim, BM, BD, not FULL_M, FULL_D)
+    qs = _tile(q + z * q_z + h * q_h + row * q_m, left, q_m, head_dim, BM, BD, FULL_M, FULL_D)
+    outs = _tile(out + z * o_z + h * o_h + row * o_m, left, o_m, head_dim, BM, BD, FULL_M, FULL_D)
+    gs = _tile(dout + z * g_z + h * g_h + row * g_m, left, g_m, head_dim, BM, BD, FULL_M, FULL_D)
     deltas = tl.sum(outs.to(tl.float32) * gs.to(tl.float32), 1)
     r = tl.arange(0, BM)
-    n = tl.arange(0, BN)
     statistics += z * s_z + h * s_h + row
     tl.store(delta + z * s_z + h * s_h + row + r, deltas, mask=r < left)
     largest = tl.load(statistics + r, mask=r < left, other=0.0)
@@ -233,152 +312,172 @@ def attention_backward_queries(
         mask += (z // mask_group) * columns
     if HAS_BIAS:
         bias += (((z // bias_group) * heads + h) * rows + first) * columns
+    keys = r.to(tl.uint32)
     if DROPS:
-        keys = _row_keys(seed, z * heads + h, first + r)
+        keys = _mix(_head_key(seed, z * heads + h) ^ (first + r).to(tl.uint32))
     result = tl.zeros((BM, BD), tl.float32)
-    for column in range(0, partners, BN):
-        ks = _tile(k, partners - column, k_n, head_dim, BN, BD, not FULL_N, FULL_D)
-        logits = _dot(qs, tl.trans(ks), None, PRECISION) * (scale * _LOG2E)
-        if HAS_BIAS:
-            bias_tile = bias + column
-            logits += _bias_tile(bias_tile, r[:, None], n[None, :], left, columns, columns - column, FULL_M and FULL_N)
-        if HAS_MASK:
-            logits += _key_terms(mask + column, n, columns - column, inf)[None, :]
-        if not FULL_N:
-            logits = tl.where((n < partners - column)[None, :], logits, float("-inf"))
-        p = _probabilities(logits, largest[:, None], reciprocal[:, None], HAS_MASK or HAS_BIAS)
-        vs = _tile(v, partners - column, v_n, head_dim, BN, BD, not FULL_N, FULL_D)
-        dp = _dot(gs, tl.trans(vs), None, PRECISION)
-        if DROPS:
-            dp = tl.where(_is_kept(keys[:, None], (column + n)[None, :], threshold), dp * kept, 0.0)
-        ds = p * (dp - deltas[:, None])
-        result = _dot(ds.to(ks.dtype), ks, result, PRECISION)
-        k += BN * k_n
-        v += BN * v_n
+    whole = partners // BN * BN
+    result = _queries_tiles(
+        result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, whole * 0, whole, partners, left, columns,
+        head_dim, k_n, v_n, threshold, scale, inf, kept,
+        HAS_MASK, HAS_BIAS, DROPS, FULL_M, True, FULL_D, PRECISION, BM, BN, BD,
+    )  # fmt: skip
+    if not FULL_N:
+        result = _queries_tiles(
+            result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, whole, partners, partners, left,
+            columns, head_dim, k_n, v_n, threshold, scale, inf, kept,
+            HAS_MASK, HAS_BIAS, DROPS, FULL_M, False, FULL_D, PRECISION, BM, BN, BD,
+        )  # fmt: skip
     _store_tile(dq + z * d_z + h * d_h + row * d_m, result * scale, left, d_m, head_dim, BM, BD)
 
 
-@kernel
 @triton.jit
-def attention_backward_keys(
-    q, k, v, mask, bias, cu, seed, dout, statistics, delta, dk, dv,
-    batch, heads, rows, columns, head_dim, total,
-    q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, g_z, g_h, g_m, dk_z, dk_h, dk_n, dv_z, dv_h, dv_n, s_z, s_h, plane,
-    mask_group, bias_group, threshold, scale, inf, kept,
-    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
-    FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
+def _keys_tiles(
+    dks, dvs, ks, vs, terms, q, bias, out, dout, statistics, delta, dlogits, head_key, begin, end, partners, first,
+    n_left, rows, columns, head_dim, q_m, o_m, g_m, plane, threshold, scale, kept,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, STORES: tl.constexpr, WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values. Tiles are transposed: keys by queries."""
-    z, h, first, start, count, partners = _locate(cu, batch, heads, columns, rows, total, PACKED, TAIL, BN)
-    column = start + first
-    left = count - first
-    ks = _tile(k + z * k_z + h * k_h + column * k_n, left, k_n, head_dim, BN, BD, not FULL_N, FULL_D)
-    vs = _tile(v + z * v_z + h * v_h + column * v_n, left, v_n, head_dim, BN, BD, not FULL_N, FULL_D)
+    """Adds the part of queries `begin` to `end` to the gradients of a tile of keys and values."""
     r = tl.arange(0, BM)
     n = tl.arange(0, BN)
-    q += z * q_z + h * q_h + start * q_m
-    dout += z * g_z + h * g_h + start * g_m
-    statistics += z * s_z + h * s_h + start
-    delta += z * s_z + h * s_h + start
-    if HAS_MASK:
-        terms = _key_terms(mask + (z // mask_group) * columns + first, n, left, inf)
+    q += begin.to(tl.int64) * q_m
+    dout += begin.to(tl.int64) * g_m
+    if STORES:
+        out += begin.to(tl.int64) * o_m
     if HAS_BIAS:
-        bias += ((z // bias_group) * heads + h) * rows * columns + first
-    dks = tl.zeros((BN, BD), tl.float32)
-    dvs = tl.zeros((BN, BD), tl.float32)
-    for row in range(0, partners, BM):
-        inside = r < partners - row
-        qs = _tile(q, partners - row, q_m, head_dim, BM, BD, not FULL_M, FULL_D)
+        bias += begin.to(tl.int64) * columns
+    for row in range(begin, end, BM):
+        left = partners - row
+        qs = _tile(q, left, q_m, head_dim, BM, BD, WHOLE_M, FULL_D)
+        gs = _tile(dout, left, g_m, head_dim, BM, BD, WHOLE_M, FULL_D)
+        inside = r < left
         # Beyond the last query nothing is probable.
         largest = tl.load(statistics + row + r, mask=inside, other=float("inf"))
         reciprocal = largest
         if HAS_MASK or HAS_BIAS:
             reciprocal = tl.load(statistics + plane + row + r, mask=inside, other=0.0)
-        deltas = tl.load(delta + row + r, mask=inside, other=0.0)
-        logits = _dot(ks, tl.trans(qs), None, PRECISION) * (scale * _LOG2E)
+        if STORES:
+            outs = _tile(out, left, o_m, head_dim, BM, BD, WHOLE_M, FULL_D)
+            deltas = tl.sum(outs.to(tl.float32) * gs.to(tl.float32), 1)
+        else:
+            deltas = tl.load(delta + row + r, mask=inside, other=0.0)
+        products = _dot(ks, tl.trans(qs), None, PRECISION)
+        biases = products
         if HAS_BIAS:
-            logits += _bias_tile(bias, r[None, :], n[:, None], partners - row, columns, left, FULL_M and FULL_N)
+            biases = _bias_tile(bias, r[None, :], n[:, None], left, n_left, columns, WHOLE_M and WHOLE_N)
             bias += BM * columns
-        if HAS_MASK:
-            logits += terms[:, None]
-        p = _probabilities(logits, largest[None, :], reciprocal[None, :], HAS_MASK or HAS_BIAS)
-        gs = _tile(dout, partners - row, g_m, head_dim, BM, BD, not FULL_M, FULL_D)
+        p = _probabilities(
+            products, biases, terms, largest[None, :], reciprocal[None, :], scale, HAS_MASK, HAS_BIAS
+        )  # fmt: skip
         dp = _dot(vs, tl.trans(gs), None, PRECISION)
         if DROPS:
-            keys = _row_keys(seed, z * heads + h, row + r)
-            keep = _is_kept(keys[None, :], (first + n)[:, None], threshold)
+            row_keys = _mix(head_key ^ (row + r).to(tl.uint32))
+            keep = _is_kept(row_keys[None, :], (first + n)[:, None], threshold)
             dp = tl.where(keep, dp * kept, 0.0)
             dvs = _dot(tl.where(keep, p * kept, 0.0).to(gs.dtype), gs, dvs, PRECISION)
         else:
             dvs = _dot(p.to(gs.dtype), gs, dvs, PRECISION)
-        ds = p * (dp - deltas[None, :])
-        dks = _dot(ds.to(qs.dtype), qs, dks, PRECISION)
+        ds = (p * (dp - deltas[None, :])).to(qs.dtype)
+        if STORES:
+            inside_tile = (n[:, None] < n_left) & (r[None, :] < left)
+            tl.store(dlogits + n[:, None] * rows + (row + r)[None, :], ds, mask=inside_tile)
+        dks = _dot(ds, qs, dks, PRECISION)
         q += BM * q_m
         dout += BM * g_m
+        if STORES:
+            out += BM * o_m
+    return dks, dvs
+
+
+@kernel
+@triton.jit
+def attention_backward_keys(
+    q, k, v, mask, bias, cu, seed, out, dout, statistics, delta, dlogits, dk, dv,
+    batch, heads, rows, columns, head_dim, total,
+    q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, g_z, g_h, g_m, dk_z, dk_h, dk_n, dv_z, dv_h, dv_n,
+    s_z, s_h, plane,
+    mask_group, bias_group, threshold, scale, inf, kept, first_batch,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
+    STORES: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Gradients of keys and values. Tiles are transposed: keys by queries.
+
+    STORES: `dlogits` [batches, H, N, M], of batches from `first_batch` on, gets the gradient of the logits, from which
+    those of queries and bias follow. `delta` is not there yet then, and computed from `out`.
+    """
+    z, h, first, start, count, partners = _locate(cu, batch, heads, columns, rows, total, PACKED, TAIL, BN)
+    if STORES:
+        dlogits += ((z * heads + h) * columns + first) * rows
+        z += first_batch
+    column = start + first
+    left = count - first
+    ks = _tile(k + z * k_z + h * k_h + column * k_n, left, k_n, head_dim, BN, BD, FULL_N, FULL_D)
+    vs = _tile(v + z * v_z + h * v_h + column * v_n, left, v_n, head_dim, BN, BD, FULL_N, FULL_D)
+    q += z * q_z + h * q_h + start * q_m
+    dout += z * g_z + h * g_h + start * g_m
+    statistics += z * s_z + h * s_h + start
+    if STORES:
+        out += z * o_z + h * o_h + start * o_m
+    else:
+        delta += z * s_z + h * s_h + start
+    terms = tl.zeros((BN, 1), tl.float32)
+    if HAS_MASK:
+        terms = _key_terms(mask + (z // mask_group) * columns + first, tl.arange(0, BN), left, inf)[:, None]
+    if HAS_BIAS:
+        bias += ((z // bias_group) * heads + h) * rows * columns + first
+    head_key = h.to(tl.uint32)
+    if DROPS:
+        head_key = _head_key(seed, z * heads + h)
+    dks = tl.zeros((BN, BD), tl.float32)
+    dvs = tl.zeros((BN, BD), tl.float32)
+    whole = partners // BM * BM
+    dks, dvs = _keys_tiles(
+        dks, dvs, ks, vs, terms, q, bias, out, dout, statistics, delta, dlogits, head_key, whole * 0, whole, partners,
+        first, left, rows, columns, head_dim, q_m, o_m, g_m, plane, threshold, scale, kept,
+        HAS_MASK, HAS_BIAS, DROPS, STORES, True, FULL_N, FULL_D, PRECISION, BM, BN, BD,
+    )  # fmt: skip
+    if not FULL_M:
+        dks, dvs = _keys_tiles(
+            dks, dvs, ks, vs, terms, q, bias, out, dout, statistics, delta, dlogits, head_key, whole, partners,
+            partners, first, left, rows, columns, head_dim, q_m, o_m, g_m, plane, threshold, scale, kept,
+            HAS_MASK, HAS_BIAS, DROPS, STORES, False, FULL_N, FULL_D, PRECISION, BM, BN, BD,
+        )  # fmt: skip
     _store_tile(dk + z * dk_z + h * dk_h + column * dk_n, dks * scale, left, dk_n, head_dim, BN, BD)
     _store_tile(dv + z * dv_z + h * dv_h + column * dv_n, dvs, left, dv_n, head_dim, BN, BD)
 
 
 @kernel
 @triton.jit
-def attention_backward_bias(
-    q, k, v, mask, bias, dout, statistics, delta, dbias,
-    groups, heads, rows, columns, head_dim,
-    q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, g_z, g_h, g_m, s_z, s_h, plane,
-    mask_group, bias_group, splits, scale, inf,
-    HAS_MASK: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
+def attention_backward_stored(
+    dlogits, k, dq,
+    heads, rows, columns, head_dim, k_z, k_h, k_n, d_z, d_h, d_m, scale, first_batch,
+    FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the bias: summed over a part of the batches that share it, one of `splits`."""
-    row_blocks = tl.cdiv(rows, BM)
-    column_blocks = tl.cdiv(columns, BN)
+    """Gradient of the queries from that of the logits, as `attention_backward_keys` stores it."""
+    blocks = tl.cdiv(rows, BM)
     program = tl.program_id(0)
-    first_column = (program % column_blocks) * BN
-    program = program // column_blocks
-    first = (program % row_blocks) * BM
-    program = program // row_blocks
-    h = (program % heads).to(tl.int64)
-    program = program // heads
-    split = program % splits
-    group = (program // splits).to(tl.int64)
+    zh = (program // blocks).to(tl.int64)
+    first = (program % blocks) * BM
+    z = zh // heads + first_batch
+    h = zh % heads
+    dlogits += zh * columns * rows + first
+    k += z * k_z + h * k_h
+    left = rows - first
     r = tl.arange(0, BM)
     n = tl.arange(0, BN)
-    left = rows - first
-    left_columns = columns - first_column
-    share = tl.cdiv(bias_group, splits)
-    begin = tl.minimum(split * share, bias_group)
-    z = group * bias_group + begin
-    q += z * q_z + h * q_h + first.to(tl.int64) * q_m
-    dout += z * g_z + h * g_h + first.to(tl.int64) * g_m
-    k += z * k_z + h * k_h + first_column.to(tl.int64) * k_n
-    v += z * v_z + h * v_h + first_column.to(tl.int64) * v_n
-    statistics += z * s_z + h * s_h + first
-    delta += z * s_z + h * s_h + first
-    corner = ((group * heads + h) * rows + first) * columns + first_column
-    inside = r < left
-    biases = _bias_tile(bias + corner, r[:, None], n[None, :], left, columns, left_columns, FULL_M and FULL_N)
-    result = tl.zeros((BM, BN), tl.float32)
-    for step in range(0, tl.minimum(share, bias_group - begin)):
-        qs = _tile(q, left, q_m, head_dim, BM, BD, not FULL_M, FULL_D)
-        ks = _tile(k, left_columns, k_n, head_dim, BN, BD, not FULL_N, FULL_D)
-        logits = _dot(qs, tl.trans(ks), None, PRECISION) * (scale * _LOG2E) + biases
-        if HAS_MASK:
-            logits += _key_terms(mask + ((z + step) // mask_group) * columns + first_column, n, left_columns, inf)[None, :]
-        largest = tl.load(statistics + r, mask=inside, other=0.0)
-        reciprocal = tl.load(statistics + plane + r, mask=inside, other=0.0)
-        deltas = tl.load(delta + r, mask=inside, other=0.0)
-        p = _probabilities(logits, largest[:, None], reciprocal[:, None], True)
-        gs = _tile(dout, left, g_m, head_dim, BM, BD, not FULL_M, FULL_D)
-        vs = _tile(v, left_columns, v_n, head_dim, BN, BD, not FULL_N, FULL_D)
-        dp = _dot(gs, tl.trans(vs), None, PRECISION)
-        result += p * (dp - deltas[:, None])
-        q += q_z
-        k += k_z
-        v += v_z
-        dout += g_z
-        statistics += s_z
-        delta += s_z
-    dbias += split.to(tl.int64) * groups * heads * rows * columns + corner
-    inside = (r[:, None] < left) & (n[None, :] < left_columns)
-    tl.store(dbias + r[:, None] * columns + n[None, :], result.to(dbias.dtype.element_ty), mask=inside)
+    result = tl.zeros((BM, BD), tl.float32)
+    for column in range(0, columns, BN):
+        pointers = dlogits + n[:, None] * rows + r[None, :]
+        if FULL_M and FULL_N:
+            ds = tl.load(pointers)
+        else:
+            ds = tl.load(pointers, mask=(n[:, None] < columns - column) & (r[None, :] < left), other=0.0)
+        ks = _tile(k, columns - column, k_n, head_dim, BN, BD, FULL_N, FULL_D)
+        result = _dot(tl.trans(ds), ks, result, PRECISION)
+        k += BN * k_n
+        dlogits += tl.cast(BN, tl.int64) * rows
+    _store_tile(dq + z * d_z + h * d_h + first.to(tl.int64) * d_m, result * scale, left, d_m, head_dim, BM, BD)

@@ -156,20 +156,26 @@ def backward_keys(
     q: Strides,
     k: Strides,
     v: Strides,
+    out: Strides,
     dout: Strides,
     dk: Strides,
     dv: Strides,
+    batches: tuple[int, int] | None,
     device: torch.device,
     facts: _device.DeviceFacts,
 ) -> BoundLaunch:
-    """Takes q, k, v, mask, bias, cu, seed, dout, statistics, delta, dk, dv; writes the last two."""
+    """Takes q, k, v, mask, bias, cu, seed, out, dout, statistics, delta, dlogits, dk, dv; writes the last two.
+
+    With `batches`, a first one and a number, it is for these alone, takes no `delta` and writes `dlogits`.
+    """
     sizes = problem.head_dim, problem.dtype.itemsize, problem.rows, problem.columns
     tile = config.keys_tile(*sizes, facts)
-    strides = (*q, *k, *v, *dout, *dk, *dv, *problem._statistics_strides())
+    strides = (*q, *k, *v, *out, *dout, *dk, *dv, *problem._statistics_strides())
+    first, count = batches or (0, problem.batch)
     return _kernels().attention_backward_keys.bind(
-        (problem._programs(problem.columns, tile.keys),),
-        (*problem._sizes(), *strides, *problem._options()),
-        (*problem._flags(), *problem._tiling(tile, facts)),
+        (problem._replace(batch=count)._programs(problem.columns, tile.keys),),
+        (*problem._sizes(), *strides, *problem._options(), first),
+        (*problem._flags(), batches is not None, *problem._tiling(tile, facts)),
         device=device,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -177,32 +183,33 @@ def backward_keys(
 
 
 @functools.lru_cache(maxsize=4096)
-def backward_bias(
+def backward_stored(
     problem: Problem,
-    q: Strides,
     k: Strides,
-    v: Strides,
-    dout: Strides,
+    dq: Strides,
+    batches: tuple[int, int],
     device: torch.device,
     facts: _device.DeviceFacts,
-) -> tuple[BoundLaunch, int]:
-    """Takes q, k, v, mask, bias, dout, statistics, delta, dbias; also into how many parts the sum is split."""
-    sizes = problem.head_dim, problem.dtype.itemsize, problem.rows, problem.columns
-    tile = config.bias_tile(*sizes, facts)
-    groups = problem.batch // problem.bias_group
-    tiles = groups * problem.heads * -(-problem.rows // tile.queries) * -(-problem.columns // tile.keys)
-    splits = config.bias_splits(tiles, problem.bias_group, facts)
-    mask_group, bias_group, _, scale, inf, _ = problem._options()
-    launch = _kernels().attention_backward_bias.bind(
-        (tiles * splits,),
-        (
-            *(groups, *problem._sizes()[1:5]),
-            *(*q, *k, *v, *dout, *problem._statistics_strides()),
-            *(mask_group, bias_group, splits, scale, inf),
-        ),
-        (problem.mask_group > 0, *problem._tiling(tile, facts)),
+) -> BoundLaunch:
+    """Takes dlogits, k, dq; writes the last, for a number of batches from a first one on."""
+    tile = config.stored_tile(problem.head_dim, problem.dtype.itemsize, problem.rows, problem.columns, facts)
+    _, heads, rows, columns, head_dim, _ = problem._sizes()
+    first, count = batches
+    return _kernels().attention_backward_stored.bind(
+        (count * heads * -(-rows // tile.queries),),
+        (heads, rows, columns, head_dim, *k, *dq, problem._options()[3], first),
+        problem._tiling(tile, facts),
         device=device,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return launch, splits
+
+
+def batches_at_once(problem: Problem) -> int:
+    """How many batches' gradients of logits are stored at a time: whole groups of a bias, or equal parts of one."""
+    of_one = problem.heads * problem.rows * problem.columns * problem.dtype.itemsize
+    fitting = max(1, config.STORED_BYTES // of_one)
+    group = problem.bias_group
+    if fitting >= group:
+        return min(problem.batch, fitting // group * group)
+    return -(-group // -(-group // fitting))

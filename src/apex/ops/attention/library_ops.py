@@ -29,9 +29,7 @@ def _forward_fake(query, key, value, mask, bias, inf):
 
 
 def _backward(dout, query, key, value, mask, bias, output, statistics, inf, bias_grad):
-    *gradients, dbias = biased.backward(
-        dout, query, key, value, mask, bias, output, statistics, inf, bias_grad
-    )
+    *gradients, dbias = biased.backward(dout, query, key, value, mask, bias, output, statistics, inf, bias_grad)
     return *gradients, query.new_empty(0) if dbias is None else dbias
 
 
@@ -74,9 +72,7 @@ def _packed_setup_context(ctx, inputs, output):
 
 def _packed_op_backward(ctx, dout, dstatistics):
     qkv, cu_seqlens, seed, output, statistics = ctx.saved_tensors
-    dqkv = torch.ops.apex.packed_attention_backward(
-        dout, qkv, cu_seqlens, seed, output, statistics, *ctx.options
-    )
+    dqkv = torch.ops.apex.packed_attention_backward(dout, qkv, cu_seqlens, seed, output, statistics, *ctx.options)
     return dqkv, None, None, None, None, None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -10,6 +12,27 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import _transfer
 from . import reference
+
+
+class Graph:
+    """A computation that PyTorch can differentiate, kept by an autograd Function between its two halves."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], inputs: Sequence[Tensor | None], wanted: Sequence[bool]
+    ) -> None:
+        with torch.enable_grad():
+            twins = [None if t is None else t.detach() for t in inputs]
+            self._leaves = [
+                t.requires_grad_() if want and t is not None else None for t, want in zip(twins, wanted, strict=True)
+            ]
+            self._output = function(*twins)
+        self.output = self._output.detach()
+
+    def backward(self, dout: Tensor) -> list[Tensor | None]:
+        """Gradients of the inputs, None where none is wanted."""
+        leaves = [leaf for leaf in self._leaves if leaf is not None]
+        found = iter(torch.autograd.grad(self._output, leaves, dout, retain_graph=True))
+        return [None if leaf is None else next(found) for leaf in self._leaves]
 
 
 def attention(
@@ -48,13 +71,12 @@ def packed_attention(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p
     if seed is not None:
         return reference.packed_attention(qkv, cu_seqlens, dropout_p, seed)
     bounds = cu_seqlens.tolist()
-    lengths = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    lengths = [end - start for start, end in pairwise(bounds)]
     if bounds[0] == 0 and bounds[-1] == qkv.shape[0] and len(set(lengths)) == 1:
         batches = qkv.unflatten(0, (len(lengths), lengths[0]))
         return _sdpa(*batches.permute(2, 0, 3, 1, 4)).transpose(1, 2).flatten(0, 1)
     outputs = [
-        _sdpa(*qkv[start:end].permute(1, 2, 0, 3).unsqueeze(1))[0].transpose(0, 1)
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+        _sdpa(*qkv[start:end].permute(1, 2, 0, 3).unsqueeze(1))[0].transpose(0, 1) for start, end in pairwise(bounds)
     ]
     return torch.cat([*outputs, reference.zero_rows(qkv, bounds[-1])])
 

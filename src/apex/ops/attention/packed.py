@@ -6,6 +6,7 @@ Nothing waits for the device: lengths are read by the kernels only.
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def check(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float) ->
         raise ValueError(f"p_dropout={dropout_p} is not in [0, 1)")
     if type(cu_seqlens) is Tensor and _transfer.on_host(cu_seqlens) and not torch.compiler.is_compiling():
         bounds = cu_seqlens.tolist()
-        lengths = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+        lengths = [end - start for start, end in pairwise(bounds)]
         if bounds[0] < 0 or bounds[-1] > qkv.shape[0] or any(length < 0 for length in lengths):
             raise ValueError(f"cu_seqlens={bounds} must grow from 0 to at most the {qkv.shape[0]} rows of qkv")
         if lengths and max(lengths) > max_seqlen:
@@ -110,7 +111,7 @@ def _launches(
         launches.forward(problem, given, given, given, out, False, *where),
         launches.forward(problem, given, given, given, out, True, *where),
         launches.backward_queries(problem, given, given, given, out, out, made, *where),
-        launches.backward_keys(problem, given, given, given, out, made, made, *where),
+        launches.backward_keys(problem, given, given, given, out, out, made, made, None, *where),
     )
 
 
@@ -180,7 +181,7 @@ def backward(
     dqueries, dkeys, dvalues = dqkv.unbind(1)
     given = queries, keys, values, None, None, cu_seqlens, seed
     of_queries(*given, output, dout, statistics, delta, dqueries)
-    of_keys(*given, dout, statistics, delta, dkeys, dvalues)
+    of_keys(*given, output, dout, statistics, delta, None, dkeys, dvalues)
     return dqkv
 
 
@@ -194,13 +195,19 @@ def forward_and_save(
     zero_tail: bool,
 ) -> Tensor:
     """The forward of every packed attention's autograd Function; arguments were checked."""
-    options = max_seqlen, dropout_p, zero_tail
+    ctx.options = options = max_seqlen, dropout_p, zero_tail
+    ctx.graph = None
+    statistics = None
     if torch.compiler.is_compiling():
         output, statistics = torch.ops.apex.packed_attention_forward(qkv, cu_seqlens, seed, *options)
-    else:
+    elif runs_kernels(qkv, cu_seqlens, max_seqlen) or not ctx.needs_input_grad[0]:
         output, statistics = forward(qkv, cu_seqlens, seed, *options)
+    else:
+        ctx.graph = native.Graph(
+            lambda qkv: native.packed_attention(qkv, cu_seqlens, max_seqlen, dropout_p, seed), [qkv], [True]
+        )
+        output = ctx.graph.output
     ctx.save_for_backward(qkv, cu_seqlens, seed, output, statistics)
-    ctx.options = options
     return output
 
 
@@ -208,11 +215,11 @@ def backward_from_saved(ctx: Any, dout: Tensor) -> Tensor:
     """The backward of every packed attention's autograd Function."""
     qkv, cu_seqlens, seed, output, statistics = ctx.saved_tensors
     if torch.compiler.is_compiling():
-        return torch.ops.apex.packed_attention_backward(
-            dout, qkv, cu_seqlens, seed, output, statistics, *ctx.options
-        )
+        return torch.ops.apex.packed_attention_backward(dout, qkv, cu_seqlens, seed, output, statistics, *ctx.options)
     if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
         return native.padded_backward(dout, qkv, cu_seqlens, *ctx.options[:2], seed)
+    if ctx.graph is not None:
+        return ctx.graph.backward(dout)[0]
     return backward(dout, qkv, cu_seqlens, seed, output, statistics, *ctx.options)
 
 

@@ -7,6 +7,7 @@ that derivatives of derivatives come out of it too.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ def packed_attention(qkv: Tensor, cu_seqlens: Tensor, dropout_p: float = 0.0, se
     """Attention within each sequence of `qkv` [total, 3, H, D]; zeros after the last one. Reads `cu_seqlens`."""
     bounds = cu_seqlens.tolist()
     outputs = []
-    for index, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for index, (start, end) in enumerate(pairwise(bounds)):
         query, key, value = qkv[start:end].permute(1, 2, 0, 3)
         keep = None if seed is None else dropout_keep(seed, index, qkv.shape[2], end - start, end - start, dropout_p)
         outputs.append(attention(query, key, value, keep=keep, dropout_p=dropout_p).transpose(0, 1))
@@ -107,13 +108,14 @@ def dropout_keep(seed: Tensor, sequence: int, heads: int, rows: int, columns: in
     m = torch.arange(rows, device=seed.device).view(1, -1, 1)
     n = torch.arange(columns, device=seed.device).view(1, 1, -1)
     of_head = _mix(_mix(_mix(seed & _LOW_32) ^ ((seed >> 32) & _LOW_32)) ^ heads_)
-    row_keys = _mix(of_head ^ m)
-    return (_mix((row_keys + n * 0x9E3779B9) & _LOW_32) >> 1) >= dropout_threshold(dropout_p)
+    x = (_mix(of_head ^ m) + n * 0x9E3779B9) & _LOW_32
+    x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & _LOW_32
+    return x >= 2 * dropout_threshold(dropout_p)
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """What 31 random bits must reach for an element to be kept."""
-    return min(round(dropout_p * 2**31), 2**31 - 1)
+    """Half of what 32 random bits must reach for an element to be kept: an even number."""
+    return 2 * min(round(dropout_p * 2**30), 2**30 - 1)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,0 +1,249 @@
+"""OpenFold's attention and attention within packed sequences, beside the same by hand with PyTorch's attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...contrib.fmha import FMHAFun
+from ...contrib.openfold_triton import AttnTri
+from ...ops.attention import reference
+from ..compiling import compiled
+from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
+
+INF = 1e9
+MOVED = {"fwd": 4, "bwd": 8}  # tensors of the query's size that each direction reads and writes
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Openfold:
+    """Rows of an alignment as batches, with a mask of residues and a bias of pairs that has a gradient."""
+
+    batch: int
+    heads: int
+    length: int
+    head: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        return f"openfold {_named(self.dtype)} {self.batch}x{self.heads}x{self.length}x{self.head}"
+
+    @property
+    def elements(self) -> int:
+        return self.batch * self.heads * self.length * self.head
+
+    @property
+    def bias_elements(self) -> int:
+        return self.heads * self.length * self.length
+
+    def checked(self) -> Openfold:
+        """What is held against the reference: small and exact."""
+        return dataclasses.replace(self, batch=3, length=40, dtype=torch.float32)
+
+    def tensors(self, device: torch.device) -> tuple[list[Tensor], Tensor, list[int]]:
+        """Query, key, value, bias and mask, the gradient of the output, and which inputs have gradients."""
+        generator = torch.Generator(device).manual_seed(0)
+        normal = lambda *shape: torch.randn(shape, generator=generator, device=device).to(self.dtype)  # noqa: E731
+        # Heads behind lengths, as projections leave them.
+        shape = self.batch, self.length, self.heads, self.head
+        query, key, value, gradient = (normal(*shape).transpose(1, 2) for _ in range(4))
+        bias = normal(1, self.heads, self.length, self.length)
+        mask = torch.rand(self.batch, 1, 1, self.length, generator=generator, device=device) > 0.1
+        return [query, key, value, bias, mask.to(self.dtype)], gradient, [0, 1, 2, 3]
+
+    def implementations(self, device: torch.device, all_peers: bool) -> dict[str, Callable[[], Callable[..., Tensor]]]:
+        def by_hand(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(query, key, value, bias + (mask - 1) * INF)
+
+        def eager(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+            logits = query * self.head**-0.5 @ key.transpose(-1, -2) + (mask - 1) * INF + bias
+            return torch.softmax(logits, -1) @ value
+
+        makers: dict[str, Callable[[], Callable[..., Tensor]]] = {
+            OURS: lambda: lambda query, key, value, bias, mask: AttnTri(query, key, value, mask, bias, INF),
+            "sdpa": lambda: by_hand,
+            "torch": lambda: eager,
+        }
+        if all_peers:
+            makers["compile"] = lambda: compiled(eager, device)
+        return makers
+
+    def exact(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+        return reference.attention(query, key, value, mask, bias, INF)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences of `shortest` to `length` rows, one after the other."""
+
+    sequences: int
+    shortest: int
+    length: int
+    heads: int
+    head: int
+    dtype: torch.dtype = torch.float16
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        lengths = str(self.length) if self.shortest == self.length else f"{self.shortest}-{self.length}"
+        dropout = f" dropout {self.dropout}" if self.dropout else ""
+        return f"fmha {_named(self.dtype)} {self.sequences}x{lengths}x{self.heads}x{self.head}{dropout}"
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(self.shortest, self.length + 1, (self.sequences,), generator=generator).tolist()
+
+    @property
+    def elements(self) -> int:
+        return sum(self.lengths) * self.heads * self.head
+
+    bias_elements = 0
+
+    def checked(self) -> Packed:
+        """What is held against the reference: small, exact, without dropout, which differs from peer to peer."""
+        even = self.shortest == self.length
+        return dataclasses.replace(
+            self, sequences=3, shortest=40 if even else 9, length=40, dtype=torch.float32, dropout=0.0
+        )
+
+    def tensors(self, device: torch.device) -> tuple[list[Tensor], Tensor, list[int]]:
+        generator = torch.Generator(device).manual_seed(0)
+        rows = sum(self.lengths)
+        normal = lambda *shape: torch.randn(shape, generator=generator, device=device).to(self.dtype)  # noqa: E731
+        bounds = torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32)
+        qkv = normal(rows, 3, self.heads, self.head)
+        return [qkv, bounds], normal(rows, self.heads, self.head), [0]
+
+    def implementations(self, device: torch.device, all_peers: bool) -> dict[str, Callable[[], Callable[..., Tensor]]]:
+        def ours(qkv: Tensor, bounds: Tensor) -> Tensor:
+            return FMHAFun.apply(qkv, bounds, self.dropout, self.length, True, False)
+
+        makers: dict[str, Callable[[], Callable[..., Tensor]]] = {
+            OURS: lambda: ours,
+            "sdpa": lambda: self._by_hand(device),
+        }
+        known = importlib.util.find_spec("torch.nn.attention.varlen") is not None
+        # PyTorch's own has neither dropout nor float32.
+        if all_peers and known and not self.dropout and self.dtype != torch.float32:
+            makers["varlen"] = lambda: self._varlen
+        return makers
+
+    def _by_hand(self, device: torch.device) -> Callable[..., Tensor]:
+        """Padded to the greatest length, with a mask; as they are where all have that length."""
+        lengths = torch.tensor(self.lengths, device=device)
+        inside = torch.arange(self.length, device=device) < lengths[:, None]
+        mask = None if self.shortest == self.length else inside[:, None, None, :]
+
+        def attend(qkv: Tensor, bounds: Tensor) -> Tensor:
+            if mask is None:
+                padded = qkv.view(self.sequences, self.length, *qkv.shape[1:])
+            else:
+                padded = qkv.new_zeros(self.sequences, self.length, *qkv.shape[1:]).masked_scatter(
+                    inside[:, :, None, None, None], qkv
+                )
+            query, key, value = padded.permute(2, 0, 3, 1, 4)
+            output = F.scaled_dot_product_attention(query, key, value, mask, self.dropout).transpose(1, 2)
+            return output.flatten(0, 1) if mask is None else output[inside]
+
+        return attend
+
+    def _varlen(self, qkv: Tensor, bounds: Tensor) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found, unused-ignore]
+
+        query, key, value = qkv.unbind(1)
+        return varlen_attn(query, key, value, bounds, bounds, self.length, self.length)
+
+    def exact(self, qkv: Tensor, bounds: Tensor) -> Tensor:
+        return reference.packed_attention(qkv, bounds.long())
+
+
+Setting = Openfold | Packed
+
+GPU_SETTINGS: tuple[Setting, ...] = (
+    Openfold(256, 4, 256, 32),
+    Openfold(128, 8, 256, 32),
+    Openfold(256, 8, 128, 32),
+    Openfold(512, 4, 384, 32),
+    Openfold(128, 8, 384, 16),
+    Openfold(256, 4, 256, 32, torch.float32),
+    Packed(56, 512, 512, 16, 64),
+    Packed(56, 64, 512, 16, 64),
+    Packed(56, 512, 512, 16, 64, dropout=0.1),
+    Packed(56, 64, 512, 16, 64, torch.bfloat16, dropout=0.1),
+    Packed(32, 128, 128, 16, 64),
+    Packed(16, 512, 512, 16, 128),
+    Packed(16, 512, 512, 16, 64, torch.float32),
+)
+CPU_SETTINGS: tuple[Setting, ...] = (
+    Openfold(16, 4, 128, 32, torch.float32),
+    Packed(8, 128, 128, 4, 64, torch.float32),
+    Packed(8, 16, 128, 4, 64, torch.float32),
+)
+
+
+def _call(maker: Callable[[], Callable[..., Tensor]], setting: Setting, direction: str, device: torch.device) -> Call:
+    function = maker()
+    inputs, gradient, with_gradients = setting.tensors(device)
+    leaves = [inputs[index].requires_grad_() for index in with_gradients]
+    if direction == "fwd":
+        return lambda: (function(*inputs),)
+    output = function(*inputs)
+    return lambda: torch.autograd.grad(output, leaves, gradient, retain_graph=True)
+
+
+def _expected(setting: Setting, direction: str, device: torch.device) -> list[Expected]:
+    inputs, gradient, with_gradients = setting.tensors(device)
+    wide = [tensor.double() for tensor in inputs]
+    leaves = [wide[index].requires_grad_() for index in with_gradients]
+    output = setting.exact(*wide)
+    results = [output.detach()] if direction == "fwd" else torch.autograd.grad(output, leaves, gradient.double())
+    return [Expected(result, torch.float32, setting.length) for result in results]
+
+
+def _prepare(setting: Setting, direction: str, device: torch.device) -> Prepared:
+    small = setting.checked()
+    on_gpu = device.type == "cuda"
+    checked = small.implementations(device, False)
+    timed = setting.implementations(device, on_gpu)
+    # A peer that takes half precision only is checked in it.
+    checked.update({name: maker for name, maker in timed.items() if name not in checked})
+    half = dataclasses.replace(small, dtype=setting.dtype)
+
+    def check(name: str, maker: Callable[[], Callable[..., Tensor]]) -> Call:
+        return _call(maker, half if name == "varlen" else small, direction, device)
+
+    return Prepared(
+        {name: functools.partial(check, name, maker) for name, maker in checked.items()},
+        _expected(small, direction, device),
+        {name: functools.partial(_call, maker, setting, direction, device) for name, maker in timed.items()},
+    )
+
+
+def _case(setting: Setting, direction: str) -> Case:
+    moved = MOVED[direction] * setting.elements + (2 if direction == "bwd" else 1) * setting.bias_elements
+    note = "checked in float32, without dropout" if isinstance(setting, Packed) and setting.dropout else None
+    make = functools.partial(_prepare, setting, direction)
+    return Case(f"{setting} {direction}", moved * setting.dtype.itemsize, make, note=note)
+
+
+def cases(device: torch.device, quick: bool) -> Sequence[Case]:
+    """Forward and backward apart; a processor gets smaller shapes."""
+    settings = GPU_SETTINGS if device.type == "cuda" else CPU_SETTINGS
+    if quick:
+        settings = (settings[0], next(setting for setting in settings if isinstance(setting, Packed)))
+    return [_case(setting, direction) for setting in settings for direction in ("fwd", "bwd")]
+
+
+register(Family("attention", "OpenFold's attention and attention within packed sequences", cases))
