@@ -45,10 +45,9 @@ def backward(
     """
     compute = compute_dtype(logits)
     classes = logits.shape[1]
-    index, is_class = class_index(labels, classes)
     softmax = torch.exp(logits.to(compute) - log_sums.to(compute)[:, None])
-    own = ((1.0 - smoothing) * is_class.to(compute))[:, None]
-    target = torch.full_like(softmax, smoothing / classes).scatter_add(1, index[:, None], own)
+    is_own = torch.arange(classes, device=logits.device) == labels[:, None]
+    target = (1.0 - smoothing) * is_own.to(compute) + smoothing / classes
     slope = (softmax - target) * loss_gradient.to(compute)[:, None]
     slope = slope.masked_fill((labels == padding_idx)[:, None], 0.0)
     return slope.to(logits.dtype) if out is None else out.copy_(slope)
