@@ -6,14 +6,29 @@ but a mask is cast to its dtype. A second derivative is not available.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...ops.conv import ConvSpec, conv_bias, conv_bias_gradients, conv_bias_relu, conv_bias_relu_gradients
+from ...ops.conv import (
+    ConvSpec,
+    conv_bias,
+    conv_bias_gradients,
+    conv_bias_relu,
+    conv_bias_relu_gradients,
+    plan_gradients,
+)
 from ...ops.dense.op import autocast_dtype
+
+
+def _autocast_off(tensor: Tensor) -> contextlib.AbstractContextManager:
+    """Everything was cast already; entering a context costs as much as a small kernel, so only where it is needed."""
+    if autocast_dtype(tensor) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _cast(*tensors: Tensor) -> list[Tensor]:
@@ -36,9 +51,11 @@ def _relu_forward(
 ) -> Tensor:
     cast_x, cast_weight, cast_bias, *rest = _cast(x, weight, bias, *(() if scale is None else (scale,)))
     cast_scale = rest[0] if rest else None
-    with torch.autocast(x.device.type, enabled=False):
+    with _autocast_off(x):
         output = conv_bias_relu(cast_x, cast_weight, cast_bias, spec, mask, cast_scale)
     ctx.save_for_backward(cast_x, cast_weight, output, cast_scale)
+    wanted = ctx.needs_input_grad
+    ctx.plan = plan_gradients(output, scale is None and wanted[2]) if True in wanted else None
     ctx.spec, ctx.dtypes, ctx.bias_shape = spec, (x.dtype, weight.dtype, bias.dtype), bias.shape
     return output
 
@@ -47,8 +64,8 @@ def _relu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, 
     x, weight, output, scale = ctx.saved_tensors
     wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
     bias_grad = scale is None and ctx.needs_input_grad[2]
-    with torch.autocast(x.device.type, enabled=False):
-        gradients = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, bias_grad, wanted, scale)
+    with _autocast_off(x):
+        gradients = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, bias_grad, wanted, scale, ctx.plan)
     dx, dweight, dbias = (_back(each, dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True))
     return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape)
 
@@ -100,7 +117,7 @@ class ConvBias_(torch.autograd.Function):
     def forward(ctx, x, weight, bias, padding, stride):  # type: ignore[override]
         cast_x, cast_weight, cast_bias = _cast(x, weight, bias)
         spec = ConvSpec(padding, stride)
-        with torch.autocast(x.device.type, enabled=False):
+        with _autocast_off(x):
             output = conv_bias(cast_x, cast_weight, cast_bias, spec)
         ctx.save_for_backward(cast_x, cast_weight)
         ctx.spec, ctx.dtypes, ctx.bias_shape = spec, (x.dtype, weight.dtype, bias.dtype), bias.shape
@@ -111,7 +128,7 @@ class ConvBias_(torch.autograd.Function):
     def backward(ctx, grad_output):  # type: ignore[override]
         x, weight = ctx.saved_tensors
         wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-        with torch.autocast(x.device.type, enabled=False):
+        with _autocast_off(x):
             gradients = conv_bias_gradients(grad_output, x, weight, ctx.spec, ctx.needs_input_grad[2], wanted)
         dx, dweight, dbias = (_back(each, dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True))
         return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape), None, None

@@ -1,6 +1,14 @@
 """Bias, ReLU, mask and frozen scale behind a convolution."""
 
-from .op import FAMILY, ConvSpec, conv_bias, conv_bias_gradients, conv_bias_relu, conv_bias_relu_gradients
+from .op import (
+    FAMILY,
+    ConvSpec,
+    conv_bias,
+    conv_bias_gradients,
+    conv_bias_relu,
+    conv_bias_relu_gradients,
+    plan_gradients,
+)
 
 __all__ = [
     "FAMILY",
@@ -9,4 +17,5 @@ __all__ = [
     "conv_bias_gradients",
     "conv_bias_relu",
     "conv_bias_relu_gradients",
+    "plan_gradients",
 ]

@@ -40,8 +40,8 @@ class ActivationConfig:
 def activation_config(rows: int, columns: int, device: _device.DeviceFacts) -> ActivationConfig:
     block = min(128, max(16, 1 << (columns - 1).bit_length()))
     column_blocks = -(-columns // block)
-    # Eight programs per multiprocessor, but so few groups that their sums are quickly added.
-    groups = min(64, -(-8 * device.multiprocessors // column_blocks), -(-rows // 16))
+    # Eight programs per multiprocessor, but so few groups that their sums are quickly added: of many columns 64.
+    groups = min(64 if column_blocks > 4 else 512, -(-8 * device.multiprocessors // column_blocks), -(-rows // 16))
     return ActivationConfig(16, block, groups)
 
 
