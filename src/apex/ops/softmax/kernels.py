@@ -22,11 +22,18 @@ SEED = tl.constexpr(1)
 
 
 @triton.jit
-def _rows(queries, blocks, ROWS: tl.constexpr):
-    """The group of this program, its queries, and the position of their rows among all."""
+def _rows(queries, blocks, ROWS: tl.constexpr, PAIRED: tl.constexpr):
+    """The group of this program, its queries, and the position of their rows among all.
+
+    PAIRED: the first queries alternate with the last, so that programs that read little run beside others that read
+    much.
+    """
     program = tl.program_id(0)
     group = program // blocks
-    query = (program % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    block = program % blocks
+    if PAIRED:
+        block = tl.where(block % 2 == 0, block // 2, blocks - 1 - block // 2)
+    query = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     return group, query, group.to(tl.int64) * queries + query
 
 
@@ -174,7 +181,7 @@ def softmax_forward(
     ALIGN: tl.constexpr,
 ):
     keys = keys_by_align * ALIGN
-    group, query, row = _rows(queries, blocks, ROWS)
+    group, query, row = _rows(queries, blocks, ROWS, False)
     seen = (query + (keys - queries) + 1).to(tl.int32)  # keys that a causal query sees
     if MASK == HIDES or MASK == ADDED:
         batch = (group // heads).to(tl.int64)
@@ -284,7 +291,8 @@ def softmax_backward(
 ):
     """MASK is 0 or 1: the probabilities are zero where a mask hides something, and so is the gradient."""
     keys = keys_by_align * ALIGN
-    _group, query, row = _rows(queries, blocks, ROWS)
+    # Causal bfloat16 in pairs: 64x2048x2048 in 263 us on an H200 (in order: 266), 16x8192x8192 in 1066 (1106).
+    _group, query, row = _rows(queries, blocks, ROWS, HELD and MASK == CAUSAL)
     seen = (query + (keys - queries) + 1).to(tl.int32)
     if HELD:
         gradient, y = _gradient(

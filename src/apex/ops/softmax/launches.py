@@ -37,14 +37,15 @@ class Config:
     num_warps: int
 
 
-def config(queries: int, keys: int, backward: bool, device: _device.DeviceFacts) -> Config:
+def config(queries: int, keys: int, causal: bool, backward: bool, device: _device.DeviceFacts) -> Config:
     """How rows of `keys` elements are shared out."""
     block = max(16, 1 << max(0, keys - 1).bit_length())
-    if block > 8192:
-        # Causal bfloat16 4x16384x16384: forward in 894, backward in 1200 (4096: 1375); held, 16 warps: 1072 and 1439.
+    if block > (8192 if causal else 16384):
+        # Keys that are not seen cost a held row as much as others. Causal bfloat16 4x16384x16384: forward in 894, backward
+        # in 1207 (chunks of 4096: 1375); held, 16 warps: 1072 and 1439.
         return Config(False, 1, 8192 if backward else 4096, 256 // device.warp_size)
-    # 32 elements per thread. Causal bfloat16 16x8192x8192: forward in 864 (64: 860; in chunks: 989), backward in 1099
-    # (64: 1131; 16: 1266; in chunks: 1107).
+    # 32 elements per thread. Causal bfloat16 16x8192x8192: forward in 866 (64 elements: 860; in chunks: 989), backward
+    # in 1106 (64: 1131; 16: 1266). Without a mask 16384x16384: 283 and 402 (in chunks: 319 and 432).
     rows = 1
     while rows * block < 1024 and 2 * rows <= queries:
         rows *= 2
@@ -109,7 +110,7 @@ def _forward_plan(
         for i, (size, stride) in enumerate(zip(mask_shape[-2::-1], mask_strides[-2::-1], strict=True)):
             strides[2 - i] = 0 if size == 1 else stride
     groups = math.prod(shape[:-1]) // queries
-    chosen = config(queries, keys, False, facts)
+    chosen = config(queries, keys, spec.causal, False, facts)
     noise_kind = _noise_kind(noise_dtype)
     return _launch(
         "softmax_forward", (heads, *strides), spec, mask_kind, noise_kind, groups, queries, keys, device, chosen
@@ -165,7 +166,7 @@ def _backward_plan(
     keys = shape[-1]
     queries = shape[-2] if spec.causal else math.prod(shape[:-1])
     groups = math.prod(shape[:-1]) // queries
-    chosen = config(queries, keys, True, facts)
+    chosen = config(queries, keys, spec.causal, True, facts)
     mask_kind = CAUSAL if spec.causal else NO_MASK
     return _launch(
         "softmax_backward", (), spec, mask_kind, _noise_kind(noise_dtype), groups, queries, keys, device, chosen
