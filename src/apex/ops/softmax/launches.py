@@ -41,8 +41,8 @@ def config(queries: int, keys: int, causal: bool, backward: bool, device: _devic
     """How rows of `keys` elements are shared out."""
     block = max(16, 1 << max(0, keys - 1).bit_length())
     if block > (8192 if causal else 16384):
-        # Keys that are not seen cost a held row as much as others. Causal bfloat16 4x16384x16384: forward in 894, backward
-        # in 1207 (chunks of 4096: 1375); held, 16 warps: 1072 and 1439.
+        # Keys that are not seen cost a held row as much as others. Causal bfloat16 4x16384x16384: forward in 894,
+        # backward in 1207 (chunks of 4096: 1375); held, 16 warps: 1072 and 1439.
         return Config(False, 1, 8192 if backward else 4096, 256 // device.warp_size)
     # 32 elements per thread. Causal bfloat16 16x8192x8192: forward in 866 (64 elements: 860; in chunks: 989), backward
     # in 1106 (64: 1131; 16: 1266). Without a mask 16384x16384: 283 and 402 (in chunks: 319 and 432).
