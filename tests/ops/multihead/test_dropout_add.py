@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from apex.ops import _library, multihead
-from apex.ops.multihead.dropout_add import DropoutAdd
+from apex.ops.multihead.dropout_add import NATIVE_BELOW, DropoutAdd
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
 SHAPES = [(1,), (5, 7), (3, 4, 1000), (4096,), (9001,)]
@@ -122,7 +122,7 @@ def test_more_elements_than_32_bits_count() -> None:
 
 @pytest.mark.gpu
 def test_in_a_cuda_graph_each_replay_draws_anew() -> None:
-    x, residual = (t.detach() for t in inputs("cuda", (1 << 22,)))
+    x, residual = (t.detach() for t in inputs("cuda", (NATIVE_BELOW,)))
     multihead.dropout_add(x, residual, 0.5)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -83,20 +83,24 @@ def _from_zero(added: Tensor) -> Tensor:
     return added - added.amax(1, keepdim=True).clamp_(min=torch.finfo(added.dtype).min)
 
 
-def added_logits(mask: Mask | None, batch: int, heads: int, dtype: torch.dtype) -> Tensor | None:
-    """The mask for PyTorch's attention over B * H heads of one batch: what it adds to the logits.
+def added_logits(mask: Mask | None, heads: int, dtype: torch.dtype, folded: bool) -> Tensor | None:
+    """The mask for PyTorch's attention: what it adds to logits [B, H, S, T] or, `folded`, [1, B*H, S, T].
 
-    Filled with -inf at once: from a boolean mask PyTorch makes the same, with two more kernels, at every call.
+    Not a boolean mask: from that PyTorch makes a float one at every call, in which cuDNN's has a finite number for what
+    is hidden, so that a query that may see nothing gets a mean of the values and NaN for its gradient.
     """
     kind, tensor = mask or (None, None)
     if tensor is None:
         return None
-    if kind is MaskKind.ADDITIVE:
-        if tensor.is_cuda and tensor.shape[1] % 128 == 64:
-            tensor = _from_zero(tensor)
-        spread = tensor.to(dtype)[:, None, :].expand(batch, heads, -1)
-        return spread.reshape(1, batch * heads, 1, -1)
     if kind is MaskKind.TIME:
         return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device).masked_fill_(hidden(tensor), -torch.inf)
-    zeros = torch.zeros((batch, heads, tensor.shape[1]), dtype=dtype, device=tensor.device)
-    return zeros.masked_fill_(hidden(tensor)[:, None, :], -torch.inf).view(1, batch * heads, 1, -1)
+    batch, keys = tensor.shape
+    repeats = heads if folded else 1
+    if kind is MaskKind.ADDITIVE:
+        if tensor.is_cuda and keys % 128 == 64:
+            tensor = _from_zero(tensor)
+        added = tensor.to(dtype)[:, None, :].expand(batch, repeats, keys)
+    else:
+        zeros = torch.zeros((batch, repeats, keys), dtype=dtype, device=tensor.device)
+        added = zeros.masked_fill_(hidden(tensor)[:, None, :], -torch.inf)
+    return added.reshape((1, batch * heads, 1, keys) if folded else (batch, 1, 1, keys))

@@ -17,7 +17,7 @@ from .checks import check_encdec, check_self
 from .dropout_add import dropout_add
 from .masks import Mask, MaskKind, added_logits, check_mask
 
-# Every batch's heads count as heads of one batch up to here: the second and third dimension of a CUDA grid end there.
+# The second and third dimension of a CUDA grid, where kernels have their heads, end here.
 MOST_HEADS = 65535
 # Up to this length memory-efficient attention is the quickest on Hopper. Forward and backward of 80 sequences of 64
 # with 16 heads of 64 in float16: 91 us (cuDNN: 129), with mask and dropout 129 (172); 40 sequences of 128: 130 (108).
@@ -27,24 +27,31 @@ NORM_EPS = 1e-5
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int, mask: Mask | None, dropout: float) -> Tensor:
     """[S, B, E] from queries [S, B*H, D], keys and values [T, B*H, D]; a query that may see nothing gets zeros."""
-    return _attend(queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), heads, mask, dropout)
+    batch_heads, size = queries.shape[1:]
+    shape = (1, batch_heads) if _folds(queries, batch_heads, keys.shape[0]) else (batch_heads // heads, heads)
+    queries, keys, values = (part.reshape(len(part), *shape, size) for part in (queries, keys, values))
+    return _attend(queries, keys, values, heads, mask, dropout)
+
+
+def _folds(queries: Tensor, batch_heads: int, keys: int) -> bool:
+    """Whether all heads of all batches should count as heads of one batch.
+
+    The result then comes out as [S, B*H, D], as the next projection reads it. As B batches of H heads it comes as
+    [B, S, H, D] and has to be turned round, and so has its gradient; but for those of PyTorch's implementations that
+    take over the order of the queries' dimensions. Those are cuDNN's and flash attention, which get long sequences of
+    half precision and do no better with one batch (8 sequences of 2048: a step of 1822 us; by batches 1808).
+    """
+    is_long_half = queries.is_cuda and queries.dtype.itemsize == 2 and (len(queries) > SHORT or keys > SHORT)
+    return batch_heads <= MOST_HEADS and not is_long_half
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int, mask: Mask | None, dropout: float) -> Tensor:
-    """As `attend`, from [S, 1, B*H, D] and [T, 1, B*H, D].
-
-    As one batch of B * H heads the result comes out as [S, B*H, D]: as B batches of H heads it would be [B, S, H, D],
-    and turning it (and its gradient) round would be a copy of its own.
-    """
-    length, _, batch_heads, size = queries.shape
-    batch = batch_heads // heads
+    """As `attend`, from [S, B, H, D] and [T, B, H, D] or, folded, from [S, 1, B*H, D] and [T, 1, B*H, D]."""
+    length, first, second, size = queries.shape
+    batch = first * second // heads
     check_mask(mask, length, keys.shape[0], batch, queries.device)
-    added = added_logits(mask, batch, heads, queries.dtype)
+    added = added_logits(mask, heads, queries.dtype, folded=second != heads)
     causal = mask is not None and mask.kind is MaskKind.CAUSAL
-    if batch_heads > MOST_HEADS:
-        queries, keys, values = (part.view(-1, batch, heads, size) for part in (queries, keys, values))
-        if added is not None and added.dim() == 4:
-            added = added.view(batch, heads, 1, -1)
     q, k, v = queries.permute(1, 2, 0, 3), keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
     if length <= SHORT and keys.shape[0] <= SHORT and _is_best_for_short(q, added):
         added = None if added is None else added.expand(*q.shape[:3], -1)
@@ -76,13 +83,14 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _split(packed: Tensor, heads: int, parts: int) -> tuple[Tensor, ...]:
-    """Views [length, 1, B*H, D] of the `parts` that lie beside each other per head.
+def _split(packed: Tensor, heads: int, parts: int, folded: bool) -> tuple[Tensor, ...]:
+    """Views [length, B, H, D] (folded: [length, 1, B*H, D]) of the `parts` that lie beside each other per head.
 
     Split along their own dimension, so that their gradients are put together in one pass.
     """
     length, batch, width = packed.shape
-    return packed.reshape(length, 1, batch * heads, parts, width // (parts * heads)).unbind(3)
+    shape = (1, batch * heads) if folded else (batch, heads)
+    return packed.reshape(length, *shape, parts, width // (parts * heads)).unbind(3)
 
 
 def self_attention(
@@ -98,7 +106,9 @@ def self_attention(
 ) -> Tensor:
     """Attention of `inputs` [S, B, E] to itself; `input_weights` are [H * 3 * D, E]."""
     check_self(inputs, input_weights, output_weights, heads, dropout)
-    queries, keys, values = _split(F.linear(inputs, input_weights, input_biases), heads, 3)
+    packed = F.linear(inputs, input_weights, input_biases)
+    folded = _folds(packed, inputs.shape[1] * heads, inputs.shape[0])
+    queries, keys, values = _split(packed, heads, 3, folded)
     return F.linear(_attend(queries, keys, values, heads, mask, dropout), output_weights, output_biases)
 
 
@@ -115,8 +125,10 @@ def encdec_attention(
 ) -> Tensor:
     """Attention of `inputs_q` [S, B, E] to `inputs_kv` [T, B, E]; `input_weights_kv` are [H * 2 * D, E]."""
     check_encdec(inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, heads, dropout)
-    (queries,) = _split(F.linear(inputs_q, input_weights_q), heads, 1)
-    keys, values = _split(F.linear(inputs_kv, input_weights_kv), heads, 2)
+    projected, packed = F.linear(inputs_q, input_weights_q), F.linear(inputs_kv, input_weights_kv)
+    folded = _folds(projected, inputs_q.shape[1] * heads, inputs_kv.shape[0])
+    (queries,) = _split(projected, heads, 1, folded)
+    keys, values = _split(packed, heads, 2, folded)
     return F.linear(_attend(queries, keys, values, heads, mask, dropout), output_weights)
 
 
