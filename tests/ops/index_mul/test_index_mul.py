@@ -176,6 +176,27 @@ def test_an_index_out_of_range_does_no_harm(route: Route) -> None:
     assert_close(grad2[inside], wanted[1])
 
 
+def test_small_inputs_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_library, "runs_triton", lambda family, tensor: tensor.dtype != torch.float64)
+    small, large = (torch.empty(rows, 1024, device="meta") for rows in (8, 8192))
+    assert index_mul.prefers_operators(small)
+    assert not index_mul.prefers_operators(large)
+    assert index_mul.prefers_operators(large.double())
+    assert not index_mul.prefers_operators(small.half())  # it would round before it adds
+    with _library.implementation("triton"):
+        assert not index_mul.prefers_operators(small)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_by_operators(device: str) -> None:
+    given = tensors((6, 50, 24, _F32, "random"), device)
+    in1, in2 = (t.requires_grad_() for t in given[3:5])
+    output = index_mul.by_operators(in1, in2, given[5])
+    found = [output, *torch.autograd.grad(output, (in1, in2), given[2])]
+    for actual, wanted in zip(found, exact(given)[:3], strict=True):
+        assert_close(actual, wanted, reduction=50)
+
+
 @pytest.mark.parametrize("route", routes(interpreter=False))
 def test_self_check(route: Route) -> None:
     with _library.implementation(route.implementation):

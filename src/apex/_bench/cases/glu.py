@@ -81,7 +81,7 @@ def _prepare(kind: Kind, dtype: torch.dtype, rows: int, columns: int, direction:
 
 
 def _compiled(kind: Kind, input: Tensor, bias: Tensor | None) -> Glu:
-    function = compiled(functools.partial(_eager, kind), input.device)
+    function = compiled(lambda input, bias: _eager(kind, input, bias), input.device)
     return lambda: function(input, bias)
 
 

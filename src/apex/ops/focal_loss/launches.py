@@ -17,11 +17,17 @@ from .reference import FocalSpec
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
 
-VECTOR = 8
+# 8x76725x80 on an H200, microseconds: bfloat16 loss in 68.4 with 32 programs per multiprocessor (16: 71.1) and as long
+# with other blocks; groups of 16 elements take 107.
 BLOCK = 1024
 PER_THREAD = 8
-PROGRAMS_PER_MULTIPROCESSOR = 16
+PROGRAMS_PER_MULTIPROCESSOR = 32
 SUM_BLOCK = 1024
+
+
+def vector(element_size: int, want_loss: bool) -> int:
+    """Elements that share a target where they divide the classes: 16 bytes, but a float32 loss is no faster for it."""
+    return 8 if want_loss else 16 // element_size
 
 
 @functools.lru_cache(maxsize=4096)
@@ -39,6 +45,7 @@ def _pass_plan(
     """The pass over the logits, the sum of its partial losses, and how many of them there are."""
     from . import kernels  # at first use: importing apex needs no Triton
 
+    lanes = vector(dtypes[0].itemsize, want_loss)
     blocks = max(1, total // BLOCK)
     programs = min(blocks, PROGRAMS_PER_MULTIPROCESSOR * facts.multiprocessors) if want_loss else blocks
     main = kernels.focal_loss_pass.bind(
@@ -51,8 +58,8 @@ def _pass_plan(
             want_loss,
             want_grad,
             scaled,
-            BLOCK // VECTOR,
-            VECTOR,
+            BLOCK // lanes,
+            lanes,
             total % BLOCK == 0,
         ),
         device=device,

@@ -39,11 +39,18 @@ def _tile(width: int, rows: int, elements: int, block: int, per_thread: int, dev
     return Tile(tall, block, max(1, threads // device.warp_size))
 
 
+# Times of 16384x22016 bfloat16 on an H200, in microseconds.
 def forward_tile(rows: int, width: int, device: _device.DeviceFacts) -> Tile:
+    """One row of 1024 columns in 251.6, as without bias; two rows in 276, 2048 columns in 257, 4096 in 284."""
     return _tile(width, rows, 1024, 1024, 8, device)
 
 
 def backward_tile(rows: int, width: int, element_size: int, bias_grad: bool, device: _device.DeviceFacts) -> Tile:
+    """Without a bias's gradient 420, and as long with other tiles.
+
+    With it, two programs per multiprocessor that load two tiles of four rows ahead: 452. Four programs that load none
+    ahead: 471; one row at a time: 452 to 596, the best with 21 times as many sums to add afterwards.
+    """
     if not bias_grad:
         return _tile(width, rows, 1024, 1024, 8, device)
     elements = 4096 * 2 // element_size
