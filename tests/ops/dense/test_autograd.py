@@ -166,16 +166,36 @@ def test_float64_keeps_its_precision(route: Route) -> None:
     assert output.dtype == torch.float64
 
 
+@pytest.mark.parametrize("implementation", ["auto", "torch", "triton"])
+def test_small_layers_are_left_to_pytorch(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the widest layer; what is asked for is done at any size."""
+    monkeypatch.setattr("apex.ops.dense.op.SMALL", 4 * 8)
+    monkeypatch.setattr(_library, "runs_triton", lambda family, tensor: implementation != "torch")
+    with _library.implementation(implementation):
+        for rows, node in ((4, implementation != "torch"), (3, implementation == "triton")):
+            x = torch.randn(rows, 2, requires_grad=True)
+            outputs = (
+                dense.dense_gelu_dense(x, torch.randn(8, 2), None, torch.randn(3, 8), None),
+                dense.mlp(x, [torch.randn(8, 2), torch.randn(3, 8)]),
+            )
+            names = [output.grad_fn.name() for output in outputs]
+            wanted = ["FusedDenseGeluDenseFuncBackward", "MlpFunctionBackward"]
+            assert [a == b for a, b in zip(names, wanted, strict=True)] == [node, node]
+            with torch.no_grad():
+                again = dense.mlp(x, [torch.ones(8, 2), torch.ones(3, 8)])
+            assert again.grad_fn is None
+
+
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
     inputs = [torch.randn(shape, device="cuda", dtype=torch.float16, requires_grad=True) for shape in
-              ((2048, 512), (1024, 512), (1024,), (512, 1024), (512,))]  # fmt: skip
+              ((4096, 512), (1024, 512), (1024,), (512, 1024), (512,))]  # fmt: skip
     total = torch.zeros(1024, 512, device="cuda")
 
     def step() -> tuple[Tensor, ...]:
         output = dense.dense_gelu_dense(*inputs)
         gradients = torch.autograd.grad(output, inputs, torch.ones_like(output))
-        dense.wgrad_gemm_accum(inputs[0].detach(), torch.ones(2048, 1024, device="cuda").half(), total)
+        dense.wgrad_gemm_accum(inputs[0].detach(), torch.ones(4096, 1024, device="cuda").half(), total)
         return output, *gradients
 
     stream = torch.cuda.Stream()
@@ -189,5 +209,5 @@ def test_cuda_graph() -> None:
     graph.replay()
     graph.replay()
     for actual, wanted in zip(results, expected, strict=True):
-        assert torch.equal(actual, wanted)
-    assert_close(total, 3 * once.double(), reduction=2048)
+        assert (actual.double() - wanted.double()).norm() <= 1e-3 * wanted.double().norm()
+    assert_close(total, 3 * once.double(), reduction=4096)

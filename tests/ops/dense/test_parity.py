@@ -216,10 +216,9 @@ def check_mlp(rows: int, sizes: list[int], dtype: torch.dtype, bias: bool, activ
     exact_input, *exact = wide(x, *weights, *(biases or [None] * layers))
     outputs = reference.mlp(exact_input, exact[:layers], exact[layers:], activation)
     assert_near(output, outputs[-1], max(rows, *sizes), "output")
-    if dtype != torch.float32:
-        # What was rounded to zero, or away from it, decides where a relu lets gradients through.
-        with _library.implementation(route.implementation):
-            outputs = wide(*layer_outputs(x, weights, biases, activation, route))
+    # What was rounded to zero, or away from it, decides where a relu lets gradients through.
+    with _library.implementation(route.implementation):
+        outputs = wide(*layer_outputs(x, weights, biases, activation, route))
     dx, dweights, dbiases = reference.mlp_backward(dy.double(), exact_input, outputs, exact[:layers], activation)
     terms = max(rows, *sizes)
     for index, (actual, wanted) in enumerate(zip(gradients, [dx, *dweights, *(dbiases if bias else [])], strict=True)):

@@ -27,6 +27,7 @@ from .op import (
     check_layer,
     check_mlp,
     gelu,
+    is_large,
     linear,
     plan_activation_backward,
 )
@@ -179,7 +180,7 @@ def dense_gelu_dense(
     dtype = autocast_dtype(input)
     check_dense_gelu_dense(input, weight1, bias1, weight2, bias2, same_dtype=dtype is None)
     arguments: Sequence[Any] = (input, weight1, bias1, weight2, bias2)
-    if not _library.runs_triton(FAMILY, input):
+    if not _library.runs_triton(FAMILY, input) or not _has_large_layers(input, (weight1,)):
         return composed_dense_gelu_dense(*arguments)
     arguments = _cast(dtype, arguments)
     if not torch.is_grad_enabled():
@@ -299,7 +300,7 @@ def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (),
     dtype = autocast_dtype(input)
     check_mlp(input, weights, biases, activation, same_dtype=dtype is None)
     arguments: Sequence[Any] = (input, *weights, *biases)
-    if not _library.runs_triton(FAMILY, input):
+    if not _library.runs_triton(FAMILY, input) or not _has_large_layers(input, weights):
         return composed_mlp(bool(biases), activation, *arguments)
     arguments = _cast(dtype, arguments)
     if not torch.is_grad_enabled():
@@ -316,6 +317,14 @@ def dense(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`input` [..., in] through one dense layer: PyTorch's own operator, which adds the bias within the product."""
     check_layer(input, check_input(input), weight, bias, same_dtype=autocast_dtype(input) is None)
     return functional.linear(input, weight, bias)
+
+
+def _has_large_layers(input: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Without gradients always: there is no node, and fewer operators."""
+    if not torch.is_grad_enabled():
+        return True
+    width = max([weight.shape[0] for weight in weights])
+    return is_large(input.numel() // max(1, input.shape[-1]) * width)
 
 
 def _cast(dtype: torch.dtype | None, tensors: Sequence[Any]) -> Sequence[Any]:
