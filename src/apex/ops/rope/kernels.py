@@ -18,9 +18,6 @@ BY_INDEX: tl.constexpr = tl.constexpr(0)  # its own index
 PACKED: tl.constexpr = tl.constexpr(1)  # its index in its sequence
 IMAGE: tl.constexpr = tl.constexpr(2)  # one table by its row in the image, another by its column
 
-# Entries of cu_seqlens that are compared at a time: as many as a warp has lanes, so that warps need not talk.
-_EDGES: tl.constexpr = tl.constexpr(32)
-
 
 @triton.jit
 def _look_up(table, table_across, offset, known, chunk, POSITIONS: tl.constexpr):
@@ -35,6 +32,82 @@ def _look_up(table, table_across, offset, known, chunk, POSITIONS: tl.constexpr)
 
 
 @triton.jit
+def _cos_sin(
+    token,
+    cosines,
+    sines,
+    cosines_across,
+    sines_across,
+    cu_seqlens,
+    tokens,
+    table_rows,
+    sequences_or_width,
+    search_steps,
+    POSITIONS: tl.constexpr,
+    FROM_ANGLES: tl.constexpr,
+    INVERSE: tl.constexpr,
+    ROTATED: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Factors of a chunk and of its partner: tokens x 1 x chunks x columns.
+
+    They are computed in three dimensions, so that Triton keeps the layout in which angles are loaded, about one per
+    thread, and only then spreads them over the tile: in its layout every thread would compute all that it needs.
+    """
+    WIDTH: tl.constexpr = (2 if POSITIONS == IMAGE else ROTATED) * HALF  # of a table
+    chunk = tl.arange(0, CHUNKS_BLOCK)[None, :, None]
+    column = tl.arange(0, BLOCK)[None, None, :]
+    if POSITIONS == PACKED:
+        # The last edge that is not beyond the token.
+        low = tl.zeros([TOKENS], tl.int32)
+        high = low + sequences_or_width
+        for _ in range(search_steps):
+            middle = (low + high + 1) >> 1
+            reached = tl.load(cu_seqlens + middle) <= token
+            low = tl.where(reached, middle, low)
+            high = tl.where(reached, high, middle - 1)
+        start = tl.load(cu_seqlens + low).to(tl.int32)
+        outside = ((token < start) | (low == sequences_or_width))[:, None, None]
+        position = tl.where(outside, 0, (token - start)[:, None, None])
+        known = position < table_rows
+    elif POSITIONS == IMAGE:
+        index = token[:, None, None]
+        position = tl.where(chunk < 2, index // sequences_or_width, index % sequences_or_width)
+        known = index < tokens
+    else:
+        position = token[:, None, None]
+        known = position < tokens
+    if HALF != BLOCK:
+        known = known & (column < HALF)
+    if ROTATED != CHUNKS_BLOCK:
+        known = known & (chunk < ROTATED)
+    row = position.to(tl.int64) * WIDTH + column
+    half = chunk & 1 if POSITIONS == IMAGE else chunk
+    cos = _look_up(cosines, cosines_across, row + half * HALF, known, chunk, POSITIONS)
+    if INVERSE:  # a gradient takes the sines of the other half
+        half = half ^ 1
+    if not FROM_ANGLES:
+        sin = _look_up(sines, sines_across, row + half * HALF, known, chunk, POSITIONS)
+    elif INVERSE:
+        sin = tl.sin(_look_up(cosines, cosines_across, row + half * HALF, known, chunk, POSITIONS))
+    else:
+        sin = tl.sin(cos)
+    if FROM_ANGLES:
+        cos = tl.cos(cos)
+    sin = tl.where((chunk & 1) == INVERSE, -sin, sin)
+    if POSITIONS == PACKED:
+        cos = tl.where(outside, 1.0, cos)
+        sin = tl.where(outside, 0.0, sin)
+    if ROTATED != CHUNKS_BLOCK:
+        cos = tl.where(chunk < ROTATED, cos, 1.0)
+        sin = tl.where(chunk < ROTATED, sin, 0.0)
+    return cos[:, None], sin[:, None]
+
+
+@triton.jit
 def _tile(
     program,
     input,
@@ -46,8 +119,8 @@ def _tile(
     cu_seqlens,
     tokens,
     table_rows,
-    table_rows_across,
     sequences_or_width,
+    search_steps,
     batch,
     heads,
     token_stride,
@@ -71,10 +144,8 @@ def _tile(
     HEADS: tl.constexpr,
     FULL: tl.constexpr,
     UNIT: tl.constexpr,
-    STREAM: tl.constexpr,
 ):
     """Rotates one tile. FULL: no token and no head needs a mask. UNIT: what strides are counted in."""
-    WIDTH: tl.constexpr = (2 if POSITIONS == IMAGE else ROTATED) * HALF  # of a table
     head_blocks = tl.cdiv(heads, HEADS)
     token_block = program // (head_blocks * batch)
     batch_index = ((program // head_blocks) % batch).to(tl.int64)
@@ -88,78 +159,49 @@ def _tile(
     )
     chunk = tl.arange(0, CHUNKS_BLOCK)[None, None, :, None]
     column = tl.arange(0, BLOCK)[None, None, None, :]
-    all_rows = (token < tokens)[:, None, None, None] & (head < heads)[None, :, None, None]
+    rows = (token < tokens)[:, None, None, None] & (head < heads)[None, :, None, None]
     if FULL and HALF == BLOCK and CHUNKS == CHUNKS_BLOCK:
         mask = None
     elif FULL:
         mask = (column < HALF) & (chunk < CHUNKS)
     else:
-        mask = all_rows & (column < HALF) & (chunk < CHUNKS)
+        mask = rows & (column < HALF) & (chunk < CHUNKS)
 
-    # Everything is asked for before anything is waited for.
+    # The tile is asked for before angles are waited for.
     own = tl.load(source + (chunk * HALF + column) * channel_stride, mask=mask)
     if ROTATED == CHUNKS_BLOCK:
         partner = tl.load(source + ((chunk ^ 1) * HALF + column) * channel_stride, mask=mask)
     else:
-        rotated = chunk < ROTATED
-        partner_mask = rotated if mask is None else mask & rotated
+        partner_mask = chunk < ROTATED if mask is None else mask & (chunk < ROTATED)
         partner = tl.load(source + ((chunk ^ 1) * HALF + column) * channel_stride, mask=partner_mask, other=0.0)
     if REST:
         beyond = CHUNKS * HALF + tl.arange(0, REST_BLOCK)[None, None, None, :]
         rest_mask = beyond < CHUNKS * HALF + REST
         if not FULL:
-            rest_mask = rest_mask & all_rows
-        copied = tl.load(source + beyond * channel_stride, mask=rest_mask)
-        tl.store(target + beyond, copied, mask=rest_mask, cache_modifier=STREAM)
-
-    # Cosines and sines have three dimensions, so that they are computed in the layout in which angles are loaded, about
-    # one per thread, and only then spread over the tile: in its layout every thread would compute all that it needs.
-    pair = tl.arange(0, CHUNKS_BLOCK)[None, :, None]
-    entry = tl.arange(0, BLOCK)[None, None, :]
-    index = token[:, None, None]
-    if POSITIONS == PACKED:
-        start = tl.full([TOKENS], -1, tl.int32)
-        for edge in range(0, sequences_or_width + 1, _EDGES):
-            which = edge + tl.arange(0, _EDGES)
-            edges = tl.load(cu_seqlens + which, mask=which <= sequences_or_width, other=-1).to(tl.int32)[None, :]
-            start = tl.maximum(start, tl.max(tl.where(edges <= token[:, None], edges, -1), 1))
-        end = tl.load(cu_seqlens + sequences_or_width).to(tl.int32)
-        outside = ((start < 0) | (token >= end))[:, None, None]
-        position = tl.where(outside, 0, index - start[:, None, None])
-        known = position < table_rows
-    elif POSITIONS == IMAGE:
-        position = tl.where(pair < 2, index // sequences_or_width, index % sequences_or_width)
-        known = index < tokens
-    else:
-        position = index
-        known = index < tokens
-    if HALF != BLOCK:
-        known = known & (entry < HALF)
-    if ROTATED != CHUNKS_BLOCK:
-        known = known & (pair < ROTATED)
-    row = position.to(tl.int64) * WIDTH + entry
-    half = pair & 1 if POSITIONS == IMAGE else pair
-    cos = _look_up(cosines, cosines_across, row + half * HALF, known, pair, POSITIONS)
-    # A gradient takes the sines of the other half.
-    if INVERSE:
-        half = half ^ 1
-    if not FROM_ANGLES:
-        sin = _look_up(sines, sines_across, row + half * HALF, known, pair, POSITIONS)
-    elif INVERSE:
-        sin = tl.sin(_look_up(cosines, cosines_across, row + half * HALF, known, pair, POSITIONS))
-    else:
-        sin = tl.sin(cos)
-    if FROM_ANGLES:
-        cos = tl.cos(cos)
-    sin = tl.where((pair & 1) == INVERSE, -sin, sin)
-    if POSITIONS == PACKED:
-        cos = tl.where(outside, 1.0, cos)
-        sin = tl.where(outside, 0.0, sin)
-    if ROTATED != CHUNKS_BLOCK:
-        cos = tl.where(pair < ROTATED, cos, 1.0)
-        sin = tl.where(pair < ROTATED, sin, 0.0)
-    result = own.to(tl.float32) * cos[:, None] + partner.to(tl.float32) * sin[:, None]
-    tl.store(target + chunk * HALF + column, result.to(output.dtype.element_ty), mask=mask, cache_modifier=STREAM)
+            rest_mask = rest_mask & rows
+        tl.store(target + beyond, tl.load(source + beyond * channel_stride, mask=rest_mask), mask=rest_mask)
+    cos, sin = _cos_sin(
+        token,
+        cosines,
+        sines,
+        cosines_across,
+        sines_across,
+        cu_seqlens,
+        tokens,
+        table_rows,
+        sequences_or_width,
+        search_steps,
+        POSITIONS,
+        FROM_ANGLES,
+        INVERSE,
+        ROTATED,
+        CHUNKS_BLOCK,
+        HALF,
+        BLOCK,
+        TOKENS,
+    )
+    result = own.to(tl.float32) * cos + partner.to(tl.float32) * sin
+    tl.store(target + chunk * HALF + column, result.to(output.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -174,8 +216,8 @@ def rope(
     cu_seqlens,
     tokens,
     table_rows,
-    table_rows_across,
     sequences_or_width,
+    search_steps,
     batch,
     heads,
     token_stride,
@@ -195,7 +237,6 @@ def rope(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     REST_BLOCK: tl.constexpr,
-    STREAM: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     FULL: tl.constexpr,
@@ -213,8 +254,8 @@ def rope(
         cu_seqlens,
         tokens,
         table_rows,
-        table_rows_across,
         sequences_or_width,
+        search_steps,
         batch,
         heads,
         token_stride,
@@ -238,7 +279,6 @@ def rope(
         HEADS,
         FULL,
         UNIT,
-        STREAM,
     )
 
 
@@ -256,8 +296,8 @@ def rope_pair(
     cu_seqlens,
     tokens,
     table_rows,
-    table_rows_across,
     sequences_or_width,
+    search_steps,
     query_programs,
     query_batch,
     query_heads,
@@ -287,7 +327,6 @@ def rope_pair(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     REST_BLOCK: tl.constexpr,
-    STREAM: tl.constexpr,
     QUERY_TOKENS: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
     QUERY_FULL: tl.constexpr,
@@ -311,8 +350,8 @@ def rope_pair(
             cu_seqlens,
             tokens,
             table_rows,
-            table_rows_across,
             sequences_or_width,
+            search_steps,
             query_batch,
             query_heads,
             query_token_stride,
@@ -336,7 +375,6 @@ def rope_pair(
             QUERY_HEADS,
             QUERY_FULL,
             QUERY_UNIT,
-            STREAM,
         )
     else:
         _tile(
@@ -350,8 +388,8 @@ def rope_pair(
             cu_seqlens,
             tokens,
             table_rows,
-            table_rows_across,
             sequences_or_width,
+            search_steps,
             key_batch,
             key_heads,
             key_token_stride,
@@ -375,5 +413,4 @@ def rope_pair(
             KEY_HEADS,
             KEY_FULL,
             KEY_UNIT,
-            STREAM,
         )

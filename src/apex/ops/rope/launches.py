@@ -83,9 +83,9 @@ def _shared_arguments(
     # What is copied goes with what is rotated where it comes in chunks of the same size.
     chunks = sizes.channels // half if sizes.rest % half == 0 else 2 * sizes.parts
     rest = sizes.channels - chunks * half
-    table_rows = [math.prod(shape) // sizes.rotated for shape, _, _ in tables]
+    table_rows = math.prod(tables[0][0]) // sizes.rotated
     sequences_or_width = spec.width if cu_seqlens is None else cu_seqlens[0][0] - 1
-    numbers = (sizes.tokens, table_rows[0], table_rows[-1], sequences_or_width)
+    numbers = (sizes.tokens, table_rows, sequences_or_width, sequences_or_width.bit_length())
     return numbers, (
         positions,
         from_angles,
@@ -149,7 +149,6 @@ def _plan(
     tables_given = max(2, len(tables)) if to_cosines else len(tables)
     sides = [_side(*pair, spec, dtype.itemsize, facts) for pair in zip(sizes, strides, strict=True)]
     numbers, constants = _shared_arguments(sizes[0], tables, tables_given == 1, cu_seqlens, spec)
-    elements = sum(math.prod(shape) for shape in shapes)
     programs = [side.programs for side in sides]
     if len(sides) == 2:
         numbers += (programs[0],)
@@ -160,7 +159,6 @@ def _plan(
         (*numbers, *(number for side in sides for number in side.numbers)),
         (
             *constants,
-            ".cs" if elements * dtype.itemsize >= config.STREAMED else "",
             *(constant for side in sides for constant in side.constants),
         ),
         device=device,

@@ -12,8 +12,8 @@ from .reference import compute_dtype, cosines_and_sines
 from .spec import DIMENSIONS, RopeSpec, empty_result
 
 # Below this many elements the number of operators counts, and the plain formula has the fewest.
-_SMALL = 1 << 15
-# Elements of a piece in half precision: its float32 copies stay in a processor's cache.
+_SMALL = 1 << 17
+# Elements of a piece in half precision, per thread: their float32 copies stay in a core's cache.
 _PIECE = 1 << 17
 
 
@@ -22,7 +22,13 @@ def takes_operators(t: Tensor, spec: RopeSpec) -> bool:
 
     Only where their gradients lie in memory as ours would.
     """
-    return t.numel() < _SMALL and type(t) is Tensor and not spec.swap_memory and t.is_contiguous()
+    return (
+        t.numel() < _SMALL
+        and t.dtype == torch.float32
+        and type(t) is Tensor
+        and not spec.swap_memory
+        and t.is_contiguous()
+    )
 
 
 def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -31,45 +37,50 @@ def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tens
     if t.numel() < _SMALL:
         return reference.rotate(t, tables, spec, cu_seqlens)
     compute = compute_dtype(t)
-    parts = cosines_and_sines(t, tables, spec, cu_seqlens, compute)
+    cos, sin = cosines_and_sines(t, tables, spec, cu_seqlens, compute)
     result = empty_result(t, spec.swap_memory)
-    rotated = 2 * len(parts) * (tables[0].shape[-1] // 2)
+    parts = [(2, cos.shape[-1])] if spec.layout == "image" else []
+    rotated = cos.shape[-1] * (2 if parts else 1)
+    token_dim = DIMENSIONS[spec.layout][0]
     if t.dtype == compute:
-        _rotate_piece(t, result, parts, spec.inverse)
+        source, target = t, result
+        for sizes in parts:
+            source, target = source.unflatten(-1, sizes), target.unflatten(-1, sizes)
+        _rotate_piece(source, target, cos, sin, spec.inverse)
     else:
-        token_dim = DIMENSIONS[spec.layout][0]
         tokens = t.shape[token_dim]
-        step = max(1, _PIECE * tokens // t.numel()) if t.device.type == "cpu" else tokens
-        wide = torch.empty_like(t.narrow(token_dim, 0, min(step, tokens))[..., :rotated], dtype=compute)
+        on_cpu = t.device.type == "cpu"
+        step = max(1, _PIECE * torch.get_num_threads() * tokens // t.numel()) if on_cpu else tokens
+        pieces = [tensor.split(step, token_dim) for tensor in (t[..., :rotated], result[..., :rotated], cos, sin)]
+        wide = torch.empty(pieces[0][0].shape, dtype=compute, device=t.device)
         turned = torch.empty_like(wide)
-        pieces = [tensor[..., :rotated].split(step, token_dim) for tensor in (t, result)]
-        angles = [[table.split(step, token_dim) for table in part] for part in parts]
-        for index, (source, target) in enumerate(zip(*pieces, strict=True)):
-            if source.shape[token_dim] < step:  # the last one
+        for source, target, cosines, sines in zip(*pieces, strict=True):
+            if source.shape[token_dim] < wide.shape[token_dim]:  # the last one
                 wide, turned = (tensor.narrow(token_dim, 0, source.shape[token_dim]) for tensor in (wide, turned))
             wide.copy_(source)
-            _rotate_piece(wide, turned, [(cos[index], sin[index]) for cos, sin in angles], spec.inverse)
+            views = [wide, turned]
+            for sizes in parts:
+                views = [view.unflatten(-1, sizes) for view in views]
+            _rotate_piece(*views, cosines, sines, spec.inverse)
             target.copy_(turned)
     if rotated < t.shape[-1]:
         result[..., rotated:] = t[..., rotated:]
     return result
 
 
-def _rotate_piece(source: Tensor, target: Tensor, parts: Sequence[tuple[Tensor, Tensor]], inverse: bool) -> None:
-    """The product of each half with its cosines, to which the other half's with the sines is added: two passes."""
-    sign = -1 if inverse else 1
-    offset = 0
-    for cos, sin in parts:
-        half = cos.shape[-1] // 2
-        first, second = source.narrow(-1, offset, half), source.narrow(-1, offset + half, half)
-        (cos_first, cos_second), (sin_first, sin_second) = cos.chunk(2, -1), sin.chunk(2, -1)
-        if inverse:
-            sin_first, sin_second = sin_second, sin_first
-        torch.mul(first, cos_first, out=target.narrow(-1, offset, half)).addcmul_(second, sin_first, value=-sign)
-        torch.mul(second, cos_second, out=target.narrow(-1, offset + half, half)).addcmul_(
-            first, sin_second, value=sign
-        )
-        offset += 2 * half
+def _rotate_piece(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
+    """Products with the cosines, to which those of the other half with the sines are added: two passes."""
+    rotated = cos.shape[-1]
+    if rotated < source.shape[-1]:
+        source, target = source[..., :rotated], target[..., :rotated]
+    (first, second), (target_first, target_second) = source.chunk(2, -1), target.chunk(2, -1)
+    sin_first, sin_second = sin.chunk(2, -1)
+    sign = 1
+    if inverse:
+        sin_first, sin_second, sign = sin_second, sin_first, -1
+    torch.mul(source, cos, out=target)
+    target_first.addcmul_(second, sin_first, value=-sign)
+    target_second.addcmul_(first, sin_second, value=sign)
 
 
 def check_lengths(table: Tensor, cu_seqlens: Tensor | None) -> None:

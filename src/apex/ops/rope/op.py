@@ -129,10 +129,11 @@ def _check(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tens
     checked_sizes(signature(t), tuple([signature(table) for table in tables]), edges, spec)
 
 
-def forward_and_save(ctx: Any, t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None):
+def forward_and_save(
+    ctx: Any, t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None
+) -> Tensor:
     """The forward of every autograd Function of one tensor."""
-    _save(ctx, tables, spec, cu_seqlens)
-    ctx.swapped = memory_is_swapped(t)
+    tables = _save(ctx, (t,), tables, spec, cu_seqlens)
     if torch.compiler.is_compiling():
         return torch.ops.apex.rope(t, list(tables), cu_seqlens, *spec)
     return rotate_now(t, tables, spec, cu_seqlens)
@@ -141,15 +142,24 @@ def forward_and_save(ctx: Any, t: Tensor, tables: tuple[Tensor, ...], spec: Rope
 def backward_from_saved(ctx: Any, dy: Tensor) -> Tensor:
     """The backward of every autograd Function of one tensor: a gradient laid out in memory as the input was."""
     cu_seqlens, *tables = ctx.saved_tensors
-    return rotate(
-        dy, tuple(tables), ctx.spec._replace(swap_memory=ctx.swapped, inverse=not ctx.spec.inverse), cu_seqlens
-    )
+    return rotate(dy, tuple(tables), ctx.specs[0], cu_seqlens)
 
 
-def _save(ctx: Any, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None) -> None:
-    ctx.save_for_backward(cu_seqlens, *tables)
-    ctx.spec = spec
+def _save(
+    ctx: Any,
+    tensors: tuple[Tensor, ...],
+    tables: tuple[Tensor, ...],
+    spec: RopeSpec,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Saves what the way back needs, and returns the tables to use: operators would compute cosines a second time."""
     _warn_of_gradients(tables)
+    if len(tables) == 1 and not torch.compiler.is_compiling() and not _library.runs_triton(FAMILY, tensors[0]):
+        _check(tensors[0], tables, spec, cu_seqlens)
+        tables = tuple(reference.as_cosines(tables))
+    ctx.save_for_backward(cu_seqlens, *tables)
+    ctx.specs = [spec._replace(swap_memory=memory_is_swapped(t), inverse=not spec.inverse) for t in tensors]
+    return tables
 
 
 def _warn_of_gradients(tables: Sequence[Tensor]) -> None:
@@ -178,24 +188,18 @@ class RotatePairFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, spec, cu_seqlens, *tables):  # type: ignore[override]
-        _save(ctx, tables, spec, cu_seqlens)
-        ctx.swapped = memory_is_swapped(query), memory_is_swapped(key)
+        tables = _save(ctx, (query, key), tables, spec, cu_seqlens)
         ctx.set_materialize_grads(False)
         return rotate_pair_now(query, key, tables, spec, cu_seqlens)
 
     @staticmethod
     def backward(ctx, dquery, dkey):  # type: ignore[override]
-        cu_seqlens, *tables = ctx.saved_tensors
-        specs = [ctx.spec._replace(swap_memory=swap, inverse=not ctx.spec.inverse) for swap in ctx.swapped]
-        if not ctx.needs_input_grad[0]:
-            dquery = None
-        if not ctx.needs_input_grad[1]:
-            dkey = None
-        if dquery is not None and dkey is not None and specs[0] == specs[1]:
-            dquery, dkey = rotate_pair(dquery, dkey, tuple(tables), specs[0], cu_seqlens)
+        cu_seqlens, *saved = ctx.saved_tensors
+        tables, (first, second) = tuple(saved), ctx.specs
+        wanted = ctx.needs_input_grad
+        if dquery is not None and dkey is not None and wanted[0] and wanted[1] and first == second:
+            dquery, dkey = rotate_pair(dquery, dkey, tables, first, cu_seqlens)
         else:
-            dquery, dkey = (
-                None if dy is None else rotate(dy, tuple(tables), spec, cu_seqlens)
-                for dy, spec in zip((dquery, dkey), specs, strict=True)
-            )
-        return (dquery, dkey, None, None, *(None,) * len(tables))
+            dquery = rotate(dquery, tables, first, cu_seqlens) if wanted[0] and dquery is not None else None
+            dkey = rotate(dkey, tables, second, cu_seqlens) if wanted[1] and dkey is not None else None
+        return (dquery, dkey, *(None,) * (len(wanted) - 2))

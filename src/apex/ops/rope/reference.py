@@ -26,15 +26,14 @@ def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tens
     """The rotated tensor; `tables` are the angles, or cosines and sines, the latter two per image dimension."""
     dtype, compute = t.dtype, compute_dtype(t)
     wide = t if dtype == compute else t.to(compute)
-    parts = cosines_and_sines(t, tables, spec, cu_seqlens, compute)
-    rotated = parts[0][0].shape[-1]
-    done = rotated * len(parts)
-    if done == t.shape[-1] and len(parts) == 1:
-        result = _turned(wide, *parts[0], spec.inverse)
+    cos, sin = cosines_and_sines(t, tables, spec, cu_seqlens, compute)
+    rotated = cos.shape[-1]
+    if spec.layout == "image":
+        result = _turned(wide.unflatten(-1, (2, rotated)), cos, sin, spec.inverse).flatten(-2)
+    elif rotated == t.shape[-1]:
+        result = _turned(wide, cos, sin, spec.inverse)
     else:
-        pieces = wide[..., :done].split(rotated, -1)
-        turned = [_turned(piece, *part, spec.inverse) for piece, part in zip(pieces, parts, strict=True)]
-        result = torch.cat((*turned, wide[..., done:]), -1)
+        result = torch.cat((_turned(wide[..., :rotated], cos, sin, spec.inverse), wide[..., rotated:]), -1)
     if dtype != compute:
         result = result.to(dtype)
     return result.transpose(0, 1).contiguous().transpose(0, 1) if spec.swap_memory else result.contiguous()
@@ -48,32 +47,37 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return torch.addcmul(x * cos, torch.cat((-second, first), -1), sin)
 
 
+def as_cosines(tables: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Cosines and sines of tables that may be angles."""
+    if len(tables) != 1:
+        return tables
+    angles = tables[0]
+    if angles.dtype in (torch.float16, torch.bfloat16):
+        angles = angles.to(torch.float32)
+    return angles.cos(), angles.sin()
+
+
 def cosines_and_sines(
     t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None, dtype: torch.dtype
-) -> list[tuple[Tensor, Tensor]]:
-    """Per part of the channels its cosines and sines, in a shape that broadcasts against `t`."""
-    if len(tables) == 1:
-        angles = tables[0]
-        if angles.dtype in (torch.float16, torch.bfloat16):
-            angles = angles.to(torch.float32)
-        tables = (angles.cos(), angles.sin())
+) -> Sequence[Tensor]:
+    """Cosines and sines in a shape that broadcasts against `t`; of images, against channels of rows and of columns."""
+    tables = as_cosines(tables)
     if any(table.dtype != dtype for table in tables):
         tables = [table.to(dtype) for table in tables]
     if spec.layout == "image":
         token = torch.arange(t.shape[1], device=t.device)
-        rows = token // max(1, spec.width)
-        columns = token - rows * spec.width
+        row = token // max(1, spec.width)
+        column = token - row * spec.width
         return [
-            (cos[:, position], sin[:, position]) for cos, sin, position in ((*tables[:2], rows), (*tables[2:], columns))
+            torch.stack((rows[:, row], columns[:, column]), -2)
+            for rows, columns in zip(tables[:2], tables[2:], strict=True)
         ]
     if spec.layout == "thd":
         assert cu_seqlens is not None
-        tables = [table[:, None] for table in _of_packed(tables, t.shape[0], cu_seqlens)]
-    elif spec.layout == "bshd":
-        tables = [table.reshape(1, -1, 1, table.shape[-1]) for table in tables]
-    elif tables[0].dim() == 2:
-        tables = [table[:, None, None] for table in tables]
-    return [(tables[0], tables[1])]
+        return _of_packed(tables, t.shape[0], cu_seqlens)
+    if spec.layout == "bshd":
+        return [table.reshape(1, -1, 1, table.shape[-1]) for table in tables]
+    return [table[:, None, None] for table in tables] if tables[0].dim() == 2 else tables
 
 
 def _of_packed(tables: Sequence[Tensor], tokens: int, cu_seqlens: Tensor) -> list[Tensor]:
@@ -84,13 +88,12 @@ def _of_packed(tables: Sequence[Tensor], tokens: int, cu_seqlens: Tensor) -> lis
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens.contiguous(), token, right=True) - 1
     position = token - cu_seqlens[sequence.clamp(min=0)]
-    rows = [table.reshape(-1, table.shape[-1]) for table in tables]
-    outside = ((sequence < 0) | (token >= cu_seqlens[-1]))[:, None]
-    beyond = (position >= len(rows[0]))[:, None]
-    if not len(rows[0]):
-        rows = [row.new_zeros((1, row.shape[1])) for row in rows]
-    known = position.clamp(0, len(rows[0]) - 1)
-    return [
-        torch.where(outside, unrotated, torch.where(beyond, float("nan"), row[known]))
-        for row, unrotated in zip(rows, (1.0, 0.0), strict=True)
-    ]
+    positions, channels = tables[0].shape[0], tables[0].shape[-1]
+    outside = (sequence < 0) | (token >= cu_seqlens[-1])
+    row = torch.where(outside, positions + 1, position.clamp(max=positions))
+    result = []
+    for table, unrotated in zip(tables, (1.0, 0.0), strict=True):
+        more = table.new_full((2, channels), float("nan"))
+        more[1] = unrotated
+        result.append(torch.cat((table.reshape(-1, channels), more))[row, None])
+    return result

@@ -1,0 +1,257 @@
+"""Rotary position embeddings: sequences, packed sequences, images, a query with its key, steps of small shapes."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...ops.rope import RopeSpec, reference, rotary_embedding_pair
+from ...transformer.functional import (
+    fused_apply_rotary_pos_emb,
+    fused_apply_rotary_pos_emb_2d,
+    fused_apply_rotary_pos_emb_cached,
+    fused_apply_rotary_pos_emb_thd,
+)
+from ..compiling import compiled
+from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
+
+# Maps the tensors of a problem to the rotated ones.
+Rotate = Callable[..., Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A problem: what is rotated, and by which tables.
+
+    `shape` is [s, b, h, d]; of "thd" [t, h, d]; of "2d" [b, img_h, img_w, h, d]; of "qk" [b, s, h, d], with `key_heads`
+    for the key. "cached" has cosines and sines for "sbhd".
+    """
+
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    direction: str = "fwd"
+    key_heads: int = 0
+
+    @property
+    def name(self) -> str:
+        dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[self.dtype]
+        sizes = [str(size) for size in self.shape]
+        if self.key_heads:
+            sizes[2] += f"+{self.key_heads}"
+        layout = "sbhd" if self.kind == "cached" else self.kind
+        suffix = " cached" if self.kind == "cached" else ""
+        return f"rope {layout} {dtype} {'x'.join(sizes)}{suffix}" + f" {self.direction}" * (self.direction != "fwd")
+
+    @property
+    def elements(self) -> int:
+        elements = torch.Size(self.shape).numel()
+        return elements + elements // self.shape[2] * self.key_heads
+
+    @property
+    def spec(self) -> RopeSpec:
+        layouts = {"cached": "sbhd", "2d": "image", "qk": "bshd"}
+        return RopeSpec(layouts.get(self.kind, self.kind), width=self.shape[2] if self.kind == "2d" else 0)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tensors to rotate, gradients of the results, tables of angles or of cosines and sines, cu_seqlens."""
+
+    kind: Kind
+    tensors: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+    tables: tuple[Tensor, ...]
+    cu_seqlens: Tensor | None
+
+
+def make_problem(kind: Kind, device: torch.device) -> Problem:
+    """Normal inputs, the angles of RoFormer and (packed) sequences of different lengths, the same at every run."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [kind.shape]
+    if kind.kind == "2d":
+        shapes = [(kind.shape[0], kind.shape[1] * kind.shape[2], *kind.shape[3:])]
+    elif kind.key_heads:
+        shapes.append((*kind.shape[:2], kind.key_heads, kind.shape[3]))
+    tensors, gradients = (
+        tuple(torch.randn(shape, generator=generator, device=device).to(kind.dtype) for shape in shapes)
+        for _ in range(2)
+    )
+    channels = kind.shape[-1]
+    if kind.kind == "2d":
+        rows, columns = (_angles(n, channels // 2, device).transpose(0, 1) for n in kind.shape[1:3])
+        tables = (rows.cos(), rows.sin(), columns.cos(), columns.sin())
+    else:
+        angles = _angles(kind.shape[1 if kind.kind == "qk" else 0], channels, device)
+        tables = (angles,) if kind.kind in ("sbhd", "thd") else (angles.cos(), angles.sin())
+    edges = None
+    if kind.kind == "thd":
+        cuts = torch.randperm(kind.shape[0], generator=torch.Generator().manual_seed(0))[:10].sort().values
+        edges = torch.tensor([0, *cuts.tolist(), kind.shape[0]], dtype=torch.int32, device=device)
+    return Problem(kind, tuple(t.requires_grad_() for t in tensors), gradients, tables, edges)
+
+
+def _angles(positions: int, channels: int, device: torch.device) -> Tensor:
+    """Angles of both halves, [positions, 1, 1, channels]."""
+    rates = 10000 ** (-torch.arange(0, channels, 2, device=device, dtype=torch.float32) / channels)
+    half = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * rates
+    return torch.cat((half, half), -1)[:, None, None]
+
+
+def _ours(problem: Problem) -> Rotate:
+    kind, tables = problem.kind, problem.tables
+    if kind.kind == "sbhd":
+        return lambda t: (fused_apply_rotary_pos_emb(t, *tables),)
+    if kind.kind == "cached":
+        return lambda t: (fused_apply_rotary_pos_emb_cached(t, *tables),)
+    if kind.kind == "thd":
+        edges = problem.cu_seqlens
+        assert edges is not None
+        return lambda t: (fused_apply_rotary_pos_emb_thd(t, edges, *tables),)
+    if kind.kind == "2d":
+        return lambda t: (fused_apply_rotary_pos_emb_2d(t, kind.shape[1], kind.shape[2], *tables),)
+    return lambda query, key: rotary_embedding_pair(query, key, (tables[0], tables[1]), tensor_format="bshd")
+
+
+def _turned(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = t.chunk(2, -1)
+    return t * cos + torch.cat((-second, first), -1) * sin
+
+
+def _eager(problem: Problem) -> Rotate:
+    """The formula as models write it: cosines and sines in the dtype of the input."""
+    kind, tables, edges = problem.kind, problem.tables, problem.cu_seqlens
+
+    def cosines_and_sines(dtype: torch.dtype) -> list[Tensor]:
+        if len(tables) == 1:
+            return [tables[0].cos().to(dtype), tables[0].sin().to(dtype)]
+        return [table.to(dtype) for table in tables]
+
+    def rotate(*tensors: Tensor) -> Sequence[Tensor]:
+        t = tensors[0]
+        cos, sin, *across = cosines_and_sines(t.dtype)
+        if kind.kind == "2d":
+            rows, columns = t.unflatten(1, kind.shape[1:3]).chunk(2, -1)
+            rows = _turned(rows, cos[:, :, None], sin[:, :, None])
+            columns = _turned(columns, across[0][:, None], across[1][:, None])
+            return (torch.cat((rows, columns), -1).flatten(1, 2),)
+        if edges is not None:
+            token = torch.arange(t.shape[0], device=t.device)
+            position = token - edges[torch.searchsorted(edges, token, right=True) - 1]
+            return (_turned(t, cos[position, 0], sin[position, 0]),)
+        if kind.kind == "qk":
+            cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
+        return [_turned(t, cos, sin) for t in tensors]
+
+    return rotate
+
+
+def _liger(problem: Problem) -> Rotate:
+    """Rotates in place, with heads before tokens."""
+    from liger_kernel.ops.rope import LigerRopeFunction  # type: ignore[import-not-found]
+
+    cos, sin = (table[None, :, 0, 0] for table in problem.tables)
+
+    def rotate(query: Tensor, key: Tensor) -> Sequence[Tensor]:
+        results = LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+        return [result.transpose(1, 2) for result in results]
+
+    return rotate
+
+
+def expected_results(problem: Problem) -> list[Expected]:
+    """The rotated tensors or (other directions than "fwd") gradients, in float64."""
+    forward = problem.kind.direction == "fwd"
+    spec = problem.kind.spec._replace(inverse=not forward)
+    tables = [table.double() for table in problem.tables]
+    return [
+        Expected(reference.rotate(t.detach().double(), tables, spec, problem.cu_seqlens), problem.kind.dtype)
+        for t in (problem.tensors if forward else problem.gradients)
+    ]
+
+
+def _call(maker: Callable[[], Rotate], problem: Problem, copy: bool = False) -> Call:
+    rotate = maker()
+    tensors, gradients, direction = problem.tensors, problem.gradients, problem.kind.direction
+    if copy:  # for what changes its input
+        return lambda: rotate(*(t.detach().clone() for t in tensors))
+    if direction == "fwd":
+        return lambda: rotate(*tensors)
+    if direction == "bwd":
+        outputs = rotate(*tensors)
+        return lambda: torch.autograd.grad(outputs, tensors, gradients, retain_graph=True)
+    return lambda: torch.autograd.grad(rotate(*tensors), tensors, gradients)
+
+
+def _timed_in_place(maker: Callable[[], Rotate], problem: Problem) -> Call:
+    rotate = maker()
+    tensors = [t.detach().clone() for t in problem.tensors]
+    return lambda: rotate(*tensors)
+
+
+def _prepare(kind: Kind, device: torch.device) -> Prepared:
+    problem = make_problem(kind, device)
+    makers: dict[str, Callable[[], Rotate]] = {
+        OURS: functools.partial(_ours, problem),
+        "torch": functools.partial(_eager, problem),
+    }
+    if device.type == "cuda" and kind.direction != "step":
+        makers["compile"] = lambda: compiled(_eager(problem), device)
+    calls = {name: functools.partial(_call, maker, problem) for name, maker in makers.items()}
+    timed = dict(calls)
+    if device.type == "cuda" and kind.kind == "qk" and importlib.util.find_spec("liger_kernel") is not None:
+        liger = functools.partial(_liger, problem)
+        calls["liger"] = functools.partial(_call, liger, problem, copy=True)
+        timed["liger"] = functools.partial(_timed_in_place, liger, problem)
+    return Prepared(calls, expected_results(problem), timed)
+
+
+_BF16, _F32 = torch.bfloat16, torch.float32
+_GPU = [
+    Kind("sbhd", _BF16, (4096, 4, 32, 128)),
+    Kind("cached", _BF16, (4096, 4, 32, 128)),
+    Kind("sbhd", _BF16, (4096, 4, 32, 128), "bwd"),
+    Kind("sbhd", _BF16, (8192, 2, 64, 128)),
+    Kind("cached", _BF16, (8192, 2, 64, 128)),
+    Kind("thd", _BF16, (16384, 32, 128)),
+    Kind("thd", _BF16, (16384, 64, 128)),
+    Kind("2d", _BF16, (4, 64, 64, 32, 128)),
+    Kind("2d", _BF16, (8, 64, 64, 32, 128)),
+    Kind("qk", _BF16, (4, 4096, 32, 128), key_heads=8),
+    Kind("sbhd", _BF16, (128, 2, 8, 64), "step"),
+    Kind("qk", _BF16, (2, 128, 8, 64), "step", key_heads=2),
+]
+_CPU = [
+    Kind(kind, dtype, shape)
+    for dtype in (_F32, _BF16)
+    for kind, shape in (
+        ("sbhd", (512, 2, 8, 128)),
+        ("cached", (512, 2, 8, 128)),
+        ("thd", (1024, 8, 128)),
+        ("2d", (2, 16, 32, 8, 128)),
+    )
+] + [Kind("sbhd", dtype, (64, 2, 8, 64), "step") for dtype in (_F32, _BF16)]
+
+
+def cases(device: torch.device, quick: bool) -> Sequence[Case]:
+    """Large shapes forward, one of them backward, then steps of small ones; a processor gets smaller shapes."""
+    kinds = _GPU if device.type == "cuda" else _CPU
+    if quick:
+        kinds = [kinds[0], kinds[-1]]
+    return [
+        Case(
+            kind.name,
+            (4 if kind.direction == "step" else 2) * kind.elements * kind.dtype.itemsize,
+            functools.partial(_prepare, kind),
+            "wall" if kind.direction == "step" else "device",
+        )
+        for kind in kinds
+    ]
+
+
+register(Family("rope", "rotary position embeddings", cases))
