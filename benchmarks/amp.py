@@ -1,9 +1,11 @@
-"""Whole training steps in mixed precision: apex.amp beside torch.amp, every contender in a process of its own.
+"""Whole training steps in mixed precision: apex.amp beside torch.amp.
 
     python benchmarks/amp.py --output benchmarks/results/nvidia_h200-amp.json
+    python benchmarks/amp.py --device cpu --output benchmarks/results/aarch64-cpu-amp.json
 
-Contenders take turns for several rounds, so that a drift of the machine hits all alike; a figure is the median over
-rounds of the median step. One process each, because amp's casts are switched on for a whole process.
+Every contender is a process of its own, because amp's casts are switched on for a whole process. All of them are
+started and warmed up first; then they take turns for several rounds, one at a time, so that a drift of the machine hits
+all alike. A figure is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -16,121 +18,55 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from amp_models import MODELS, problem
+from torch import nn
 
-# Contenders: how each prepares model and optimizer is in `prepare`.
+# How each prepares model and optimizer is in `prepare`.
 CONTENDERS = (
     "fp32",
+    "autocast fp16",
     "torch.amp fp16",
     "apex O1 torch optimizer",
     "apex O1 fused optimizer",
     "apex O2 fused optimizer",
+    "apex O2 half outputs fused optimizer",
     "torch.amp bf16",
+    "apex O4 torch optimizer",
     "apex O4 fused optimizer",
     "apex O5 fused optimizer",
 )
-
-
-class Bottleneck(nn.Module):
-    """A residual block of three convolutions."""
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.convolutions = nn.Sequential(
-            nn.Conv2d(inputs, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, 4 * width, 1, bias=False),
-            nn.BatchNorm2d(4 * width),
-        )
-        same = stride == 1 and inputs == 4 * width
-        self.shortcut = (
-            nn.Identity()
-            if same
-            else nn.Sequential(nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.convolutions(x) + self.shortcut(x))
-
-
-def resnet50() -> nn.Module:
-    """A network of ResNet-50's shape."""
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(64),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, 2, 1),
-    ]
-    inputs = 64
-    for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for index in range(count):
-            layers.append(Bottleneck(inputs, width, 2 if index == 0 and width > 64 else 1))
-            inputs = 4 * width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
-
-
-class Block(nn.Module):
-    """A transformer block with causal attention."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.attention(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.mlp(self.norm2(x))
-
-
-class GPT(nn.Module):
-    """A language model of GPT-2 small's shape."""
-
-    def __init__(self, vocabulary: int = 50304, length: int = 1024, width: int = 768, depth: int = 12) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, width // 64) for _ in range(depth)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(x)))
-
-
-def problem(
-    name: str, device: str, small: bool
-) -> tuple[nn.Module, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
-    """Model, inputs, targets and loss."""
-    torch.manual_seed(0)
-    if name == "resnet50":
-        batch, size = (2, 64) if small else (128, 224)
-        model = resnet50().to(device, memory_format=torch.channels_last)
-        images = torch.randn(batch, 3, size, size, device=device).to(memory_format=torch.channels_last)
-        return model, images, torch.randint(1000, (batch,), device=device), F.cross_entropy
-    batch, length = (1, 32) if small else (8, 1024)
-    model = GPT(512, 32, 64, 2) if small else GPT()
-    tokens = torch.randint(512, (batch, length), device=device)
-    loss = lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten())  # noqa: E731
-    return model.to(device), tokens, tokens.roll(-1, 1), loss
+# What a device's figures are about: on a GPU speed and memory, on a CPU what amp costs on top of autocast.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "models": ["resnet50", "resnet50-32", "gpt2"],
+        "contenders": [name for name in CONTENDERS if name not in ("autocast fp16", "apex O4 torch optimizer")],
+        "rounds": 5,
+        "steps": 10,
+    },
+    "cpu": {
+        "models": ["demo-gpt", "demo-conv"],
+        "contenders": [
+            "autocast fp16",
+            "torch.amp fp16",
+            "apex O1 torch optimizer",
+            "torch.amp bf16",
+            "apex O4 torch optimizer",
+        ],
+        "rounds": 20,
+        "steps": 5,
+    },
+}
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 def optimizer_for(name: str, model: nn.Module, fused_by_apex: bool) -> torch.optim.Optimizer:
-    """SGD for the network of images, AdamW for the language model."""
+    """SGD for networks of images, AdamW for the others."""
     from apex.optimizers import FusedAdam, FusedSGD
 
-    if name == "resnet50":
+    if name in ("resnet50", "resnet50-32", "demo-conv"):
         options = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}
         kind = FusedSGD if fused_by_apex else torch.optim.SGD
         return kind(model.parameters(), **options, **({} if fused_by_apex else {"fused": True}))
@@ -151,8 +87,18 @@ def prepare(contender: str, name: str, device: str, small: bool) -> tuple[Callab
             optimizer.step()
 
         return plain_step, 0.0
+    half = torch.float16 if contender.endswith("fp16") else torch.bfloat16
+    if contender.startswith("autocast"):
+
+        def bare_step() -> None:
+            optimizer.zero_grad()
+            with torch.autocast(device, dtype=half):
+                loss = criterion(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+
+        return bare_step, 0.0
     if contender.startswith("torch.amp"):
-        half = torch.float16 if contender.endswith("fp16") else torch.bfloat16
         scaler = torch.amp.GradScaler(device, enabled=half == torch.float16)
 
         def torch_step() -> None:
@@ -167,8 +113,10 @@ def prepare(contender: str, name: str, device: str, small: bool) -> tuple[Callab
 
     from apex import amp
 
+    level = contender.split()[1]
+    options: dict[str, Any] = {"cast_model_outputs": torch.float16} if "half outputs" in contender else {}
     start = time.perf_counter()
-    model, optimizer = amp.initialize(model, optimizer, opt_level=contender.split()[1], verbosity=0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     milliseconds = 1e3 * (time.perf_counter() - start)
 
     def apex_step() -> None:
@@ -181,28 +129,45 @@ def prepare(contender: str, name: str, device: str, small: bool) -> tuple[Callab
     return apex_step, milliseconds
 
 
-def measure(contender: str, name: str, device: str, small: bool, steps: int) -> dict[str, object]:
-    """One contender's figures, in this process."""
+def compete(contender: str, name: str, device: str, small: bool, steps: int) -> None:
+    """One contender: a line of JSON when it is warm, one for every line that comes in, and one at the end."""
     step, initialize = prepare(contender, name, device, small)
     on_gpu = device == "cuda"
     wait = torch.cuda.synchronize if on_gpu else (lambda: None)
-    for _ in range(5 if on_gpu else 1):
+    clock = clock_of(device)
+    for _ in range(5):
         step()
     wait()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
+    _say({"initialize_milliseconds": initialize})
+    for _ in sys.stdin:
+        step()
         wait()
-        times.append(1e3 * (time.perf_counter() - start) / steps)
-    result: dict[str, object] = {"milliseconds": statistics.median(times), "initialize_milliseconds": initialize}
+        times = []
+        for _ in range(1 if on_gpu else steps):  # a GPU is asked for many steps at once, and not kept waiting
+            start = clock()
+            for _ in range(steps if on_gpu else 1):
+                step()
+            wait()
+            times.append(1e3 * (clock() - start) / (steps if on_gpu else 1))
+        _say({"milliseconds": statistics.median(times)})
     if on_gpu:
-        result["peak_mebibytes"] = torch.cuda.max_memory_allocated() / 2**20
-        result["waits_for_the_gpu"] = waits(step)
-    return result
+        _say({"peak_mebibytes": torch.cuda.max_memory_allocated() / 2**20, "waits_for_the_gpu": waits(step)})
+    else:
+        _say({})
+
+
+def clock_of(device: str) -> Callable[[], float]:
+    """Seconds; on a CPU those of one thread, the only one, so that other work of the machine does not count."""
+    if device == "cuda":
+        return time.perf_counter
+    torch.set_num_threads(1)
+    return time.thread_time
+
+
+def _say(document: dict[str, Any]) -> None:
+    print(json.dumps(document), flush=True)
 
 
 def waits(step: Callable[[], None]) -> bool:
@@ -220,55 +185,135 @@ def waits(step: Callable[[], None]) -> bool:
     return False
 
 
-def run_all(arguments: argparse.Namespace) -> dict[str, object]:
-    """Every contender in turn, for several rounds."""
-    results: dict[str, dict[str, dict[str, object]]] = {}
-    for name in arguments.models:
-        rounds: dict[str, list[dict[str, object]]] = {contender: [] for contender in arguments.contenders}
+def initialize_times(device: str) -> None:
+    """How long amp.initialize takes for a model of 300 tensors, at every level: the median of 5."""
+    from apex import amp
+    from apex.optimizers import FusedAdam
+
+    clock = clock_of(device)
+    found = {}
+    for level in LEVELS:
+        times = []
+        for _ in range(6):
+            model, *_ = problem("layers", device, small=False)
+            optimizer = FusedAdam(model.parameters())
+            start = clock()
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            times.append(1e3 * (clock() - start))
+            amp.shutdown()
+        found[level] = statistics.median(times[1:])  # the first one of a process loads modules
+    _say({"tensors": len(list(model.parameters())), "milliseconds": found})
+
+
+class Contender:
+    """A process that trains when it is told to."""
+
+    def __init__(self, name: str, model: str, arguments: argparse.Namespace) -> None:
+        self.name = name
+        command = [sys.executable, __file__, "--child", name, "--models", model, "--device", arguments.device]
+        command += ["--steps", str(arguments.steps), *(["--small"] if arguments.small else [])]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.rounds: list[float] = []
+
+    def answer(self) -> dict[str, Any]:
+        """The next line that it says."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} failed:\n{self._process.communicate()[1][-2000:]}")
+        return json.loads(line)
+
+    def run_round(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self.rounds.append(self.answer()["milliseconds"])
+
+    def end(self) -> dict[str, Any]:
+        """What it knows after the last round."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        last = self.answer()
+        self._process.wait()
+        return last
+
+
+def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Every model and every contender."""
+    results: dict[str, dict[str, Any]] = {}
+    for model in arguments.models:
+        contenders = [Contender(name, model, arguments) for name in arguments.contenders]
+        starts = [contender.answer() for contender in contenders]
         for _ in range(arguments.rounds):
-            for contender in arguments.contenders:
-                command = [sys.executable, __file__, "--child", contender, "--models", name]
-                command += ["--device", arguments.device, "--steps", str(arguments.steps)]
-                command += ["--small"] if arguments.small else []
-                done = subprocess.run(command, capture_output=True, text=True)
-                if done.returncode:
-                    raise SystemExit(f"{contender} on {name} failed:\n{done.stderr[-2000:]}")
-                rounds[contender].append(json.loads(done.stdout.splitlines()[-1]))
-                print(f"{name:9} {contender:26} {rounds[contender][-1]}", flush=True)
-        results[name] = {
-            contender: {**each[-1], "milliseconds": statistics.median(float(r["milliseconds"]) for r in each)}  # type: ignore[arg-type]
-            for contender, each in rounds.items()
+            for contender in contenders:
+                contender.run_round()
+        results[model] = {
+            contender.name: {
+                "milliseconds": statistics.median(contender.rounds),
+                **start,
+                **contender.end(),
+                "rounds": [round(value, 3) for value in contender.rounds],
+            }
+            for contender, start in zip(contenders, starts, strict=True)
         }
+        print_table(model, results[model])
+    command = [sys.executable, __file__, "--child", "initialize", "--device", arguments.device]
+    initialize = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    print(f"amp.initialize of {initialize['tensors']} tensors, ms: {initialize['milliseconds']}")
+    on_gpu = arguments.device == "cuda"
     return {
-        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
         "rounds": arguments.rounds,
-        "steps": arguments.steps,
+        "steps_per_round": arguments.steps,
+        "method": "contenders take turns, one round each at a time; a round is "
+        + (
+            "the mean of steps without a wait between them"
+            if on_gpu
+            else "the median of its steps, in the time of the one thread that works"
+        )
+        + ", a figure the median of the rounds",
         "results": results,
+        "initialize": initialize,
     }
+
+
+def print_table(model: str, results: dict[str, dict[str, Any]]) -> None:
+    """Milliseconds of each contender, beside torch.amp with the same half precision."""
+    for name, figures in results.items():
+        rival = "torch.amp bf16" if "bf16" in name or "O4" in name or "O5" in name else "torch.amp fp16"
+        line = f"{model:11} {name:37} {figures['milliseconds']:8.3f} ms"
+        if rival in results:
+            line += f" {figures['milliseconds'] / results[rival]['milliseconds']:6.3f} of {rival}"
+        if "peak_mebibytes" in figures:
+            line += f" {figures['peak_mebibytes']:7.0f} MiB{'  waits' if figures['waits_for_the_gpu'] else ''}"
+        print(line, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["resnet50", "gpt2"], choices=["resnet50", "gpt2"])
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=20, help="steps per measurement, of which there are three")
-    parser.add_argument("--rounds", type=int, default=2, help="how often the contenders take turns")
+    parser.add_argument("--models", nargs="+", choices=MODELS)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=list(DEFAULTS))
+    parser.add_argument("--steps", type=int, help="steps per round")
+    parser.add_argument("--rounds", type=int, help="how often the contenders take turns")
     parser.add_argument("--small", action="store_true", help="tiny models, to try the script")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child:
-        print(
-            json.dumps(
-                measure(arguments.child, arguments.models[0], arguments.device, arguments.small, arguments.steps)
-            )
-        )
-        return
-    report = run_all(arguments)
-    if arguments.output:
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    for name, value in DEFAULTS[arguments.device].items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    if arguments.child == "initialize":
+        initialize_times(arguments.device)
+    elif arguments.child:
+        compete(arguments.child, arguments.models[0], arguments.device, arguments.small, arguments.steps)
+    else:
+        report = run_all(arguments)
+        if arguments.output:
+            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops._transfer import Transfer
+from ..ops._transfer import Transfer, on_host
 from ._amp_state import _amp_state, maybe_print
 from ._stash import Counted
 from .scaler import LossScaler
@@ -36,6 +36,9 @@ class OverflowReports:
 
     def note(self, scaler: LossScaler, loss_id: int, counted: list[Counted]) -> None:
         """Sends to the host what it will want to say if the gradients overflowed."""
+        if not self._pending and on_host(scaler.overflow) and not scaler._has_overflow:
+            self._skipped[loss_id] = self._skipped_at_floor[loss_id] = 0
+            return
         device = scaler.overflow.device
         counters = [each.culprits.to(device, torch.float32).flatten() for each in counted]
         sent = Transfer(torch.cat((scaler.overflow.float(), scaler.scale_tensor(), *counters)))

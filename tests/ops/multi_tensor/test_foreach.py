@@ -47,7 +47,9 @@ def test_what_is_left_to_the_rules() -> None:
     assert not foreach.scale(rules.SCALE, lists(half, single), {"factor": 0.5}, None, None)
     assert not foreach.scale(rules.SCALE, lists(half, half), {"factor": 0.1}, None, None)
     infinite, culprits = [torch.full((3,), torch.inf)], torch.zeros(1, 2, dtype=torch.int32)
-    assert not foreach.scale(rules.SCALE, lists(single, infinite), {"factor": 0.5}, None, overflow, culprits)
+    assert not foreach.scale(rules.SCALE, lists(single, infinite), {"factor": 2.0}, None, overflow, culprits)
+    assert foreach.scale(rules.SCALE, lists(single, infinite), {"factor": 0.5}, None, overflow, culprits)
+    assert culprits.tolist() == [[3, 0]]
     assert not foreach.scale(rules.AXPBY, lists(single, single), {"a": 1.0, "b": 1.0}, None, None)
     assert foreach.measure(rules.SCALE_SQUARE_SUM, lists(single, single), {}, None) is None
 

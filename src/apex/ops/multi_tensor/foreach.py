@@ -46,7 +46,7 @@ def scale(
     overflow: Tensor | None,
     culprits: Tensor | None = None,
 ) -> bool:
-    """Scales slot 1 into slot 0; says whether it did. Not where elements that are not finite must be counted."""
+    """Scales slot 1 into slot 0; says whether it did. Not where many elements must be counted that are not finite."""
     if rule is not rules.SCALE or lists.device.type != "cpu" or lists.copy or not lists.same_layout:
         return False
     outputs, inputs = lists.slots[:2]
@@ -60,12 +60,16 @@ def scale(
     if outputs[0].dtype.itemsize < 4 and factor != float(torch.tensor(factor, dtype=outputs[0].dtype)):
         return False
     targets = list(outputs)
-    at_once = outputs[0].dtype == torch.float32 and culprits is None
+    # Scaling changes nothing about what is infinite or NaN, so that it can be counted afterwards.
+    at_once = outputs[0].dtype == torch.float32 and (culprits is None or 0 < abs(factor) <= 1)
     if overflow is not None and at_once and sum(lists.sizes) < _LOOKED_AT_ONCE * len(targets):
         _copy(inputs, targets)
         found = torch.zeros(1)
         torch._amp_foreach_non_finite_check_and_unscale_(targets, found, torch.full((1,), factor))
-        overflow.copy_(torch.maximum(overflow, found.to(overflow.dtype)))
+        if found.item():
+            overflow.fill_(1)
+            if culprits is not None:
+                culprits += torch.tensor([[tensor.isinf().sum(), tensor.isnan().sum()] for tensor in targets])
         return True
     if overflow is not None and not math.isfinite(_square_sums(inputs).sum()):
         return False

@@ -1,0 +1,121 @@
+"""The networks that `benchmarks/amp.py` trains, and their data: ResNet-50 and GPT-2 in shape, and those of the demo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# resnet50-32: with 32 images instead of 128, which keep the host busier than the GPU.
+MODELS = ("resnet50", "resnet50-32", "gpt2", "demo-gpt", "demo-conv", "layers")
+# The small networks of `apex demo`, at the size that it has on this device.
+_DEMO = {"demo-gpt": "gpt", "demo-conv": "conv"}
+
+
+class Bottleneck(nn.Module):
+    """A residual block of three convolutions."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, 4 * width, 1, bias=False),
+            nn.BatchNorm2d(4 * width),
+        )
+        same = stride == 1 and inputs == 4 * width
+        self.shortcut = (
+            nn.Identity()
+            if same
+            else nn.Sequential(nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.convolutions(x) + self.shortcut(x))
+
+
+def resnet50() -> nn.Module:
+    """A network of ResNet-50's shape."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    inputs = 64
+    for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for index in range(count):
+            layers.append(Bottleneck(inputs, width, 2 if index == 0 and width > 64 else 1))
+            inputs = 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
+
+
+class Block(nn.Module):
+    """A transformer block with causal attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.attention(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """A language model of GPT-2 small's shape."""
+
+    def __init__(self, vocabulary: int = 50304, length: int = 1024, width: int = 768, depth: int = 12) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, width // 64) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+def problem(
+    name: str, device: str, small: bool
+) -> tuple[nn.Module, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
+    """Model, inputs, targets and loss."""
+    torch.manual_seed(0)
+    if name == "layers":  # 300 tensors
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(150))).to(device), *_pair(device), F.mse_loss
+    if name in _DEMO:
+        from apex._cli.demo.tasks import loss_of, make_task
+
+        task = make_task(_DEMO[name], 1, torch.device(device))
+        return task.new_model(), *task.batches[0], loss_of
+    if name.startswith("resnet50"):
+        batch, size = (2, 64) if small else (32 if name == "resnet50-32" else 128, 224)
+        model = resnet50().to(device, memory_format=torch.channels_last)
+        images = torch.randn(batch, 3, size, size, device=device).to(memory_format=torch.channels_last)
+        return model, images, torch.randint(1000, (batch,), device=device), F.cross_entropy
+    batch, length = (1, 32) if small else (8, 1024)
+    model = GPT(512, 32, 64, 2) if small else GPT()
+    tokens = torch.randint(512, (batch, length), device=device)
+    return model.to(device), tokens, tokens.roll(-1, 1), loss_of_tokens
+
+
+def _pair(device: str) -> tuple[Tensor, Tensor]:
+    return torch.randn(2, 8, 64, device=device).unbind()  # type: ignore[return-value]
+
+
+def loss_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy in float32, also of half-precision logits, as autocast computes it."""
+    return F.nll_loss(F.log_softmax(logits.flatten(0, 1), -1, dtype=torch.float32), targets.flatten())
