@@ -56,7 +56,7 @@ CASES = [
     XentropyCase(4, 1001, _BF16),
     XentropyCase(4, 4096, _BF16, 0.0),
     XentropyCase(4, 30000),
-    XentropyCase(13, 9001, _F32, 0.0),
+    XentropyCase(13, 2501, _F32, 0.0),
     XentropyCase(3, 9001, _HALF),
     XentropyCase(3, 33333, _F32, 1.0),
     XentropyCase(3, 50257, _BF16),

@@ -105,7 +105,7 @@ def _write_gradient(
     if counted:
         for begin in tl.range(first * BLOCK, whole, step * BLOCK):
             position = begin + offset
-            x = tl.load(body_source + position, eviction_policy="evict_first").to(tl.float32)
+            x = tl.load(body_source + position).to(tl.float32)
             slope = _slope(x, position + head, label, log_sum, scale, own, others)
             tl.store(body_target + position, slope.to(target.dtype.element_ty))
     else:
