@@ -46,8 +46,8 @@ def _prepare(dtype: torch.dtype, shape: tuple[int, ...], direction: str, device:
         output = function(*leaves, padding)
         return lambda: torch.autograd.grad(output, leaves, gradient, retain_graph=True)
 
-    wide = [each.detach().double().requires_grad_() for each in leaves]
-    output = _eager(*wide, padding)
+    wide = tuple(each.detach().double().requires_grad_() for each in leaves)
+    output = _eager(wide[0], wide[1], wide[2], padding)
     if direction == "fwd":
         expected = [Expected(output.detach(), dtype, channels * kernel * kernel)]
     else:

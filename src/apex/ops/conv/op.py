@@ -58,8 +58,8 @@ def conv_bias_relu(
     """relu(conv(input, weight) * scale + bias), and 0 where `mask`, of the output's shape, is 0; without autograd."""
     check(input, weight, spec, bias=bias, scale=scale)
     if mask is None and scale is None and _cudnn_does_it(input):
-        pairs = ([number] * 2 for number in (spec.stride, spec.padding, 1))
-        return torch.cudnn_convolution_relu(input, weight, bias.reshape(-1), *pairs, 1)
+        stride, padding = [spec.stride] * 2, [spec.padding] * 2
+        return torch.cudnn_convolution_relu(input, weight, bias.reshape(-1), stride, padding, [1, 1], 1)
     output = functional.conv2d(input, weight, None, spec.stride, spec.padding)
     if mask is not None and mask.shape != output.shape:
         raise ValueError(f"mask has shape {list(mask.shape)}, the output of the convolution {list(output.shape)}")
@@ -114,8 +114,8 @@ def conv_bias_relu_gradients(
         dz = torch.empty_like(dy)
         dbias = plan.run(dy, output, dz)
     elif output.is_contiguous(memory_format=torch.channels_last):
-        rows = [each.movedim(1, -1).reshape(-1, output.shape[1]) for each in (dy, output)]
-        dz, dbias = activation_backward(*rows, "relu", bias_grad)
+        dy_rows, output_rows = (each.movedim(1, -1).reshape(-1, output.shape[1]) for each in (dy, output))
+        dz, dbias = activation_backward(dy_rows, output_rows, "relu", bias_grad)
         dz = dz.view(output.movedim(1, -1).shape).movedim(-1, 1)
     else:
         dz = torch.ops.aten.threshold_backward(dy, output, 0)

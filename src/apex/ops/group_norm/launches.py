@@ -182,12 +182,12 @@ class BackwardPlan:
 
 # Dtypes are part of the keys because a bound launch is for one set of them.
 @functools.lru_cache(maxsize=4096)
-def _forward_plan(sizes, spec, dtypes, device, facts) -> ForwardPlan:
+def _forward_plan(sizes, spec, dtypes, device, facts):
     return ForwardPlan(_Shape(*sizes, spec, dtypes[1] is not None, dtypes[2] is not None), device)
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward_plan(sizes, spec, dtypes, param_grads, device, facts) -> BackwardPlan:
+def _backward_plan(sizes, spec, dtypes, param_grads, device, facts):
     return BackwardPlan(_Shape(*sizes, spec, dtypes[1] is not None, dtypes[2] is not None), param_grads, device)
 
 
@@ -198,7 +198,7 @@ def _facts_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[tu
 
 
 def forward_plan(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> ForwardPlan:
-    """The plan for tensors like these."""
+    """The plan for tensors like these, whose dtypes a bound launch depends on as well."""
     sizes, dtypes = _facts_of(x, weight, bias)
     return _forward_plan(sizes, spec, dtypes, x.device, _device.facts(x.device))
 

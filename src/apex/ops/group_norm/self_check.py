@@ -33,12 +33,12 @@ def _largest_error(
 ) -> float:
     from .op import group_norm_backward, group_norm_forward
 
-    there = [each.to(device) for each in (dy, x, weight, bias)]
-    output, statistics = group_norm_forward(*there[1:], spec)
-    gradients = group_norm_backward(*there[:2], statistics, *there[2:], spec)
-    wide = [each.double() for each in (dy, x, weight, bias)]
-    expected, exact = reference.forward(*wide[1:], spec)
-    expected_gradients = reference.backward(*wide[:2], exact, *wide[2:], spec)
+    there_dy, there_x, there_weight, there_bias = (each.to(device) for each in (dy, x, weight, bias))
+    output, statistics = group_norm_forward(there_x, there_weight, there_bias, spec)
+    gradients = group_norm_backward(there_dy, there_x, statistics, there_weight, there_bias, spec)
+    dy, x, weight, bias = (each.double() for each in (dy, x, weight, bias))
+    expected, exact = reference.forward(x, weight, bias, spec)
+    expected_gradients = reference.backward(dy, x, exact, weight, bias, spec)
     terms = x.numel() // x.shape[1]
     worst = excess(output.cpu(), expected)
     for actual, wanted, reduction in zip(gradients, expected_gradients, (1, terms, terms), strict=True):
