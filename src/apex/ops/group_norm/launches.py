@@ -183,12 +183,17 @@ class BackwardPlan:
 # Dtypes are part of the keys because a bound launch is for one set of them.
 @functools.lru_cache(maxsize=4096)
 def _forward_plan(sizes, spec, dtypes, device, facts):
-    return ForwardPlan(_Shape(*sizes, spec, dtypes[1] is not None, dtypes[2] is not None), device)
+    return ForwardPlan(_shape(sizes, spec, dtypes), device)
 
 
 @functools.lru_cache(maxsize=4096)
 def _backward_plan(sizes, spec, dtypes, param_grads, device, facts):
-    return BackwardPlan(_Shape(*sizes, spec, dtypes[1] is not None, dtypes[2] is not None), param_grads, device)
+    return BackwardPlan(_shape(sizes, spec, dtypes), param_grads, device)
+
+
+def _shape(sizes: tuple[int, int, int, bool], spec: GroupNormSpec, dtypes: tuple) -> _Shape:
+    images, positions, channels, last = sizes
+    return _Shape(images, positions, channels, last, spec, dtypes[1] is not None, dtypes[2] is not None)
 
 
 def _facts_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[tuple[int, int, int, bool], tuple]:
