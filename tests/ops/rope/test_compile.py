@@ -43,7 +43,6 @@ def test_compiled_without_graph_breaks(route: Route) -> None:
         expected = function(t)
         compiled = torch.compile(function, fullgraph=True, backend=backend)(t)
         (gradient,), (expected_gradient,) = (torch.autograd.grad(y.square().sum(), t) for y in (compiled, expected))
-    assert compiled.stride() == expected.stride()
     assert_close(compiled, expected.double())
     assert_close(gradient, expected_gradient.double(), reduction=10)
 

@@ -232,3 +232,8 @@ def test_more_than_two_to_the_31_elements() -> None:
     output = rope.rotary_embedding(t.view(8, 8200, 256, 128), freqs, tensor_format="bshd")
     wanted = plain(t.view(8, 8200, 256, 128)[:, last].double().cpu(), exact_freqs, RopeSpec("bshd"))
     assert_close(output[:, last], wanted)
+    del output
+    # Channels far apart: their offsets alone exceed 32 bits.
+    strided = t.view(128, 8200, 8, 256).permute(1, 2, 3, 0)
+    output = rope.rotary_embedding(strided, freqs)
+    assert_close(output[last], plain(strided[last].double().cpu(), exact_freqs, RopeSpec("sbhd")))

@@ -83,6 +83,7 @@ def make_problem(kind: Kind, device: torch.device) -> Problem:
         for _ in range(2)
     )
     channels = kind.shape[-1]
+    tables: tuple[Tensor, ...]
     if kind.kind == "2d":
         rows, columns = (_angles(n, channels // 2, device).transpose(0, 1) for n in kind.shape[1:3])
         tables = (rows.cos(), rows.sin(), columns.cos(), columns.sin())
@@ -106,9 +107,9 @@ def _angles(positions: int, channels: int, device: torch.device) -> Tensor:
 def _ours(problem: Problem) -> Rotate:
     kind, tables = problem.kind, problem.tables
     if kind.kind == "sbhd":
-        return lambda t: (fused_apply_rotary_pos_emb(t, *tables),)
+        return lambda t: (fused_apply_rotary_pos_emb(t, tables[0]),)
     if kind.kind == "cached":
-        return lambda t: (fused_apply_rotary_pos_emb_cached(t, *tables),)
+        return lambda t: (fused_apply_rotary_pos_emb_cached(t, tables[0], tables[1]),)
     if kind.kind == "thd":
         edges = problem.cu_seqlens
         assert edges is not None

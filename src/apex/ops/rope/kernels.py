@@ -97,7 +97,7 @@ def _cos_sin(
         sin = tl.sin(cos)
     if FROM_ANGLES:
         cos = tl.cos(cos)
-    sin = tl.where((chunk & 1) == INVERSE, -sin, sin)
+    sin = tl.where((chunk & 1) == (1 if INVERSE else 0), -sin, sin)
     if POSITIONS == PACKED:
         cos = tl.where(outside, 1.0, cos)
         sin = tl.where(outside, 0.0, sin)
@@ -168,18 +168,21 @@ def _tile(
         mask = rows & (column < HALF) & (chunk < CHUNKS)
 
     # The tile is asked for before angles are waited for.
-    own = tl.load(source + (chunk * HALF + column) * channel_stride, mask=mask)
+    here = chunk * HALF + column
+    there = (chunk ^ 1) * HALF + column
+    own = tl.load(source + here.to(tl.int64) * channel_stride, mask=mask)
     if ROTATED == CHUNKS_BLOCK:
-        partner = tl.load(source + ((chunk ^ 1) * HALF + column) * channel_stride, mask=mask)
+        partner = tl.load(source + there.to(tl.int64) * channel_stride, mask=mask)
     else:
         partner_mask = chunk < ROTATED if mask is None else mask & (chunk < ROTATED)
-        partner = tl.load(source + ((chunk ^ 1) * HALF + column) * channel_stride, mask=partner_mask, other=0.0)
+        partner = tl.load(source + there.to(tl.int64) * channel_stride, mask=partner_mask, other=0.0)
     if REST:
-        beyond = CHUNKS * HALF + tl.arange(0, REST_BLOCK)[None, None, None, :]
-        rest_mask = beyond < CHUNKS * HALF + REST
+        rest = CHUNKS * HALF + tl.arange(0, REST_BLOCK)[None, None, None, :]
+        rest_mask = rest < CHUNKS * HALF + REST
         if not FULL:
             rest_mask = rest_mask & rows
-        tl.store(target + beyond, tl.load(source + beyond * channel_stride, mask=rest_mask), mask=rest_mask)
+        copied = tl.load(source + rest.to(tl.int64) * channel_stride, mask=rest_mask)
+        tl.store(target + rest, copied, mask=rest_mask)
     cos, sin = _cos_sin(
         token,
         cosines,
@@ -201,7 +204,7 @@ def _tile(
         TOKENS,
     )
     result = own.to(tl.float32) * cos + partner.to(tl.float32) * sin
-    tl.store(target + chunk * HALF + column, result.to(output.dtype.element_ty), mask=mask)
+    tl.store(target + here, result.to(output.dtype.element_ty), mask=mask)
 
 
 @kernel

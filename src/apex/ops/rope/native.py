@@ -39,13 +39,11 @@ def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tens
     compute = compute_dtype(t)
     cos, sin = cosines_and_sines(t, tables, spec, cu_seqlens, compute)
     result = empty_result(t, spec.swap_memory)
-    parts = [(2, cos.shape[-1])] if spec.layout == "image" else []
-    rotated = cos.shape[-1] * (2 if parts else 1)
+    parts = (2, cos.shape[-1]) if spec.layout == "image" else None  # channels of rows, of columns
+    rotated = cos.shape[-1] * (1 if parts is None else 2)
     token_dim = DIMENSIONS[spec.layout][0]
     if t.dtype == compute:
-        source, target = t, result
-        for sizes in parts:
-            source, target = source.unflatten(-1, sizes), target.unflatten(-1, sizes)
+        source, target = (t, result) if parts is None else (t.unflatten(-1, parts), result.unflatten(-1, parts))
         _rotate_piece(source, target, cos, sin, spec.inverse)
     else:
         tokens = t.shape[token_dim]
@@ -58,10 +56,10 @@ def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tens
             if source.shape[token_dim] < wide.shape[token_dim]:  # the last one
                 wide, turned = (tensor.narrow(token_dim, 0, source.shape[token_dim]) for tensor in (wide, turned))
             wide.copy_(source)
-            views = [wide, turned]
-            for sizes in parts:
-                views = [view.unflatten(-1, sizes) for view in views]
-            _rotate_piece(*views, cosines, sines, spec.inverse)
+            if parts is None:
+                _rotate_piece(wide, turned, cosines, sines, spec.inverse)
+            else:
+                _rotate_piece(wide.unflatten(-1, parts), turned.unflatten(-1, parts), cosines, sines, spec.inverse)
             target.copy_(turned)
     if rotated < t.shape[-1]:
         result[..., rotated:] = t[..., rotated:]
