@@ -168,10 +168,13 @@ def _epilogue(output: Tensor, scale: Tensor | None, bias: Tensor, mask: Tensor |
     ):
         return triton_epilogue(output, scale, bias, mask)
     shape = (1, -1, 1, 1)
-    if scale is not None:
-        output = output * scale.reshape(shape)
-    output = output.add_(bias.reshape(shape)).relu_()
-    return output if mask is None else output.mul_(mask != 0)
+    if scale is None:
+        output = output.add_(bias.reshape(shape)).relu_()
+    else:  # rounded once
+        wide = torch.promote_types(output.dtype, torch.float32)
+        factor, shift = (each.to(wide).reshape(shape) for each in (scale, bias))
+        output = (output.to(wide) * factor + shift).relu_().to(output.dtype)
+    return output if mask is None else output.masked_fill_(mask == 0, 0)
 
 
 def triton_epilogue(output: Tensor, scale: Tensor | None, bias: Tensor, mask: Tensor | None) -> Tensor:
