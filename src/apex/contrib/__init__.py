@@ -16,6 +16,7 @@ __getattr__, __dir__ = lazy_subpackages(
         "multihead_attn",
         "openfold_triton",
         "optimizers",
+        "transducer",
         "xentropy",
     ],
 )

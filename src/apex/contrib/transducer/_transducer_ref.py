@@ -1,0 +1,63 @@
+"""Joint and loss by their definition with the gradients, for tests of code that uses them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...ops.transducer import PADDING, reference_loss
+
+
+def _accumulate(tensor: Tensor, gradient: Tensor) -> Tensor:
+    """Adds to `tensor.grad`, as a backward pass does, and returns it."""
+    tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+    return tensor.grad
+
+
+def transducer_loss_reference(
+    x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor, blank_idx: int, loss_grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """alpha, beta, the gradient of the padded logits x (added to `x.grad`), and the losses in the dtype of x."""
+    given = x.detach(), label, f_len, y_len, None
+    losses, *saved = reference_loss.forward(*given, (x.shape[1], x.shape[2]), blank_idx, True)
+    gradient = reference_loss.backward(loss_grad, *given, blank_idx, *saved, True)
+    return saved[0][0], saved[0][1], _accumulate(x, gradient), losses
+
+
+def transducer_joint_reference(
+    f: Tensor,
+    g: Tensor,
+    h_grad: Tensor,
+    f_len: Tensor,
+    g_len: Tensor,
+    pack_output: bool,
+    relu: bool,
+    dropout: bool,
+    dropout_prob: float = 0,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h, packed if asked for, and the gradients of f and g, which are added to theirs.
+
+    `h_grad` and `mask` (needed with dropout) are padded, B x T x U x H; h_grad counts everywhere, so that it should be
+    zero in the padding.
+    """
+    if dropout and mask is None:
+        raise NotImplementedError("mask needs to supplied to test dropout.")
+    with torch.enable_grad():
+        leaves = f.detach().requires_grad_(), g.detach().requires_grad_()
+        h = leaves[0][:, :, None] + leaves[1][:, None]
+        if relu:
+            h = torch.relu(h)
+        if dropout:
+            h = h * mask * (1 / (1 - dropout_prob))
+        df, dg = torch.autograd.grad(h, leaves, h_grad)
+    h = h.detach()
+    lengths = list(zip(f_len.tolist(), g_len.tolist(), strict=True))
+    if pack_output:
+        parts = [h[b, :frames, :tokens].reshape(-1, h.shape[-1]) for b, (frames, tokens) in enumerate(lengths)]
+        h = torch.cat(parts)
+    else:
+        for b, (frames, tokens) in enumerate(lengths):
+            h[b, frames:] = PADDING
+            h[b, :, tokens:] = PADDING
+    return h, _accumulate(f, df), _accumulate(g, dg)

@@ -1,0 +1,186 @@
+"""`TransducerJoint` and `TransducerLoss`, under upstream's names."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...ops import transducer as ops
+
+
+class TransducerJoint(torch.nn.Module):
+    """h[b, t, u] = f[b, t] + g[b, u], with ReLU and dropout behind it if wanted.
+
+    `pack_output` leaves the padding out of the result. `probe_mask` appends a byte per element to `mask_probe` at every
+    call, 1 where it passed ReLU and dropout. Dropout works in training only. `opt` and `fwd_tile_size` choose among
+    upstream's kernels; here there is one, and they are checked and otherwise unused.
+    """
+
+    def __init__(
+        self, pack_output=False, relu=False, dropout=False, opt=1, fwd_tile_size=4, dropout_prob=0, probe_mask=False
+    ) -> None:
+        super().__init__()
+        if opt not in (0, 1):
+            raise ValueError(f"opt={opt} must be 0 or 1")
+        if (relu or dropout) and opt != 1:
+            raise NotImplementedError("ReLU and dropout fusion is only supported with opt=1")
+        if dropout and not 0.0 <= dropout_prob <= 1.0:
+            raise ValueError(f"dropout_prob={dropout_prob} must be a probability, between 0 and 1")
+        self.pack_output = pack_output
+        self.relu = relu
+        self.dropout = dropout
+        self.dropout_prob = dropout_prob
+        self.opt = opt
+        self.fwd_tile_size = fwd_tile_size
+        self.dummy_batch_offset = torch.empty(0)
+        self.mask_probe: list[Tensor] | None = [] if (relu or dropout) and probe_mask else None
+
+    def forward(
+        self,
+        f: Tensor,
+        g: Tensor,
+        f_len: Tensor,
+        g_len: Tensor,
+        batch_offset: Tensor | None = None,
+        packed_batch: int = 0,
+    ) -> Tensor:
+        """The joint of f (B x T x H) and g (B x U x H): B x T x U x H, or packed_batch x H if packed.
+
+        `f_len` and `g_len` are the lengths of the sequences along T and U. Packing needs `batch_offset`,
+        cumsum(f_len * g_len), and `packed_batch`, its last element. Padding of a result that is not packed is -1.
+        """
+        if self.pack_output and (batch_offset is None or packed_batch == 0):
+            raise ValueError("pack_output=True needs batch_offset and packed_batch")
+        return TransducerJointFunc.apply(
+            f,
+            g,
+            f_len,
+            g_len,
+            self.pack_output,
+            self.relu,
+            self.dropout and self.training,
+            batch_offset if self.pack_output else self.dummy_batch_offset,
+            packed_batch,
+            self.opt,
+            self.fwd_tile_size,
+            self.dropout_prob,
+            self.mask_probe,
+        )
+
+
+class TransducerLoss(torch.nn.Module):
+    """The negative log-likelihood of label sequences, over all their alignments with the frames, from logits.
+
+    The gradient goes through the softmax in one pass whether or not `fuse_softmax_backward` is set: the result is the
+    same. `opt` chooses among upstream's kernels and is unused here. `packed_input` takes logits without padding.
+    """
+
+    def __init__(self, fuse_softmax_backward=True, opt=1, packed_input=False) -> None:
+        super().__init__()
+        self.fuse_softmax_backward = fuse_softmax_backward
+        self.opt = opt
+        self.packed_input = packed_input
+        self.dummy_batch_offset = torch.empty(0)
+
+    def forward(
+        self,
+        x: Tensor,
+        label: Tensor,
+        f_len: Tensor,
+        y_len: Tensor,
+        blank_idx: int,
+        batch_offset: Tensor | None = None,
+        max_f_len: int | None = None,
+        debug_list: list | None = None,
+    ) -> Tensor:
+        """The loss of each sequence, in the dtype of x.
+
+        x has the logits, B x T x (labels + 1) x words, or rows x words if packed; `label` is B x labels; `f_len` and
+        `y_len` count the frames and labels of each sequence. Packed logits need `batch_offset`,
+        cumsum(f_len * (y_len + 1)), and `max_f_len`. An empty `debug_list` gets alpha and beta.
+        """
+        if self.packed_input:
+            if batch_offset is None or max_f_len is None:
+                raise ValueError("packed_input=True needs batch_offset and max_f_len")
+        else:
+            batch_offset, max_f_len = self.dummy_batch_offset, x.size(1)
+        return TransducerLossFunc.apply(
+            x,
+            label,
+            f_len,
+            y_len,
+            batch_offset,
+            max_f_len,
+            blank_idx,
+            self.fuse_softmax_backward,
+            debug_list,
+            self.opt,
+            self.packed_input,
+        )
+
+
+class TransducerLossFunc(torch.autograd.Function):
+    """The autograd node behind `TransducerLoss`."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx,
+        x,
+        label,
+        f_len,
+        y_len,
+        batch_offset,
+        max_f_len,
+        blank_idx,
+        fuse_softmax_backward,
+        debug_list,
+        opt,
+        packed_input,
+    ):
+        wants_scores = debug_list is not None and len(debug_list) == 0
+        offset = batch_offset if packed_input else None
+        losses, scores = ops.loss_forward_and_save(
+            ctx, x, label, f_len, y_len, offset, int(max_f_len), int(blank_idx), wants_scores
+        )
+        if wants_scores:
+            debug_list += [scores[0], scores[1]]
+        return losses
+
+    @staticmethod
+    def backward(ctx, loss_grad):  # type: ignore[override]
+        dx = ops.loss_backward_from_saved(ctx, loss_grad)
+        return dx, None, None, None, None, None, None, None, None, None, None
+
+
+class TransducerJointFunc(torch.autograd.Function):
+    """The autograd node behind `TransducerJoint`."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx,
+        f,
+        g,
+        f_len,
+        g_len,
+        pack_output,
+        relu,
+        dropout,
+        batch_offset,
+        packed_batch,
+        opt,
+        fwd_tile_size,
+        dropout_prob,
+        mask_probe,
+    ):
+        spec = ops.JointSpec(bool(relu), float(dropout_prob) if dropout else 0.0, int(packed_batch))
+        wants_mask = mask_probe is not None and (relu or dropout)
+        offset = batch_offset if pack_output else None
+        h, mask = ops.joint_forward_and_save(ctx, f, g, f_len, g_len, offset, spec, bool(wants_mask))
+        if wants_mask:
+            mask_probe.append(mask)
+        return h
+
+    @staticmethod
+    def backward(ctx, loss_grad):  # type: ignore[override]
+        df, dg = ops.joint_backward_from_saved(ctx, loss_grad)
+        return df, dg, None, None, None, None, None, None, None, None, None, None, None

@@ -1,0 +1,150 @@
+"""Triton kernels of a transducer's joint, h = dropout(relu(f + g)).
+
+`spec.py` explains letters and layouts. A tile is TOKENS x FEATURES elements of one frame of one sequence.
+"""
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+
+
+@triton.jit
+def sequence(f_len, g_len, batch_offset, batch, T, U, MORE: tl.constexpr, PACKED: tl.constexpr):
+    """Frames and tokens (g_len + MORE) of a sequence, its first row, and the rows from one frame to the next."""
+    frames = tl.minimum(tl.load(f_len + batch).to(tl.int32), T)
+    tokens = tl.minimum(tl.load(g_len + batch).to(tl.int32) + MORE, U)
+    if PACKED:
+        first = tl.load(batch_offset + batch - 1, mask=batch > 0, other=0).to(tl.int64)
+        stride = tokens.to(tl.int64)
+    else:
+        stride = (tokens * 0 + U).to(tl.int64)
+        first = batch * T * stride
+    return frames, tokens, first, stride
+
+
+@triton.jit
+def _finish(
+    f_row, g_tile, word, noise, h, mask, t, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
+    PACKED: tl.constexpr, RELU: tl.constexpr, DROPOUT: tl.constexpr, WRITE_MASK: tl.constexpr,
+):  # fmt: skip
+    """Writes the tile of frame t."""
+    exists = (t < frames) & (u < tokens)
+    stored = exists & (c < H) if PACKED else (t < T) & (u < U) & (c < H)
+    place = (first + t * stride + u) * H + c
+    values = f_row + g_tile
+    if RELU:
+        values = tl.where(values <= 0.0, 0.0, values)
+    kept = exists
+    if DROPOUT == "seed":
+        kept = exists & ((word.to(tl.uint32, bitcast=True) >> 8).to(tl.int32) >= threshold)
+    elif DROPOUT == "bytes":
+        kept = exists & (tl.load(noise + place, mask=stored, other=0) != 0)
+    if DROPOUT != "none":
+        values = tl.where(kept, values * scale, 0.0)
+    values = tl.where(exists, values, -1.0)
+    tl.store(h + place, values.to(h.dtype.element_ty), mask=stored)
+    if WRITE_MASK:
+        bits = values > 0.0 if RELU else kept & (c < H)
+        tl.store(mask + place, bits.to(tl.uint8), mask=stored)
+
+
+@kernel
+@triton.jit
+def transducer_joint_forward(
+    f, g, f_len, g_len, batch_offset, noise, h, mask, T, U, H, threshold, scale,
+    PACKED: tl.constexpr, RELU: tl.constexpr, DROPOUT: tl.constexpr, WRITE_MASK: tl.constexpr,
+    TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """h of four frames that share a tile of g; padding is -1. One call of Philox makes the words of all four.
+
+    DROPOUT: "none", by a "seed" (24 bits of a word are compared with the threshold), or by "bytes", zero where dropped.
+    """
+    program = tl.program_id(0)
+    features, blocks = tl.cdiv(H, FEATURES), tl.cdiv(U, TOKENS)
+    quads = tl.cdiv(T, 4)
+    c = (program % features) * FEATURES + tl.arange(0, FEATURES)[None, :]
+    program = program // features
+    u = (program % blocks) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    first_token = (program % blocks) * TOKENS
+    program = program // blocks
+    batch = (program // quads).to(tl.int64)
+    t = (program % quads) * 4
+    frames, tokens, first, stride = sequence(f_len, g_len, batch_offset, batch, T, U, 0, PACKED)
+    if PACKED:
+        works = (t < frames) & (first_token < tokens)
+    else:
+        works = t < T  # always: padding is written too
+    if works:
+        column = (batch * T + t) * H + c
+        f_a = tl.load(f + column, mask=(t < frames) & (c < H), other=0.0).to(tl.float32)
+        f_b = tl.load(f + column + H, mask=(t + 1 < frames) & (c < H), other=0.0).to(tl.float32)
+        f_c = tl.load(f + column + 2 * H, mask=(t + 2 < frames) & (c < H), other=0.0).to(tl.float32)
+        f_d = tl.load(f + column + 3 * H, mask=(t + 3 < frames) & (c < H), other=0.0).to(tl.float32)
+        g_tile = tl.load(g + (batch * U + u) * H + c, mask=(u < tokens) & (c < H), other=0.0).to(tl.float32)
+        a, b, e, d = 0, 0, 0, 0
+        if DROPOUT == "seed":
+            a, b, e, d = tl.randint4x(tl.load(noise), ((batch * quads + t // 4) * U + u) * H + c)
+        _finish(f_a, g_tile, a, noise, h, mask, t, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
+                PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
+        _finish(f_b, g_tile, b, noise, h, mask, t + 1, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
+                PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
+        _finish(f_c, g_tile, e, noise, h, mask, t + 2, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
+                PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
+        _finish(f_d, g_tile, d, noise, h, mask, t + 3, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
+                PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
+
+
+@kernel
+@triton.jit
+def transducer_joint_backward(
+    dh, kept, f_len, g_len, batch_offset, df, dg, B, T, U, H, chunks, chunk, scale,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sums dh once for both gradients: a program walks a chunk of frames with a tile of dh.
+
+    df is (blocks of tokens) x B x T x H and dg (chunks of frames) x B x U x H: sums to be added up where there are
+    several. MASKED: elements whose `kept` is not positive count for nothing.
+    """
+    program = tl.program_id(0)
+    features, blocks = tl.cdiv(H, FEATURES), tl.cdiv(U, TOKENS)
+    c_row = (program % features) * FEATURES + tl.arange(0, FEATURES)
+    c = c_row[None, :]
+    program = program // features
+    block = program % blocks
+    u = block * TOKENS + tl.arange(0, TOKENS)[:, None]
+    program = program // blocks
+    part = program % chunks
+    batch = (program // chunks).to(tl.int64)
+    frames, tokens, first, stride = sequence(f_len, g_len, batch_offset, batch, T, U, 0, PACKED)
+    begin = part * chunk
+    end = tl.minimum(begin + chunk, T)
+    last = tl.maximum(tl.minimum(end, frames), begin)
+    counted = (u < tokens) & (c < H)
+    tile = (first + u) * H + c
+    step = stride * H
+    df_rows = df + (block * B + batch) * T * H + c_row
+    total = tl.zeros([TOKENS, FEATURES], tl.float32)
+    for t in tl.range(begin, last, num_stages=STAGES):
+        values = tl.load(dh + (t * step + tile), mask=counted, other=0.0).to(tl.float32)
+        if MASKED:
+            positive = tl.load(kept + (t * step + tile), mask=counted, other=0).to(tl.float32) > 0.0
+            values = tl.where(positive, values, 0.0)
+        total += values
+        tl.store(df_rows + t * H, (tl.sum(values, 0) * scale).to(df.dtype.element_ty), mask=c_row < H)
+    for t in tl.range(last, end):
+        tl.store(df_rows + t * H, tl.zeros([FEATURES], df.dtype.element_ty), mask=c_row < H)
+    dg_tile = dg + ((part * B + batch) * U + u) * H + c
+    tl.store(dg_tile, (total * scale).to(dg.dtype.element_ty), mask=(u < U) & (c < H))
+
+
+@kernel
+@triton.jit
+def transducer_joint_sum(parts, result, count, many, BLOCK: tl.constexpr):
+    """result = the sum of `many` arrays of `count` elements, in order."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.range(0, many):
+        total += tl.load(parts + (part * count + index), mask=inside, other=0.0)
+    tl.store(result + index, total.to(result.dtype.element_ty), mask=inside)

@@ -1,0 +1,375 @@
+"""From tensors to kernel launches: launch configuration, allocation, tensors in kernel order.
+
+What depends on shapes and dtypes alone is planned once and cached; a call then allocates its results and launches.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _device
+from .spec import JointSpec
+
+if TYPE_CHECKING:
+    from .._launch import BoundLaunch
+
+# 24 bits of a random word are compared with the probability to drop.
+WORD = 1 << 24
+SUM_BLOCK = 1024
+
+
+def _power(size: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+class Tile(NamedTuple):
+    """What a program of a joint's kernel works on at a time."""
+
+    tokens: int
+    features: int
+    num_warps: int
+    num_stages: int = 1
+
+
+def joint_forward_tile(tokens: int, features: int, device: _device.DeviceFacts) -> Tile:
+    """4096 elements of each of four frames, 16 bytes a thread in four accesses; wide, to write long stretches."""
+    wide = min(1024, _power(features))
+    tall = min(_power(tokens), max(1, 4096 // wide))
+    return Tile(tall, wide, _warps(tall * wide, 32, device))
+
+
+def joint_backward_tile(tokens: int, features: int, device: _device.DeviceFacts) -> Tile:
+    """All tokens of up to 128, so that the sum over them is complete, and 4096 elements; two tiles are loaded ahead."""
+    tall = min(128, _power(tokens))
+    wide = min(_power(features), max(16, 4096 // tall))
+    return Tile(tall, wide, _warps(tall * wide, 32, device), 3)
+
+
+def _warps(elements: int, per_thread: int, device: _device.DeviceFacts) -> int:
+    return max(1, min(8, elements // per_thread // device.warp_size))
+
+
+def frame_chunks(frames: int, programs: int, device: _device.DeviceFacts) -> int:
+    """In how many chunks the frames are walked by `programs` each, for six programs on every multiprocessor.
+
+    Each chunk costs a float32 copy of g's gradient, written and read, so that a chunk has at least 16 frames.
+    """
+    return max(1, min(6 * device.multiprocessors // programs, frames // 16))
+
+
+class WordTile(NamedTuple):
+    """What a program of the loss's kernels works on at a time."""
+
+    groups: int
+    rows: int
+    lanes: int
+    num_warps: int
+
+
+def word_tile(tokens: int, words: int, element_size: int, device: _device.DeviceFacts) -> WordTile:
+    """4096 elements: a row for each of four warps, 16 bytes a thread in up to four accesses; more rows where short."""
+    vector = 16 // element_size
+    lanes = min(_power(words), device.warp_size * vector)
+    groups = min(_power(-(-words // lanes)), max(1, 1024 // lanes))
+    rows = min(_power(tokens), max(1, 4096 // (groups * lanes)))
+    return WordTile(groups, rows, lanes, max(1, min(4, groups * rows * lanes // (device.warp_size * vector))))
+
+
+# Tokens that a walk takes at once, and how many of them a thread has: a warp alone needs no barriers.
+WALK_TOKENS = 512
+WALK_TOKENS_PER_THREAD = 4
+
+
+@functools.lru_cache(maxsize=4096)
+def _joint_forward_plan(
+    sizes: tuple[int, int, int, int],
+    spec: JointSpec,
+    packed: bool,
+    dropout: str,
+    want_mask: bool,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    facts: _device.DeviceFacts,
+) -> BoundLaunch:
+    from . import kernels_joint as kernels  # at first use: importing apex needs no Triton
+
+    batches, frames, tokens, features = sizes
+    tile = joint_forward_tile(tokens, features, facts)
+    grid = batches * -(-frames // 4) * -(-tokens // tile.tokens) * -(-features // tile.features)
+    return kernels.transducer_joint_forward.bind(
+        (grid,),
+        (frames, tokens, features, round(spec.dropout * WORD), spec.scale),
+        (packed, spec.relu, dropout, want_mask, tile.tokens, tile.features),
+        device=device,
+        num_warps=tile.num_warps,
+    )
+
+
+def triton_joint_forward(
+    f: Tensor,
+    g: Tensor,
+    f_len: Tensor,
+    g_len: Tensor,
+    batch_offset: Tensor | None,
+    spec: JointSpec,
+    noise: Tensor | None,
+    want_mask: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """h that has elements, and its mask if wanted."""
+    f, g = f.contiguous(), g.contiguous()
+    sizes = (f.shape[0], f.shape[1], g.shape[1], f.shape[2])
+    packed = batch_offset is not None
+    dropout = "none" if noise is None else "seed" if noise.dtype == torch.int64 else "bytes"
+    plan = _joint_forward_plan(
+        sizes,
+        spec,
+        packed,
+        dropout,
+        want_mask,
+        (f.dtype, g.dtype, f_len.dtype, g_len.dtype),
+        f.device,
+        _device.facts(f.device),
+    )
+    shape = (spec.packed_rows, sizes[3]) if packed else sizes
+    h = torch.empty(shape, dtype=torch.promote_types(f.dtype, g.dtype), device=f.device)
+    mask = torch.empty(shape, dtype=torch.uint8, device=f.device) if want_mask else None
+    plan(f, g, f_len, g_len, batch_offset, noise, h, mask)
+    return h, mask
+
+
+class JointBackwardPlan(NamedTuple):
+    """The pass over dh, how many sums it leaves for each gradient, and what adds them up where there are several."""
+
+    main: BoundLaunch
+    df_parts: int
+    dg_parts: int
+    add_df: BoundLaunch | None
+    add_dg: BoundLaunch | None
+
+
+@functools.lru_cache(maxsize=4096)
+def _joint_backward_plan(
+    sizes: tuple[int, int, int, int],
+    packed: bool,
+    masked: bool,
+    scale: float,
+    dtypes: tuple[torch.dtype | None, ...],
+    device: torch.device,
+    facts: _device.DeviceFacts,
+) -> JointBackwardPlan:
+    from . import kernels_joint as kernels
+
+    batches, frames, tokens, features = sizes
+    tile = joint_backward_tile(tokens, features, facts)
+    blocks = -(-tokens // tile.tokens)
+    programs = batches * blocks * -(-features // tile.features)
+    chunk = -(-frames // frame_chunks(frames, programs, facts))
+    chunks = -(-frames // chunk)
+    main = kernels.transducer_joint_backward.bind(
+        (programs * chunks,),
+        (batches, frames, tokens, features, chunks, chunk, scale),
+        (packed, masked, tile.tokens, tile.features, tile.num_stages),
+        device=device,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+    def add(parts: int, count: int) -> BoundLaunch | None:
+        if parts == 1:
+            return None
+        grid = (-(-count // SUM_BLOCK),)
+        return kernels.transducer_joint_sum.bind(grid, (count, parts), (SUM_BLOCK,), device=device, num_warps=4)
+
+    rows = batches * features
+    return JointBackwardPlan(main, blocks, chunks, add(blocks, rows * frames), add(chunks, rows * tokens))
+
+
+def triton_joint_backward(
+    dh: Tensor,
+    kept: Tensor | None,
+    f_len: Tensor,
+    g_len: Tensor,
+    batch_offset: Tensor | None,
+    sizes: tuple[int, int],
+    scale: float,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of f and g, both with elements, in their dtypes."""
+    dh = dh.contiguous()
+    batches, features, device = len(f_len), dh.shape[-1], dh.device
+    plan = _joint_backward_plan(
+        (batches, *sizes, features),
+        batch_offset is not None,
+        kept is not None,
+        scale,
+        (dh.dtype, None if kept is None else kept.dtype, f_len.dtype, g_len.dtype, *dtypes),
+        device,
+        _device.facts(device),
+    )
+    df = torch.empty(batches, sizes[0], features, dtype=dtypes[0], device=device)
+    dg = torch.empty(batches, sizes[1], features, dtype=dtypes[1], device=device)
+    df_sums = df if plan.add_df is None else df.new_empty(plan.df_parts, *df.shape, dtype=torch.float32)
+    dg_sums = dg if plan.add_dg is None else dg.new_empty(plan.dg_parts, *dg.shape, dtype=torch.float32)
+    plan.main(dh, kept, f_len, g_len, batch_offset, df_sums, dg_sums)
+    if plan.add_df is not None:
+        plan.add_df(df_sums, df)
+    if plan.add_dg is not None:
+        plan.add_dg(dg_sums, dg)
+    return df, dg
+
+
+@functools.lru_cache(maxsize=4096)
+def _loss_words_plan(
+    sizes: tuple[int, int, int, int],
+    blank: int,
+    packed: bool,
+    normalize: bool,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    facts: _device.DeviceFacts,
+) -> BoundLaunch:
+    from . import kernels_loss as kernels
+
+    batches, frames, tokens, words = sizes
+    tile = word_tile(tokens, words, dtypes[0].itemsize, facts)
+    return kernels.transducer_loss_words.bind(
+        (batches * frames * -(-tokens // tile.rows),),
+        (frames, tokens, words, blank),
+        (packed, normalize, tile.groups, tile.rows, tile.lanes),
+        device=device,
+        num_warps=tile.num_warps,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _loss_walk_plan(
+    sizes: tuple[int, int, int],
+    alpha: bool,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    facts: _device.DeviceFacts,
+) -> BoundLaunch:
+    from . import kernels_loss as kernels
+
+    batches, frames, tokens = sizes
+    block = min(WALK_TOKENS, max(2, _power(tokens)))
+    return kernels.transducer_loss_walk.bind(
+        (batches * (2 if alpha else 1),),
+        (batches, frames, tokens),
+        (alpha, tokens > block, block),
+        device=device,
+        num_warps=_warps(block, WALK_TOKENS_PER_THREAD, facts),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _loss_backward_plan(
+    sizes: tuple[int, int, int, int],
+    blank: int,
+    packed: bool,
+    through_softmax: bool,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    facts: _device.DeviceFacts,
+) -> BoundLaunch:
+    from . import kernels_loss as kernels
+
+    batches, frames, tokens, words = sizes
+    tile = word_tile(tokens, words, dtypes[0].itemsize, facts)
+    return kernels.transducer_loss_backward.bind(
+        (batches * frames * -(-tokens // tile.rows),),
+        (batches, frames, tokens, words, blank),
+        (packed, through_softmax, tile.groups, tile.rows, tile.lanes),
+        device=device,
+        num_warps=tile.num_warps,
+    )
+
+
+def triton_loss_words(
+    x: Tensor,
+    label: Tensor,
+    f_len: Tensor,
+    y_len: Tensor,
+    batch_offset: Tensor | None,
+    sizes: tuple[int, int],
+    blank: int,
+    normalize: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """`reference_loss.scores_of_words`, with anything where there is no node; x is contiguous."""
+    plan = _loss_words_plan(
+        (len(f_len), *sizes, x.shape[-1]),
+        blank,
+        batch_offset is not None,
+        normalize,
+        (x.dtype, label.dtype, f_len.dtype, y_len.dtype),
+        x.device,
+        _device.facts(x.device),
+    )
+    of_blank = torch.empty(len(f_len), *sizes, dtype=torch.float32, device=x.device)
+    of_label = torch.empty_like(of_blank)
+    sums = torch.empty_like(of_blank) if normalize else None
+    plan(x, label, f_len, y_len, batch_offset, sums, of_blank, of_label)
+    return sums, of_blank, of_label
+
+
+def triton_loss_forward(
+    x: Tensor,
+    label: Tensor,
+    f_len: Tensor,
+    y_len: Tensor,
+    batch_offset: Tensor | None,
+    sizes: tuple[int, int],
+    blank: int,
+    normalize: bool,
+    want_alpha: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """`reference_loss.forward` for x with elements; beta alone where alpha is not wanted."""
+    x, label = x.contiguous(), label.contiguous()
+    sums, of_blank, of_label = triton_loss_words(x, label, f_len, y_len, batch_offset, sizes, blank, normalize)
+    batches = len(f_len)
+    scores = torch.empty(2 if want_alpha else 1, batches, *sizes, dtype=torch.float32, device=x.device)
+    losses = torch.empty(batches, dtype=x.dtype, device=x.device)
+    plan = _loss_walk_plan(
+        (batches, *sizes),
+        want_alpha,
+        (x.dtype, f_len.dtype, y_len.dtype),
+        x.device,
+        _device.facts(x.device),
+    )
+    plan(of_blank, of_label, f_len, y_len, scores, losses)
+    return losses, scores, sums, of_blank, of_label
+
+
+def triton_loss_backward(
+    grad: Tensor,
+    x: Tensor,
+    label: Tensor,
+    f_len: Tensor,
+    y_len: Tensor,
+    batch_offset: Tensor | None,
+    blank: int,
+    scores: Tensor,
+    sums: Tensor | None,
+    of_blank: Tensor,
+    of_label: Tensor,
+    through_softmax: bool,
+) -> Tensor:
+    """The gradient of x, which has elements."""
+    x, label, grad = x.contiguous(), label.contiguous(), grad.contiguous()
+    plan = _loss_backward_plan(
+        (len(f_len), scores.shape[2], scores.shape[3], x.shape[-1]),
+        blank,
+        batch_offset is not None,
+        through_softmax,
+        (x.dtype, grad.dtype, label.dtype, f_len.dtype, y_len.dtype),
+        x.device,
+        _device.facts(x.device),
+    )
+    dx = torch.empty_like(x)
+    plan(grad, x, label, f_len, y_len, batch_offset, scores, sums, of_blank, of_label, dx)
+    return dx

@@ -1,0 +1,54 @@
+"""Upstream's compiled module of this name: the joint of a transducer without autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from apex.ops import transducer as ops
+
+
+def forward(
+    f: Tensor,
+    g: Tensor,
+    fLen: Tensor,
+    gLen: Tensor,
+    batchOffset: Tensor,
+    packedBatch: int,
+    opt: int,
+    packOutput: bool,
+    relu: bool,
+    dropout: bool,
+    dropoutProb: float,
+    tileSize: int,
+) -> list[Tensor]:
+    """h, and with ReLU or dropout a byte per element: 1 where it passed."""
+    if opt not in (0, 1):
+        raise ValueError(f"opt={opt} must be 0 or 1")
+    spec = ops.JointSpec(relu, float(dropoutProb) if dropout else 0.0, packedBatch)
+    offset = batchOffset if packOutput else None
+    ops.check_joint(f, g, fLen, gLen, offset, spec)
+    noise = ops.draw_noise(f, g, packOutput, spec)
+    masked = relu or dropout
+    h, mask = ops.joint_forward(f, g, fLen, gLen, offset, spec, noise, masked)
+    return [h] if mask is None else [h, mask]
+
+
+# `in` is a word of Python: upstream's name of the first argument cannot be written here.
+def backward(
+    input: list[Tensor],
+    fLen: Tensor,
+    gLen: Tensor,
+    batchOffset: Tensor,
+    maxFLen: int,
+    maxGLen: int,
+    packOutput: bool,
+    scale: float,
+) -> list[Tensor]:
+    """Gradients of f and g from [the gradient of h] or [the gradient of h, the mask], in its dtype."""
+    dh, mask = input[0], input[1] if len(input) > 1 else None
+    offset = batchOffset if packOutput else None
+    with torch.no_grad():
+        return list(
+            ops.joint_backward(dh, mask, fLen, gLen, offset, (maxFLen, maxGLen), float(scale), (dh.dtype, dh.dtype))
+        )

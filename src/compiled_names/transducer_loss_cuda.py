@@ -1,0 +1,63 @@
+"""Upstream's compiled module of this name: the transducer loss of log-probabilities, without autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from apex.ops import transducer as ops
+
+
+def forward(
+    x: Tensor,
+    label: Tensor,
+    fLen: Tensor,
+    yLen: Tensor,
+    batchOffset: Tensor,
+    maxFLen: int,
+    blankIdx: int,
+    opt: int,
+    packedInput: bool,
+) -> list[Tensor]:
+    """alpha, beta (float32, or float64 for float64) and the losses."""
+    if opt not in (-1, 0, 1):
+        raise ValueError(f"opt={opt} must be -1, 0 or 1")
+    offset = batchOffset if packedInput else None
+    ops.check_loss(x, label, fLen, yLen, offset, maxFLen, blankIdx)
+    losses, scores, _, _, _ = ops.loss_forward(x, label, fLen, yLen, offset, maxFLen, blankIdx, normalize=False)
+    return [scores[0], scores[1], losses]
+
+
+def backward(
+    x: Tensor,
+    lossGrad: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    fLen: Tensor,
+    yLen: Tensor,
+    label: Tensor,
+    batchOffset: Tensor,
+    maxFLen: int,
+    blankIdx: int,
+    opt: int,
+    fuseSoftmaxBackward: bool,
+    packedInput: bool,
+) -> Tensor:
+    """The gradient of the logits behind x, or (not fuseSoftmaxBackward) of the log-probabilities x themselves."""
+    offset = batchOffset if packedInput else None
+    ops.check_loss(x, label, fLen, yLen, offset, maxFLen, blankIdx)
+    of_blank, of_label = ops.scores_of_words(x, label, fLen, yLen, offset, maxFLen, blankIdx)
+    return ops.loss_backward(
+        lossGrad,
+        x,
+        label,
+        fLen,
+        yLen,
+        offset,
+        blankIdx,
+        torch.stack([alpha, beta]),
+        None,
+        of_blank,
+        of_label,
+        through_softmax=fuseSoftmaxBackward,
+    )
