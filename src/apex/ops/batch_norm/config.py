@@ -1,0 +1,53 @@
+"""How batch norms are cut into programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Elements of each tensor that one program has in hand, by the kind of pass. An elementwise pass loads a few values per
+# channel first, which larger tiles pay for: group norm, which is cut the same way, was quickest on an H200 with 8192
+# elements forward and 1024 per warp backward. A pass that sums keeps two sums per element of a tile, so takes smaller
+# tiles and loads several of them before it adds any.
+APPLY_TILE = 8192
+APPLY_BACKWARD_TILE = 4096
+MEASURE_TILE = 2048
+MEASURE_BACKWARD_TILE = 2048
+UNROLL, UNROLL_BACKWARD = 4, 2
+WARPS = 4
+# Programs per multiprocessor of a pass that sums: all run at once, and what they leave to add up is little.
+MEASURE_PROGRAMS = 4
+# Partial results and channels per program of the kernels that put them together.
+FINISH_BLOCK = (128, 16)
+FINISH_WARPS = 8
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles of `rows` positions and `channel_block` channels; an image has `chunks` of them for every block."""
+
+    rows: int
+    channel_block: int
+    chunks: int
+    channel_blocks: int
+
+
+def tiling(positions: int, channels: int, last: bool, elements: int) -> Tiling:
+    """Tiles of at most `elements`, long where memory is contiguous: along the channels if those are `last`."""
+    if last:
+        # As wide as divides the channels, because lanes beyond them are idle.
+        block = next((width for width in (128, 64) if channels % width == 0), min(64, power_of_two(channels)))
+        rows = min(elements // block, power_of_two(positions))
+    else:
+        rows = min(power_of_two(positions), 512)
+        block = min(elements // rows, power_of_two(channels))
+    return Tiling(rows, block, -(-positions // rows), -(-channels // block))
+
+
+def measure_programs(units: int, channel_blocks: int, multiprocessors: int) -> int:
+    """How many programs share the tiles of one block of channels."""
+    return max(1, min(units, MEASURE_PROGRAMS * multiprocessors // channel_blocks))

@@ -1,0 +1,350 @@
+"""Batch norm, with an addend and ReLU behind it, in both layouts.
+
+Legend: a tensor has I images of S positions and C channels, in memory [I, S, C] (LAST; then I is 1 and S counts the
+positions of all images) or [I, C, S]. It is cut into tiles of R positions and C_BLOCK channels; the `chunks` tiles of
+an image, of all images in turn, are the units of a block of channels. A pass that sums has P programs per block, each
+of which takes every P-th unit, so that all march through memory together; what they find is put together by a second
+kernel in a fixed order. Forward that is [P, 2C + 1], means, sums of squared deviations and a count: the form in which
+processes can exchange it too. Statistics are float32: mean and biased variance.
+
+MASK says what ReLU let through: 0 everything (there is none), 1 where its argument, computed again, is positive (there
+is no addend), 2 where the output is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+
+
+@triton.jit
+def _tile(
+    unit,
+    block,
+    positions,
+    channels,
+    chunks,
+    units,
+    LAST: tl.constexpr,
+    R: tl.constexpr,
+    C_BLOCK: tl.constexpr,
+):
+    """Where the elements of a tile lie, [R, C_BLOCK], which of them exist, and its number of positions."""
+    image = unit // chunks
+    first = (unit % chunks) * R
+    row = tl.arange(0, R)[:, None]
+    column = tl.arange(0, C_BLOCK)[None, :]
+    rows = tl.where(unit < units, tl.minimum(positions - first, R), 0)
+    begin = image.to(tl.int64) * positions * channels
+    first_channel = (block * C_BLOCK).to(tl.int64)
+    if LAST:
+        offset = begin + first.to(tl.int64) * channels + first_channel + (row * channels + column)
+    else:
+        offset = begin + first_channel * positions + first + (column.to(tl.int64) * positions + row)
+    mask = (row < rows) & (block * C_BLOCK + column < channels)
+    return offset, mask, rows
+
+
+@triton.jit
+def _parameter(pointer, channel, mask, PRESENT: tl.constexpr, absent: tl.constexpr):
+    """Weights or biases of channels, or what stands for those that a norm does not have."""
+    if PRESENT:
+        values = tl.load(pointer + channel, mask, other=0.0).to(tl.float32)
+    else:
+        values = tl.full(channel.shape, absent, tl.float32)
+    return values
+
+
+@triton.jit
+def _let_through(gradient, values, y, offset, mask, mean, scale, shift, MASK: tl.constexpr):
+    """The gradient at the argument of ReLU."""
+    if MASK == 1:
+        gradient = tl.where((values - mean[None, :]) * scale[None, :] + shift[None, :] > 0.0, gradient, 0.0)
+    elif MASK == 2:
+        output = tl.load(y + offset, mask, other=0.0)
+        gradient = tl.where(output > 0.0, gradient, 0.0)
+    return gradient
+
+
+@kernel
+@triton.jit
+def batch_norm_measure(
+    x,
+    partials,
+    positions,
+    channels,
+    chunks,
+    units,
+    programs,
+    channel_blocks,
+    LAST: tl.constexpr,
+    R: tl.constexpr,
+    C_BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Mean and sum of squared deviations of every channel over a program's units, and how many values these are.
+
+    Sums are of differences from the mean of the program's first tile. That tile is a good part of the data, so however
+    the values are spread, squares of differences from a distant mean cannot drown their variance.
+    """
+    program = tl.program_id(0) // channel_blocks
+    block = tl.program_id(0) % channel_blocks
+    channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
+    offset, mask, rows = _tile(program, block, positions, channels, chunks, units, LAST, R, C_BLOCK)
+    pivot = tl.sum(tl.load(x + offset, mask, other=0.0).to(tl.float32), 0) / rows
+    total = tl.zeros((R, C_BLOCK), tl.float32)
+    squares = tl.zeros((R, C_BLOCK), tl.float32)
+    count = rows * 0
+    for start in tl.range(program, units, programs * UNROLL):
+        for step in tl.static_range(UNROLL):
+            offset, mask, rows = _tile(
+                start + step * programs, block, positions, channels, chunks, units, LAST, R, C_BLOCK
+            )
+            values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
+            away = tl.where(mask, values - pivot[None, :], 0.0)
+            total += away
+            squares += away * away
+            count += rows
+    number = count.to(tl.float32)
+    sums = tl.sum(total, 0)
+    found = partials + program.to(tl.int64) * (2 * channels + 1)
+    tl.store(found + channel, pivot + sums / number, channel < channels)
+    deviations = tl.maximum(tl.sum(squares, 0) - sums * (sums / number), 0.0)
+    tl.store(found + channels + channel, deviations, channel < channels)
+    tl.store(found + 2 * channels, number, mask=block == 0)
+
+
+@kernel
+@triton.jit
+def batch_norm_statistics(
+    partials,
+    mean,
+    variance,
+    running_mean,
+    running_variance,
+    programs,
+    channels,
+    momentum,
+    RUNNING: tl.constexpr,
+    P_BLOCK: tl.constexpr,
+    C_BLOCK: tl.constexpr,
+):
+    """Mean and variance of every channel from those of its parts, and what they do to the running ones.
+
+    In two passes, the second around the mean that the first has found: as exact as reading the input twice.
+    """
+    channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
+    inside = channel < channels
+    total = tl.zeros((P_BLOCK, C_BLOCK), tl.float32)
+    numbers = tl.zeros((P_BLOCK,), tl.float32)
+    for first in range(0, programs, P_BLOCK):
+        part = first + tl.arange(0, P_BLOCK)
+        mask = (part < programs)[:, None] & inside[None, :]
+        begin = partials + part.to(tl.int64) * (2 * channels + 1)
+        number = tl.load(begin + 2 * channels, part < programs, other=0.0)
+        found = begin[:, None] + channel[None, :]
+        total += number[:, None] * tl.load(found, mask, other=0.0)
+        numbers += number
+    count = tl.sum(numbers, 0)
+    centre = tl.sum(total, 0) / count
+    squares = tl.zeros((P_BLOCK, C_BLOCK), tl.float32)
+    for first in range(0, programs, P_BLOCK):
+        part = first + tl.arange(0, P_BLOCK)
+        mask = (part < programs)[:, None] & inside[None, :]
+        begin = partials + part.to(tl.int64) * (2 * channels + 1)
+        number = tl.load(begin + 2 * channels, part < programs, other=0.0)
+        found = begin[:, None] + channel[None, :]
+        away = tl.load(found, mask, other=0.0) - centre[None, :]
+        squares += tl.load(found + channels, mask, other=0.0) + number[:, None] * away * away
+    sum_of_squares = tl.sum(squares, 0)
+    tl.store(mean + channel, centre, inside)
+    tl.store(variance + channel, sum_of_squares / count, inside)
+    if RUNNING:
+        old_mean = tl.load(running_mean + channel, inside, other=0.0).to(tl.float32)
+        old_variance = tl.load(running_variance + channel, inside, other=0.0).to(tl.float32)
+        new_mean = (1.0 - momentum) * old_mean + momentum * centre
+        new_variance = (1.0 - momentum) * old_variance + momentum * (sum_of_squares / tl.maximum(count - 1.0, 1.0))
+        tl.store(running_mean + channel, new_mean.to(running_mean.dtype.element_ty), inside)
+        tl.store(running_variance + channel, new_variance.to(running_variance.dtype.element_ty), inside)
+
+
+@kernel
+@triton.jit
+def batch_norm_apply(
+    x,
+    z,
+    weight,
+    bias,
+    mean,
+    variance,
+    y,
+    positions,
+    channels,
+    chunks,
+    units,
+    channel_blocks,
+    eps,
+    HAS_Z: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RELU: tl.constexpr,
+    LAST: tl.constexpr,
+    R: tl.constexpr,
+    C_BLOCK: tl.constexpr,
+):
+    """The output of one tile; the last tiles first, because the pass before has left those in the cache."""
+    unit = units - 1 - tl.program_id(0) // channel_blocks
+    block = tl.program_id(0) % channel_blocks
+    channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
+    inside = channel < channels
+    offset, mask, _rows = _tile(unit, block, positions, channels, chunks, units, LAST, R, C_BLOCK)
+    values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
+    centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
+    spread = tl.load(variance + channel, inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(spread + eps) * _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
+    shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
+    result = (values - centre[None, :]) * scale[None, :] + shift[None, :]
+    if HAS_Z:
+        result += tl.load(z + offset, mask, other=0.0).to(tl.float32)
+    if RELU:
+        # A comparison that keeps NaN, as PyTorch's ReLU does.
+        result = tl.where(result < 0.0, 0.0, result)
+    tl.store(y + offset, result.to(y.dtype.element_ty), mask)
+
+
+@kernel
+@triton.jit
+def batch_norm_measure_backward(
+    x,
+    dy,
+    y,
+    weight,
+    bias,
+    mean,
+    variance,
+    dz,
+    partials,
+    positions,
+    channels,
+    chunks,
+    units,
+    programs,
+    channel_blocks,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    MASK: tl.constexpr,
+    WRITE_DZ: tl.constexpr,
+    LAST: tl.constexpr,
+    R: tl.constexpr,
+    C_BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Sums of the gradient and of gradient times normalised input over a program's units.
+
+    With WRITE_DZ the gradient that ReLU lets through is kept: it is that of the addend.
+    """
+    program = tl.program_id(0) // channel_blocks
+    block = tl.program_id(0) % channel_blocks
+    channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
+    inside = channel < channels
+    centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps)
+    scale = factor * _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
+    shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
+    plain = tl.zeros((R, C_BLOCK), tl.float32)
+    along = tl.zeros((R, C_BLOCK), tl.float32)
+    for start in tl.range(program, units, programs * UNROLL):
+        for step in tl.static_range(UNROLL):
+            offset, mask, _rows = _tile(
+                start + step * programs, block, positions, channels, chunks, units, LAST, R, C_BLOCK
+            )
+            values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
+            # Outside the input the gradient is 0, and so is every term.
+            gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
+            gradient = _let_through(gradient, values, y, offset, mask, centre, scale, shift, MASK)
+            if WRITE_DZ:
+                tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask)
+            plain += gradient
+            along += gradient * (values - centre[None, :])
+    found = partials + program.to(tl.int64) * 2 * channels + channel
+    tl.store(found, tl.sum(plain, 0), inside)
+    tl.store(found + channels, tl.sum(along, 0) * factor, inside)
+
+
+@kernel
+@triton.jit
+def batch_norm_sums(
+    partials,
+    plain,
+    along,
+    programs,
+    channels,
+    P_BLOCK: tl.constexpr,
+    C_BLOCK: tl.constexpr,
+):
+    """Adds up what the programs of the pass before have found: the gradients of bias and weight."""
+    channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
+    inside = channel < channels
+    first_sum = tl.zeros((P_BLOCK, C_BLOCK), tl.float32)
+    second_sum = tl.zeros((P_BLOCK, C_BLOCK), tl.float32)
+    for first in range(0, programs, P_BLOCK):
+        part = first + tl.arange(0, P_BLOCK)
+        mask = (part < programs)[:, None] & inside[None, :]
+        found = partials + part.to(tl.int64)[:, None] * 2 * channels + channel[None, :]
+        first_sum += tl.load(found, mask, other=0.0)
+        second_sum += tl.load(found + channels, mask, other=0.0)
+    tl.store(plain + channel, tl.sum(first_sum, 0), inside)
+    tl.store(along + channel, tl.sum(second_sum, 0), inside)
+
+
+@kernel
+@triton.jit
+def batch_norm_apply_backward(
+    x,
+    dy,
+    y,
+    weight,
+    bias,
+    mean,
+    variance,
+    plain,
+    along,
+    dx,
+    positions,
+    channels,
+    chunks,
+    units,
+    channel_blocks,
+    eps,
+    inverse_count,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    MASK: tl.constexpr,
+    BATCH: tl.constexpr,
+    LAST: tl.constexpr,
+    R: tl.constexpr,
+    C_BLOCK: tl.constexpr,
+):
+    """The gradient of one tile of the input; without BATCH the statistics did not depend on the input."""
+    unit = units - 1 - tl.program_id(0) // channel_blocks
+    block = tl.program_id(0) % channel_blocks
+    channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
+    inside = channel < channels
+    offset, mask, _rows = _tile(unit, block, positions, channels, chunks, units, LAST, R, C_BLOCK)
+    gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
+    values = gradient
+    if BATCH or MASK == 1:
+        values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
+    centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps)
+    scale = factor * _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
+    shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
+    gradient = _let_through(gradient, values, y, offset, mask, centre, scale, shift, MASK)
+    if BATCH:
+        mean_plain = tl.load(plain + channel, inside, other=0.0) * inverse_count
+        mean_along = tl.load(along + channel, inside, other=0.0) * inverse_count * factor
+        gradient -= mean_plain[None, :] + (values - centre[None, :]) * mean_along[None, :]
+    tl.store(dx + offset, (gradient * scale[None, :]).to(dx.dtype.element_ty), mask)

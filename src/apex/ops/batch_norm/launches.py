@@ -1,0 +1,370 @@
+"""From tensors to launches: what shapes and dtypes decide is planned once and cached."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _device
+from . import config
+from .spec import BatchNormSpec
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """Imported at first use: importing apex needs no Triton."""
+    from . import kernels
+
+    return kernels
+
+
+class Geometry(NamedTuple):
+    """Images, positions of each and channels, as they lie in memory; images are one where channels are last."""
+
+    images: int
+    positions: int
+    channels: int
+    last: bool
+
+    @property
+    def count(self) -> int:
+        """Values per channel."""
+        return self.images * self.positions
+
+
+class Present(NamedTuple):
+    """Dtypes of what a norm may have beside its input; None for what it has not."""
+
+    weight: torch.dtype | None
+    bias: torch.dtype | None
+
+
+class MeasurePlan:
+    """Statistics of an input, in two launches."""
+
+    def __init__(self, geometry: Geometry, momentum: float | None, device: torch.device, multiprocessors: int) -> None:
+        kernels, channels = _kernels(), geometry.channels
+        tiles = config.tiling(geometry.positions, channels, geometry.last, config.MEASURE_TILE)
+        units = geometry.images * tiles.chunks
+        programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors)
+        self._device, self._channels = device, (channels,)
+        self._partials = (programs, 2 * channels + 1)
+        self._measure = kernels.batch_norm_measure.bind(
+            (programs * tiles.channel_blocks,),
+            (geometry.positions, channels, tiles.chunks, units, programs, tiles.channel_blocks),
+            (geometry.last, tiles.rows, tiles.channel_block, config.UNROLL),
+            device=device,
+            num_warps=config.WARPS,
+        )
+        part_block, channel_block = config.FINISH_BLOCK
+        self._statistics = kernels.batch_norm_statistics.bind(
+            (-(-channels // channel_block),),
+            (programs, channels, 0.0 if momentum is None else float(momentum)),
+            (momentum is not None, part_block, channel_block),
+            device=device,
+            num_warps=config.FINISH_WARPS,
+        )
+
+    def run(self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance; moves the running ones towards them where the plan has a momentum."""
+        partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
+        mean = torch.empty(self._channels, dtype=torch.float32, device=self._device)
+        variance = torch.empty(self._channels, dtype=torch.float32, device=self._device)
+        self._measure(x, partials)
+        self._statistics(partials, mean, variance, running_mean, running_var)
+        return mean, variance
+
+
+class ApplyPlan:
+    """The output, in one launch."""
+
+    def __init__(
+        self, geometry: Geometry, present: Present, has_z: bool, eps: float, relu: bool, device: torch.device
+    ) -> None:
+        tiles = config.tiling(geometry.positions, geometry.channels, geometry.last, config.APPLY_TILE)
+        units = geometry.images * tiles.chunks
+        has_weight, has_bias = (each is not None for each in present)
+        self._apply = _kernels().batch_norm_apply.bind(
+            (units * tiles.channel_blocks,),
+            (geometry.positions, geometry.channels, tiles.chunks, units, tiles.channel_blocks, float(eps)),
+            (has_z, has_weight, has_bias, relu, geometry.last, tiles.rows, tiles.channel_block),
+            device=device,
+            num_warps=config.WARPS,
+        )
+
+    def run(
+        self,
+        x: Tensor,
+        z: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """The output, laid out as the input."""
+        y = torch.empty_like(x)
+        self._apply(x, z, weight, bias, mean, variance, y)
+        return y
+
+
+class SumsPlan:
+    """Per channel the sums of the gradient, and of it times the normalised input, in two launches."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        present: Present,
+        mask: int,
+        write_dz: bool,
+        eps: float,
+        device: torch.device,
+        multiprocessors: int,
+    ) -> None:
+        kernels, channels = _kernels(), geometry.channels
+        tiles = config.tiling(geometry.positions, channels, geometry.last, config.MEASURE_BACKWARD_TILE)
+        units = geometry.images * tiles.chunks
+        programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors)
+        has_weight, has_bias = (each is not None for each in present)
+        self._device, self._channels, self._write_dz = device, (channels,), write_dz
+        self._partials = (programs, 2, channels)
+        self._measure = kernels.batch_norm_measure_backward.bind(
+            (programs * tiles.channel_blocks,),
+            (geometry.positions, channels, tiles.chunks, units, programs, tiles.channel_blocks, float(eps)),
+            (
+                has_weight,
+                has_bias,
+                mask,
+                write_dz,
+                geometry.last,
+                tiles.rows,
+                tiles.channel_block,
+                config.UNROLL_BACKWARD,
+            ),
+            device=device,
+            num_warps=config.WARPS,
+        )
+        part_block, channel_block = config.FINISH_BLOCK
+        self._sums = kernels.batch_norm_sums.bind(
+            (-(-channels // channel_block),),
+            (programs, channels),
+            (part_block, channel_block),
+            device=device,
+            num_warps=config.FINISH_WARPS,
+        )
+
+    def run(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        y: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """What ReLU lets through of the gradient, where it is to be written, and the sums, in float32."""
+        dz = torch.empty_like(dy) if self._write_dz else None
+        partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
+        plain = torch.empty(self._channels, dtype=torch.float32, device=self._device)
+        along = torch.empty(self._channels, dtype=torch.float32, device=self._device)
+        self._measure(x, dy, y, weight, bias, mean, variance, dz, partials)
+        self._sums(partials, plain, along)
+        return dz, plain, along
+
+
+class InputGradientPlan:
+    """The input's gradient, in one launch."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        present: Present,
+        mask: int,
+        training: bool,
+        eps: float,
+        inverse_count: float,
+        device: torch.device,
+    ) -> None:
+        tiles = config.tiling(geometry.positions, geometry.channels, geometry.last, config.APPLY_BACKWARD_TILE)
+        units = geometry.images * tiles.chunks
+        has_weight, has_bias = (each is not None for each in present)
+        self._apply = _kernels().batch_norm_apply_backward.bind(
+            (units * tiles.channel_blocks,),
+            (
+                geometry.positions,
+                geometry.channels,
+                tiles.chunks,
+                units,
+                tiles.channel_blocks,
+                float(eps),
+                float(inverse_count),
+            ),
+            (has_weight, has_bias, mask, training, geometry.last, tiles.rows, tiles.channel_block),
+            device=device,
+            num_warps=config.WARPS,
+        )
+
+    def run(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        y: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        plain: Tensor,
+        along: Tensor,
+    ) -> Tensor:
+        """The gradient, laid out as the input."""
+        dx = torch.empty_like(x)
+        self._apply(x, dy, y, weight, bias, mean, variance, plain, along, dx)
+        return dx
+
+
+# `dtypes`, of tensors that are not among the other arguments, are part of the keys because a bound launch is for one
+# set of them; `facts` because launch rules ask them.
+@functools.lru_cache(maxsize=4096)
+def _measure_plan(geometry, momentum, dtypes, device, facts):
+    return MeasurePlan(geometry, momentum, device, facts.multiprocessors)
+
+
+@functools.lru_cache(maxsize=4096)
+def _apply_plan(geometry, present, eps, relu, dtypes, device, facts):
+    return ApplyPlan(geometry, present, dtypes[1] is not None, eps, relu, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sums_plan(geometry, present, mask, write_dz, eps, dtypes, device, facts):
+    return SumsPlan(geometry, present, mask, write_dz, eps, device, facts.multiprocessors)
+
+
+@functools.lru_cache(maxsize=4096)
+def _input_gradient_plan(geometry, present, mask, training, eps, inverse_count, dtypes, device, facts):
+    return InputGradientPlan(geometry, present, mask, training, eps, inverse_count, device)
+
+
+def clear_plans() -> None:
+    """Forgets every plan, after a change of launch rules."""
+    for cache in (_measure_plan, _apply_plan, _sums_plan, _input_gradient_plan):
+        cache.cache_clear()
+
+
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
+
+
+def triton_statistics(
+    x: Tensor,
+    geometry: Geometry,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    momentum: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of a dense input; with a momentum, running statistics (contiguous) are updated."""
+    dtypes = (x.dtype, _dtype(running_mean), _dtype(running_var))
+    plan = _measure_plan(geometry, momentum, dtypes, x.device, _device.facts(x.device))
+    return plan.run(x, running_mean, running_var)
+
+
+def triton_apply(
+    x: Tensor,
+    geometry: Geometry,
+    z: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+) -> Tensor:
+    """The output, given statistics; `z` is laid out as `x`, everything else contiguous."""
+    present = Present(_dtype(weight), _dtype(bias))
+    dtypes = (x.dtype, _dtype(z), mean.dtype, variance.dtype)
+    plan = _apply_plan(geometry, present, spec.eps, spec.relu, dtypes, x.device, _device.facts(x.device))
+    return plan.run(x, z, mean, variance, weight, bias)
+
+
+def triton_sums(
+    dy: Tensor,
+    x: Tensor,
+    geometry: Geometry,
+    y: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+    write_dz: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """What ReLU lets through (where it is to be written) and its sums; `dy` and `y` are laid out as `x`."""
+    present = Present(_dtype(weight), _dtype(bias))
+    dtypes = (x.dtype, dy.dtype, _dtype(y), mean.dtype, variance.dtype)
+    plan = _sums_plan(geometry, present, _mask(spec, y), write_dz, spec.eps, dtypes, x.device, _device.facts(x.device))
+    return plan.run(dy, x, y, mean, variance, weight, bias)
+
+
+def triton_input_gradient(
+    dy: Tensor,
+    x: Tensor,
+    geometry: Geometry,
+    y: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    plain: Tensor,
+    along: Tensor,
+    inverse_count: float,
+    spec: BatchNormSpec,
+) -> Tensor:
+    """The input's gradient, given the sums over everything that was normalised together."""
+    present = Present(_dtype(weight), _dtype(bias))
+    dtypes = (x.dtype, dy.dtype, _dtype(y), mean.dtype, variance.dtype)
+    plan = _input_gradient_plan(
+        geometry,
+        present,
+        _mask(spec, y),
+        spec.training,
+        spec.eps,
+        inverse_count,
+        dtypes,
+        x.device,
+        _device.facts(x.device),
+    )
+    return plan.run(dy, x, y, mean, variance, weight, bias, plain, along)
+
+
+def _mask(spec: BatchNormSpec, y: Tensor | None) -> int:
+    """How the kernels learn what ReLU let through."""
+    return 0 if not spec.relu else 1 if y is None else 2
+
+
+def geometry_of(tensor: Tensor, spec: BatchNormSpec) -> Geometry:
+    """The geometry of a dense tensor."""
+    channels = tensor.shape[spec.channel_dim]
+    count = tensor.numel() // channels
+    if spec.channel_dim == -1 or count == tensor.shape[0] or not tensor.is_contiguous():
+        return Geometry(1, count, channels, True)
+    return Geometry(tensor.shape[0], count // tensor.shape[0], channels, False)
+
+
+def dense(tensor: Tensor, spec: BatchNormSpec) -> Tensor:
+    """The tensor as the kernels take it: contiguous in one of the two layouts."""
+    if tensor.is_contiguous() or (
+        spec.channel_dim == 1 and tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    ):
+        return tensor
+    if spec.channel_dim == 1 and tensor.stride(1) == 1:
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+    return tensor.contiguous()
+
+
+def laid_out_like(x: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor` in the memory layout of `x`, its own dtype kept."""
+    if tensor.stride() == x.stride():
+        return tensor
+    return torch.empty_like(x, dtype=tensor.dtype).copy_(tensor)

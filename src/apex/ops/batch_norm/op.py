@@ -1,0 +1,339 @@
+"""`batch_norm`: checks, dispatch, autograd and registration with `torch.library`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _library
+from . import reference, stages
+from .launches import dense, geometry_of, laid_out_like, triton_apply, triton_statistics
+from .spec import BatchNormSpec
+from .stages import FAMILY, contiguous
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    z: Tensor | None = None,
+    relu: bool = False,
+    channel_dim: int = 1,
+) -> Tensor:
+    """Batch norm of `input`, plus `z` where it is given, then ReLU where it is asked for.
+
+    `input` is [N, C, ...] in any memory format, or [N, ..., C] with `channel_dim=-1`. In `training` the statistics are
+    those of the input and the running ones, where there are any, move towards them by `momentum`; otherwise the running
+    ones are used. The running variance is the unbiased one; a single value per channel counts as its own. Statistics
+    are float32 (float64 for float64), whatever the dtype of the input, which is that of the output.
+    """
+    spec = BatchNormSpec(float(eps), float(momentum), bool(training), bool(relu), channel_dim)
+    check(input, running_mean, running_var, weight, bias, z, spec)
+    channels = input.shape[channel_dim]
+    if not input.numel() or (training and input.numel() == channels):
+        return _by_reference(input, z, running_mean, running_var, weight, bias, spec)
+    if not _runs_kernels(input, z, spec):
+        return _native(input, z, running_mean, running_var, weight, bias, spec)
+    if torch.compiler.is_compiling():
+        return _registered(input, z, running_mean, running_var, weight, bias, spec)
+    values = dense(input, spec)
+    z = None if z is None else laid_out_like(values, z)
+    return BatchNormFunction.apply(values, z, weight, bias, running_mean, running_var, spec)
+
+
+def check(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    z: Tensor | None,
+    spec: BatchNormSpec,
+) -> None:
+    """Raises for arguments that do not fit each other."""
+    if spec.channel_dim not in (1, -1):
+        raise ValueError(f"channel_dim={spec.channel_dim} is not known; 1 for [N, C, ...] and -1 for [N, ..., C] are")
+    if input.dim() < 2:
+        raise ValueError(
+            f"input has shape {list(input.shape)}; images and channels, at least two dimensions, are needed"
+        )
+    if not input.is_floating_point():
+        raise TypeError(f"batch_norm needs a floating-point input, got {input.dtype}")
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("running_mean and running_var must be given together, or neither of them")
+    if running_mean is None and not spec.training:
+        raise ValueError("running_mean and running_var are needed where training is False")
+    channels = input.shape[spec.channel_dim]
+    named = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    for name, parameter in named.items():
+        if parameter is None:
+            continue
+        if parameter.shape != (channels,):
+            raise ValueError(
+                f"{name} has shape {list(parameter.shape)}, expected one value for each of {channels} channels"
+            )
+        if parameter.device != input.device:
+            raise ValueError(f"{name} is on {parameter.device}, the input on {input.device}")
+        if not parameter.is_floating_point():
+            raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
+    if z is not None:
+        if z.shape != input.shape:
+            raise ValueError(f"z has shape {list(z.shape)}, the input {list(input.shape)}")
+        if z.device != input.device:
+            raise ValueError(f"z is on {z.device}, the input on {input.device}")
+        if not z.is_floating_point():
+            raise TypeError(f"z must be floating-point, got {z.dtype}")
+
+
+def _runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec) -> bool:
+    """PyTorch's operator is one pass fewer where nothing follows it, and has less to launch for few elements."""
+    if not _library.runs_triton(FAMILY, input):
+        return False
+    if _library.requested() == "triton":
+        return True
+    return (spec.relu or z is not None) and input.numel() >= stages.NATIVE_BELOW
+
+
+def _by_reference(
+    input: Tensor,
+    z: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+) -> Tensor:
+    """Inputs with at most one value per channel, which PyTorch's operator refuses or answers with NaN."""
+    if spec.training:
+        mean, variance = reference.statistics(input, spec)
+        if running_mean is not None and running_var is not None and input.numel():
+            with torch.no_grad():
+                reference.update_running(running_mean, running_var, mean, variance, 1, spec.momentum)
+    else:
+        assert running_mean is not None  # checked
+        assert running_var is not None
+        mean, variance = running_mean, running_var
+    return reference.apply(input, z, mean, variance, weight, bias, spec)
+
+
+def _native(
+    input: Tensor,
+    z: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+) -> Tensor:
+    """PyTorch's operators, which take parameters in float32 beside any input, and in its dtype otherwise."""
+    wide = torch.promote_types(input.dtype, torch.float32)
+    given = (running_mean, running_var)
+    weight, bias, mean, variance = (
+        None if each is None else each.to(wide) for each in (weight, bias, running_mean, running_var)
+    )
+    values = input if spec.channel_dim == 1 else input.movedim(-1, 1)
+    output = torch.batch_norm(
+        values, weight, bias, mean, variance, spec.training, spec.momentum, spec.eps, torch.backends.cudnn.enabled
+    )
+    if spec.training:
+        for running, updated in zip(given, (mean, variance), strict=True):
+            if running is not None and updated is not running:
+                running.copy_(updated)
+    output = output if spec.channel_dim == 1 else output.movedim(1, -1)
+    # In place: no derivative of a batch norm asks for its output.
+    if z is not None:
+        output = output.add_(z.to(output.dtype))
+    return output.relu_() if spec.relu else output
+
+
+def _registered(
+    input: Tensor,
+    z: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+) -> Tensor:
+    """The registered operators, which change nothing they are given, and running statistics by PyTorch's."""
+    if spec.training:
+        mean, variance = torch.ops.apex.batch_norm_statistics(input.detach(), spec.channel_dim)
+        if running_mean is not None and running_var is not None:
+            count = input.numel() // input.shape[spec.channel_dim]
+            with torch.no_grad():
+                reference.update_running(running_mean, running_var, mean, variance, count, spec.momentum)
+    else:
+        # Copies: the running statistics may move before the backward pass.
+        assert running_mean is not None  # checked
+        assert running_var is not None
+        mean, variance = running_mean, running_var
+    flags = (spec.eps, spec.training, spec.relu, spec.channel_dim)
+    return torch.ops.apex.batch_norm_normalise(input, z, mean, variance, weight, bias, *flags)
+
+
+class BatchNormFunction(torch.autograd.Function):
+    """The autograd node of `batch_norm` where kernels run; its arguments were checked, input and `z` are dense."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        input: Tensor,
+        z: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        spec: BatchNormSpec,
+    ) -> Tensor:
+        geometry = geometry_of(input, spec)
+        weight, bias = contiguous(weight, bias)
+        if not spec.training:
+            mean, variance = contiguous(running_mean, running_var)
+        elif running_mean is None or running_var is None:
+            mean, variance = triton_statistics(input, geometry)
+        else:
+            places = contiguous(running_mean, running_var)
+            mean, variance = triton_statistics(input, geometry, *places, spec.momentum)
+            for running, updated in zip((running_mean, running_var), places, strict=True):
+                if updated is not running:
+                    running.copy_(updated)
+        assert mean is not None  # checked
+        assert variance is not None
+        output = triton_apply(input, geometry, z, mean, variance, weight, bias, spec)
+        # Without an addend what ReLU let through is computed again, so that the output need not be kept or read.
+        kept = output if spec.relu and z is not None else None
+        ctx.save_for_backward(input, kept, mean, variance, weight, bias)
+        ctx.spec, ctx.z_dtype = spec, None if z is None else z.dtype
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
+        input, output, mean, variance, weight, bias = ctx.saved_tensors
+        spec, wants_z = ctx.spec, ctx.needs_input_grad[1]
+        if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
+            dx, dz, dweight, dbias = _differentiable_gradients(dy, input, output, mean, variance, weight, bias, spec)
+        else:
+            dx, dz, dweight, dbias = stages.gradients(dy, input, output, mean, variance, weight, bias, spec, wants_z)
+        return (
+            dx,
+            dz.to(ctx.z_dtype) if wants_z else None,
+            None if weight is None else dweight.to(weight.dtype),
+            None if bias is None else dbias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _differentiable_gradients(
+    dy: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if spec.training:
+        mean, variance = reference.statistics(input, spec)
+    if output is None:
+        output = reference.apply(input, None, mean, variance, weight, bias, spec)
+    gradient, plain, along = reference.sums(dy, input, output.detach(), mean, variance, spec)
+    inverse_count = input.shape[spec.channel_dim] / input.numel()
+    dx = reference.input_gradient(gradient, input, mean, variance, weight, plain, along, inverse_count, spec)
+    return dx, gradient, along, plain
+
+
+def _statistics(input, channel_dim):
+    return stages.local_statistics(input, BatchNormSpec(channel_dim=channel_dim))
+
+
+def _statistics_fake(input, channel_dim):
+    dtype = reference.compute_dtype(input)
+    return tuple(input.new_empty((input.shape[channel_dim],), dtype=dtype) for _ in range(2))
+
+
+def _spec(eps, training, relu, channel_dim):
+    return BatchNormSpec(eps, 0.0, training, relu, channel_dim)
+
+
+def _normalise(input, z, mean, variance, weight, bias, eps, training, relu, channel_dim):
+    spec = _spec(eps, training, relu, channel_dim)
+    output = stages.normalise(input, z, mean, variance, weight, bias, spec)
+    return laid_out_like(torch.empty_like(input), output)
+
+
+def _normalise_fake(input, z, mean, variance, weight, bias, eps, training, relu, channel_dim):
+    return torch.empty_like(input)
+
+
+def _backward(dy, input, output, mean, variance, weight, bias, eps, training, relu, channel_dim, has_z):
+    spec = _spec(eps, training, relu, channel_dim)
+    keeps = has_z and relu  # otherwise the addend's gradient is `dy`, which an operator may not return
+    dx, dz, dweight, dbias = stages.gradients(dy, input, output, mean, variance, weight, bias, spec, keeps)
+    like = torch.empty_like(input)
+    dz = dy.new_empty(0) if dz is None else laid_out_like(like, dz)
+    return laid_out_like(like, dx), dz, dweight, dbias
+
+
+def _backward_fake(dy, input, output, mean, variance, weight, bias, eps, training, relu, channel_dim, has_z):
+    dz = torch.empty_like(input, dtype=dy.dtype) if has_z and relu else dy.new_empty(0)
+    dtype = reference.compute_dtype(dy, input)
+    return torch.empty_like(input), dz, *(input.new_empty(mean.shape, dtype=dtype) for _ in range(2))
+
+
+def _setup_context(ctx, inputs, output):
+    input, z, mean, variance, weight, bias, *flags = inputs
+    spec = _spec(*flags)
+    ctx.spec, ctx.z_dtype = spec, None if z is None else z.dtype
+    ctx.save_for_backward(input, output if spec.relu and z is not None else None, mean, variance, weight, bias)
+
+
+def _op_backward(ctx, dy):
+    input, output, mean, variance, weight, bias = ctx.saved_tensors
+    spec, wants_z = ctx.spec, ctx.needs_input_grad[1]
+    flags = (spec.eps, spec.training, spec.relu, spec.channel_dim)
+    dx, dz, dweight, dbias = torch.ops.apex.batch_norm_backward(
+        dy, input, output, mean, variance, weight, bias, *flags, wants_z
+    )
+    dz = (dz if spec.relu else dy).to(ctx.z_dtype) if wants_z else None
+    dweight = None if weight is None else dweight.to(weight.dtype)
+    dbias = None if bias is None else dbias.to(bias.dtype)
+    return dx, dz, None, None, dweight, dbias, None, None, None, None
+
+
+def _refuse_second_derivative(ctx, *gradients):
+    raise RuntimeError(
+        "torch.ops.apex.batch_norm_normalise has a first derivative only; apex.ops.batch_norm has a second one"
+    )
+
+
+_library.register_op(
+    "batch_norm_statistics(Tensor input, int channel_dim) -> (Tensor, Tensor)", _statistics, _statistics_fake
+)
+_library.register_op(
+    "batch_norm_normalise(Tensor input, Tensor? z, Tensor mean, Tensor variance, Tensor? weight, Tensor? bias, "
+    "float eps, bool training, bool relu, int channel_dim) -> Tensor",
+    _normalise,
+    _normalise_fake,
+    backward=_op_backward,
+    setup_context=_setup_context,
+)
+_library.register_op(
+    "batch_norm_backward(Tensor dy, Tensor input, Tensor? output, Tensor mean, Tensor variance, Tensor? weight, "
+    "Tensor? bias, float eps, bool training, bool relu, int channel_dim, bool has_z) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+    backward=_refuse_second_derivative,
+    setup_context=lambda ctx, inputs, output: None,
+)

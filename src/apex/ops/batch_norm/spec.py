@@ -1,0 +1,19 @@
+"""What a batch norm computes, beside its tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class BatchNormSpec(NamedTuple):
+    """What is added to a variance, whether ReLU follows, and where the channels are.
+
+    `training` normalises by the statistics of the batch, otherwise by the running ones. `momentum` is the weight of the
+    batch in the running statistics. `channel_dim` is 1 for [N, C, ...] in any memory format, -1 for [N, ..., C].
+    """
+
+    eps: float = 1e-5
+    momentum: float = 0.1
+    training: bool = True
+    relu: bool = False
+    channel_dim: int = 1

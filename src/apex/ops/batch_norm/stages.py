@@ -1,0 +1,161 @@
+"""The stages of a batch norm, without autograd: kernels or PyTorch, whichever runs.
+
+Between them a norm over several processes exchanges a few values per channel: `local_statistics`, exchange and
+`reference.combine`, `normalise`; backward `gradient_sums`, exchange, `input_gradient`. Counts may differ between
+processes, so the last one takes the inverse of the count of all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _library
+from . import reference
+from .launches import (
+    dense,
+    geometry_of,
+    laid_out_like,
+    triton_apply,
+    triton_input_gradient,
+    triton_statistics,
+    triton_sums,
+)
+from .self_check import self_check
+from .spec import BatchNormSpec
+
+# Elements below which PyTorch's operators run: a pass over so few takes less time than a launch, and cuDNN finds
+# statistics and output in one.
+NATIVE_BELOW = 1 << 20
+
+FAMILY = _library.register_family(
+    _library.OpFamily(
+        "batch_norm",
+        "batch norm with an addend and ReLU, in both layouts",
+        self_check,
+        small_inputs=f"PyTorch's operators below {NATIVE_BELOW:,} elements, and without an addend or ReLU",
+    )
+)
+
+
+def local_statistics(input: Tensor, spec: BatchNormSpec) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of every channel of this input."""
+    if _takes_kernels(input):
+        values = dense(input, spec)
+        return triton_statistics(values, geometry_of(values, spec))
+    return reference.statistics(input, spec)
+
+
+def normalise(
+    input: Tensor,
+    z: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+) -> Tensor:
+    """The output, given mean and variance of every channel: those of a batch or running ones."""
+    if not _takes_kernels(input):
+        return reference.apply(input, z, mean, variance, weight, bias, spec)
+    values = dense(input, spec)
+    mean, variance, weight, bias = contiguous(mean, variance, weight, bias)
+    z = None if z is None else laid_out_like(values, z)
+    return triton_apply(values, geometry_of(values, spec), z, mean, variance, weight, bias, spec)
+
+
+def gradient_sums(
+    dy: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+    keep: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """What ReLU lets through of `dy`, then per channel its sum and its sum times the normalised input.
+
+    The sums are the gradients of bias and weight. The first, which is the gradient of an addend, is None unless
+    `keep`, and `dy` itself without ReLU. `output` says what ReLU let through; None stands for that of a norm without an
+    addend, which is computed again.
+    """
+    if not _takes_kernels(input):
+        if output is None:
+            output = reference.apply(input, None, mean, variance, weight, bias, spec)
+        return reference.sums(dy, input, output, mean, variance, spec)
+    values = dense(input, spec)
+    dy = laid_out_like(values, dy)
+    output = None if output is None else laid_out_like(values, output)
+    mean, variance, weight, bias = contiguous(mean, variance, weight, bias)
+    geometry = geometry_of(values, spec)
+    kept, plain, along = triton_sums(
+        dy, values, geometry, output, mean, variance, weight, bias, spec, keep and spec.relu
+    )
+    return dy if keep and not spec.relu else kept, plain, along
+
+
+def input_gradient(
+    gradient: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    plain: Tensor,
+    along: Tensor,
+    inverse_count: float,
+    spec: BatchNormSpec,
+) -> Tensor:
+    """The input's gradient from `gradient`, which is `dy`, or what ReLU lets through of it if `spec` has no ReLU.
+
+    `plain` and `along` are the sums over everything that was normalised together, `inverse_count` one over how many
+    values that were per channel.
+    """
+    if not _takes_kernels(input):
+        if spec.relu:
+            if output is None:
+                output = reference.apply(input, None, mean, variance, weight, bias, spec)
+            gradient = torch.where(output > 0, gradient, 0)
+        return reference.input_gradient(gradient, input, mean, variance, weight, plain, along, inverse_count, spec)
+    values = dense(input, spec)
+    gradient = laid_out_like(values, gradient)
+    output = None if output is None else laid_out_like(values, output)
+    mean, variance, weight, bias, plain, along = contiguous(mean, variance, weight, bias, plain, along)
+    geometry = geometry_of(values, spec)
+    return triton_input_gradient(
+        gradient, values, geometry, output, mean, variance, weight, bias, plain, along, inverse_count, spec
+    )
+
+
+def gradients(
+    dy: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+    has_z: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Gradients of input, addend (None without one), weight and bias, for a norm over this input alone."""
+    kept, plain, along = gradient_sums(dy, input, output, mean, variance, weight, bias, spec, has_z)
+    inverse_count = input.shape[spec.channel_dim] / max(1, input.numel())
+    if kept is not None and has_z:
+        # What ReLU let through is there: no need to ask the output again.
+        dy, output, spec = kept, None, spec._replace(relu=False)
+    dx = input_gradient(dy, input, output, mean, variance, weight, bias, plain, along, inverse_count, spec)
+    return dx, kept if has_z else None, along, plain
+
+
+def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors as the kernels take parameters."""
+    return [None if each is None else each.contiguous() for each in tensors]
+
+
+def _takes_kernels(input: Tensor) -> bool:
+    """Whether a stage on its own runs as a kernel; how large the input is does not matter here."""
+    return input.numel() > 0 and _library.runs_triton(FAMILY, input)

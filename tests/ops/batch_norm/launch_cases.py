@@ -1,0 +1,37 @@
+"""Launches of the batch norm kernels to compile for every GPU: both layouts, with and without addend and ReLU."""
+
+from __future__ import annotations
+
+import torch
+
+from apex.ops.batch_norm import BatchNormSpec, launches
+
+# channels last, dtype, dtype of the parameters, addend, running statistics
+_CASES = [
+    (True, torch.float16, torch.float32, True, True),
+    (True, torch.bfloat16, torch.bfloat16, False, False),
+    (False, torch.float32, None, True, False),
+]
+
+
+def record() -> None:
+    """Plans and (under `recording`) collects forward and backward of every case."""
+    for last, dtype, parameters, addend, running in _CASES:
+        x = torch.empty(32, 256, 56, 56, dtype=dtype, device="meta")
+        x = x.to(memory_format=torch.channels_last) if last else x
+        weight = None if parameters is None else torch.empty(256, dtype=parameters, device="meta")
+        moved = torch.empty(256, device="meta") if running else None
+        z = x if addend else None
+        spec = BatchNormSpec(relu=parameters is not None)
+        geometry = launches.geometry_of(x, spec)
+        mean, variance = launches.triton_statistics(x, geometry, moved, moved, 0.1 if running else None)
+        y = launches.triton_apply(x, geometry, z, mean, variance, weight, weight, spec)
+        output = y if addend and spec.relu else None
+        keep = output is not None
+        dz, plain, along = launches.triton_sums(y, x, geometry, output, mean, variance, weight, weight, spec, keep)
+        if keep:
+            assert dz is not None
+            y, output, spec = dz, None, spec._replace(relu=False)
+        launches.triton_input_gradient(
+            y, x, geometry, output, mean, variance, weight, weight, plain, along, 1 / geometry.count, spec
+        )

@@ -1,0 +1,497 @@
+"""Batch norm against float64, by every route, with uninitialised memory full of NaN."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from apex.ops import _library
+from apex.ops.batch_norm import BatchNormSpec, batch_norm, config, launches, reference, stages
+from tests.harness import Route, assert_close, assert_equal_bits, routes
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+@dataclass(frozen=True)
+class BatchNormCase:
+    shape: tuple[int, ...]
+    dtype: torch.dtype = F32
+    parameters: torch.dtype | None = F32
+    addend: torch.dtype | None = None
+    relu: bool = True
+    last: bool = True
+    training: bool = True
+    running: bool = True
+    offset: float = 0.0
+    has_bias: bool = True
+    channel_dim: int = 1
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, self.shape))
+        dtypes = [str(each).removeprefix("torch.") for each in (self.dtype, self.parameters, self.addend)]
+        flags = [name for name in ("relu", "last", "training", "running", "has_bias") if getattr(self, name)]
+        return "-".join((sizes, *dtypes, *flags, str(self.channel_dim), *(["far"] if self.offset else [])))
+
+    @property
+    def channels(self) -> int:
+        return self.shape[self.channel_dim]
+
+    def tensors(self, device: str) -> dict[str, Tensor | None]:
+        generator = torch.Generator().manual_seed(1)
+        x, z, dy = (torch.randn(self.shape, generator=generator) for _ in range(3))
+        weight, bias, mean, variance = (torch.rand(self.channels, generator=generator) + 0.5 for _ in range(4))
+
+        def placed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+            tensor = tensor.to(device, dtype)
+            return tensor.movedim(1, -1).contiguous().movedim(-1, 1) if self.last and self.channel_dim == 1 else tensor
+
+        wide = F64 if self.dtype == F64 else F32
+        return {
+            "x": placed(x + self.offset, self.dtype),
+            "z": None if self.addend is None else placed(z, self.addend),
+            "dy": placed(dy, self.dtype),
+            "weight": None if self.parameters is None else weight.to(device, self.parameters),
+            "bias": bias.to(device, self.parameters) if self.parameters and self.has_bias else None,
+            "mean": mean.to(device, wide) if self.running else None,
+            "variance": variance.to(device, wide) if self.running else None,
+        }
+
+
+CASES = [
+    BatchNormCase((3, 12, 3, 5)),
+    BatchNormCase((3, 12, 3, 5), addend=F32),
+    BatchNormCase((3, 12, 3, 5), addend=F32, relu=False),
+    BatchNormCase((3, 12, 3, 5), relu=False),
+    BatchNormCase((3, 12, 3, 5), last=False),
+    BatchNormCase((3, 12, 3, 5), last=False, addend=F32),
+    BatchNormCase((2, 70, 5, 7), F16, addend=F16),
+    BatchNormCase((2, 70, 2, 3), BF16, BF16, running=False),
+    BatchNormCase((2, 70, 5, 7), BF16, addend=F32, last=False),
+    BatchNormCase((2, 5, 9, 7), F32, F16, addend=BF16),
+    BatchNormCase((2, 3, 40, 33), F16, last=False),
+    BatchNormCase((2, 3, 40, 33), F32),
+    BatchNormCase((7, 6), F32, addend=F32),
+    BatchNormCase((4, 6, 9), BF16, None),
+    BatchNormCase((4, 6, 2, 3, 2), F32, has_bias=False),
+    BatchNormCase((4, 6, 1, 1), F32),
+    BatchNormCase((4, 1, 3, 3), F32),
+    BatchNormCase((2, 4, 5, 12), F16, addend=F16, channel_dim=-1),
+    BatchNormCase((2, 4, 5, 12), F32, channel_dim=-1, running=False),
+    BatchNormCase((3, 12, 3, 5), F32, training=False),
+    BatchNormCase((3, 12, 3, 5), F16, addend=F16, training=False),
+    BatchNormCase((3, 12, 3, 5), F32, None, addend=F32, training=False, last=False),
+    BatchNormCase((3, 12, 3, 5), F64, F64, addend=F64),
+    BatchNormCase((3, 12, 9, 9), F32, offset=300.0),
+    BatchNormCase((3, 12, 9, 9), F32, offset=300.0, last=False, addend=F32),
+]
+
+
+def exact(case: BatchNormCase, tensors: dict[str, Tensor | None], output: Tensor) -> dict[str, Tensor | None]:
+    """Everything in float64 by an independent formula and autograd; what ReLU let through is taken from `output`."""
+    leaves = {
+        name: None if each is None else each.detach().cpu().double().requires_grad_() for name, each in tensors.items()
+    }
+    x, mean, variance = leaves["x"], leaves["mean"], leaves["variance"]
+    assert x is not None
+    rows = x.movedim(case.channel_dim, -1).reshape(-1, case.channels)
+    if case.training:
+        if mean is not None and variance is not None:
+            batch = (rows.mean(0), rows.var(0, correction=1))
+            mean, variance = (0.75 * old + 0.25 * new for old, new in zip((mean, variance), batch, strict=True))
+        centre, spread = rows.mean(0), rows.var(0, correction=0)
+    else:
+        assert mean is not None
+        assert variance is not None
+        centre, spread = mean, variance
+    y = (x.movedim(case.channel_dim, -1) - centre) / (spread + 1e-5).sqrt()
+    y = y if leaves["weight"] is None else y * leaves["weight"]
+    y = (y if leaves["bias"] is None else y + leaves["bias"]).movedim(-1, case.channel_dim)
+    y = y if leaves["z"] is None else y + leaves["z"]
+    let_through = y * (output.cpu() > 0) if case.relu else y
+    assert tensors["dy"] is not None
+    let_through.backward(tensors["dy"].cpu().double())
+    results = {name: None if leaves[name] is None else leaves[name].grad for name in ("x", "z", "weight", "bias")}
+    return {"output": y.relu() if case.relu else y, "mean": mean, "variance": variance, **results}
+
+
+def run(case: BatchNormCase, tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    leaves = {name: None if each is None else each.detach().clone() for name, each in tensors.items()}
+    differentiated = ("x", "z", "weight", "bias")
+    for name in differentiated:
+        if leaves[name] is not None:
+            leaves[name].requires_grad_()
+    output = batch_norm(
+        leaves["x"],
+        leaves["mean"],
+        leaves["variance"],
+        leaves["weight"],
+        leaves["bias"],
+        case.training,
+        0.25,
+        z=leaves["z"],
+        relu=case.relu,
+        channel_dim=case.channel_dim,
+    )
+    output.backward(leaves["dy"])
+    results = {name: None if leaves[name] is None else leaves[name].grad for name in differentiated}
+    return {"output": output.detach(), "mean": leaves["mean"], "variance": leaves["variance"], **results}
+
+
+def check(case: BatchNormCase, route: Route) -> None:
+    if case.offset and route.implementation == "torch":
+        pytest.skip("how exact PyTorch's operator is far from zero is not ours to promise")
+    tensors = case.tensors(route.device)
+    with _library.implementation("auto" if case.dtype == F64 else route.implementation):
+        actual, again = run(case, tensors), run(case, tensors)
+    assert actual["output"] is not None
+    assert tensors["x"] is not None
+    assert actual["output"].dtype == case.dtype
+    if tensors["x"].dim() == 4:  # PyTorch knows channels-last formats for images and volumes only
+        assert actual["output"].stride() == tensors["x"].stride()
+    expected = exact(case, tensors, actual["output"])
+    count = tensors["x"].numel() // case.channels
+    # Data far from zero has lost digits before the norm sees it; a sum of plain squares would lose them twice.
+    conditioning = max(1, round(case.offset))
+    for name, wanted in expected.items():
+        terms = count if name in ("weight", "bias", "mean", "variance") else 1
+        if name == "output" and route.implementation == "torch" and case.addend and case.dtype.itemsize == 2:
+            terms = 10**6  # PyTorch rounds before it adds, which shows where the sum is near zero
+        assert_close(actual[name], wanted, reduction=terms * conditioning, what=name)
+    assert_equal_bits(list(actual.values()), list(again.values()))
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_float64(case: BatchNormCase, route: Route) -> None:
+    check(case, route)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("last", [True, False])
+def test_programs_that_take_several_tiles(route: Route, last: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MEASURE_TILE", "MEASURE_BACKWARD_TILE"):
+            patch.setattr(config, name, 128)
+        patch.setattr(config, "measure_programs", lambda units, blocks, multiprocessors: 2)
+        patch.setattr(config, "FINISH_BLOCK", (1, 16))
+        launches.clear_plans()
+        check(BatchNormCase((3, 6, 5, 7), BF16, addend=BF16, last=last), route)
+    launches.clear_plans()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(32, 64, 112, 112), (32, 256, 56, 56), (32, 512, 28, 28), (32, 2048, 7, 7)])
+@pytest.mark.parametrize("addend", [None, F16])
+@pytest.mark.parametrize("last", [True, False])
+def test_matches_float64_at_the_sizes_of_resnets(shape, addend, last) -> None:
+    check(BatchNormCase(shape, F16, addend=addend, last=last), Route("cuda", "triton"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("last", [True, False])
+def test_more_than_two_to_the_31_elements(last: bool) -> None:
+    channels, positions = 64, (1 << 31) // 128 + 5
+    shape = (2, positions, channels) if last else (2, channels, positions)
+    x = torch.randn(shape, device="cuda", dtype=BF16)
+    x = x.movedim(-1, 1) if last else x
+    assert x.numel() > 2**31
+    weight, bias = (torch.rand(channels, device="cuda") for _ in range(2))
+    spec = BatchNormSpec(relu=True)
+    mean, variance = stages.local_statistics(x, spec)
+    output = stages.normalise(x, None, mean, variance, weight, bias, spec)
+    end = slice(positions - 4, positions)
+    values = x[-1, :, end].double()
+    assert_close(mean[-1], x[:, -1].mean(dtype=F64), what="mean")
+    factor = (variance.double() + 1e-5).rsqrt()
+    expected = (values - mean.double()[:, None]) * (factor * weight)[:, None] + bias.double()[:, None]
+    assert_close(output[-1, :, end], expected.relu(), what="output")
+    dx, _, dweight, dbias = stages.gradients(x, x, None, mean, variance, weight, bias, spec, False)
+    gradient = torch.where(output[-1, :, end] > 0, values, 0.0)
+    normalised = (values - mean.double()[:, None]) * factor[:, None]
+    count = x.numel() // channels
+    away = dbias.double()[:, None] / count + normalised * dweight.double()[:, None] / count
+    assert_close(dx[-1, :, end], (factor * weight)[:, None] * (gradient - away), what="dx")
+
+
+@pytest.mark.parametrize("route", routes())
+def test_strided_tensors(route: Route) -> None:
+    case = BatchNormCase((2, 12, 6, 10), addend=F32)
+    tensors = case.tensors(route.device)
+    for name in ("x", "z", "dy"):
+        tensors[name] = tensors[name][:, :, ::2, 1:]
+    tensors["z"] = tensors["z"].contiguous()
+    tensors["weight"] = torch.rand(24, device=route.device)[::2]
+    tensors["mean"] = torch.rand(24, device=route.device)[::2]
+    with _library.implementation(route.implementation):
+        actual = run(case, tensors)
+    for name, wanted in exact(case, tensors, actual["output"]).items():
+        assert_close(actual[name], wanted, reduction=54, what=name)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_running_statistics_that_are_not_contiguous_are_updated(route: Route) -> None:
+    x = torch.randn(4, 6, 3, 3, device=route.device)
+    mean, variance = (torch.ones(12, device=route.device)[::2] for _ in range(2))
+    with _library.implementation(route.implementation):
+        batch_norm(x, mean, variance, momentum=1.0, relu=True)
+    assert_close(mean, x.double().mean((0, 2, 3)), reduction=36)
+    assert_close(variance, x.double().var((0, 2, 3)), reduction=36)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("shape", [(0, 8, 3, 3), (2, 8, 0, 3)])
+@pytest.mark.parametrize("training", [True, False])
+def test_empty(route: Route, shape: tuple[int, ...], training: bool) -> None:
+    x = torch.empty(shape, device=route.device, requires_grad=True)
+    weight = torch.ones(8, device=route.device, requires_grad=True)
+    mean, variance = torch.full((8,), 3.0, device=route.device), torch.full((8,), 2.0, device=route.device)
+    with _library.implementation(route.implementation):
+        output = batch_norm(x, mean, variance, weight, training=training, relu=True)
+        output.sum().backward()
+    assert output.shape == shape
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert not weight.grad.any()
+    assert mean.eq(3).all()
+    assert variance.eq(2).all()
+
+
+@pytest.mark.parametrize("route", routes())
+def test_one_value_per_channel(route: Route) -> None:
+    x = torch.randn(1, 8, 1, 1, device=route.device, requires_grad=True)
+    bias = torch.randn(8, device=route.device)
+    mean, variance = torch.zeros(8, device=route.device), torch.ones(8, device=route.device)
+    with _library.implementation(route.implementation):
+        output = batch_norm(x, mean, variance, None, bias)
+        output.sum().backward()
+    assert_close(output.flatten(), bias.double())
+    assert_close(mean, 0.1 * x.detach().double().flatten())
+    assert_close(variance, torch.full((8,), 0.9, dtype=F64))
+    assert_close(x.grad, torch.zeros(1, 8, 1, 1, dtype=F64))
+
+
+@pytest.mark.parametrize("route", routes())
+def test_only_what_needs_a_gradient_gets_one(route: Route) -> None:
+    x, z = (torch.randn(4, 6, 3, 3, device=route.device) for _ in range(2))
+    weight = torch.rand(6, device=route.device)
+    with _library.implementation(route.implementation):
+        assert not batch_norm(x, z=z, weight=weight, relu=True).requires_grad
+        output = batch_norm(x, z=z.requires_grad_(), weight=weight, relu=True)
+        output.sum().backward()
+    assert z.grad is not None
+    assert torch.equal(z.grad, (output > 0).float())
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_gradcheck(relu: bool, training: bool) -> None:
+    x, z = (torch.randn(3, 4, 2, dtype=F64, requires_grad=True) for _ in range(2))
+    weight, bias = (torch.rand(4, dtype=F64, requires_grad=True) for _ in range(2))
+    running = (torch.zeros(4, dtype=F64), torch.ones(4, dtype=F64))
+
+    def function(x: Tensor, z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return batch_norm(x, *running, weight, bias, training, 0.0, z=z, relu=relu)
+
+    assert torch.autograd.gradcheck(function, (x, z, weight, bias))
+    assert torch.autograd.gradgradcheck(function, (x, z, weight, bias))
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_the_reference_is_torchs_norm_and_its_gradients_are_the_derivatives(relu: bool, training: bool) -> None:
+    spec = BatchNormSpec(relu=relu, training=training)
+    x, z = (torch.randn(3, 4, 2, 5, dtype=F64, requires_grad=True) for _ in range(2))
+    weight, bias, mean, variance = (torch.rand(4, dtype=F64) for _ in range(4))
+    leaves = (x, z, weight.requires_grad_(), bias.requires_grad_())
+    expected = functional.batch_norm(x, mean.clone(), variance.clone(), weight, bias, training) + z
+    expected = expected.relu() if relu else expected
+    if training:
+        mean, variance = reference.statistics(x, spec)
+    output = reference.apply(x, z, mean, variance, weight, bias, spec)
+    assert_close(output, expected)
+    dy = torch.randn_like(x)
+    wanted = torch.autograd.grad(expected, leaves, dy)
+    gradient, plain, along = reference.sums(dy, x, output, mean, variance, spec)
+    dx = reference.input_gradient(gradient, x, mean, variance, weight, plain, along, 1 / 30, spec)
+    for actual, right in zip((dx, gradient, along, plain), wanted, strict=True):
+        assert_close(actual, right)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_stages_put_together_over_parts_of_different_sizes(route: Route) -> None:
+    """What processes with different batches do, the exchange being a sum: equal to the norm of the joined batch."""
+    spec = BatchNormSpec(relu=True)
+    x, z, dy = (torch.randn(6, 5, 3, 4, device=route.device) for _ in range(3))
+    weight, bias = (torch.rand(5, device=route.device) for _ in range(2))
+    parts = [[each[:4] for each in (x, z, dy)], [each[4:] for each in (x, z, dy)], [each[6:] for each in (x, z, dy)]]
+    with _library.implementation(route.implementation):
+        means, variances = zip(*(stages.local_statistics(each[0], spec) for each in parts), strict=True)
+        counts = torch.tensor([48.0, 24.0, 0.0], device=route.device)
+        mean, variance = reference.combine(torch.stack(means), torch.stack(variances), counts)
+        outputs = [stages.normalise(x, z, mean, variance, weight, bias, spec) for x, z, _ in parts]
+        found = [
+            stages.gradient_sums(dy, x, y, mean, variance, weight, bias, spec, True)
+            for (x, _, dy), y in zip(parts, outputs, strict=True)
+        ]
+        plain, along = sum(each[1] for each in found), sum(each[2] for each in found)
+        gradients = [
+            stages.input_gradient(dy, x, y, mean, variance, weight, bias, plain, along, 1 / 72, spec)
+            for (x, _, dy), y in zip(parts, outputs, strict=True)
+        ]
+    leaves = [each.double().requires_grad_() for each in (x, z, weight, bias)]
+    expected = (functional.batch_norm(leaves[0], None, None, *leaves[2:], True) + leaves[1]).relu()
+    dx, dz, dweight, dbias = torch.autograd.grad(expected, leaves, dy.double())
+    assert_close(torch.cat(outputs), expected)
+    assert_close(torch.cat(gradients), dx)
+    assert_close(torch.cat([each[0] for each in found]), dz)
+    assert_close(along, dweight, reduction=72)
+    assert_close(plain, dbias, reduction=72)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_a_second_derivative(route: Route) -> None:
+    x, z = (torch.randn(3, 6, 3, 3, device=route.device) for _ in range(2))
+
+    def second(x: Tensor, z: Tensor, addend: bool) -> Tensor:
+        x = x.detach().requires_grad_()
+        output = batch_norm(x, z=z if addend else None, relu=True)
+        (first,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    for addend in (True, False):
+        with _library.implementation(route.implementation):
+            actual = second(x, z, addend)
+        with _library.implementation("auto"):
+            assert_close(actual, second(x.cpu().double(), z.cpu().double(), addend), reduction=10**4)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_opcheck(route: Route) -> None:
+    x, z = (torch.randn(3, 6, 3, 3, device=route.device).to(memory_format=torch.channels_last) for _ in range(2))
+    weight, bias, mean, variance = (torch.rand(6, device=route.device) for _ in range(4))
+    parameters = (weight.requires_grad_(), bias.requires_grad_())
+    flags = (1e-5, True, True, 1)
+    with _library.implementation(route.implementation):
+        torch.library.opcheck(torch.ops.apex.batch_norm_statistics.default, (x, 1))
+        arguments = (x.requires_grad_(), z.requires_grad_(), mean, variance, *parameters, *flags)
+        torch.library.opcheck(torch.ops.apex.batch_norm_normalise.default, arguments)
+        y = torch.ops.apex.batch_norm_normalise(*arguments).detach()
+        x, weight, bias = x.detach(), weight.detach(), bias.detach()
+        for output, has_z in ((y, True), (None, False)):
+            arguments = (x, x, output, mean, variance, weight, bias, *flags, has_z)
+            torch.library.opcheck(torch.ops.apex.batch_norm_backward.default, arguments)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_compiled_without_graph_breaks(route: Route) -> None:
+    x, z = (torch.randn(3, 6, 3, 3, device=route.device).to(memory_format=torch.channels_last) for _ in range(2))
+    weight, bias = (torch.rand(6, device=route.device) for _ in range(2))
+    leaves = [each.requires_grad_() for each in (x, z, weight, bias)]
+
+    def function(x: Tensor, z: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        return batch_norm(x.sin(), mean, variance, weight, bias, z=z, relu=True).cos()
+
+    backend = "inductor" if route.device == "cuda" else "aot_eager"
+    results = []
+    with _library.implementation(route.implementation):
+        torch._dynamo.reset()
+        for each in (torch.compile(function, fullgraph=True, backend=backend), function):
+            running = [torch.zeros(6, device=route.device), torch.ones(6, device=route.device)]
+            output = each(*leaves, *running)
+            results.append([output, *running, *torch.autograd.grad(output.sum(), leaves)])
+    for actual, wanted in zip(*results, strict=True):
+        assert_close(actual, wanted.double(), reduction=27)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_autocast_leaves_the_dtype_alone(route: Route) -> None:
+    x = torch.randn(2, 8, 4, 4, device=route.device, dtype=BF16).to(memory_format=torch.channels_last)
+    weight = torch.rand(8, device=route.device)
+    with _library.implementation(route.implementation):
+        expected = batch_norm(x, weight=weight, relu=True)
+        with torch.autocast(route.device, dtype=BF16):
+            actual = batch_norm(x, weight=weight, relu=True)
+    assert actual.dtype == BF16
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_nan_stays_nan_behind_relu(route: Route) -> None:
+    x = torch.randn(2, 3, 4, 4, device=route.device)
+    x[0, 1, 0, 0] = float("nan")
+    with _library.implementation(route.implementation):
+        output = batch_norm(x, relu=True)
+    assert output[:, 1].isnan().all()
+    assert not output[:, ::2].isnan().any()
+
+
+@pytest.mark.gpu
+def test_cuda_graph_capture() -> None:
+    x, z = (torch.randn(8, 64, 56, 56, device="cuda", dtype=F16).to(memory_format=torch.channels_last) for _ in "ab")
+    weight = torch.rand(64, device="cuda", requires_grad=True)
+    leaves = (x.requires_grad_(), z.requires_grad_(), weight)
+    step = lambda: torch.autograd.grad(batch_norm(x, z=z, weight=weight, relu=True).sin().sum(), leaves)  # noqa: E731
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+def test_what_is_left_to_torch() -> None:
+    """Plain norms and small inputs, unless kernels are asked for."""
+    from apex.ops.batch_norm.op import _runs_kernels
+
+    small, large = torch.empty(2, 4, 8, 8), torch.empty(1, 1, 1, 1).expand(32, 64, 32, 32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_library, "runs_triton", lambda family, tensor: True)
+        assert _runs_kernels(large, None, BatchNormSpec(relu=True))
+        assert _runs_kernels(large, large, BatchNormSpec())
+        assert not _runs_kernels(large, None, BatchNormSpec())
+        assert not _runs_kernels(small, None, BatchNormSpec(relu=True))
+        with _library.implementation("triton"):
+            assert _runs_kernels(small, None, BatchNormSpec())
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_tiles_cover_everything(last: bool) -> None:
+    for positions, channels in ((49, 2048), (3136, 96), (1, 5), (100352, 256)):
+        tiles = config.tiling(positions, channels, last, 2048)
+        assert tiles.rows * tiles.chunks >= positions
+        assert tiles.channel_block * tiles.channel_blocks >= channels
+        assert tiles.rows * tiles.channel_block <= 2048
+
+
+ONES = torch.ones(6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((torch.ones(6),), {}, ValueError, r"shape \[6\]"),
+        ((torch.ones(2, 6, dtype=torch.int32),), {}, TypeError, "floating-point input"),
+        ((torch.ones(2, 6), ONES), {}, ValueError, "given together"),
+        ((torch.ones(2, 6),), {"training": False}, ValueError, "needed where training is False"),
+        ((torch.ones(2, 6), torch.ones(5), ONES), {}, ValueError, "running_mean has shape"),
+        ((torch.ones(2, 6), None, None, torch.ones(5)), {}, ValueError, "weight has shape"),
+        ((torch.ones(2, 6), None, None, ONES.int()), {}, TypeError, "weight must be"),
+        ((torch.ones(2, 6), None, None, ONES.to("meta")), {}, ValueError, "weight is on meta"),
+        ((torch.ones(2, 6),), {"z": torch.ones(2, 5)}, ValueError, "z has shape"),
+        ((torch.ones(2, 6),), {"z": torch.ones(2, 6, dtype=torch.int32)}, TypeError, "z must be"),
+        ((torch.ones(2, 6),), {"channel_dim": 2}, ValueError, "channel_dim=2"),
+    ],
+)
+def test_bad_arguments(arguments: tuple, options: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        batch_norm(*arguments, **options)
