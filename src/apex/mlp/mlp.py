@@ -63,6 +63,8 @@ class MLP(nn.Module):
         return self._named(self._bias_names)
 
     def _named(self, names: list[str]) -> list[Tensor]:
+        if torch.compiler.is_compiling():
+            return [getattr(self, name) for name in names]
         parameters = self._parameters
         try:
             return [parameters[name] for name in names]  # type: ignore[misc]  # quicker than six getattr

@@ -210,4 +210,5 @@ def test_cuda_graph() -> None:
     graph.replay()
     for actual, wanted in zip(results, expected, strict=True):
         assert (actual.double() - wanted.double()).norm() <= 1e-3 * wanted.double().norm()
-    assert_close(total, 3 * once.double(), reduction=4096)
+    # Tensor cores add in a little less than float32.
+    assert (total.double() - 3 * once.double()).norm() <= 1e-5 * (3 * once.double()).norm()

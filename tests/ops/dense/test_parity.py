@@ -320,9 +320,11 @@ def test_accumulation_by_pytorch_and_by_the_kernel_agree() -> None:
         total = torch.ones(520, 520, device="cuda")
         with _library.implementation(implementation):
             dense.wgrad_gemm_accum(x, dy, total)
-        assert_close(total, 1 + dy.double().t() @ x.double(), reduction=3000)
+        # Tensor cores add in a little less than float32.
+        expected = 1 + dy.double().t() @ x.double()
+        assert (total.double() - expected).norm() <= 1e-5 * expected.norm()
         totals.append(total)
-    assert_close(totals[0], totals[1].double(), reduction=3000)
+    assert (totals[0].double() - totals[1].double()).norm() <= 1e-5 * totals[1].double().norm()
 
 
 @pytest.mark.gpu

@@ -222,7 +222,7 @@ class MlpFunction(torch.autograd.Function):
         input = args[0]
         outputs = *hidden, None if output is None else as_rows(output)
         dx, *gradients = mlp_backward(
-            as_rows(grad_o), as_rows(input), args[1 : 1 + layers], outputs, activation, wanted
+            as_rows(grad_o), as_rows(input), args[1 : 1 + layers], outputs, activation, wanted, ctx.plans
         )
         return None, None, None if dx is None else _shaped(dx, input), *gradients
 

@@ -114,7 +114,7 @@ def activation_backward_now(
 ) -> tuple[Tensor, Tensor | None]:
     if dy.numel() and dy.dtype == saved.dtype and _library.runs_triton(FAMILY, dy):
         return triton_activation_backward(dy, saved, activation, bias_grad, in_place)
-    if dy.dtype in _HALF and not dy.is_cuda:  # PyTorch on the CPU would round every step of a sigmoid's gradient
+    if dy.dtype in _HALF and (activation == "sigmoid" or not dy.is_cuda):  # PyTorch would round every step of it
         dz, dbias = activation_backward_now(dy.float(), saved.float(), activation, bias_grad, in_place)
         return dz.to(dy.dtype), None if dbias is None else dbias.to(dy.dtype)
     if activation == "relu":
