@@ -1,0 +1,95 @@
+"""Tensors strung together for one collective call, and back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+# Bytes that a broadcast of a module's state takes at a time, beside the state itself.
+_BROADCAST_BYTES = 1 << 28
+
+
+def flatten(bucket: Sequence[Tensor]) -> Tensor:
+    """The elements of all tensors, one after the other, as a vector."""
+    return _flatten_dense_tensors(bucket)
+
+
+def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`coalesced` in pieces of the shapes of `bucket`, which share its memory."""
+    return _unflatten_dense_tensors(coalesced, bucket)
+
+
+@torch.no_grad()
+def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
+    """`call(vector, *extra_args)` for all tensors at once, which are of one type; `all_reduce` gives their mean."""
+    coalesced = flatten(bucket)
+    call(coalesced, *(extra_args or ()))
+    if call is dist.all_reduce:
+        coalesced /= dist.get_world_size()
+    for tensor, synced in zip(bucket, unflatten(coalesced, bucket), strict=True):
+        tensor.copy_(synced)
+
+
+def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
+    """Tensors by `tensor.type()`, in the order in which the types appear."""
+    buckets: OrderedDict[str, list[Tensor]] = OrderedDict()
+    for tensor in tensors:
+        buckets.setdefault(tensor.type(), []).append(tensor)
+    return buckets
+
+
+def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The float16 tensors, the float32 ones and the float64 ones; types without any are left out."""
+    return _split(tensors, torch.float16, torch.float32, torch.float64)
+
+
+def split_half_float_double_bfloat16(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The same, and the bfloat16 tensors."""
+    return _split(tensors, torch.float16, torch.float32, torch.float64, torch.bfloat16)
+
+
+def _split(tensors: Iterable[Tensor], *dtypes: torch.dtype) -> list[list[Tensor]]:
+    tensors = list(tensors)
+    buckets = [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in dtypes]
+    return [bucket for bucket in buckets if bucket]
+
+
+def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
+    """`apply_flat_dist_call` for the tensors of each type."""
+    for bucket in split_by_type(tensors).values():
+        apply_flat_dist_call(bucket, call, extra_args)
+
+
+def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
+    """Appends all tensors of a tensor or of nested iterables to `tensor_list`; other things are passed over."""
+    if isinstance(maybe_tensor, Tensor):
+        tensor_list.append(maybe_tensor)
+    elif not isinstance(maybe_tensor, str | bytes):
+        try:
+            items = iter(maybe_tensor)
+        except TypeError:
+            return
+        for item in items:
+            extract_tensors(item, tensor_list)
+
+
+@torch.no_grad()
+def broadcast_from_first(tensors: Iterable[Tensor]) -> None:
+    """Gives tensors of any types the values that they have in the process of rank 0."""
+    for bucket in split_by_type(tensors).values():
+        while bucket:
+            chunk, size = [], 0
+            while bucket and (not chunk or size + bucket[0].nbytes <= _BROADCAST_BYTES):
+                size += bucket[0].nbytes
+                chunk.append(bucket.pop(0))
+            # As bytes: no backend knows all types.
+            coalesced = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+            dist.broadcast(coalesced.view(torch.uint8), 0)
+            for tensor, synced in zip(chunk, unflatten(coalesced, chunk), strict=True):
+                tensor.copy_(synced)

@@ -1,0 +1,183 @@
+"""The reduction of a model's gradients: pass after pass, in buckets, in the same order in all processes."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._buckets import Arithmetic, Bucket, agree, plan
+
+
+class Reduction:
+    """Sums gradients over all processes; those of a backward pass while it is still going on.
+
+    The first pass only notes the order in which gradients arrive; buckets are made from it, those of rank 0 in all
+    processes. From the second pass on a bucket is sent as soon as its gradients, and all buckets before it, are there.
+    With `delay` all are sent at the end. Groups take turns with the buckets.
+    """
+
+    def __init__(
+        self,
+        named_params: Sequence[tuple[str, Tensor]],
+        arithmetic: Arithmetic,
+        *,
+        message_size: int | None = None,
+        triggers: Sequence[Tensor] | None = None,
+        retain: bool = False,
+        delay: bool = False,
+        groups: Sequence[Any] = (None,),
+        streams: Sequence[Any] = (None,),
+    ) -> None:
+        self.names = [name for name, _ in named_params]
+        self.params = [param for _, param in named_params]
+        self.signature = signature_of(self.params)
+        self.buckets: list[Bucket] = []
+        # For each bucket, the indices of its parameters.
+        self.members: list[list[int]] = []
+        self.world_size = dist.get_world_size()
+        self._index = {param: index for index, param in enumerate(self.params)}
+        self._arithmetic = arithmetic
+        self._message_size = message_size
+        self._triggers = (
+            None if triggers is None else [self._index[param] for param in triggers if param in self._index]
+        )
+        self._retain = retain
+        self._delay = delay
+        self._groups = groups
+        self._streams = streams
+        self._arrived: list[int] = []
+        if delay:
+            self._make_buckets(plan(self.params, range(len(self.params)), None, None))
+        self._start_pass()
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether buckets have been made."""
+        return bool(self.buckets)
+
+    def _start_pass(self) -> None:
+        self._arrived = []
+        self._waiting_for = [set(indices) for indices in self.members]
+        self._started = 0
+
+    def _make_buckets(self, members: list[list[int]]) -> None:
+        self.members = members
+        self._bucket_of = {index: number for number, indices in enumerate(members) for index in indices}
+        self.buckets = [
+            Bucket(
+                [self.params[index] for index in indices],
+                [self.names[index] for index in indices],
+                self._arithmetic,
+                self._retain,
+            )
+            for indices in members
+        ]
+
+    def plan(self) -> None:
+        """Makes buckets from the order in which gradients have arrived in rank 0."""
+        members = plan(self.params, self._arrived, self._message_size, self._triggers)
+        self._make_buckets(agree(members, len(self.params), self.params[0].device))
+        self._waiting_for = [set(indices) for indices in self.members]
+
+    def arrived(self, param: Tensor) -> None:
+        """Notes that a backward pass has added to a parameter's gradient; sends what can be sent."""
+        index = self._index.get(param)
+        if index is None:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} got a gradient, but required none at the last call of the "
+                "wrapped model: call the wrapper, not its .module, after parameters have been unfrozen"
+            )
+        if not self.buckets or self._delay:
+            if index not in self._arrived[-1:]:
+                self._arrived.append(index)
+            return
+        number = self._bucket_of[index]
+        if number < self._started:
+            raise RuntimeError(
+                f"the gradient of {self.names[index]} changed after it had been sent to the other processes: one "
+                "backward pass has added to it several times (a shared parameter under reentrant checkpointing?). Use "
+                "delay_allreduce=True, or use_reentrant=False"
+            )
+        self._arrived.append(index)
+        self._waiting_for[number].discard(index)
+        while self._started < len(self.buckets) and not self._waiting_for[self._started]:
+            self._send_next()
+
+    def finish_pass(self) -> None:
+        """Sends the rest, and waits for everything; does nothing if no gradient has arrived."""
+        if not self._arrived:
+            return
+        self._arrived = list(dict.fromkeys(self._arrived))
+        try:
+            if not self.buckets:
+                self.plan()
+            self.reduce_all()
+        finally:
+            self._start_pass()
+
+    def reduce_all(self) -> None:
+        """Reduces what has not been sent, whatever gradients there are, and waits."""
+        if not self.buckets:
+            return
+        while self._started < len(self.buckets):
+            self._send_next()
+        for bucket in self.buckets:
+            bucket.finish(self.world_size)
+        self._start_pass()
+
+    def abandon_pass(self) -> None:
+        """Forgets a pass that has failed."""
+        for bucket in self.buckets:
+            bucket.abandon()
+        self._start_pass()
+
+    def _send_next(self) -> None:
+        number = self._started
+        self._started += 1
+        with on_stream(self._streams[number % len(self._streams)]):
+            self.buckets[number].start(self._groups[number % len(self._groups)])
+
+
+@contextlib.contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """Queues what is inside on `stream`, after what is queued on the current one; None is the current one."""
+    if stream is None:
+        yield
+        return
+    current = torch.accelerator.current_stream(stream.device)
+    stream.wait_stream(current)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(current)
+
+
+def signature_of(params: Sequence[Tensor]) -> list[Any]:
+    """What buckets depend on; they must be made anew when it changes."""
+    return [(id(param), param.dtype, param.device) for param in params]
+
+
+def check_same_everywhere(named_params: Sequence[tuple[str, Tensor]]) -> None:
+    """Raises, in all processes, where models are not alike in names, shapes and types of their parameters."""
+    if not named_params:
+        return
+    described = [(name, tuple(param.shape), str(param.dtype), param.requires_grad) for name, param in named_params]
+    elements = sum(param.numel() for _, param in named_params)
+    facts = [len(described), elements, zlib.crc32(repr(described).encode())]
+    mine = torch.tensor(facts, dtype=torch.int64, device=named_params[0][1].device)
+    everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, mine)
+    found = [tuple(tensor.tolist()) for tensor in everywhere]
+    for rank, (count, elements, checksum) in enumerate(found):
+        if (count, elements, checksum) != found[0]:
+            raise RuntimeError(
+                f"the models of rank 0 and rank {rank} differ: {found[0][0]} parameters with {found[0][1]} elements, "
+                f"and {count} with {elements} (names, shapes, types and requires_grad are compared)"
+            )

@@ -1,0 +1,404 @@
+"""Data-parallel training: `DistributedDataParallel`, `Reducer`, and the calls over strung-together tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from ._buckets import Arithmetic, multiply
+from ._flat import (
+    apply_flat_dist_call,
+    broadcast_from_first,
+    extract_tensors,
+    flat_dist_call,
+    flatten,
+    split_by_type,
+    split_half_float_double,
+    split_half_float_double_bfloat16,
+    unflatten,
+)
+from ._reduction import Reduction, check_same_everywhere, signature_of
+
+__all__ = [
+    "DistributedDataParallel",
+    "Reducer",
+    "apply_flat_dist_call",
+    "extract_tensors",
+    "flat_dist_call",
+    "flatten",
+    "split_by_type",
+    "split_half_float_double",
+    "split_half_float_double_bfloat16",
+    "unflatten",
+]
+
+
+def _check_process_group(who: str) -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"{who} needs a process group: call torch.distributed.init_process_group first, in processes started by "
+            "`apex run` or torchrun"
+        )
+
+
+class Reducer:
+    """Averages gradients over processes when told to: `reducer.reduce()`.
+
+    `module_or_grads_list` is a module, whose parameters and buffers take the values of rank 0, or gradients in nested
+    iterables. A parameter of the module that has a gradient in some processes only counts as zero in the others.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[Any]) -> None:
+        _check_process_group("Reducer")
+        self.module: nn.Module | None = None
+        self.grads: list[Tensor] = []
+        self._reduction: Reduction | None = None
+        if isinstance(module_or_grads_list, nn.Module):
+            self.module = module_or_grads_list
+            check_same_everywhere(list(self.module.named_parameters()))
+            broadcast_from_first([*self.module.parameters(), *self.module.buffers()])
+        else:
+            extract_tensors(module_or_grads_list, self.grads)
+
+    def reduce(self) -> None:
+        """Gives all gradients their mean over the processes."""
+        if self.module is None:
+            flat_dist_call(self.grads, dist.all_reduce)
+            return
+        named = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
+        if self._reduction is None or self._reduction.signature != signature_of([param for _, param in named]):
+            self._reduction = Reduction(named, Arithmetic(), delay=True)
+        self._reduction.reduce_all()
+
+
+class DistributedDataParallel(nn.Module):
+    """A module whose gradients are averaged over all processes during `backward()`.
+
+    Parameters and buffers take the values of rank 0 at construction. Gradients travel in buckets while the rest of the
+    backward pass goes on. Call `amp.initialize` before wrapping a model.
+
+    - `message_size`: elements at which a bucket is full. Buckets are made from the order in which the first backward
+      pass of rank 0 produces gradients.
+    - `delay_allreduce`: everything is sent at the end of the backward pass, in one bucket per type.
+    - `allreduce_trigger_params`: parameters whose gradients close a bucket, instead of `message_size`.
+    - `retain_allreduce_buffers`: after a backward pass `allreduce_buffers` holds the buckets' means, and gradients are
+      views of them.
+    - `allreduce_always_fp32`: half-precision gradients are summed in float32.
+    - `num_allreduce_streams`: the number of process groups, each with a stream of its own, that take turns with the
+      buckets; `allreduce_communicators`: a list of that many groups, and one of streams (or None).
+    - `gradient_average`: whether sums are divided by the number of processes.
+    - `gradient_predivide_factor`: gradients are divided by it before they are summed, and only by
+      (processes / factor) afterwards; without `gradient_average` by nothing afterwards.
+      `gradient_average_split_factor` is its old name.
+    - `prof`: names the work in profiles.
+
+    Parameters without a gradient in some process, or in all, are no error: see docs/parallel.md.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10000000,
+        delay_allreduce: bool = False,
+        shared_param: None = None,
+        allreduce_trigger_params: Iterable[Tensor] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Sequence[Sequence[Any]] | None = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+    ) -> None:
+        super().__init__()
+        if shared_param is not None:
+            raise ValueError(
+                f"shared_param={shared_param!r} is not an option any more: shared parameters need none. To send "
+                "everything at the end of the backward pass use delay_allreduce=True"
+            )
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+        if message_size < 1:
+            raise ValueError(f"message_size must be at least 1 element, not {message_size}")
+        triggers = None if allreduce_trigger_params is None else list(allreduce_trigger_params)
+        if triggers is not None and delay_allreduce:
+            raise ValueError("allreduce_trigger_params makes no sense with delay_allreduce=True")
+        known = set(map(id, module.parameters()))
+        if triggers is not None and not all(id(param) in known for param in triggers):
+            raise ValueError("allreduce_trigger_params has a tensor that is not a parameter of the module")
+        predivide = gradient_predivide_factor
+        if gradient_average_split_factor is not None:
+            if gradient_predivide_factor not in (1.0, gradient_average_split_factor):
+                raise ValueError(
+                    f"gradient_average_split_factor={gradient_average_split_factor} is the old name of "
+                    f"gradient_predivide_factor, which is {gradient_predivide_factor}"
+                )
+            predivide = gradient_average_split_factor
+        if not predivide > 0:
+            raise ValueError(f"gradient_predivide_factor must be positive, not {predivide}")
+        _check_communicators(num_allreduce_streams, allreduce_communicators, delay_allreduce)
+        _check_process_group("DistributedDataParallel")
+
+        self.module = module
+        self.message_size = message_size
+        self.delay_allreduce = delay_allreduce
+        self.retain_allreduce_buffers = retain_allreduce_buffers
+        self.allreduce_always_fp32 = allreduce_always_fp32
+        self.gradient_average = gradient_average
+        self.gradient_predivide_factor = predivide
+        self.num_allreduce_streams = num_allreduce_streams
+        self.allreduce_communicators = allreduce_communicators
+        self.allreduce_trigger_params = triggers
+        self.prof = prof
+        self.world_size = float(dist.get_world_size())
+        self._disable_allreduce = False
+        self._start_fresh()
+        check_same_everywhere(list(module.named_parameters()))
+        broadcast_from_first([*module.parameters(), *module.buffers()])
+        self._connect()
+        self._prepare()
+
+    def _start_fresh(self) -> None:
+        self._reduction: Reduction | None = None
+        self._groups: Sequence[Any] | None = None
+        self._streams: Sequence[Any] = (None,)
+        self._fallback_buffers: list[Tensor | None] = []
+        # By id; parameters compare by their elements.
+        self._hooked: dict[int, weakref.ref[Tensor]] = {}
+        # The autograd engine runs hooks in one thread per device.
+        self._lock = threading.RLock()
+        self._in_pass = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process: groups and streams are made anew, but for those that were given."""
+        transient = ("_reduction", "_groups", "_streams", "_fallback_buffers", "_hooked", "_lock", "_in_pass")
+        state = {name: value for name, value in self.__dict__.items() if name not in transient}
+        return {**state, "allreduce_communicators": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start_fresh()
+
+    # Which backward passes are followed by a reduction ---------------------------------------------------------------
+
+    def enable_allreduce(self) -> None:
+        """Backward passes reduce gradients; they do from the start."""
+        self._disable_allreduce = False
+
+    def disable_allreduce(self) -> None:
+        """Backward passes leave gradients as they are, until `enable_allreduce`."""
+        self._disable_allreduce = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside leave gradients as they are; the next one outside reduces all that has added up."""
+        before, self._disable_allreduce = self._disable_allreduce, True
+        try:
+            yield
+        finally:
+            self._disable_allreduce = before
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's own, with the reduction made ready for a backward pass."""
+        self._prepare()
+        outputs = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled() and not self._disable_allreduce:
+            self._watch(outputs)
+        return outputs
+
+    @torch.compiler.disable
+    def _prepare(self) -> None:
+        """Makes buckets anew when parameters have changed, and forgets a pass that failed."""
+        if self._in_pass and torch._C._current_graph_task_id() == -1:
+            self._in_pass = False
+            if self._reduction is not None:
+                self._reduction.abandon_pass()
+        named = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
+        if self._reduction is not None and self._reduction.signature == signature_of([param for _, param in named]):
+            return
+        if self._groups is None:
+            self._connect()
+        self._reduction = None
+        if named:
+            self._reduction = Reduction(
+                named,
+                self._arithmetic,
+                message_size=self.message_size,
+                triggers=self.allreduce_trigger_params,
+                retain=self.retain_allreduce_buffers,
+                delay=self.delay_allreduce,
+                groups=self._groups or (None,),
+                streams=self._streams,
+            )
+            self.create_hooks()
+
+    @property
+    def _arithmetic(self) -> Arithmetic:
+        return Arithmetic(self.gradient_average, self.gradient_predivide_factor, self.allreduce_always_fp32)
+
+    def _connect(self) -> None:
+        """The process groups that take turns."""
+        if self.allreduce_communicators is not None:
+            self._groups, streams = self.allreduce_communicators
+            self._streams = streams or (None,)
+        elif self.num_allreduce_streams > 1:
+            self._groups = [dist.new_group() for _ in range(self.num_allreduce_streams)]
+        else:
+            self._groups = (None,)
+
+    @torch.compiler.disable
+    def _watch(self, outputs: Any) -> None:
+        """Has the backward pass that reaches the outputs call `_end_pass` when it is over.
+
+        Were that left to the first gradient, it might be called too early: reentrant checkpoints have backward passes
+        of their own inside.
+        """
+        for output in _pytree.tree_leaves(outputs):
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(_quiet_caller(self, DistributedDataParallel._begin_pass))
+
+    def create_hooks(self) -> None:
+        """Has backward passes say when they have added to the gradient of a parameter."""
+        hook = _quiet_caller(self, DistributedDataParallel._gradient_arrived)
+        for param in self.module.parameters():
+            known = self._hooked.get(id(param))
+            if param.requires_grad and (known is None or known() is not param):
+                param.register_post_accumulate_grad_hook(hook)
+                self._hooked[id(param)] = weakref.ref(param)
+
+    def _begin_pass(self, _gradient: Tensor | None = None) -> None:
+        with self._lock:
+            if not self._in_pass and not self._disable_allreduce:
+                self._in_pass = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[attr-defined]
+
+    def _gradient_arrived(self, param: Tensor) -> None:
+        if not self._disable_allreduce:
+            with self._lock, self._named("apex: gradient ready"):
+                self._begin_pass()
+                self.comm_ready_buckets(param)
+
+    def _end_pass(self) -> None:
+        with self._lock, self._named("apex: wait for gradients"):
+            self._in_pass = False
+            self._fallback_buffers = []
+            if self._reduction is not None:
+                self._reduction.finish_pass()
+
+    def _named(self, name: str) -> Any:
+        return torch.profiler.record_function(name) if self.prof else contextlib.nullcontext()
+
+    # The steps of a reduction, for those who call them one by one ----------------------------------------------------
+
+    def comm_ready_buckets(self, param: Tensor) -> None:
+        """Notes that a parameter's gradient is there, and sends the buckets that are complete, in their order."""
+        if self._reduction is not None and param.requires_grad:
+            self._reduction.arrived(param)
+
+    def sync_bucket_structure(self) -> None:
+        """Makes the buckets of rank 0 those of all processes; to be called in all of them, in a first pass."""
+        if self._reduction is not None:
+            self._reduction.plan()
+
+    def allreduce_fallback(self) -> None:
+        """Reduces all gradients now, one bucket per type: what `disable_allreduce` left undone."""
+        grads = [param.grad for param in self.module.parameters() if param.grad is not None]
+        buckets = split_half_float_double_bfloat16(grads)
+        self._fallback_buffers = [None] * len(buckets) if self.retain_allreduce_buffers else []
+        for index, bucket in enumerate(buckets):
+            self.allreduce_maybe_retain(bucket, index, force_default_stream=True)
+
+    @torch.no_grad()
+    def allreduce_bucket(self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool) -> Tensor:
+        """Reduces some gradients of one type now; returns the strung-together result."""
+        groups = self._groups or (None,)
+        arithmetic = self._arithmetic
+        flat = flatten([gradient.detach() for gradient in bucket])
+        travelling = torch.empty_like(flat, dtype=arithmetic.travels_as(flat.dtype))
+        multiply([flat], [travelling], arithmetic.before)
+        dist.all_reduce(travelling, group=None if force_default_stream else groups[bucket_idx % len(groups)])
+        multiply([travelling], [flat], arithmetic.after(int(self.world_size)))
+        if not self.retain_allreduce_buffers:
+            multiply(unflatten(flat, bucket), [gradient.detach() for gradient in bucket], 1.0)
+        return flat
+
+    def allreduce_maybe_retain(
+        self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool = False
+    ) -> None:
+        """The same; with `retain_allreduce_buffers` the gradients become views of the result."""
+        flat = self.allreduce_bucket(bucket, bucket_idx, force_default_stream)
+        if self.retain_allreduce_buffers:
+            while len(self._fallback_buffers) <= bucket_idx:
+                self._fallback_buffers.append(None)
+            self._fallback_buffers[bucket_idx] = flat
+            for view, gradient in zip(unflatten(flat, bucket), bucket, strict=True):
+                gradient.data = view
+
+    # What there is to see --------------------------------------------------------------------------------------------
+
+    @property
+    def allreduce_buffers(self) -> list[Tensor | None]:
+        """With `retain_allreduce_buffers`: the means of the last pass, a vector per bucket."""
+        if self._reduction is not None and self.retain_allreduce_buffers and not self._fallback_buffers:
+            return [bucket.retained for bucket in self._reduction.buckets]
+        return self._fallback_buffers
+
+    @property
+    def needs_refresh(self) -> bool:
+        """Whether the next backward pass is one that finds the buckets."""
+        return self._reduction is None or not self._reduction.is_planned
+
+    @property
+    def active_i_buckets(self) -> list[list[int]]:
+        """For each bucket, the indices of its parameters among those that require gradients."""
+        return [] if self._reduction is None else self._reduction.members
+
+    @property
+    def bucket_sizes(self) -> list[int]:
+        """How many parameters the buckets have."""
+        return [len(bucket) for bucket in self.active_i_buckets]
+
+    @property
+    def num_buckets(self) -> int:
+        """How many buckets there are; 0 before the first backward pass."""
+        return len(self.active_i_buckets)
+
+
+def _check_communicators(count: int, communicators: Sequence[Sequence[Any]] | None, delay: bool) -> None:
+    if count < 1:
+        raise ValueError(f"num_allreduce_streams must be at least 1, not {count}")
+    if count > 1 and delay:
+        raise ValueError(f"num_allreduce_streams={count} makes no sense with delay_allreduce=True")
+    if communicators is None:
+        return
+    if len(communicators) != 2:
+        raise ValueError("allreduce_communicators must be two lists: process groups, and streams")
+    groups, streams = communicators
+    if count < 2 or len(groups) != count or (streams is not None and len(streams) != count):
+        raise ValueError(
+            f"allreduce_communicators needs num_allreduce_streams={count} (at least 2) process groups and as many "
+            f"streams, but has {len(groups)} and {len(streams or ())}"
+        )
+
+
+def _quiet_caller(owner: Any, method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a method of `owner` as long as it lives: parameters may outlive their wrapper."""
+    reference = weakref.ref(owner)
+
+    def call(argument: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            method(alive, argument)
+
+    return call

@@ -1,0 +1,109 @@
+"""Checks that run in several processes at once, connected by Gloo on the CPU: all of a file in one start.
+
+A module of checks has a dict `CHECKS` of functions that take the rank. After a check fails in one process the others
+may wait for it; nothing after it is run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import apex
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = Path(apex.__file__).resolve().parents[1]
+# Seconds that a process waits for others: a hang is an error, not a test that takes long.
+PATIENCE = 30
+
+Check = Callable[[int], None]
+
+
+def run_checks(module: str, folder: Path, processes: int = 2, timeout: float = 150) -> dict[str, str]:
+    """What became of each check: "" if it passed in all processes, else what went wrong."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
+    environment.update(PYTHONPATH=os.pathsep.join([str(SOURCE), str(ROOT)]), OMP_NUM_THREADS="1")
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, module, str(folder), str(rank), str(processes)],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    outputs = []
+    for process in started:
+        try:
+            outputs.append(process.communicate(timeout=timeout)[0])
+        except subprocess.TimeoutExpired:
+            process.kill()
+            outputs.append(process.communicate()[0] + f"\nkilled after {timeout} s")
+    found: dict[str, str] = {}
+    for name in importlib.import_module(module).CHECKS:
+        problems = []
+        for rank, output in enumerate(outputs):
+            path = folder / f"rank{rank}.json"
+            results = json.loads(path.read_text()) if path.exists() else {}
+            problem = results.get(name, f"was not run\n{output[-3000:]}")
+            problems.extend([f"rank {rank}: {problem}"] if problem else [])
+        found[name] = "\n".join(problems)
+    return found
+
+
+def main(module: str, folder: str, rank: int, processes: int) -> None:
+    """One process."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=processes,
+        timeout=timedelta(seconds=PATIENCE),
+    )
+    checks: dict[str, Check] = importlib.import_module(module).CHECKS
+    results = {}
+    for name, check in checks.items():
+        torch.manual_seed(0)
+        try:
+            check(rank)
+            dist.barrier()
+            results[name] = ""
+        except BaseException:
+            results[name] = traceback.format_exc()
+        Path(folder, f"rank{rank}.json").write_text(json.dumps(results))
+        if results[name]:
+            os._exit(1)
+    dist.destroy_process_group()
+
+
+def everywhere(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor of all processes, by rank."""
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    gathered = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, bits)
+    return [each.view(tensor.dtype).reshape(tensor.shape) for each in gathered]
+
+
+def assert_same_everywhere(tensors: list[torch.Tensor]) -> None:
+    """Equal bits in all processes."""
+    for index, tensor in enumerate(tensors):
+        for rank, other in enumerate(everywhere(tensor)):
+            same = torch.equal(tensor.detach().reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+            assert same, f"tensor {index} differs on rank {rank}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
