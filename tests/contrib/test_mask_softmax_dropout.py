@@ -69,6 +69,15 @@ def test_hidden_rows_are_zero_and_inputs_stay() -> None:
     assert_equal_bits([x.detach(), dy], [before, torch.ones_like(dy)])
 
 
+def test_a_second_derivative_is_refused() -> None:
+    """Not computed as if the probabilities were constants."""
+    x = logits("cpu")
+    output = fast_mask_softmax_dropout_func(True, HEADS, x, None, False, 0.0)
+    (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
 def test_bad_arguments() -> None:
     x = logits("cpu")
     with pytest.raises(ValueError, match=r"\[batch \* heads, queries, keys\] with heads=4"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...ops import multihead, softmax
 
@@ -37,6 +38,7 @@ class MaskSoftmaxDropout(torch.autograd.Function):
         return output.detach().view(inputs.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, output_grads: Tensor):  # type: ignore[override]
         gradient = output_grads.reshape(ctx.saved_tensors[0].shape)
         return None, None, softmax.backward_from_saved(ctx, gradient).view(output_grads.shape), None, None, None
