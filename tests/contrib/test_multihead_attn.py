@@ -277,6 +277,50 @@ def test_autocast(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", ["fast", "default"])
+def test_autocast_leaves_float64_alone(impl: str) -> None:
+    for kind in (SelfMultiheadAttn, EncdecMultiheadAttn):
+        module = kind(WIDTH, HEADS, impl=impl).double()
+        x = torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output, _ = module(x, x, x)
+        assert_equal_bits([output.detach()], [module(x, x, x)[0].detach()])
+
+
+@pytest.mark.parametrize("impl", ["fast", "default"])
+def test_a_mask_has_no_gradient(impl: str) -> None:
+    module = SelfMultiheadAttn(WIDTH, HEADS, bias=True, impl=impl, mask_additive=True)
+    x, mask = torch.randn(LENGTH, BATCH, WIDTH), torch.randn(BATCH, LENGTH, requires_grad=True)
+    output, _ = module(x, x, x, key_padding_mask=mask)
+    assert torch.autograd.grad(output.sum(), mask, allow_unused=True) == (None,)
+
+
+# Queries, keys, batch, embedding, heads.
+SMALLEST = [(1, 1, 1, 1, 1), (1, 4, 1, 4, 4), (3, 1, 2, 4, 2), (0, 3, 2, 4, 2), (3, 0, 2, 4, 2), (3, 3, 0, 4, 2)]
+
+
+@pytest.mark.parametrize("impl", ["fast", "default"])
+@pytest.mark.parametrize("norm_add", [False, True])
+@pytest.mark.parametrize("shape", SMALLEST, ids=str)
+def test_sizes_of_one_and_none(impl: str, norm_add: bool, shape: tuple) -> None:
+    """Without keys attention gives zeros."""
+    queries, keys, batch, width, heads = shape
+    module = EncdecMultiheadAttn(width, heads, dropout=0.5, include_norm_add=norm_add, impl=impl).double()
+    query, key = (torch.randn(n, batch, width, dtype=torch.float64, requires_grad=True) for n in (queries, keys))
+    normed = nn.functional.layer_norm(query, (width,)) if norm_add else query
+    weights = module.in_proj_weight_q, module.in_proj_weight_kv, module.out_proj_weight
+    expected = torch.zeros_like(query)
+    if query.numel() and keys:
+        expected = reference.encdec_attention(normed, key, *weights, None, None, None, heads)
+    still, _ = module(query, key, key, is_training=False)
+    torch.testing.assert_close(still, query + expected if norm_add else expected)
+    dropped, _ = module(query, key, key)
+    assert dropped.shape == query.shape
+    for output in (still, dropped):
+        gradients = torch.autograd.grad(output.sum(), [query, key, *module.parameters()])
+        assert all(gradient.isfinite().all() for gradient in (output, *gradients))
+
+
+@pytest.mark.parametrize("impl", ["fast", "default"])
 def test_residual_keeps_its_dtype_under_autocast(impl: str) -> None:
     module = SelfMultiheadAttn(WIDTH, HEADS, dropout=0.1, include_norm_add=True, impl=impl)
     x = torch.randn(LENGTH, BATCH, WIDTH, requires_grad=True)
@@ -313,6 +357,18 @@ def test_compiled_without_graph_breaks(route: Route, impl: str) -> None:
     # The generated code sums in another order.
     for actual, each in zip((compiled, *gradients), (expected, *wanted), strict=True):
         torch.testing.assert_close(actual, each, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("impl", ["fast", "default"])
+def test_compiled_with_dropout(impl: str) -> None:
+    module = EncdecMultiheadAttn(WIDTH, HEADS, dropout=0.5, include_norm_add=True, impl=impl)
+    x, key = (torch.randn(n, BATCH, WIDTH, requires_grad=True) for n in (LENGTH, KEYS))
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    output, _ = compiled(x, key, key, attn_mask="causal")
+    assert not torch.equal(output, compiled(x, key, key, attn_mask="causal")[0])
+    gradients = torch.autograd.grad(output.sum(), [x, key, *module.parameters()])
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("time_mask", [False, True])

@@ -103,11 +103,20 @@ def test_nothing_to_do(route: Route) -> None:
         assert multihead.dropout_add(empty, empty, 0.5).shape == (0, 3)
 
 
+def test_kernels_leave_a_residual_of_float64_alone() -> None:
+    """They would round it to float32."""
+    x, residual = torch.ones(5), torch.ones(5, dtype=torch.float64)
+    with _library.implementation("triton"), pytest.raises(RuntimeError, match="do not take float64"):
+        multihead.dropout_add(x, residual, 0.5)
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="must be equal"):
         multihead.dropout_add(torch.ones(3), torch.ones(4), 0.1)
     with pytest.raises(ValueError, match=r"dropout=1\.5"):
         multihead.dropout_add(torch.ones(3), torch.ones(3), 1.5)
+    with _library.implementation("triton"), pytest.raises((RuntimeError, ValueError), match="device"):
+        multihead.dropout_add(torch.ones(3), torch.ones(3, device="meta"), 0.5)
 
 
 @pytest.mark.gpu

@@ -42,7 +42,7 @@ def dropout_add(x: Tensor, residual: Tensor, dropout: float) -> Tensor:
         raise ValueError(f"x has shape {list(x.shape)}, the residual {list(residual.shape)}: they must be equal")
     if dropout == 0.0:
         return residual + x
-    if torch.compiler.is_compiling() or not _worth_a_launch(x) or not _library.runs_triton(FAMILY, x):
+    if torch.compiler.is_compiling() or not _worth_a_launch(x) or not _runs_kernels(x, residual):
         return residual + F.dropout(x, dropout)
     seed = torch.empty(1, dtype=torch.int64, device=x.device).random_()
     return DropoutAdd.apply(x, residual, seed, dropout)
@@ -50,6 +50,10 @@ def dropout_add(x: Tensor, residual: Tensor, dropout: float) -> Tensor:
 
 def _worth_a_launch(x: Tensor) -> bool:
     return x.numel() >= NATIVE_BELOW or (x.numel() > 0 and _library.requested() == "triton")
+
+
+def _runs_kernels(x: Tensor, residual: Tensor) -> bool:
+    return x.device == residual.device and _library.runs_triton(FAMILY, x) and _library.runs_triton(FAMILY, residual)
 
 
 class DropoutAdd(torch.autograd.Function):

@@ -22,7 +22,7 @@ def in_autocast_dtype(*tensors: Tensor | None) -> Any:
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 class Core(NamedTuple):

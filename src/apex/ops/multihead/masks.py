@@ -92,6 +92,7 @@ def added_logits(mask: Mask | None, heads: int, dtype: torch.dtype, folded: bool
     kind, tensor = mask or (None, None)
     if tensor is None:
         return None
+    tensor = tensor.detach()
     if kind is MaskKind.TIME:
         return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device).masked_fill_(hidden(tensor), -torch.inf)
     batch, keys = tensor.shape

@@ -53,7 +53,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int, mask: Mas
     added = added_logits(mask, heads, queries.dtype, folded=second != heads)
     causal = mask is not None and mask.kind is MaskKind.CAUSAL
     q, k, v = queries.permute(1, 2, 0, 3), keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
-    if length <= SHORT and keys.shape[0] <= SHORT and _is_best_for_short(q, added):
+    if length <= SHORT and 0 < keys.shape[0] <= SHORT and _is_best_for_short(q, added):
         added = None if added is None else added.expand(*q.shape[:3], -1)
         context = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, added, True, dropout, causal)[0]
     else:
