@@ -1,14 +1,17 @@
 """Batch norm, with an addend and ReLU behind it."""
 
-from .op import BatchNormFunction, batch_norm
-from .spec import BatchNormSpec
+from .op import BatchNormFunction, average_factor, batch_norm, batch_norm_with_statistics
+from .spec import BatchNormSpec, BatchStatistics
 from .stages import FAMILY, gradient_sums, gradients, input_gradient, local_statistics, normalise
 
 __all__ = [
     "FAMILY",
     "BatchNormFunction",
     "BatchNormSpec",
+    "BatchStatistics",
+    "average_factor",
     "batch_norm",
+    "batch_norm_with_statistics",
     "gradient_sums",
     "gradients",
     "input_gradient",

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .. import _library
 from . import reference, stages
-from .launches import dense, geometry_of, laid_out_like, triton_apply, triton_statistics
-from .spec import BatchNormSpec
-from .stages import FAMILY, contiguous
+from .launches import dense, laid_out_like
+from .spec import BatchNormSpec, BatchStatistics
+from .stages import FAMILY
 
 
 def batch_norm(
@@ -36,9 +36,21 @@ def batch_norm(
     are float32 (float64 for float64), whatever the dtype of the input, which is that of the output.
     """
     spec = BatchNormSpec(float(eps), float(momentum), bool(training), bool(relu), channel_dim)
+    return batch_norm_with_statistics(input, z, running_mean, running_var, weight, bias, spec)[0]
+
+
+def batch_norm_with_statistics(
+    input: Tensor,
+    z: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+) -> tuple[Tensor, BatchStatistics | None]:
+    """The same, and in training the statistics of the batch, detached from the graph."""
     check(input, running_mean, running_var, weight, bias, z, spec)
-    channels = input.shape[channel_dim]
-    if not input.numel() or (training and input.numel() == channels):
+    if not input.numel() or (spec.training and input.numel() == input.shape[spec.channel_dim]):
         return _by_reference(input, z, running_mean, running_var, weight, bias, spec)
     if not _runs_kernels(input, z, spec):
         return _native(input, z, running_mean, running_var, weight, bias, spec)
@@ -46,7 +58,21 @@ def batch_norm(
         return _registered(input, z, running_mean, running_var, weight, bias, spec)
     values = dense(input, spec)
     z = None if z is None else laid_out_like(values, z)
-    return BatchNormFunction.apply(values, z, weight, bias, running_mean, running_var, spec)
+    output, mean, variance = BatchNormFunction.apply(values, z, weight, bias, running_mean, running_var, spec)
+    return output, BatchStatistics(mean, variance, False) if spec.training else None
+
+
+def average_factor(momentum: float | None, num_batches_tracked: Tensor | None) -> float:
+    """The weight of the next batch in running statistics: the momentum, or where that is None an equal share.
+
+    As in PyTorch, an equal share counts the batches, and waits for the device to do so.
+    """
+    if momentum is not None:
+        return momentum
+    if num_batches_tracked is None:
+        return 0.0
+    num_batches_tracked.add_(1)
+    return 1.0 / float(num_batches_tracked)
 
 
 def check(
@@ -110,18 +136,17 @@ def _by_reference(
     weight: Tensor | None,
     bias: Tensor | None,
     spec: BatchNormSpec,
-) -> Tensor:
+) -> tuple[Tensor, BatchStatistics | None]:
     """Inputs with at most one value per channel, which PyTorch's operator refuses or answers with NaN."""
     if spec.training:
         mean, variance = reference.statistics(input, spec)
+        found = BatchStatistics(mean.detach(), variance.detach(), False)
         if running_mean is not None and running_var is not None and input.numel():
-            with torch.no_grad():
-                reference.update_running(running_mean, running_var, mean, variance, 1, spec.momentum)
-    else:
-        assert running_mean is not None  # checked
-        assert running_var is not None
-        mean, variance = running_mean, running_var
-    return reference.apply(input, z, mean, variance, weight, bias, spec)
+            reference.update_running(running_mean, running_var, *found[:2], 1, spec.momentum)
+        return reference.apply(input, z, mean, variance, weight, bias, spec), found
+    assert running_mean is not None  # checked
+    assert running_var is not None
+    return reference.apply(input, z, running_mean, running_var, weight, bias, spec), None
 
 
 def _native(
@@ -132,7 +157,7 @@ def _native(
     weight: Tensor | None,
     bias: Tensor | None,
     spec: BatchNormSpec,
-) -> Tensor:
+) -> tuple[Tensor, BatchStatistics | None]:
     """PyTorch's operators, which take parameters in float32 beside any input, and in its dtype otherwise."""
     wide = torch.promote_types(input.dtype, torch.float32)
     given = (running_mean, running_var)
@@ -140,9 +165,14 @@ def _native(
         None if each is None else each.to(wide) for each in (weight, bias, running_mean, running_var)
     )
     values = input if spec.channel_dim == 1 else input.movedim(-1, 1)
-    output = torch.batch_norm(
+    if input.dtype != wide:  # without parameters to tell, statistics would be rounded to the dtype of the input
+        weight = values.new_ones(values.shape[1], dtype=wide) if weight is None else weight
+        bias = values.new_zeros(values.shape[1], dtype=wide) if bias is None else bias
+    # What torch.batch_norm calls, which also tells the statistics of the batch.
+    output, found_mean, found_inverse, *_ = torch._batch_norm_impl_index(
         values, weight, bias, mean, variance, spec.training, spec.momentum, spec.eps, torch.backends.cudnn.enabled
     )
+    found = BatchStatistics(found_mean.detach(), found_inverse.detach(), True) if spec.training else None
     if spec.training:
         for running, updated in zip(given, (mean, variance), strict=True):
             if running is not None and updated is not running:
@@ -151,7 +181,7 @@ def _native(
     # In place: no derivative of a batch norm asks for its output.
     if z is not None:
         output = output.add_(z.to(output.dtype))
-    return output.relu_() if spec.relu else output
+    return output.relu_() if spec.relu else output, found
 
 
 def _registered(
@@ -162,21 +192,17 @@ def _registered(
     weight: Tensor | None,
     bias: Tensor | None,
     spec: BatchNormSpec,
-) -> Tensor:
+) -> tuple[Tensor, BatchStatistics | None]:
     """The registered operators, which change nothing they are given, and running statistics by PyTorch's."""
-    if spec.training:
-        mean, variance = torch.ops.apex.batch_norm_statistics(input.detach(), spec.channel_dim)
-        if running_mean is not None and running_var is not None:
-            count = input.numel() // input.shape[spec.channel_dim]
-            with torch.no_grad():
-                reference.update_running(running_mean, running_var, mean, variance, count, spec.momentum)
-    else:
-        # Copies: the running statistics may move before the backward pass.
-        assert running_mean is not None  # checked
-        assert running_var is not None
-        mean, variance = running_mean, running_var
     flags = (spec.eps, spec.training, spec.relu, spec.channel_dim)
-    return torch.ops.apex.batch_norm_normalise(input, z, mean, variance, weight, bias, *flags)
+    if not spec.training:
+        return torch.ops.apex.batch_norm_normalise(input, z, running_mean, running_var, weight, bias, *flags), None
+    mean, variance = torch.ops.apex.batch_norm_statistics(input.detach(), spec.channel_dim)
+    if running_mean is not None and running_var is not None:
+        count = input.numel() // input.shape[spec.channel_dim]
+        reference.update_running(running_mean, running_var, mean, variance, count, spec.momentum)
+    output = torch.ops.apex.batch_norm_normalise(input, z, mean, variance, weight, bias, *flags)
+    return output, BatchStatistics(mean, variance, False)
 
 
 class BatchNormFunction(torch.autograd.Function):
@@ -189,33 +215,25 @@ class BatchNormFunction(torch.autograd.Function):
         z: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
+        running_mean: Tensor,
+        running_var: Tensor,
         spec: BatchNormSpec,
-    ) -> Tensor:
-        geometry = geometry_of(input, spec)
-        weight, bias = contiguous(weight, bias)
-        if not spec.training:
-            mean, variance = contiguous(running_mean, running_var)
-        elif running_mean is None or running_var is None:
-            mean, variance = triton_statistics(input, geometry)
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        if spec.training:
+            mean, variance = stages.local_statistics(input, spec, running_mean, running_var)
+            ctx.mark_non_differentiable(mean, variance)
         else:
-            places = contiguous(running_mean, running_var)
-            mean, variance = triton_statistics(input, geometry, *places, spec.momentum)
-            for running, updated in zip((running_mean, running_var), places, strict=True):
-                if updated is not running:
-                    running.copy_(updated)
-        assert mean is not None  # checked
-        assert variance is not None
-        output = triton_apply(input, geometry, z, mean, variance, weight, bias, spec)
+            mean, variance = running_mean, running_var
+        output = stages.normalise(input, z, mean, variance, weight, bias, spec)
         # Without an addend what ReLU let through is computed again, so that the output need not be kept or read.
         kept = output if spec.relu and z is not None else None
         ctx.save_for_backward(input, kept, mean, variance, weight, bias)
         ctx.spec, ctx.z_dtype = spec, None if z is None else z.dtype
-        return output
+        return (output, mean, variance) if spec.training else (output, None, None)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor, *_: None):  # type: ignore[override]
         input, output, mean, variance, weight, bias = ctx.saved_tensors
         spec, wants_z = ctx.spec, ctx.needs_input_grad[1]
         if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable

@@ -38,12 +38,27 @@ FAMILY = _library.register_family(
 )
 
 
-def local_statistics(input: Tensor, spec: BatchNormSpec) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of every channel of this input."""
-    if _takes_kernels(input):
-        values = dense(input, spec)
-        return triton_statistics(values, geometry_of(values, spec))
-    return reference.statistics(input, spec)
+def local_statistics(
+    input: Tensor, spec: BatchNormSpec, running_mean: Tensor | None = None, running_var: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of every channel of this input; running statistics move towards them."""
+    if not _takes_kernels(input):
+        mean, variance = reference.statistics(input, spec)
+        if running_mean is not None and running_var is not None and input.numel():
+            count = input.numel() // input.shape[spec.channel_dim]
+            reference.update_running(running_mean, running_var, mean, variance, count, spec.momentum)
+        return mean, variance
+    values = dense(input, spec)
+    geometry = geometry_of(values, spec)
+    if running_mean is None or running_var is None:
+        return triton_statistics(values, geometry)
+    given = (running_mean, running_var)
+    places = [each.contiguous() for each in given]
+    statistics = triton_statistics(values, geometry, *places, spec.momentum)
+    for running, updated in zip(given, places, strict=True):
+        if updated is not running:
+            running.copy_(updated)
+    return statistics
 
 
 def normalise(

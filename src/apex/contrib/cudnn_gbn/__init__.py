@@ -1,0 +1,5 @@
+"""Batch norm over groups of processes."""
+
+from .batch_norm import GroupBatchNorm2d
+
+__all__ = ["GroupBatchNorm2d"]

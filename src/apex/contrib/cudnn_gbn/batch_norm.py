@@ -1,0 +1,69 @@
+"""GroupBatchNorm2d: batch norm of images whose statistics a group of processes shares."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...ops.batch_norm import BatchNormSpec, BatchStatistics, average_factor, batch_norm_with_statistics
+from ...ops.dense.op import autocast_dtype
+from ..groupbn.batch_norm import check_group
+
+
+class GroupBatchNorm2d(_BatchNorm):
+    """Batch norm of [N, C, H, W] in any memory format, over `group_size` processes; one so far.
+
+    The arguments behind `group_size` are those of `torch.nn.BatchNorm2d`. Inside `torch.autocast` the input is cast to
+    its dtype. `minibatch_mean` and `minibatch_inv_var` are the last batch's mean and one over its standard deviation.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        group_size: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:
+        check_group("group_size", group_size)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.group_size = group_size
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        self.group_id, self.group_rank = divmod(rank, group_size)
+        self.fwd_peer_buffers = self.get_peer_buffers(num_features)
+        self.bwd_peer_buffers = self.get_peer_buffers(num_features)
+        self._batch: BatchStatistics | None = None
+
+    def get_peer_buffers(self, num_features: int) -> list[int]:
+        """Addresses of memory that the processes of the group share: 0, for none, where there is one process."""
+        return [0] * self.group_size
+
+    @property
+    def minibatch_mean(self) -> Tensor:
+        """Mean of every channel of the last batch in training; zeros before it."""
+        return torch.zeros(self.num_features) if self._batch is None else self._batch.mean
+
+    @property
+    def minibatch_inv_var(self) -> Tensor:
+        """One over the standard deviation of every channel of the last batch in training; ones before it."""
+        return torch.ones(self.num_features) if self._batch is None else self._batch.inverse_deviation(self.eps)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() != 4:
+            raise ValueError(f"input has shape {list(input.shape)}; images, four dimensions, are needed")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        dtype = autocast_dtype(input)
+        input = input if dtype is None else input.to(dtype)
+        training = self.training or self.running_mean is None
+        tracked = self.training and self.track_running_stats
+        factor = average_factor(self.momentum, self.num_batches_tracked) if tracked else 0.0
+        running = (self.running_mean, self.running_var) if tracked or not training else (None, None)
+        spec = BatchNormSpec(self.eps, factor, training)
+        output, batch = batch_norm_with_statistics(input, None, *running, self.weight, self.bias, spec)
+        if batch is not None:
+            self._batch = batch
+        return output

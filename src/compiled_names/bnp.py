@@ -1,0 +1,269 @@
+"""Upstream's compiled module of this name: batch norm, addend and ReLU of images, without autograd.
+
+Images are [N, H, W, C], or [N, C, H, W] in PyTorch's channels-last format as ROCm's variant takes them. Whatever its
+name, `running_inv_var` is the running variance (unbiased); `minibatch_inv_var` is one over the deviation of the batch.
+Running and minibatch statistics are written in place. `bn_group` is 1 so far, so pointers to other processes have no
+effect, nor have the arguments that say how to launch kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex.contrib.groupbn.batch_norm import check_group
+from apex.ops.batch_norm import BatchNormSpec, gradients, local_statistics, normalise
+
+_OCCUPANCY = 2
+# Four sums, each for 256 blocks of 64 channels, twice, of 4 bytes.
+_BYTES_PER_STEP = 4 * 256 * 64 * 2 * 4
+
+
+def _spec(
+    x: Tensor, scale: Tensor, momentum: float, epsilon: float, relu: bool, training: bool = True
+) -> BatchNormSpec:
+    if x.dim() != 4:
+        raise ValueError(f"x has shape {list(x.shape)}; images, four dimensions, are needed")
+    channels = scale.numel()
+    torch_format = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    dimension = 1 if torch_format and x.shape[1] == channels else -1
+    if x.shape[dimension] != channels:
+        raise ValueError(f"x has shape {list(x.shape)}, which does not end with the {channels} channels of scale")
+    return BatchNormSpec(epsilon, momentum, training, relu, dimension)
+
+
+def _train(x, z, scale, bias, running_mean, running_var, mean_out, inverse_out, spec: BatchNormSpec) -> Tensor:
+    mean, variance = local_statistics(x, spec, running_mean, running_var)
+    mean_out.copy_(mean)
+    inverse_out.copy_((variance + spec.eps).rsqrt())
+    return normalise(x, z, mean, variance, scale, bias, spec)
+
+
+def _gradients(x, dy, output, scale, bias, mean, inverse, spec: BatchNormSpec, has_z: bool) -> tuple:
+    variance = inverse.square().reciprocal() - spec.eps
+    dx, dz, dscale, dbias = gradients(dy, x, output, mean, variance, scale, bias, spec, has_z)
+    return dx, dz, dscale.to(scale.dtype), dbias.to(bias.dtype)
+
+
+def bn_fwd_nhwc(
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_inv_var: Tensor,
+    minibatch_mean: Tensor,
+    minibatch_inv_var: Tensor,
+    ret_cta: Tensor,
+    momentum: float,
+    epsilon: float,
+    fuse_relu: bool,
+    my_data: Any,
+    pair_data: Any,
+    pair_data2: Any,
+    pair_data3: Any,
+    bn_group: int,
+    magic_tensor: Tensor,
+    occupancy: int,
+    grid_dim_x: int,
+    coop: bool,
+) -> Tensor:
+    """Batch norm, then ReLU with `fuse_relu`, in training."""
+    check_group("bn_group", bn_group)
+    spec = _spec(x, scale, momentum, epsilon, fuse_relu)
+    return _train(x, None, scale, bias, running_mean, running_inv_var, minibatch_mean, minibatch_inv_var, spec)
+
+
+def bn_fwd_eval_nhwc(
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_inv_var: Tensor,
+    ret_cta: Tensor,
+    bn_group: int,
+    momentum: float,
+    epsilon: float,
+    fuse_relu: bool,
+) -> Tensor:
+    """Batch norm by the running statistics, then ReLU with `fuse_relu`."""
+    spec = _spec(x, scale, momentum, epsilon, fuse_relu, training=False)
+    return normalise(x, None, running_mean, running_inv_var, scale, bias, spec)
+
+
+def bn_bwd_nhwc(
+    x: Tensor,
+    dy: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_inv_var: Tensor,
+    minibatch_mean: Tensor,
+    minibatch_inv_var: Tensor,
+    ret_cta: Tensor,
+    momentum: float,
+    epsilon: float,
+    fuse_relu: bool,
+    my_data: Any,
+    pair_data: Any,
+    pair_data2: Any,
+    pair_data3: Any,
+    bn_group: int,
+    magic_tensor: Tensor,
+    occupancy: int,
+    grid_dim_x: int,
+    coop: bool,
+) -> list[Tensor]:
+    """[gradient of x, of scale, of bias]."""
+    check_group("bn_group", bn_group)
+    spec = _spec(x, scale, momentum, epsilon, fuse_relu)
+    dx, _, dscale, dbias = _gradients(x, dy, None, scale, bias, minibatch_mean, minibatch_inv_var, spec, False)
+    return [dx, dscale, dbias]
+
+
+def bn_addrelu_fwd_nhwc(
+    x: Tensor,
+    z: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_inv_var: Tensor,
+    minibatch_mean: Tensor,
+    minibatch_inv_var: Tensor,
+    bitmask: Tensor,
+    ret_cta: Tensor,
+    momentum: float,
+    epsilon: float,
+    my_data: Any,
+    pair_data: Any,
+    pair_data2: Any,
+    pair_data3: Any,
+    bn_group: int,
+    magic_tensor: Tensor,
+    occupancy: int,
+    grid_dim_x: int,
+    coop: bool,
+) -> Tensor:
+    """Batch norm, plus `z`, then ReLU, in training; a bit per element of what ReLU let through goes to `bitmask`."""
+    check_group("bn_group", bn_group)
+    spec = _spec(x, scale, momentum, epsilon, True)
+    place = _mask_bytes(bitmask, x)
+    output = _train(x, z, scale, bias, running_mean, running_inv_var, minibatch_mean, minibatch_inv_var, spec)
+    place.copy_(_pack(_channels_last(output, spec) > 0))
+    return output
+
+
+def bn_addrelu_fwd_eval_nhwc(
+    x: Tensor,
+    z: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_inv_var: Tensor,
+    ret_cta: Tensor,
+    bn_group: int,
+    momentum: float,
+    epsilon: float,
+) -> Tensor:
+    """Batch norm by the running statistics, plus `z`, then ReLU."""
+    spec = _spec(x, scale, momentum, epsilon, True, training=False)
+    return normalise(x, z, running_mean, running_inv_var, scale, bias, spec)
+
+
+def bn_addrelu_bwd_nhwc(
+    x: Tensor,
+    dy: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_inv_var: Tensor,
+    minibatch_mean: Tensor,
+    minibatch_inv_var: Tensor,
+    bitmask: Tensor,
+    ret_cta: Tensor,
+    momentum: float,
+    epsilon: float,
+    my_data: Any,
+    pair_data: Any,
+    pair_data2: Any,
+    pair_data3: Any,
+    bn_group: int,
+    magic_tensor: Tensor,
+    occupancy: int,
+    grid_dim_x: int,
+    coop: bool,
+) -> list[Tensor]:
+    """[gradient of x, of z, of scale, of bias]."""
+    check_group("bn_group", bn_group)
+    spec = _spec(x, scale, momentum, epsilon, True)
+    flags = _unpack(_mask_bytes(bitmask, x), x.numel()).view(_channels_last(x, spec).shape)
+    output = (flags if spec.channel_dim == -1 else flags.movedim(-1, 1)).to(x.dtype)
+    return list(_gradients(x, dy, output, scale, bias, minibatch_mean, minibatch_inv_var, spec, True))
+
+
+def _channels_last(tensor: Tensor, spec: BatchNormSpec) -> Tensor:
+    return tensor if spec.channel_dim == -1 else tensor.movedim(1, -1)
+
+
+def _mask_bytes(bitmask: Tensor, x: Tensor) -> Tensor:
+    """The bytes of `bitmask` that hold a bit for every element of `x`."""
+    needed = -(-x.numel() // 8)
+    if not bitmask.is_contiguous() or bitmask.numel() * bitmask.element_size() < needed:
+        raise ValueError(
+            f"bitmask has {bitmask.numel() * bitmask.element_size()} bytes, {needed} contiguous are needed"
+        )
+    return bitmask.view(-1).view(torch.uint8)[:needed]
+
+
+def _pack(flags: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(flags.reshape(-1).to(torch.uint8), (0, -flags.numel() % 8)).view(-1, 8)
+    packed = padded[:, 0].clone()
+    for bit in range(1, 8):
+        packed |= padded[:, bit] << bit
+    return packed
+
+
+def _unpack(packed: Tensor, count: int) -> Tensor:
+    return torch.stack([packed >> bit & 1 for bit in range(8)], 1).view(-1)[:count]
+
+
+def bn_fwd_nhwc_occupancy() -> int:
+    """Programs per multiprocessor; at most two are ever asked for."""
+    return _OCCUPANCY
+
+
+def bn_bwd_nhwc_occupancy() -> int:
+    """Programs per multiprocessor; at most two are ever asked for."""
+    return _OCCUPANCY
+
+
+def bn_addrelu_fwd_nhwc_occupancy() -> int:
+    """Programs per multiprocessor; at most two are ever asked for."""
+    return _OCCUPANCY
+
+
+def bn_addrelu_bwd_nhwc_occupancy() -> int:
+    """Programs per multiprocessor; at most two are ever asked for."""
+    return _OCCUPANCY
+
+
+def get_buffer_size(bn_sync_steps: int) -> int:
+    """Bytes that a process shares with others, for so many steps of an exchange."""
+    return bn_sync_steps * _BYTES_PER_STEP
+
+
+def get_data_ptr(data: Tensor) -> int:
+    """Where a tensor's memory begins."""
+    return data.data_ptr()
+
+
+def get_remote_data_ptr(handle: Tensor, offset: int) -> int:
+    """Memory of another process: not there, because nothing is exchanged that way."""
+    raise NotImplementedError(
+        "memory of other processes is not opened: norms over groups of processes are not there yet"
+    )
+
+
+def close_remote_data(handle: Tensor) -> None:
+    """Nothing to close: `get_remote_data_ptr` opens nothing."""
