@@ -40,8 +40,9 @@ def test_matches_reference(route: Route, kind: str, dtype: torch.dtype) -> None:
     assert_close(output, expected, what="output")
     assert_close(probabilities, expected_probabilities, what="probabilities")
     assert_close(dx, reference.backward(dy.double(), probabilities.double(), spec, keep), what="dx")
-    assert torch.equal(from_mask[0], output)
-    assert torch.equal(dx_from_mask, dx)
+    # Not to the bit: a compiler may join other operations to one where the mask is read than where it is drawn.
+    assert_close(from_mask[0], output.double(), what="output from a mask")
+    assert_close(dx_from_mask, dx.double(), what="dx from a mask")
 
 
 @pytest.mark.parametrize("route", routes())
@@ -56,6 +57,20 @@ def test_rows_in_chunks(route: Route) -> None:
     assert_close(output, reference.forward(x.double(), None, spec, keep)[0])
     assert_close(dx, reference.backward(dy.double(), probabilities.double(), spec, keep))
     assert abs(float(keep.double().mean()) - 0.7) < 5 * (0.3 * 0.7 / keep.numel()) ** 0.5
+
+
+@pytest.mark.parametrize("route", routes())
+def test_any_byte_but_zero_keeps(route: Route) -> None:
+    x, dy = (torch.randn(3, 4, device=route.device) for _ in range(2))
+    spec = SoftmaxSpec(dropout=0.5)
+    keep = torch.tensor([0, 1, 3, 255], dtype=torch.uint8, device=route.device).expand(3, 4)
+    results = []
+    with _library.implementation(route.implementation):
+        for noise in (keep, keep != 0):
+            output, probabilities = softmax.softmax_forward(x, None, spec, noise)
+            results.append((output, softmax.softmax_backward(dy, probabilities, spec, noise)))
+    assert all(map(torch.equal, *results))
+    assert_close(results[0][0], reference.forward(x.double(), None, spec, keep)[0])
 
 
 def philox(seed: int, counter: list[int]) -> list[int]:

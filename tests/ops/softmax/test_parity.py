@@ -112,8 +112,31 @@ def test_nan_and_infinity(route: Route) -> None:
     assert masked[0, 1] == masked[2, 3] == 0
     assert not masked[1].any()
     assert causal[0].tolist() == [1, 0, 0, 0]
+    assert not causal[1].any()
     assert causal[2].tolist()[3] == 0
     assert not causal[2].isnan().any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's NumPy
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_lowest_numbers_are_finite(route: Route, dtype: torch.dtype) -> None:
+    """Models hide keys with them; a row of nothing else is uniform, as it is for `torch.softmax`."""
+    lowest = torch.finfo(dtype).min
+    x = torch.randn(3, 2, 40, device=route.device).to(dtype)
+    added = torch.zeros_like(x)
+    added[0, :, 5:] = added[1] = lowest
+    hidden = x.masked_fill(added != 0, lowest)
+    with _library.implementation(route.implementation):
+        for given, mask, spec in ((hidden, None, SoftmaxSpec()), (hidden, None, SoftmaxSpec(causal=True))):
+            assert_close(
+                softmax.softmax_forward(given, mask, spec)[0], reference.forward(given, mask, spec)[0].double()
+            )
+        output, _ = softmax.softmax_forward(x, added, SoftmaxSpec(0.5))
+        in_chunks = softmax.softmax_forward(torch.full((1, 16400), lowest, device=route.device), None, SoftmaxSpec())[0]
+    assert_close(output, reference.forward(x, added, SoftmaxSpec(0.5))[0].double())
+    assert_close(output[1], torch.full((2, 40), 1 / 40, dtype=torch.float64))
+    assert_close(in_chunks, torch.full((1, 16400), 1 / 16400, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("route", routes())

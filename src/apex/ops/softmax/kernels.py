@@ -14,7 +14,6 @@ import triton.language as tl
 
 from .._launch import kernel
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 CAUSAL = tl.constexpr(1)
 HIDES = tl.constexpr(2)
 ADDED = tl.constexpr(3)
@@ -72,12 +71,12 @@ def _logits(
     FULL: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Scaled and masked input times log2(e); -inf where there is nothing to see."""
+    """Scaled and masked input; -inf where there is nothing to see."""
     BOUNDED: tl.constexpr = MASK == CAUSAL or not FULL
     bound = _read_bound(query, column, queries, keys, seen, MASK, FULL, ALIGN)
-    x = _load(input + column, bound, 0.0, BOUNDED).to(tl.float32) * (scale * LOG2_E)
+    x = _load(input + column, bound, 0.0, BOUNDED).to(tl.float32) * scale
     if MASK == ADDED:
-        x += _load(mask + column, bound, 0.0, BOUNDED).to(tl.float32) * LOG2_E
+        x += _load(mask + column, bound, 0.0, BOUNDED).to(tl.float32)
     if MASK == HIDES:
         hidden = _load(mask + column, bound, 1, BOUNDED)
         x = tl.where(hidden != 0, float("-inf"), x)
@@ -192,8 +191,9 @@ def softmax_forward(
     columns = tl.arange(0, BLOCK)[None, :]
     if HELD:
         x = _logits(input, mask, query, columns, queries, keys, seen, scale, MASK, FULL, ALIGN)
+        # Not exp2 of logits times log2(e): the lowest finite numbers, with which models hide keys, would overflow.
         top = tl.max(x, 1, keep_dims=True)
-        x = tl.exp2(x - tl.where(top == float("-inf"), 0.0, top))
+        x = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
         y = x * _inverse(tl.sum(x, 1, keep_dims=True), MASK)
         _store_output(
             output, probabilities, noise, y, query, row, 0, queries, keys, dropout, kept_scale,
@@ -211,14 +211,14 @@ def softmax_forward(
             x = _logits(input, mask, query, start + columns, queries, keys, seen, scale, MASK, FULL, ALIGN)
             new_top = tl.maximum(top, tl.max(x, 1, keep_dims=True))
             finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-            lane_sum = lane_sum * tl.exp2(top - finite_top) + tl.exp2(x - finite_top)
+            lane_sum = lane_sum * tl.exp(top - finite_top) + tl.exp(x - finite_top)
             top = new_top
         inverse = _inverse(tl.sum(lane_sum, 1, keep_dims=True), MASK)
         for start in tl.range(0, keys, BLOCK):
             y = tl.zeros([ROWS, BLOCK], tl.float32)
             if start < end:
                 x = _logits(input, mask, query, start + columns, queries, keys, seen, scale, MASK, FULL, ALIGN)
-                y = tl.exp2(x - finite_top) * inverse
+                y = tl.exp(x - finite_top) * inverse
             _store_output(
                 output, probabilities, noise, y, query, row, start, queries, keys, dropout, kept_scale,
                 NOISE, ROWS, BLOCK, FULL,

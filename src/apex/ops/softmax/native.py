@@ -27,7 +27,7 @@ def forward(input: Tensor, mask: Tensor | None, spec: SoftmaxSpec, keep: Tensor 
         probabilities = _masked(input, mask, spec.scale).to(input.dtype)
     if keep is None:
         return probabilities, probabilities
-    return (probabilities * keep).mul_(spec.kept_scale), probabilities
+    return (probabilities * keep.bool()).mul_(spec.kept_scale), probabilities
 
 
 def plain(input: Tensor, scale: float) -> Tensor:
@@ -46,6 +46,11 @@ def _masked(input: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         logits.add_(mask)
     else:
         logits.masked_fill_(mask.bool(), -math.inf)
+    return _softmax_or_zero(logits)
+
+
+def _softmax_or_zero(logits: Tensor) -> Tensor:
+    """Softmax of masked logits: rows of which nothing is left are zero."""
     probabilities = torch.softmax(logits, -1)
     if math.isnan(probabilities.select(-1, 0).sum()):
         probabilities.masked_fill_(logits.amax(-1, keepdim=True) == -math.inf, 0.0)
@@ -56,7 +61,7 @@ def _causal(input: Tensor, scale: float) -> Tensor:
     queries, keys = input.shape[-2:]
     step = _causal_step(queries)
     if step == queries <= keys:
-        return torch.softmax(_scaled(input, scale).masked_fill_(_future(queries, keys), -math.inf), -1).to(input.dtype)
+        return _softmax_or_zero(_scaled(input, scale).masked_fill_(_future(queries, keys), -math.inf)).to(input.dtype)
     future = _future(step, step)
     output = torch.empty(input.shape, dtype=input.dtype)
     for first in range(0, queries, step):
@@ -68,10 +73,7 @@ def _causal(input: Tensor, scale: float) -> Tensor:
             logits = _scaled(input[..., first:last, :end], scale)
             width = min(rows, end)
             logits[..., end - width :].masked_fill_(future[:rows, rows - width : rows], -math.inf)
-            probabilities = torch.softmax(logits, -1)
-            if end < rows:  # more queries than keys: the first see nothing
-                probabilities[..., : rows - end, :] = 0
-            output[..., first:last, :end] = probabilities
+            output[..., first:last, :end] = _softmax_or_zero(logits)
     return output
 
 
@@ -99,7 +101,7 @@ def _scaled(input: Tensor, scale: float) -> Tensor:
 def backward(dy: Tensor, probabilities: Tensor, spec: SoftmaxSpec, keep: Tensor | None) -> Tensor:
     """As `reference.backward`."""
     if keep is not None:
-        dy = (dy.to(compute_dtype(dy)) * keep).mul_(spec.kept_scale)
+        dy = (dy.to(compute_dtype(dy)) * keep.bool()).mul_(spec.kept_scale)
     queries, keys = dy.shape[-2:] if spec.causal else (0, 0)
     step = _causal_step(queries)
     if step == queries <= keys:
