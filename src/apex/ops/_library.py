@@ -163,11 +163,23 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
         if _requested == "triton":
             raise RuntimeError(f"APEX_IMPL=triton was asked for, but kernels do not take a {type(tensor).__name__}")
         return False
+    if torch.compiler.is_compiling():
+        return _answer_while_compiling(family.name, tensor.device, tensor.dtype, _requested)
     key = (family.name, tensor.device, tensor.dtype)
     answer = _runs_triton.get(key)
     if answer is None:
         answer = _runs_triton[key] = explain(family, tensor.device, tensor.dtype).implementation == "triton"
     return answer
+
+
+def _answer_while_compiling(family: str, device: torch.device, dtype: torch.dtype, requested: str) -> bool:
+    """`runs_triton` for a graph, which is compiled anew where `requested` changes."""
+    return explain(FAMILIES[family], device, dtype).implementation == "triton"
+
+
+# What torch.compiler.assume_constant_result sets; that would import torch._dynamo. Were the caches traced, a graph that
+# fills them would be compiled twice.
+_answer_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def register_op(

@@ -265,6 +265,20 @@ def test_compiled_without_graph_breaks(route: Route) -> None:
         assert_close(actual, gradient.double(), reduction=4)
 
 
+@pytest.mark.parametrize("route", routes(interpreter=False))
+def test_compiled_for_all_sizes_at_once(route: Route) -> None:
+    backend = "inductor" if route.device == "cuda" else "aot_eager"
+    with _library.implementation(route.implementation):
+        torch._dynamo.reset()
+        compiled = torch.compile(glu.bias_glu, fullgraph=True, dynamic=True, backend=backend)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for rows in (4, 7):
+                input, bias, dy = tensors((rows, 40), _F32, _F32, route.device)
+                found = torch.autograd.grad(compiled(input, bias), (input, bias), dy)
+                for actual, wanted in zip(found, run(input, bias, dy, "silu")[1:], strict=True):
+                    assert_close(actual, wanted.double(), reduction=rows)
+
+
 def test_the_operator_refuses_a_second_derivative() -> None:
     input, _, _ = tensors((4, 24), _F32, None, "cpu")
     output = torch.ops.apex.glu_forward(input, None, "silu")

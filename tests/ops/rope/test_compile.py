@@ -47,6 +47,22 @@ def test_compiled_without_graph_breaks(route: Route) -> None:
     assert_close(gradient, expected_gradient.double(), reduction=10)
 
 
+@pytest.mark.parametrize("route", routes(interpreter=False))
+def test_compiled_for_all_sizes_at_once(route: Route) -> None:
+    backend = "inductor" if route.device == "cuda" else "aot_eager"
+    with _library.implementation(route.implementation):
+        torch._dynamo.reset()
+        compiled = torch.compile(fused_apply_rotary_pos_emb, fullgraph=True, dynamic=True, backend=backend)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for tokens in (6, 9):
+                t = torch.randn(tokens, 2, 3, 8, device=route.device, requires_grad=True)
+                freqs = torch.rand(tokens, 1, 1, 8, device=route.device)
+                output, expected = (call(t, freqs) for call in (compiled, fused_apply_rotary_pos_emb))
+                assert_close(output, expected.double())
+                gradient, wanted = (torch.autograd.grad(y.square().sum(), t)[0] for y in (output, expected))
+                assert_close(gradient, wanted.double())
+
+
 def test_tensor_subclasses_take_operators() -> None:
     """FakeTensor stands for those that have no memory of their own, DTensor among them."""
     from torch._subclasses.fake_tensor import FakeTensorMode

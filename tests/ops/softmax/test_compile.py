@@ -5,7 +5,7 @@ import torch
 
 from apex.ops import _library, softmax
 from apex.ops.softmax import SoftmaxSpec
-from apex.transformer.functional import scaled_masked_softmax, scaled_upper_triang_masked_softmax
+from apex.transformer.functional import scaled_masked_softmax, scaled_softmax, scaled_upper_triang_masked_softmax
 from tests.harness import Route, assert_close, routes
 
 
@@ -42,6 +42,25 @@ def test_compiled_without_graph_breaks(route: Route) -> None:
         assert_close(actual, wanted.double())
         with torch.no_grad():
             assert_close(compiled(x, mask), expected.double())
+
+
+@pytest.mark.parametrize("route", routes(interpreter=False))
+def test_compiled_for_all_sizes_at_once(route: Route) -> None:
+    backend = "inductor" if route.device == "cuda" else "aot_eager"
+
+    def function(x):
+        return scaled_upper_triang_masked_softmax(x, None, 0.5) + scaled_softmax(x, 0.3)
+
+    with _library.implementation(route.implementation):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for size in (12, 17):
+                x = torch.randn(2, 3, size, size, device=route.device, requires_grad=True)
+                output, expected = compiled(x), function(x)
+                assert_close(output, expected.double())
+                actual, wanted = (torch.autograd.grad(y.square().sum(), x)[0] for y in (output, expected))
+                assert_close(actual, wanted.double())
 
 
 @pytest.mark.parametrize("route", routes())
