@@ -29,6 +29,16 @@ def test_forward_and_backward(dtype: torch.dtype, with_bias: bool, route: Route)
     assert_close(found, torch.autograd.grad(wanted, wide, gradient.double())[0])
 
 
+@pytest.mark.parametrize("route", routes())
+def test_tensors_that_want_a_gradient_make_no_graph(route: Route) -> None:
+    input, bias = (torch.randn(*shape, device=route.device, requires_grad=True) for shape in ((3, 8), (8,)))
+    gradient = torch.randn(3, 4, device=route.device)
+    with _library.implementation(route.implementation):
+        for given in ((input, bias), (input, None)):
+            assert not fused_bias_swiglu.forward(*given).requires_grad
+            assert not fused_bias_swiglu.backward(gradient, *given).requires_grad
+
+
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="must be even"):
         fused_bias_swiglu.forward(torch.randn(3, 5), torch.randn(5))

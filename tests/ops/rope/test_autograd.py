@@ -104,6 +104,27 @@ def test_frequencies_that_want_a_gradient_are_warned_of() -> None:
         rope.rotary_embedding(t, freqs.detach())
 
 
+@pytest.mark.parametrize("tokens", [4, 2048])
+def test_frequencies_that_want_a_gradient_do_not_make_a_graph(tokens: int) -> None:
+    """By the plain formula and in pieces."""
+    t, freqs = torch.randn(tokens, 4, 4, 8), torch.rand(tokens, 1, 1, 8, requires_grad=True)
+    outputs = [rope.rotary_embedding(t, freqs), *rope.rotary_embedding_pair(t, t, freqs)]
+    outputs.append(rope.rotate_now(t.clone().requires_grad_(), (freqs,), RopeSpec("sbhd")))
+    expected = rope.rotary_embedding(t, freqs.detach())
+    for output in outputs:
+        assert not output.requires_grad
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("tokens", [4, 2048])
+def test_double_precision_by_single_precision_angles(tokens: int) -> None:
+    t = torch.randn(tokens, 4, 4, 8, dtype=torch.float64, requires_grad=True)
+    freqs = torch.rand(tokens, 1, 1, 8) * 50
+    output, expected = rope.rotary_embedding(t, freqs), rope.rotary_embedding(t, freqs.double())
+    assert torch.equal(output, expected)
+    assert torch.equal(*(torch.autograd.grad(y.square().sum(), t)[0] for y in (output, expected)))
+
+
 def test_tracing_records_operators() -> None:
     freqs = torch.rand(4, 1, 1, 8)
     example, other = torch.randn(2, 4, 2, 2, 8)

@@ -39,13 +39,14 @@ def glu_forward(input: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """The output for arguments that were checked, without autograd."""
     if _takes_kernels(input, bias) and input.numel():
         return triton_forward(input, bias, activation)
-    return reference.forward(input, bias, activation)
+    with torch.no_grad():
+        return reference.forward(input, bias, activation)
 
 
 def glu_backward(
     dy: Tensor, input: Tensor, bias: Tensor | None, activation: str, bias_grad: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of input and bias for arguments that were checked."""
+    """Gradients of input and bias for arguments that were checked, without autograd."""
     expected = (*input.shape[:-1], input.shape[-1] // 2)
     if dy.shape != expected or dy.device != input.device:
         raise ValueError(
@@ -53,7 +54,8 @@ def glu_backward(
         )
     if _takes_kernels(input, bias) and input.numel():
         return triton_backward(dy, input, bias, activation, bias_grad)
-    return reference.backward(dy, input, bias, activation, bias_grad)
+    with torch.no_grad():
+        return reference.backward(dy, input, bias, activation, bias_grad)
 
 
 def _takes_kernels(input: Tensor, bias: Tensor | None) -> bool:

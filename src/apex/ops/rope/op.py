@@ -115,6 +115,7 @@ def rotate_pair_now(
     return rotate_now(query, tables, spec, cu_seqlens), rotate_now(key, tables, spec, cu_seqlens)
 
 
+@torch.no_grad()
 def _by_operators(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None) -> Tensor:
     if torch.jit.is_tracing():  # sizes are tensors then
         return reference.rotate(t, tables, spec, cu_seqlens)
@@ -156,7 +157,7 @@ def _save(
     _warn_of_gradients(tables)
     if len(tables) == 1 and not torch.compiler.is_compiling() and not _library.runs_triton(FAMILY, tensors[0]):
         _check(tensors[0], tables, spec, cu_seqlens)
-        tables = tuple(reference.as_cosines(tables))
+        tables = tuple(reference.as_cosines(tables, reference.compute_dtype(tensors[0])))
     ctx.save_for_backward(cu_seqlens, *tables)
     ctx.specs = [spec._replace(swap_memory=memory_is_swapped(t), inverse=not spec.inverse) for t in tensors]
     return tables

@@ -47,13 +47,12 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return torch.addcmul(x * cos, torch.cat((-second, first), -1), sin)
 
 
-def as_cosines(tables: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Cosines and sines of tables that may be angles."""
+def as_cosines(tables: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Cosines and sines of tables that may be angles, in `dtype` or a wider one."""
     if len(tables) != 1:
         return tables
     angles = tables[0]
-    if angles.dtype in (torch.float16, torch.bfloat16):
-        angles = angles.to(torch.float32)
+    angles = angles.to(torch.promote_types(angles.dtype, dtype))
     return angles.cos(), angles.sin()
 
 
@@ -61,7 +60,7 @@ def cosines_and_sines(
     t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None, dtype: torch.dtype
 ) -> Sequence[Tensor]:
     """Cosines and sines in a shape that broadcasts against `t`; of images, against channels of rows and of columns."""
-    tables = as_cosines(tables)
+    tables = as_cosines(tables, dtype)
     if any(table.dtype != dtype for table in tables):
         tables = [table.to(dtype) for table in tables]
     if spec.layout == "image":
