@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from apex.ops import _device
-from apex.ops.attention import config, launches
+from apex.ops.attention import launches
 from apex.ops.attention.launches import Problem
 
 _META = torch.device("meta")
@@ -38,10 +38,3 @@ def record() -> None:
     record_problem(Problem(256, 4, 256, 256, 32, torch.bfloat16, inf=1e9, mask_group=1, bias_group=256), torch.bfloat16)
     record_problem(Problem(64, 8, 131, 67, 24, torch.float32, inf=1e9, mask_group=64), torch.float32)
     record_problem(Problem(32, 16, 512, 512, 64, torch.float16, total=9000, tail=True, dropout_p=0.1), torch.float16)
-
-
-def record_large_heads() -> None:
-    """The largest tiles, which decide whether shared memory suffices."""
-    for dtype in (torch.float32, torch.float16):
-        for head_dim in (128, config.LARGEST_HEAD):
-            record_problem(Problem(4, 8, 256, 256, head_dim, dtype, inf=1e9, mask_group=1, bias_group=4), torch.float32)

@@ -163,7 +163,9 @@ class Packed:
         from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found, unused-ignore]
 
         query, key, value = qkv.unbind(1)
-        return varlen_attn(query, key, value, bounds, bounds, self.length, self.length)
+        output = varlen_attn(query, key, value, bounds, bounds, self.length, self.length)
+        assert isinstance(output, Tensor)
+        return output
 
     def exact(self, qkv: Tensor, bounds: Tensor) -> Tensor:
         return reference.packed_attention(qkv, bounds.long())

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import _device, _library
-from . import config, launches, native, reference
-from .family import FAMILY, autocast_dtype
+from . import launches, native, reference
+from .family import FAMILY, autocast_dtype, takes_head
 
 
 def attention(
@@ -43,12 +43,7 @@ def attention(
 
 def runs_kernels(query: Tensor, key: Tensor) -> bool:
     """Whether the kernels take these tensors."""
-    return (
-        query.shape[-1] <= config.LARGEST_HEAD
-        and query.numel() > 0
-        and key.numel() > 0
-        and _library.runs_triton(FAMILY, query)
-    )
+    return takes_head(query) and query.numel() > 0 and key.numel() > 0 and _library.runs_triton(FAMILY, query)
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None) -> None:

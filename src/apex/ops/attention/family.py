@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _library
+from .. import _device, _library
 from . import config
 from .self_check import self_check
 
@@ -17,6 +17,14 @@ FAMILY = _library.register_family(
         small_inputs=f"PyTorch's scaled_dot_product_attention for heads of more than {config.LARGEST_HEAD} elements",
     )
 )
+
+
+def takes_head(tensor: Tensor) -> bool:
+    """Whether the kernels take heads of the size of the tensor's last dimension."""
+    size = tensor.shape[-1]
+    if size <= config.LARGEST_HEAD // 2:
+        return True
+    return size <= config.largest_head(tensor.dtype.itemsize, _device.facts(tensor.device))
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:

@@ -124,8 +124,8 @@ def _key_terms(mask, n, left, inf):
 def _bias_tile(bias, m, n, m_left, n_left, columns, WHOLE: tl.constexpr):
     """The bias of queries `m` and keys `n`, which already have their dimensions, in either order."""
     if WHOLE:
-        return tl.load(bias + m * columns + n).to(tl.float32)
-    return tl.load(bias + m * columns + n, mask=(m < m_left) & (n < n_left), other=0.0).to(tl.float32)
+        return tl.load(bias + m * columns + n)
+    return tl.load(bias + m * columns + n, mask=(m < m_left) & (n < n_left), other=0.0)
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def _forward_tiles(
             logits = products * (scale * _LOG2E)
             if HAS_BIAS:
                 biases = _bias_tile(bias + column, r[:, None], n[None, :], m_left, left, columns, WHOLE_M and WHOLE_N)
-                logits += biases * _LOG2E
+                logits += biases.to(tl.float32) * _LOG2E
             if HAS_MASK:
                 logits += _key_terms(mask + column, n, left, inf)[None, :]
             if not WHOLE_N:
@@ -205,6 +205,9 @@ def attention_forward(
     norm = tl.zeros((BM,), tl.float32)
     result = tl.zeros((BM, BD), tl.float32)
     whole = partners // BN * BN
+    if FULL_N:
+        # At least one: where a compiler must expect none, it makes the matrix units wait for each product.
+        whole = tl.maximum(whole, BN)
     result, largest, norm = _forward_tiles(
         result, largest, norm, qs, k, v, mask, bias, keys, whole * 0, whole, partners, left, columns, head_dim, k_n,
         v_n, threshold, scale, inf, HAS_MASK, HAS_BIAS, DROPS, FULL_M, True, FULL_D, PRECISION, BM, BN, BD,
@@ -232,7 +235,7 @@ def attention_forward(
 def _probabilities(products, biases, terms, largest, reciprocal, scale, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr):
     """From products of queries and keys and the statistics of the forward pass."""
     if HAS_BIAS:
-        logits = products * (scale * _LOG2E) + (biases * _LOG2E - largest)
+        logits = products * (scale * _LOG2E) + (biases.to(tl.float32) * _LOG2E - largest)
     else:
         logits = products * (scale * _LOG2E) - largest
     if HAS_MASK:
@@ -268,10 +271,10 @@ def _queries_tiles(
             products, biases, terms, largest[:, None], reciprocal[:, None], scale, HAS_MASK, HAS_BIAS
         )  # fmt: skip
         vs = _tile(v, left, v_n, head_dim, BN, BD, WHOLE_N, FULL_D)
-        dp = _dot(gs, tl.trans(vs), None, PRECISION)
+        ds = _dot(gs, tl.trans(vs), None, PRECISION) * kept - deltas[:, None]
         if DROPS:
-            dp = tl.where(_is_kept(keys[:, None], (column + n)[None, :], threshold), dp * kept, 0.0)
-        ds = p * (dp - deltas[:, None])
+            ds = tl.where(_is_kept(keys[:, None], (column + n)[None, :], threshold), ds, -deltas[:, None])
+        ds = p * ds
         if not WHOLE_N:
             ds = tl.where(n[None, :] < left, ds, 0.0)
         result = _dot(ds.to(ks.dtype), ks, result, PRECISION)
@@ -317,6 +320,9 @@ def attention_backward_queries(
         keys = _mix(_head_key(seed, z * heads + h) ^ (first + r).to(tl.uint32))
     result = tl.zeros((BM, BD), tl.float32)
     whole = partners // BN * BN
+    if FULL_N:
+        # At least one: where a compiler must expect none, it makes the matrix units wait for each product.
+        whole = tl.maximum(whole, BN)
     result = _queries_tiles(
         result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, whole * 0, whole, partners, left, columns,
         head_dim, k_n, v_n, threshold, scale, inf, kept,
@@ -329,66 +335,6 @@ def attention_backward_queries(
             HAS_MASK, HAS_BIAS, DROPS, FULL_M, False, FULL_D, PRECISION, BM, BN, BD,
         )  # fmt: skip
     _store_tile(dq + z * d_z + h * d_h + row * d_m, result * scale, left, d_m, head_dim, BM, BD)
-
-
-@triton.jit
-def _keys_tiles(
-    dks, dvs, ks, vs, terms, q, bias, out, dout, statistics, delta, dlogits, head_key, begin, end, partners, first,
-    n_left, rows, columns, head_dim, q_m, o_m, g_m, plane, threshold, scale, kept,
-    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, STORES: tl.constexpr, WHOLE_M: tl.constexpr,
-    WHOLE_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """Adds the part of queries `begin` to `end` to the gradients of a tile of keys and values."""
-    r = tl.arange(0, BM)
-    n = tl.arange(0, BN)
-    q += begin.to(tl.int64) * q_m
-    dout += begin.to(tl.int64) * g_m
-    if STORES:
-        out += begin.to(tl.int64) * o_m
-    if HAS_BIAS:
-        bias += begin.to(tl.int64) * columns
-    for row in range(begin, end, BM):
-        left = partners - row
-        qs = _tile(q, left, q_m, head_dim, BM, BD, WHOLE_M, FULL_D)
-        gs = _tile(dout, left, g_m, head_dim, BM, BD, WHOLE_M, FULL_D)
-        inside = r < left
-        # Beyond the last query nothing is probable.
-        largest = tl.load(statistics + row + r, mask=inside, other=float("inf"))
-        reciprocal = largest
-        if HAS_MASK or HAS_BIAS:
-            reciprocal = tl.load(statistics + plane + row + r, mask=inside, other=0.0)
-        if STORES:
-            outs = _tile(out, left, o_m, head_dim, BM, BD, WHOLE_M, FULL_D)
-            deltas = tl.sum(outs.to(tl.float32) * gs.to(tl.float32), 1)
-        else:
-            deltas = tl.load(delta + row + r, mask=inside, other=0.0)
-        products = _dot(ks, tl.trans(qs), None, PRECISION)
-        biases = products
-        if HAS_BIAS:
-            biases = _bias_tile(bias, r[None, :], n[:, None], left, n_left, columns, WHOLE_M and WHOLE_N)
-            bias += BM * columns
-        p = _probabilities(
-            products, biases, terms, largest[None, :], reciprocal[None, :], scale, HAS_MASK, HAS_BIAS
-        )  # fmt: skip
-        dp = _dot(vs, tl.trans(gs), None, PRECISION)
-        if DROPS:
-            row_keys = _mix(head_key ^ (row + r).to(tl.uint32))
-            keep = _is_kept(row_keys[None, :], (first + n)[:, None], threshold)
-            dp = tl.where(keep, dp * kept, 0.0)
-            dvs = _dot(tl.where(keep, p * kept, 0.0).to(gs.dtype), gs, dvs, PRECISION)
-        else:
-            dvs = _dot(p.to(gs.dtype), gs, dvs, PRECISION)
-        ds = (p * (dp - deltas[None, :])).to(qs.dtype)
-        if STORES:
-            inside_tile = (n[:, None] < n_left) & (r[None, :] < left)
-            tl.store(dlogits + n[:, None] * rows + (row + r)[None, :], ds, mask=inside_tile)
-        dks = _dot(ds, qs, dks, PRECISION)
-        q += BM * q_m
-        dout += BM * g_m
-        if STORES:
-            out += BM * o_m
-    return dks, dvs
 
 
 @kernel
@@ -423,30 +369,61 @@ def attention_backward_keys(
         out += z * o_z + h * o_h + start * o_m
     else:
         delta += z * s_z + h * s_h + start
+    r = tl.arange(0, BM)
+    n = tl.arange(0, BN)
     terms = tl.zeros((BN, 1), tl.float32)
     if HAS_MASK:
-        terms = _key_terms(mask + (z // mask_group) * columns + first, tl.arange(0, BN), left, inf)[:, None]
+        terms = _key_terms(mask + (z // mask_group) * columns + first, n, left, inf)[:, None]
     if HAS_BIAS:
         bias += ((z // bias_group) * heads + h) * rows * columns + first
-    head_key = h.to(tl.uint32)
+        following = _bias_tile(bias, r[None, :], n[:, None], partners, left, columns, False)
     if DROPS:
         head_key = _head_key(seed, z * heads + h)
     dks = tl.zeros((BN, BD), tl.float32)
     dvs = tl.zeros((BN, BD), tl.float32)
-    whole = partners // BM * BM
-    dks, dvs = _keys_tiles(
-        dks, dvs, ks, vs, terms, q, bias, out, dout, statistics, delta, dlogits, head_key, whole * 0, whole, partners,
-        first, left, rows, columns, head_dim, q_m, o_m, g_m, plane, threshold, scale, kept,
-        HAS_MASK, HAS_BIAS, DROPS, STORES, True, FULL_N, FULL_D, PRECISION, BM, BN, BD,
-    )  # fmt: skip
-    if not FULL_M:
-        dks, dvs = _keys_tiles(
-            dks, dvs, ks, vs, terms, q, bias, out, dout, statistics, delta, dlogits, head_key, whole, partners,
-            partners, first, left, rows, columns, head_dim, q_m, o_m, g_m, plane, threshold, scale, kept,
-            HAS_MASK, HAS_BIAS, DROPS, STORES, False, FULL_N, FULL_D, PRECISION, BM, BN, BD,
+    for row in range(0, tl.maximum(partners, BM) if FULL_M else partners, BM):
+        m_left = partners - row
+        qs = _tile(q, m_left, q_m, head_dim, BM, BD, FULL_M, FULL_D)
+        gs = _tile(dout, m_left, g_m, head_dim, BM, BD, FULL_M, FULL_D)
+        # Beyond the last query nothing is probable.
+        largest = tl.load(statistics + row + r, mask=r < m_left, other=float("inf"))
+        reciprocal = largest
+        if HAS_MASK or HAS_BIAS:
+            reciprocal = tl.load(statistics + plane + row + r, mask=r < m_left, other=0.0)
+        if STORES:
+            outs = _tile(out, m_left, o_m, head_dim, BM, BD, FULL_M, FULL_D)
+            deltas = tl.sum(outs.to(tl.float32) * gs.to(tl.float32), 1)
+            out += BM * o_m
+        else:
+            deltas = tl.load(delta + row + r, mask=r < m_left, other=0.0)
+        products = _dot(ks, tl.trans(qs), None, PRECISION)
+        biases = products
+        if HAS_BIAS:
+            # Loaded a step ahead by hand: the pipeliner does not take transposed tiles.
+            biases = following
+            bias += BM * columns
+            following = _bias_tile(bias, r[None, :], n[:, None], m_left - BM, left, columns, False)
+        p = _probabilities(
+            products, biases, terms, largest[None, :], reciprocal[None, :], scale, HAS_MASK, HAS_BIAS
         )  # fmt: skip
+        dp = _dot(vs, tl.trans(gs), None, PRECISION)
+        ds = dp * kept - deltas[None, :]
+        dropped = p
+        if DROPS:
+            row_keys = _mix(head_key ^ (row + r).to(tl.uint32))
+            keep = _is_kept(row_keys[None, :], (first + n)[:, None], threshold)
+            ds = tl.where(keep, ds, -deltas[None, :])
+            dropped = tl.where(keep, p, 0.0)
+        ds = (p * ds).to(qs.dtype)
+        dvs = _dot(dropped.to(gs.dtype), gs, dvs, PRECISION)
+        if STORES:
+            inside = (n[:, None] < left) & (r[None, :] < m_left)
+            tl.store(dlogits + n[:, None] * rows + (row + r)[None, :], ds, mask=inside)
+        dks = _dot(ds, qs, dks, PRECISION)
+        q += BM * q_m
+        dout += BM * g_m
     _store_tile(dk + z * dk_z + h * dk_h + column * dk_n, dks * scale, left, dk_n, head_dim, BN, BD)
-    _store_tile(dv + z * dv_z + h * dv_h + column * dv_n, dvs, left, dv_n, head_dim, BN, BD)
+    _store_tile(dv + z * dv_z + h * dv_h + column * dv_n, dvs * kept, left, dv_n, head_dim, BN, BD)
 
 
 @kernel

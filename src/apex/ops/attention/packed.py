@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import _device, _library, _transfer
-from . import config, launches, native
-from .family import FAMILY, autocast_dtype
+from . import launches, native
+from .family import FAMILY, autocast_dtype, takes_head
 
 
 def packed_attention(
@@ -51,7 +51,7 @@ def draw_seed(device: torch.device, generator: torch.Generator | None = None) ->
 def runs_kernels(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> bool:
     """Whether the kernels take these tensors."""
     return (
-        qkv.shape[-1] <= config.LARGEST_HEAD
+        takes_head(qkv)
         and qkv.numel() > 0
         and cu_seqlens.shape[0] > 1
         and max_seqlen > 0
@@ -217,7 +217,8 @@ def backward_from_saved(ctx: Any, dout: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return torch.ops.apex.packed_attention_backward(dout, qkv, cu_seqlens, seed, output, statistics, *ctx.options)
     if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
-        return native.padded_backward(dout, qkv, cu_seqlens, *ctx.options[:2], seed)
+        max_seqlen, dropout_p, _ = ctx.options
+        return native.padded_backward(dout, qkv, cu_seqlens, max_seqlen, dropout_p, seed)
     if ctx.graph is not None:
         return ctx.graph.backward(dout)[0]
     return backward(dout, qkv, cu_seqlens, seed, output, statistics, *ctx.options)

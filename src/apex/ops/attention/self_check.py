@@ -33,8 +33,10 @@ def _biased_error(device: torch.device, dtype: torch.dtype) -> float:
     dout = torch.randn(shapes[0], generator=generator).to(dtype)
     inputs = [value.to(device).requires_grad_() for value in values]
     exact = [value.double().requires_grad_() for value in values]
-    output = attention(*inputs[:3], mask.to(device), inputs[3])
-    expected = reference.attention(*exact[:3], mask.double(), exact[3])
+    query, key, value, bias = inputs
+    output = attention(query, key, value, mask.to(device), bias)
+    query, key, value, bias = exact
+    expected = reference.attention(query, key, value, mask.double(), bias)
     gradients = torch.autograd.grad(output, inputs, dout.to(device))
     wanted = torch.autograd.grad(expected, exact, dout.double())
     return _largest_error(dtype, (output, *gradients), (expected, *wanted))
