@@ -14,7 +14,17 @@ from torch import nn
 from apex import amp
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-GUIDES = ("amp.md", "dense.md", "fmha.md", "migration.md", "openfold.md", "rope.md", "softmax.md", "xentropy.md")
+GUIDES = (
+    "amp.md",
+    "dense.md",
+    "fmha.md",
+    "migration.md",
+    "openfold.md",
+    "rope.md",
+    "softmax.md",
+    "transducer.md",
+    "xentropy.md",
+)
 
 
 def snippets(page: str) -> list[str]:

@@ -44,18 +44,18 @@ def transducer_loss_words(
 ):  # fmt: skip
     """Per node: the logarithm of the sum of exponentials, and the log-probabilities of blank and of the next label.
 
-    Without NORMALIZE x has log-probabilities, and only those two are read.
+    Zero where there is no node. Without NORMALIZE x has log-probabilities, and only those two are read.
     """
     batch, t, token = _node(tl.program_id(0), T, U, ROWS)
     frames, tokens, first, stride = sequence(f_len, y_len, batch_offset, batch, T, U, 1, PACKED)
+    u = token + tl.arange(0, ROWS)
+    node = (batch * T + t) * U + u
     if (t < frames) & (token < tokens):
-        u = token + tl.arange(0, ROWS)
         exists = u < tokens
         row = (first + t * stride + u) * V
         labels, has_label = _next_labels(label, batch, u, tokens, U, V)
         blank_score = tl.load(x + row + blank, mask=exists, other=0.0).to(tl.float32)
         label_score = tl.load(x + row + labels, mask=has_label, other=NEVER).to(tl.float32)
-        node = (batch * T + t) * U + u
         if NORMALIZE:
             word = tl.arange(0, GROUPS)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
             start = x + row[None, :, None]
@@ -69,11 +69,17 @@ def transducer_loss_words(
                 powers = powers * tl.exp2((peak - higher) * LOG2E)[:, None] + tl.sum(power, 0)
                 peak = higher
             log_sum = peak + tl.log(tl.sum(powers, 1))
-            tl.store(sums + node, log_sum, mask=exists)
+            tl.store(sums + node, tl.where(exists, log_sum, 0.0), mask=u < U)
             blank_score -= log_sum
             label_score -= log_sum
-        tl.store(of_blank + node, blank_score, mask=exists)
-        tl.store(of_label + node, label_score, mask=exists)
+        tl.store(of_blank + node, tl.where(exists, blank_score, 0.0), mask=u < U)
+        tl.store(of_label + node, tl.where(exists, label_score, 0.0), mask=u < U)
+    else:
+        zeros = tl.zeros([ROWS], tl.float32)
+        if NORMALIZE:
+            tl.store(sums + node, zeros, mask=u < U)
+        tl.store(of_blank + node, zeros, mask=u < U)
+        tl.store(of_label + node, zeros, mask=u < U)
 
 
 @triton.jit

@@ -300,7 +300,7 @@ def triton_loss_words(
     blank: int,
     normalize: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """`reference_loss.scores_of_words`, with anything where there is no node; x is contiguous."""
+    """`reference_loss.scores_of_words` of a contiguous x."""
     plan = _loss_words_plan(
         (len(f_len), *sizes, x.shape[-1]),
         blank,

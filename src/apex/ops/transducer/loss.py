@@ -133,7 +133,7 @@ def scores_of_words(
     max_f_len: int,
     blank_idx: int,
 ) -> tuple[Tensor, Tensor]:
-    """Per node, the log-probabilities of blank and of the next label; undefined where there is no node."""
+    """Per node, the log-probabilities of blank and of the next label; zero where there is no node."""
     sizes = (max_f_len, label.shape[1] + 1)
     given = log_probabilities.contiguous(), label.contiguous()
     with torch.no_grad():

@@ -59,7 +59,7 @@ def scores_of_words(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Per node: the logarithm of the sum of exponentials, and the log-probabilities of blank and of the next label.
 
-    Without `normalize` x has log-probabilities already, and there are no sums.
+    Zero where there is no node. Without `normalize` x has log-probabilities already, and there are no sums.
     """
     flat = x.reshape(-1, x.shape[-1])
     compute, words = compute_dtype(x), x.shape[-1]
@@ -72,8 +72,8 @@ def scores_of_words(
         sums = log_sums_of_rows(flat)[nodes.rows]
         of_blank, of_label = of_blank - sums, of_label - sums
         sums = torch.where(nodes.exists, sums, 0.0)
-    of_label = torch.where(nodes.exists & (nodes.u < nodes.tokens - 1), of_label, NEVER)
-    return sums, torch.where(nodes.exists, of_blank, NEVER), of_label
+    of_label = torch.where(nodes.u < nodes.tokens - 1, of_label, NEVER)
+    return sums, torch.where(nodes.exists, of_blank, 0.0), torch.where(nodes.exists, of_label, 0.0)
 
 
 def alpha_and_beta(of_blank: Tensor, of_label: Tensor, nodes: Lattice) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,210 @@
+"""The joint against its definition in float64, by every route, with uninitialised memory full of NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from apex.ops import _library, transducer
+from apex.ops.transducer import JointSpec, reference_joint
+from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.ops.transducer import formulas
+
+_HALF, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+# frames, tokens, features, lengths along both, dtypes of f and g: one frame; a rest of the four a program has; tokens
+# that fill blocks and do not, and need two; chunks of frames; a sequence without frames
+CASES = [
+    (1, 1, 1, [1], [1], _F32, _F32),
+    (6, 3, 20, [6, 1], [2, 3], _F32, _F32),
+    (5, 9, 64, [5, 3], [9, 4], _HALF, _HALF),
+    (3, 4, 24, [3, 2], [4, 1], _BF16, _BF16),
+    (2, 130, 3, [2, 1], [130, 3], _F32, _F32),
+    (33, 2, 16, [33], [2], _F32, _F32),
+    (4, 3, 8, [0, 4], [3, 2], _HALF, _F32),
+]
+
+
+def tensors(case, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    frames, tokens, features, f_len, g_len, f_dtype, g_dtype = case
+    f = torch.randn(len(f_len), frames, features).to(device, f_dtype)
+    g = torch.randn(len(f_len), tokens, features).to(device, g_dtype)
+    return f, g, torch.tensor(f_len, dtype=torch.int32, device=device), torch.tensor(g_len, device=device)
+
+
+def offset_and_rows(f_len: Tensor, g_len: Tensor) -> tuple[Tensor, int]:
+    offset = torch.cumsum(f_len * g_len, 0)
+    return offset, int(offset[-1])
+
+
+def run(f, g, f_len, g_len, offset, spec: JointSpec, noise, dh) -> list[Tensor]:
+    """h, mask, df, dg."""
+    h, mask = transducer.joint_forward(f, g, f_len, g_len, offset, spec, noise, want_mask=True)
+    assert mask is not None
+    sizes = (f.shape[1], g.shape[1])
+    with torch.no_grad():
+        kept = h if spec.relu else mask
+        gradients = transducer.joint_backward(dh, kept, f_len, g_len, offset, sizes, spec.scale, (f.dtype, g.dtype))
+    return [h, mask, *gradients]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference_is_the_definition(case, packed: bool) -> None:
+    f, g, f_len, g_len = (t if t.dtype in (torch.int32, torch.int64) else t.double() for t in tensors(case, "cpu"))
+    f, g = f.requires_grad_(), g.requires_grad_()
+    offset, rows = offset_and_rows(f_len, g_len)
+    wanted = formulas.joint(f, g, f_len, g_len, packed)
+    given = f.detach(), g.detach(), f_len, g_len, offset if packed else None
+    h, mask = reference_joint.forward(*given, JointSpec(packed_rows=rows), None, True)
+    torch.testing.assert_close(h, wanted.detach())
+    exists = wanted.detach() != -1
+    assert torch.equal(mask, exists.to(torch.uint8))
+    dh = torch.randn_like(wanted)
+    found = reference_joint.backward(dh, None, *given[2:], (f.shape[1], g.shape[1]), 1.0)
+    for actual, expected in zip(found, torch.autograd.grad(wanted, (f, g), dh), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_reference(case, packed: bool, route: Route) -> None:
+    f, g, f_len, g_len = tensors(case, route.device)
+    offset, rows = offset_and_rows(f_len, g_len)
+    at = offset if packed else None
+    shape = (rows, f.shape[2]) if packed else (f.shape[0], f.shape[1], g.shape[1], f.shape[2])
+    dh = torch.randn(shape, device=route.device).to(torch.promote_types(f.dtype, g.dtype))
+    keep = (torch.rand(shape, device=route.device) > 0.3).to(torch.uint8)
+    before = [t.clone() for t in (f, g, dh)]
+    for spec, noise in (
+        (JointSpec(packed_rows=rows), None),
+        (JointSpec(False, 0.3, rows), keep),
+        (JointSpec(True, 0.3, rows), keep),
+    ):
+        given = f, g, f_len, g_len, at, spec, noise, dh
+        with _library.implementation(route.implementation):
+            found = run(*given)
+        exact = [t.cpu().double() if t.is_floating_point() else t.cpu() for t in (f, g, f_len, g_len)]
+        exact_at, exact_noise = (None if t is None else t.cpu() for t in (at, noise))
+        h, mask = reference_joint.forward(*exact, exact_at, spec, exact_noise, True)
+        sizes = (f.shape[1], g.shape[1])
+        wanted = reference_joint.backward(dh.double().cpu(), mask, *exact[2:], exact_at, sizes, spec.scale)
+        assert [t.dtype for t in found] == [dh.dtype, torch.uint8, f.dtype, g.dtype]
+        assert_close(found[0], h, what="h")
+        assert torch.equal(found[1].cpu(), mask)
+        assert_close(found[2], wanted[0], reduction=g.shape[1], what="df")
+        assert_close(found[3], wanted[1], reduction=f.shape[1], what="dg")
+    with _library.implementation(route.implementation):
+        assert_equal_bits(found, run(*given))
+    assert_equal_bits([f, g, dh], before)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_drops_about_as_many_as_asked(packed: bool, route: Route) -> None:
+    f, g, f_len, g_len = tensors((6, 16, 96, [6, 5], [16, 10], _F32, _F32), route.device)
+    offset, rows = offset_and_rows(f_len, g_len)
+    spec = JointSpec(False, 0.25, rows)
+    with _library.implementation(route.implementation):
+        noise, other = (transducer.draw_noise(f, g, packed, spec) for _ in range(2))
+        given = f, g, f_len, g_len, offset if packed else None, spec
+        h, mask = transducer.joint_forward(*given, noise, True)
+        again, _ = transducer.joint_forward(*given, noise)
+        different, _ = transducer.joint_forward(*given, other)
+        nothing = spec._replace(dropout=1.0)
+        dropped, _ = transducer.joint_forward(*given[:5], nothing, transducer.draw_noise(f, g, packed, nothing))
+    plain, _ = reference_joint.forward(*(t if t is None else t.cpu() for t in given[:5]), spec, None, False)
+    mask, h = mask.cpu(), h.cpu()
+    exists = torch.ones_like(plain, dtype=torch.bool)
+    if not packed:
+        exists[1, 5:], exists[1, :, 10:] = False, False
+    assert abs(mask[exists].float().mean() - 0.75) < 0.02
+    torch.testing.assert_close(h[exists], (plain * mask / 0.75)[exists])
+    assert torch.equal(h, again.cpu())
+    assert not torch.equal(h, different.cpu())
+    assert not dropped.cpu()[exists].any()
+
+
+@pytest.mark.parametrize("route", routes())
+def test_strided_empty_and_not_a_number(route: Route) -> None:
+    f, g, f_len, g_len = tensors((8, 6, 12, [8, 5], [6, 2], _F32, _F32), route.device)
+    f, g = f[:, ::2, ::2], g.transpose(0, 1).contiguous().transpose(0, 1)[:, :, ::2]
+    f_len = torch.stack([f_len // 2, f_len], 1)[:, 0]
+    f[0, 0, 0] = float("nan")
+    spec = JointSpec(relu=True)
+    with _library.implementation(route.implementation):
+        h, _ = transducer.joint_forward(f, g, f_len, g_len, None, spec)
+        with torch.no_grad():
+            dh = torch.randn(6, 4, 2, 6, device=route.device).permute(2, 1, 0, 3)
+            found = transducer.joint_backward(dh, None, f_len, g_len, None, (4, 6), 1.0, (_F32, _F32))
+        for shape in ((0, 4, 6), (2, 0, 6), (2, 4, 0)):
+            empty = torch.empty(shape, device=route.device)
+            lengths = torch.zeros(shape[0], dtype=torch.int32, device=route.device)
+            h_empty, _ = transducer.joint_forward(empty, empty, lengths, lengths, None, spec)
+            assert h_empty.shape == (shape[0], shape[1], shape[1], shape[2])
+            df, dg = transducer.joint_backward(
+                h_empty, None, lengths, lengths, None, (shape[1], shape[1]), 1.0, (_F32, _F32)
+            )
+            assert df.shape == dg.shape == shape
+    exact = [t.cpu() for t in (f, g, f_len, g_len)]
+    wanted, _ = reference_joint.forward(*exact, None, spec, None, False)
+    assert torch.equal(h.cpu().nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert h[0, 0, :, 0].isnan().all()
+    wanted_gradients = reference_joint.backward(dh.cpu(), None, *exact[2:], None, (4, 6), 1.0)
+    torch.testing.assert_close([t.cpu() for t in found], list(wanted_gradients))
+
+
+@pytest.mark.parametrize("route", routes())
+def test_opcheck(route: Route) -> None:
+    f, g, f_len, g_len = tensors((5, 3, 8, [5, 2], [3, 2], _F32, _F32), route.device)
+    offset, rows = offset_and_rows(f_len, g_len)
+    with _library.implementation(route.implementation):
+        joint, backward = torch.ops.apex.transducer_joint.default, torch.ops.apex.transducer_joint_backward.default
+        keep = torch.ones(rows, 8, dtype=torch.uint8, device=route.device)
+        torch.library.opcheck(joint, (f, g, f_len, g_len, offset, keep, True, 0.5, rows, True))
+        torch.library.opcheck(joint, (f, g, f_len, g_len, None, None, False, 0.0, 0, False))
+        dh = torch.randn(2, 5, 3, 8, device=route.device)
+        torch.library.opcheck(backward, (dh, dh, f_len, g_len, None, 5, 3, 1.5, _F32, _HALF))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    frames, tokens, features = 1500, 750, 1024
+    f, g, _, _ = tensors((frames, tokens, features, [0] * 2, [0] * 2, _HALF, _HALF), "cuda")
+    lengths = torch.full((2,), frames, device="cuda"), torch.full((2,), tokens, device="cuda")
+    h, _ = transducer.joint_forward(f, g, *lengths, None, JointSpec())
+    assert torch.equal(h[1, -1], f[1, -1] + g[1])
+    with torch.no_grad():
+        df, dg = transducer.joint_backward(h, None, *lengths, None, (frames, tokens), 1.0, (_F32, _F32))
+    torch.testing.assert_close(df[1, -1], h[1, -1].float().sum(0), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(dg[1, -1], h[1, :, -1].float().sum(0), rtol=1e-5, atol=1e-3)
+
+
+def test_bad_arguments_are_named() -> None:
+    f, g, f_len, g_len = tensors((5, 3, 8, [5, 2], [3, 2], _F32, _F32), "cpu")
+    check, spec = transducer.check_joint, JointSpec()
+    with pytest.raises(ValueError, match=r"got shapes \[2, 5, 8\] and \[2, 3, 7\]"):
+        check(f, g[..., 1:], f_len, g_len, None, spec)
+    with pytest.raises(TypeError, match=r"float64, got torch\.int64"):
+        check(f.long(), g, f_len, g_len, None, spec)
+    with pytest.raises(ValueError, match="g on meta"):
+        check(f, g.to("meta"), f_len, g_len, None, spec)
+    with pytest.raises(ValueError, match=r"dropout_prob=1.5 must be a probability"):
+        check(f, g, f_len, g_len, None, JointSpec(dropout=1.5))
+    with pytest.raises(TypeError, match=r"f_len must be int32 or int64, got torch\.float32"):
+        check(f, g, f_len.float(), g_len, None, spec)
+    with pytest.raises(ValueError, match=r"g_len must have one element per sequence, \[2\], got shape \[1\]"):
+        check(f, g, f_len, g_len[:1], None, spec)
+    with pytest.raises(ValueError, match="f_len must be between 0 and 5, got 6"):
+        check(f, g, f_len + 1, g_len, None, spec)
+    with pytest.raises(ValueError, match="f_len is on meta"):
+        check(f, g, f_len.to("meta"), g_len, None, spec)
+    with pytest.raises(ValueError, match="batch_offset must have one int64 per sequence"):
+        check(f, g, f_len, g_len, f_len.float(), spec)
+    with pytest.raises(ValueError, match="batch_offset is on meta"):
+        check(f, g, f_len, g_len, f_len.to("meta"), spec)
+    with pytest.raises(ValueError, match="packed_batch=-1"):
+        check(f, g, f_len, g_len, f_len, JointSpec(packed_rows=-1))

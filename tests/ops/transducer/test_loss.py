@@ -1,0 +1,221 @@
+"""The loss against its definition in float64, by every route, with uninitialised memory full of NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from apex.ops import _library, transducer
+from apex.ops.transducer import launches, reference_loss
+from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.ops.transducer import formulas
+
+_HALF, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+# frames, labels, words, lengths of both, blank, dtype: one node; no labels; blank first, last and between; words in one
+# tile, in two, and in rows of an odd length
+CASES = [
+    (1, 0, 2, [1], [0], 1, _F32),
+    (3, 0, 5, [3, 1], [0, 0], 0, _F32),
+    (3, 3, 7, [3, 1], [1, 3], 6, _F32),
+    (3, 2, 32, [3, 2], [2, 0], 9, _HALF),
+    (2, 1, 1100, [2, 1], [1, 1], 1050, _F32),
+    (2, 2, 40, [2, 2], [2, 1], 0, _BF16),
+]
+
+
+def tensors(case, device: str, packed: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """x, label, f_len, y_len, batch_offset and the gradient of the losses."""
+    frames, labels, words, f_len, y_len, _, dtype = case
+    batches = len(f_len)
+    x = 2 * torch.randn(batches, frames, labels + 1, words)
+    label = torch.randint(words, (batches, labels), dtype=torch.int32)
+    lengths = torch.tensor(f_len, dtype=torch.int32), torch.tensor(y_len)
+    label[torch.arange(labels)[None] >= lengths[1][:, None]] = 1 << 30  # is not looked at
+    grad = torch.tensor([1.0, -0.5, 2.0])[:batches]
+    offset = None
+    if packed:
+        x = formulas.pack(x, lengths[0], lengths[1] + 1)
+        offset = torch.cumsum(lengths[0] * (lengths[1] + 1), 0).to(device)
+    return x.to(device, dtype), label.to(device), lengths[0].to(device), lengths[1].to(device), offset, grad.to(device)
+
+
+def run(x, label, f_len, y_len, offset, grad, frames: int, blank: int) -> list[Tensor]:
+    """Losses, alpha, beta and the gradient of x."""
+    given = x, label, f_len, y_len, offset
+    losses, *saved = transducer.loss_forward(*given, frames, blank)
+    gradient = transducer.loss_backward(grad.to(x.dtype), *given, blank, *saved)
+    return [losses, *saved[0].unbind(0), gradient]
+
+
+def exact(x, label, f_len, y_len, offset, grad, frames: int, blank: int) -> list[Tensor]:
+    """`run` by the reference in float64."""
+    given = [t if t is None else t.cpu() for t in (x.double(), label, f_len, y_len, offset)]
+    losses, *saved = reference_loss.forward(*given, (frames, label.shape[1] + 1), blank, True)
+    gradient = reference_loss.backward(grad.double().cpu(), *given, blank, *saved, True)
+    return [losses, *saved[0].unbind(0), gradient]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference_is_the_definition(case) -> None:
+    x, label, f_len, y_len, _, grad = tensors((*case[:6], _F64), "cpu")
+    x.requires_grad_()
+    wanted = formulas.losses(x, label, f_len, y_len, case[5])
+    (gradient,) = torch.autograd.grad(wanted, x, grad.double())
+    losses, alpha, beta, found = exact(x.detach(), label, f_len, y_len, None, grad, case[0], case[5])
+    torch.testing.assert_close(losses, wanted.detach())
+    torch.testing.assert_close(found, gradient)
+    for b, (frames, labels) in enumerate(zip(f_len.tolist(), y_len.tolist(), strict=True)):
+        last = x[b, frames - 1, labels].log_softmax(-1)[case[5]].detach()
+        torch.testing.assert_close(alpha[b, frames - 1, labels] + last, beta[b, 0, 0])
+        # Every alignment crosses each diagonal once.
+        nodes = (alpha + beta)[b, :frames, : labels + 1].flip(1)
+        for diagonal in range(-labels, frames):
+            torch.testing.assert_close(nodes.diagonal(-diagonal).logsumexp(0), beta[b, 0, 0])
+    packed = formulas.pack(x.detach(), f_len, y_len + 1)
+    offset = torch.cumsum(f_len * (y_len + 1), 0)
+    by_packed = exact(packed, label, f_len, y_len, offset, grad, case[0], case[5])
+    for actual, expected in zip(by_packed, (losses, alpha, beta, formulas.pack(found, f_len, y_len + 1)), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_reference(case, packed: bool, route: Route) -> None:
+    given = *tensors(case, route.device, packed), case[0], case[5]
+    before = given[0].clone()
+    with _library.implementation(route.implementation):
+        found, again = run(*given), run(*given)
+    assert [t.dtype for t in found] == [case[6], _F32, _F32, case[6]]
+    # A score adds up as many terms as it has words behind it.
+    for actual, wanted, what in zip(found, exact(*given), ("losses", "alpha", "beta", "dx"), strict=True):
+        assert_close(actual, wanted, reduction=10 * (case[0] + case[1]), what=what)
+    assert_equal_bits(found, again)
+    assert_equal_bits([given[0]], [before])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("frames", "labels", "words", "dtype"), [(90, 40, 1024, _HALF), (50, 130, 29, _F32), (20, 600, 33, _F32)]
+)
+def test_matches_reference_at_larger_sizes(
+    frames: int, labels: int, words: int, dtype: torch.dtype, packed: bool
+) -> None:
+    case = (frames, labels, words, [frames, frames // 2, 3], [labels - 7, labels, 5], 3, dtype)
+    given = *tensors(case, "cuda", packed), frames, 3
+    found = run(*given)
+    losses, alpha, beta, gradient = exact(*given)
+    torch.testing.assert_close(found[0].double().cpu(), losses, rtol=1e-3 if dtype == _HALF else 1e-5, atol=0)
+    for actual, wanted in ((found[1], alpha), (found[2], beta)):
+        torch.testing.assert_close(actual.double().cpu(), wanted, rtol=1e-5, atol=1e-3)
+    # The logarithms are of the order of a thousand, whose last float32 digit is 6e-5.
+    torch.testing.assert_close(found[3].double().cpu(), gradient, rtol=3e-3, atol=1e-4)
+    assert_equal_bits(found, run(*given))
+
+
+@pytest.mark.parametrize("route", routes())
+def test_blocks_of_tokens_walk_one_after_the_other(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "WALK_TOKENS", 2)
+    launches._loss_walk_plan.cache_clear()
+    given = *tensors((2, 4, 6, [2, 1], [4, 2], 0, _F32), route.device), 2, 0
+    with _library.implementation(route.implementation):
+        found = run(*given)
+    launches._loss_walk_plan.cache_clear()
+    for actual, wanted in zip(found, exact(*given), strict=True):
+        assert_close(actual, wanted, reduction=60)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_words_that_cannot_be(route: Route) -> None:
+    """Logits of -inf leave the other alignments; garbage in the padding counts for nothing."""
+    case = (2, 2, 5, [2, 1], [2, 1], 0, _F32)
+    x, label, f_len, y_len, _, grad = tensors(case, route.device)
+    x[0, 0, 0, int(label[0, 0])] = float("-inf")
+    x[1, 1:], x[1, :, 2:] = float("nan"), float("nan")
+    given = x, label, f_len, y_len, None, grad, 2, 0
+    with _library.implementation(route.implementation):
+        found = run(*given)
+    wanted = exact(*given)
+    assert wanted[0].isfinite().all()
+    assert not found[3][1, 1:].any()
+    assert not found[3][1, :, 2:].any()
+    for index in (0, 2, 3):
+        assert_close(found[index], wanted[index], reduction=40)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_beta_alone_strided_and_empty(route: Route) -> None:
+    x, label, f_len, y_len, _, grad = tensors((3, 2, 8, [3, 2], [2, 1], 1, _F32), route.device)
+    strided = x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    lengths = torch.stack([f_len, f_len], 1)[:, 0], y_len.int()
+    with _library.implementation(route.implementation):
+        losses, scores, *_ = transducer.loss_forward(x, label, f_len, y_len, None, 3, 1, want_alpha=False)
+        found = run(strided, label.long().t().contiguous().t(), *lengths, None, grad[:1].expand(2), 3, 1)
+        none = torch.empty(0, dtype=torch.int32, device=route.device)
+        empty = run(x[:0], label[:0], none, none, None, grad[:0], 3, 1)
+    wanted = exact(x, label, f_len, y_len, None, grad[:1].expand(2), 3, 1)
+    assert_close(losses, wanted[0], reduction=50)
+    assert_close(scores[-1], wanted[2], reduction=50)
+    for actual, expected in zip(found, wanted, strict=True):
+        assert_close(actual, expected, reduction=50)
+    assert [t.shape for t in empty] == [(0,), (0, 3, 3), (0, 3, 3), (0, 3, 3, 8)]
+
+
+@pytest.mark.parametrize("route", routes())
+def test_opcheck(route: Route) -> None:
+    x, label, f_len, y_len, offset, grad = tensors((2, 1, 4, [2, 1], [1, 1], 0, _F32), route.device, packed=True)
+    given = x, label, f_len, y_len, offset
+    with _library.implementation(route.implementation):
+        torch.library.opcheck(torch.ops.apex.transducer_loss.default, (*given, 2, 0))
+        _, *saved = transducer.loss_forward(*given, 2, 0)
+        torch.library.opcheck(torch.ops.apex.transducer_loss_backward.default, (grad, *given, 0, *saved))
+
+
+@pytest.mark.parametrize("route", routes(interpreter=False))
+def test_self_check(route: Route) -> None:
+    with _library.implementation(route.implementation):
+        assert transducer.FAMILY.self_check(torch.device(route.device)) <= 1
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    frames, tokens, words = 600, 60, 32000
+    x = torch.randn(2, frames, tokens, words, device="cuda", dtype=_HALF)
+    label = torch.randint(1, words, (2, tokens - 1), device="cuda")
+    lengths = torch.tensor([frames, 9], device="cuda"), torch.tensor([tokens - 1, 5], device="cuda")
+    losses, *saved = transducer.loss_forward(x, label, *lengths, None, frames, 0)
+    dx = transducer.loss_backward(torch.ones(2, device="cuda"), x, label, *lengths, None, 0, *saved)
+    small = x[1:, :9, :6].contiguous(), label[1:, :5], lengths[0][1:], lengths[1][1:], None, torch.ones(1), 9, 0
+    wanted = exact(*small)
+    torch.testing.assert_close(losses[1:].double().cpu(), wanted[0], rtol=1e-3, atol=0)
+    torch.testing.assert_close(dx[1:, :9, :6].double().cpu(), wanted[3], rtol=2e-3, atol=1e-5)
+    assert not dx[1, 9:].any()
+    torch.testing.assert_close(dx[0, -1, -1].float().sum(), torch.zeros((), device="cuda"), rtol=0, atol=2e-3)
+
+
+def test_bad_arguments_are_named() -> None:
+    x, label, f_len, y_len, _, _ = tensors((4, 3, 7, [4, 2], [1, 3], 0, _F32), "cpu")
+    check = transducer.check_loss
+    with pytest.raises(ValueError, match=r"label must be batch x labels of int32 or int64, got torch\.float32"):
+        check(x, label.float(), f_len, y_len, None, 4, 0)
+    with pytest.raises(TypeError, match="x must be float16"):
+        check(x.long(), label, f_len, y_len, None, 4, 0)
+    with pytest.raises(ValueError, match=r"got shape \[2, 4, 3, 7\] where label has \[2, 3\]"):
+        check(x[:, :, 1:], label, f_len, y_len, None, 4, 0)
+    with pytest.raises(ValueError, match="max_f_len=3 must be the 4 frames"):
+        check(x, label, f_len, y_len, None, 3, 0)
+    with pytest.raises(ValueError, match="a packed x must be rows x words"):
+        check(x, label, f_len, y_len, f_len, 4, 0)
+    for blank in (-1, 7):
+        with pytest.raises(ValueError, match=f"blank_idx={blank} must be a word, between 0 and 6"):
+            check(x, label, f_len, y_len, None, 4, blank)
+    with pytest.raises(ValueError, match="label is on meta"):
+        check(x, label.to("meta"), f_len, y_len, None, 4, 0)
+    with pytest.raises(ValueError, match="f_len must be between 1 and 4, got 0"):
+        check(x, label, f_len - 2, y_len, None, 4, 0)
+    with pytest.raises(ValueError, match="y_len must be between 0 and 3, got 4"):
+        check(x, label, f_len, y_len + 1, None, 4, 0)
