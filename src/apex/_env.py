@@ -24,3 +24,10 @@ def triton_interpreter_requested() -> bool:
 def no_color() -> bool:
     """Whether `NO_COLOR` asks for plain output."""
     return bool(os.environ.get("NO_COLOR"))
+
+
+def torchrun_numbers() -> tuple[int, int] | None:
+    """This process's rank and the number of processes, if torchrun started it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -1,4 +1,4 @@
-"""The `apex` command: `doctor`, `demo` and `bench`."""
+"""The `apex` command: `doctor`, `demo`, `bench` and `run`."""
 
 from __future__ import annotations
 

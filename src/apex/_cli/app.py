@@ -114,3 +114,35 @@ def bench(
         list_only=list_only,
     )
     raise typer.Exit(status)
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="What each process runs.")],
+    nproc_per_node: Annotated[
+        int | None, typer.Option(help="Processes on this machine; one for each GPU by default.", min=1)
+    ] = None,
+    nnodes: Annotated[int, typer.Option(help="Machines in all.", min=1)] = 1,
+    node_rank: Annotated[int, typer.Option(help="The number of this machine, from 0 on.", min=0)] = 0,
+    master_addr: Annotated[str | None, typer.Option(help="The address of machine 0.")] = None,
+    master_port: Annotated[int | None, typer.Option(help="A free port of machine 0.")] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
+) -> None:
+    """Run a script in several processes that train together.
+
+    torchrun starts them; RANK, LOCAL_RANK and WORLD_SIZE are in their environment.
+    torch.distributed.init_process_group() finds the others.
+    """
+    from apex.parallel._torchrun import local_devices, torchrun
+
+    if nnodes > 1 and master_addr is None:
+        raise typer.BadParameter(
+            "with --nnodes every machine needs the address of machine 0", param_hint="--master-addr"
+        )
+    arguments = [f"--nproc-per-node={nproc_per_node or local_devices()}"]
+    if master_addr is None and master_port is None:
+        arguments.append("--standalone")
+    else:
+        arguments += [f"--nnodes={nnodes}", f"--node-rank={node_rank}"]
+        arguments += [f"--master-addr={master_addr or 'localhost'}", f"--master-port={master_port or 29500}"]
+    raise typer.Exit(torchrun([*arguments, *(["--module"] if module else []), *command]))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..ops._transfer import on_host
 from ..ops.multi_tensor import flat
+from ._combined_ddp import CombinedReduction
 from ._stash import AmpOptimizerState, Counted
 from .scaler import LossScaler
 
@@ -71,35 +72,43 @@ class _Kind:
         # At the same offsets, so that one pass can go from one buffer to the other.
         self.masters = _Flat(masters, offsets, size) if masters else None
         self._fresh: _Flat | None = None
+        # Where the gradients of the last backward pass are.
+        self._source = self.grads
 
-    def unscale(self, stashed: dict[Tensor, Tensor], scaler: LossScaler) -> Counted:
+    def collect(self, stashed: dict[Tensor, Tensor]) -> tuple[Tensor, list[bool]]:
+        """Puts the new gradients together; returns the buffer, and which parameters have one."""
         new = [param.grad for param in self.params]
+        earlier = any(stashed.get(param) is not None for param in self.params)
+        if earlier and self.masters is None:
+            self._fresh = self._fresh or _Flat(self.params, *self._layout)
+            self._source = self._fresh
+        else:
+            self._source = self.grads
+        self._source.put(new)
+        return self._source.buffer, [gradient is not None for gradient in new]
+
+    def unscale(self, present: list[bool], stashed: dict[Tensor, Tensor], scaler: LossScaler) -> Counted:
+        """Unscales what was collected, and adds it to what was there before; `present` has a gradient."""
         if self.masters is not None:
-            return self._unscale_to_masters(self.masters, new, scaler)
+            return self._unscale_to_masters(self.masters, present, scaler)
         earlier = [stashed.get(param) for param in self.params]
-        has_gradient = [a is not None or b is not None for a, b in zip(new, earlier, strict=True)]
-        if all(gradient is None for gradient in earlier):
-            self.grads.put(new)
+        if self._source is self.grads:
             counted = self._run(scaler, self.grads, self.grads, None)
         else:
-            fresh = self._fresh = self._fresh or _Flat(self.params, *self._layout)
-            fresh.put(new)
             self.grads.put(earlier)
-            counted = self._run(scaler, fresh, self.grads, self.grads)
-        self.grads.give(has_gradient)
+            counted = self._run(scaler, self._source, self.grads, self.grads)
+        self.grads.give([new or gradient is not None for new, gradient in zip(present, earlier, strict=True)])
         return counted
 
-    def _unscale_to_masters(self, masters: _Flat, new: list[Tensor | None], scaler: LossScaler) -> Counted:
+    def _unscale_to_masters(self, masters: _Flat, present: list[bool], scaler: LossScaler) -> Counted:
         earlier = [master.grad for master in masters.members]
-        has_gradient = [a is not None or b is not None for a, b in zip(new, earlier, strict=True)]
-        self.grads.put(new)
-        self.grads.give([gradient is not None for gradient in new])
+        self.grads.give(present)
         if all(gradient is None for gradient in earlier):
             counted = self._run(scaler, self.grads, masters, None)
         else:
             masters.put(earlier)
             counted = self._run(scaler, self.grads, masters, masters)
-        masters.give(has_gradient)
+        masters.give([new or gradient is not None for new, gradient in zip(present, earlier, strict=True)])
         return counted
 
     def _run(self, scaler: LossScaler, source: _Flat, target: _Flat, earlier: _Flat | None) -> Counted:
@@ -122,20 +131,26 @@ class _Kind:
 class CombinedGradients:
     """The buffers of one optimizer; made at the first backward pass, and anew when its parameters change."""
 
-    def __init__(self, stash: AmpOptimizerState, check: bool) -> None:
+    def __init__(self, stash: AmpOptimizerState, check: bool, reduction: CombinedReduction | None = None) -> None:
         self._stash = stash
         self.check = check
+        self._reduction = reduction
         self._kinds: list[_Kind] = []
         self._made_for: list[Any] = []
 
     def renewed(self) -> CombinedGradients:
         """Buffers for parameters that have changed."""
-        return CombinedGradients(self._stash, self.check)
+        return CombinedGradients(self._stash, self.check, self._reduction)
 
-    def after_backward(self, scaler: LossScaler) -> list[Counted]:
-        """Unscales the new gradients and adds them to what was there before."""
+    def after_backward(self, scaler: LossScaler, reduces: bool = False) -> list[Counted]:
+        """Unscales the new gradients, or with `reduces` their mean, and adds them to what was there before."""
         self._make()
-        counted = [kind.unscale(self._stash.stashed, scaler) for kind in self._kinds]
+        stashed = self._stash.stashed
+        collected = [kind.collect(stashed) for kind in self._kinds]
+        present = [each for _, each in collected]
+        if reduces and self._reduction is not None and self._reduction.is_needed():
+            present = self._reduction.reduce([buffer for buffer, _ in collected], present)
+        counted = [kind.unscale(each, stashed, scaler) for kind, each in zip(self._kinds, present, strict=True)]
         self._stash.stashed = {}
         return counted
 

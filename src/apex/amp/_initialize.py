@@ -26,6 +26,7 @@ def initialize_models_and_optimizers(
     *,
     combine_grad: bool,
     check_combined: bool,
+    ddp_parts: int | None,
 ) -> Any:
     """Checks everything first, then changes models and optimizers; returns them as they came."""
     model_list, optimizer_list = as_lists(models, optimizers)
@@ -43,7 +44,14 @@ def initialize_models_and_optimizers(
     for model in model_list:
         prepare_model(model, properties, cast_model_outputs)
     for optimizer in optimizer_list:
-        process_optimizer(optimizer, properties, originals, combine_grad=combine_grad, check_combined=check_combined)
+        process_optimizer(
+            optimizer,
+            properties,
+            originals,
+            combine_grad=combine_grad,
+            check_combined=check_combined,
+            ddp_parts=ddp_parts,
+        )
     if properties.patch_torch_functions:
         from .amp import init  # which uses the functions of this module
 

@@ -14,6 +14,7 @@ from ..ops.multi_tensor import scale, zero
 from . import _casting
 from ._amp_state import _amp_state
 from ._combined import CombinedGradients
+from ._combined_ddp import CombinedReduction
 from ._reports import names_of_parameters
 from ._stash import (
     HALF,
@@ -32,7 +33,13 @@ _ABSENT = object()
 
 
 def process_optimizer(
-    optimizer: Any, properties: Any, originals: dict[Tensor, Tensor], *, combine_grad: bool, check_combined: bool
+    optimizer: Any,
+    properties: Any,
+    originals: dict[Tensor, Tensor],
+    *,
+    combine_grad: bool,
+    check_combined: bool,
+    ddp_parts: int | None,
 ) -> None:
     """Makes an optimizer ready; `originals` are its parameters from before they were cast."""
     stash = optimizer._amp_stash = AmpOptimizerState()
@@ -41,8 +48,9 @@ def process_optimizer(
         group["params"][:] = collect_params(optimizer, group["params"], originals)
     if not stash.has_masters:
         _cast_states(optimizer)
-    if combine_grad or check_combined:
-        stash.combined = CombinedGradients(stash, check_combined)
+    if combine_grad or check_combined or ddp_parts is not None:
+        reduction = None if ddp_parts is None else CombinedReduction(ddp_parts)
+        stash.combined = CombinedGradients(stash, check_combined, reduction)
     else:
         stash.optimizer_unscales = stash.has_masters and not getattr(optimizer, "materialize_master_grads", True)
     stash.lazy_init_called = True
@@ -58,6 +66,9 @@ def process_optimizer(
     stash.replaced = {name: vars(optimizer).get(name, _ABSENT) for name in methods}
     for name, method in methods.items():
         setattr(optimizer, name, MethodType(method, optimizer))
+    # Clients switch it off for optimizers whose parameters are not the same in all processes.
+    stash.replaced["combine_ddp"] = vars(optimizer).get("combine_ddp", _ABSENT)
+    optimizer.combine_ddp = ddp_parts is not None
     _note_models(optimizer)
     _amp_state.optimizers.add(optimizer)
 
@@ -143,7 +154,7 @@ def _prepare_amp_backward(self: Any) -> None:
 def _post_amp_backward(self: Any, scaler: LossScaler) -> list[Counted]:
     stash: AmpOptimizerState = self._amp_stash
     if stash.combined is not None:
-        return stash.combined.after_backward(scaler)
+        return stash.combined.after_backward(scaler, reduces=bool(self.combine_ddp))
     if stash.optimizer_unscales:
         return after_backward_scaled(innermost(self), stash, scaler)
     return after_backward(stash, scaler)

@@ -199,12 +199,13 @@ def initialize(
     - `cast_model_outputs`: the type of the models' outputs, float32 by default where the model is cast.
     - `num_losses`: how many losses have a scale of their own (`loss_id` of `scale_loss`).
     - `combine_grad`: gradients lie in one buffer per type; `check_combined_tensors` checks at every step that they
-      still do. `combine_ddp` and `ddp_replica_count` are accepted for the data-parallel work.
+      still do. With `combine_ddp`, which implies `combine_grad`, `scale_loss` averages these buffers over all
+      processes, each in `ddp_replica_count` messages, before it unscales them: no DistributedDataParallel is needed.
     - `user_cast_preferred`: functions that the user registered to be cast keep their registration in O1. They always
       do; the argument is accepted for scripts that ask for it.
     - `verbosity`: 0 prints nothing.
     """
-    del combine_ddp, ddp_replica_count, user_cast_preferred
+    del user_cast_preferred
     if not enabled:
         release(*as_lists(models, optimizers))
         _amp_state.opt_properties = Properties()
@@ -217,6 +218,8 @@ def initialize(
         )
     if num_losses < 1:
         raise ValueError(f"num_losses must be at least 1, not {num_losses}")
+    if ddp_replica_count < 1:
+        raise ValueError(f"ddp_replica_count must be at least 1, not {ddp_replica_count}")
     verbosity_before = _amp_state.verbosity
     _amp_state.verbosity = int(verbosity)
     try:
@@ -248,6 +251,7 @@ def initialize(
             cast_model_outputs,
             combine_grad=bool(combine_grad),
             check_combined=bool(check_combined_tensors),
+            ddp_parts=ddp_replica_count if combine_ddp else None,
         )
     except BaseException:
         _amp_state.verbosity = verbosity_before

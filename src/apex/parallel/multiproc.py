@@ -1,0 +1,61 @@
+"""`python -m apex.parallel.multiproc script.py ...`: a process for each GPU of this machine, started by torchrun.
+
+The script gets `--world-size N --rank R` behind its own arguments, or these numbers in place of those that are there.
+A `--world-size` on the command line is the number of processes. What ranks other than 0 print goes to GPU_R.log.
+`apex run` leaves arguments and output alone.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from .. import _env
+from ._torchrun import local_devices, torchrun
+
+_WORLD_SIZE, _RANK = "--world-size", "--rank"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Starts the processes; returns the exit status."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: python -m apex.parallel.multiproc script.py [--world-size N] [the script's arguments]")
+        return 0 if arguments else 2
+    given = _value_of(_WORLD_SIZE, arguments)
+    if given is None:
+        processes = local_devices()
+    elif given.isdigit() and int(given) > 0:
+        processes = int(given)
+    else:
+        print(f"--world-size {given} is not a number of processes", file=sys.stderr)
+        return 2
+    return torchrun(["--standalone", f"--nproc-per-node={processes}", "-m", __spec__.name, *arguments])
+
+
+def run_script(arguments: Sequence[str], rank: int, world_size: int) -> None:
+    """What each process does: runs the script as if it had been started with its numbers as arguments."""
+    script, *rest = arguments
+    for name, number in ((_WORLD_SIZE, world_size), (_RANK, rank)):
+        if name in rest[:-1]:
+            rest[rest.index(name) + 1] = str(number)
+        else:
+            rest += [name, str(number)]
+    if rank > 0:
+        log = os.open(f"GPU_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(log, sys.stdout.fileno())
+    sys.argv = [script, *rest]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _value_of(name: str, arguments: Sequence[str]) -> str | None:
+    return arguments[arguments.index(name) + 1] if name in arguments[:-1] else None
+
+
+if __name__ == "__main__":
+    numbers = _env.torchrun_numbers()
+    if numbers is None:
+        sys.exit(main(sys.argv[1:]))
+    run_script(sys.argv[1:], *numbers)

@@ -1,0 +1,241 @@
+"""amp in two processes: overflow in one is overflow in all, and `combine_ddp` gives the numbers of DDP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from apex import amp
+from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from apex.parallel import LARC, DistributedDataParallel, Reducer
+from tests.amp.common import quiet
+from tests.parallel.processes import Check, assert_same_everywhere, everywhere
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.05, momentum=0.9),
+    "FusedSGD, scaled": lambda params: FusedSGD(params, lr=0.05, momentum=0.9, materialize_master_grads=False),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01),
+    "FusedLAMB": lambda params: FusedLAMB(params, lr=0.01),
+    "LARC": lambda params: LARC(torch.optim.SGD(params, lr=0.05)),
+}
+
+
+class Net(nn.Module):
+    """Layers of which a step may leave out the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, uses_last: bool = True) -> Tensor:
+        x = self.norm(self.first(x)).tanh()
+        return self.last(x) if uses_last else x
+
+
+def loss_of(model: nn.Module, seed: int, factor: float = 1.0, **arguments: Any) -> Tensor:
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+    return model(x, **arguments).float().square().mean() * factor
+
+
+def scale() -> float:
+    return amp.state_dict()["loss_scaler0"]["loss_scale"]
+
+
+def assert_all_alike(model: nn.Module, optimizer: Any) -> None:
+    assert_same_everywhere(list(model.parameters()))
+    assert_same_everywhere(list(amp.master_params(optimizer)))
+    assert_same_everywhere([torch.tensor(list(amp.state_dict()["loss_scaler0"].values()))])
+
+
+def overflow(level: str, kind: str, combined: bool, **ddp: Any) -> Check:
+    """One rank overflows: no rank steps, all halve their scale."""
+
+    def check(rank: int) -> None:
+        net = Net()
+        options = {"combine_ddp": True} if combined else {}
+        net, optimizer = quiet(net, OPTIMIZERS[kind](net.parameters()), opt_level=level, scale_window=3, **options)
+        model = net if combined else DistributedDataParallel(net, **ddp)
+        expected = 2.0**16
+        clean = 0
+        for step in range(8):
+            culprit = {1: 0, 4: 1}.get(step)
+            optimizer.zero_grad()
+            before = [param.detach().clone() for param in net.parameters()]
+            with amp.scale_loss(
+                loss_of(model, 10 * step + rank, torch.inf if rank == culprit else 1.0), optimizer
+            ) as scaled:
+                scaled.backward()
+            optimizer.step()
+            changed = [not torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True)]
+            assert any(changed) == (culprit is None)
+            clean = 0 if culprit is not None else clean + 1
+            expected *= 0.5 if culprit is not None else 2.0 if clean % 3 == 0 else 1.0
+            assert scale() == expected
+            assert_all_alike(net, optimizer)
+        amp.shutdown()
+
+    return check
+
+
+def accumulation(level: str, kind: str, combined: bool, silent: bool) -> Check:
+    """Two backward passes before a step, the first with `delay_unscale`; an overflow in either, in one rank."""
+
+    def check(rank: int) -> None:
+        net = Net()
+        options = {"combine_ddp": True} if combined else {}
+        net, optimizer = quiet(net, OPTIMIZERS[kind](net.parameters()), opt_level=level, **options)
+        model = net if combined else DistributedDataParallel(net, message_size=1)
+        expected = 2.0**16
+        for step, culprit in enumerate([None, (0, 1), None, (1, 0), (1, 1), None]):
+            optimizer.zero_grad()
+            before = [param.detach().clone() for param in net.parameters()]
+            for part in range(2):
+                waits = model.no_sync() if silent and part == 0 else contextlib.nullcontext()
+                factor = torch.inf if culprit == (rank, part) else 1.0
+                with (
+                    waits,
+                    amp.scale_loss(
+                        loss_of(model, 10 * step + 2 * rank + part, factor), optimizer, delay_unscale=part == 0
+                    ) as scaled,
+                ):
+                    scaled.backward()
+            optimizer.step()
+            expected *= 1.0 if culprit is None else 0.5
+            assert scale() == expected
+            changed = [not torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True)]
+            assert any(changed) == (culprit is None)
+            assert_all_alike(net, optimizer)
+        amp.shutdown()
+
+    return check
+
+
+def trained(rank: int, level: str, kind: str, parts: int | None, **options: Any) -> list[Tensor]:
+    """Parameters after accumulation, overflow and steps that leave a layer out in one rank or in all."""
+    torch.manual_seed(0)
+    net = Net()
+    if parts is not None:
+        options.update(combine_ddp=True, ddp_replica_count=parts)
+    net, optimizer = quiet(net, OPTIMIZERS[kind](net.parameters()), opt_level=level, **options)
+    model = net if parts is not None else DistributedDataParallel(net)
+    for step, uses in enumerate([(True, True), (True, False), (False, False), (True, True), (False, True)]):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for part in range(1 + step % 3):
+            factor = torch.inf if (step, part, rank) == (3, 0, 1) and level != "O5" else 1.0
+            loss = loss_of(model, 100 * step + 10 * part + rank, factor, uses_last=uses[rank])
+            delays = step == 2 and part == 0
+            # What is not unscaled is not reduced either: in half precision, reducing it twice rounds it twice.
+            waits = model.no_sync() if delays and parts is None else contextlib.nullcontext()
+            with waits, amp.scale_loss(loss, optimizer, delay_unscale=delays) as scaled:
+                scaled.backward()
+        optimizer.step()
+    assert_all_alike(net, optimizer)
+    found = [param.detach().clone() for param in net.parameters()]
+    amp.shutdown()
+    return found
+
+
+def combined_as_wrapped(level: str, kind: str) -> Check:
+    def check(rank: int) -> None:
+        expected = trained(rank, level, kind, None)
+        for parts in (1, 3, 1000):
+            for found, wanted in zip(trained(rank, level, kind, parts), expected, strict=True):
+                assert torch.equal(found, wanted)
+
+    return check
+
+
+def combined_is_sent_in_parts(rank: int) -> None:
+    net = Net()
+    net, optimizer = quiet(
+        net, OPTIMIZERS["SGD"](net.parameters()), opt_level="O2", combine_ddp=True, ddp_replica_count=3
+    )
+    Reducer(net)
+    sent: list[tuple[torch.dtype, int]] = []
+    real = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append((tensor.dtype, tensor.numel()))
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    try:
+        with amp.scale_loss(loss_of(net, rank), optimizer) as scaled:
+            scaled.backward()
+    finally:
+        dist.all_reduce = real
+    # 92 elements in float16, 16 in float32, and one flag for each of six parameters.
+    assert sent == [
+        *[(torch.float16, 32), (torch.float16, 32), (torch.float16, 32)],
+        *[(torch.float32, 6), (torch.float32, 6), (torch.float32, 4)],
+        (torch.uint8, 6),
+    ]
+    amp.shutdown()
+
+
+def combined_can_be_switched_off(rank: int) -> None:
+    """For an optimizer whose parameters are not those of the other processes."""
+    net, other = Net(), nn.Linear(6, 2 + rank)
+    (net, other), (optimizer, own) = quiet(
+        [net, other],
+        [OPTIMIZERS["SGD"](net.parameters()), OPTIMIZERS["SGD"](other.parameters())],
+        opt_level="O1",
+        combine_ddp=True,
+    )
+    own.combine_ddp = False
+    for step in range(2):
+        optimizer.zero_grad()
+        own.zero_grad()
+        loss = loss_of(net, 10 * step + rank) + loss_of(other, 10 * step + rank)
+        with amp.scale_loss(loss, [optimizer, own]) as scaled:
+            scaled.backward()
+        optimizer.step()
+        own.step()
+        assert_same_everywhere(list(net.parameters()))
+    own.combine_ddp = True
+    with (
+        pytest.raises(RuntimeError, match=r"rank 0 and rank 1 differ.*optimizer\.combine_ddp = False"),
+        amp.scale_loss(loss_of(other, rank), own) as scaled,
+    ):
+        scaled.backward()
+    amp.shutdown()
+    assert not hasattr(optimizer, "combine_ddp")
+
+
+def amp_wants_to_be_first(rank: int) -> None:
+    model = DistributedDataParallel(Net())
+    with pytest.raises(RuntimeError, match="wrapped in DistributedDataParallel already"):
+        quiet(model, OPTIMIZERS["SGD"](model.parameters()))
+    local = everywhere(torch.tensor([float(rank)]))
+    assert [each.item() for each in local] == [0.0, 1.0]
+
+
+CHECKS: dict[str, Check] = {
+    "overflow_O1": overflow("O1", "SGD", False),
+    "overflow_O2": overflow("O2", "SGD", False),
+    "overflow_O2_fused": overflow("O2", "FusedAdam", False, message_size=1),
+    "overflow_O2_fused_sgd": overflow("O2", "FusedSGD, scaled", False, retain_allreduce_buffers=True),
+    "overflow_O1_lamb": overflow("O1", "FusedLAMB", False, delay_allreduce=True),
+    "overflow_O2_larc": overflow("O2", "LARC", False, allreduce_always_fp32=True),
+    "overflow_O1_combined": overflow("O1", "FusedSGD", True),
+    "overflow_O2_combined": overflow("O2", "SGD", True),
+    "accumulation_O1": accumulation("O1", "SGD", False, False),
+    "accumulation_O2": accumulation("O2", "FusedAdam", False, False),
+    "accumulation_O1_no_sync": accumulation("O1", "FusedAdam", False, True),
+    "accumulation_O2_no_sync": accumulation("O2", "SGD", False, True),
+    "accumulation_O2_combined": accumulation("O2", "FusedAdam", True, False),
+    "combined_O1": combined_as_wrapped("O1", "FusedAdam"),
+    "combined_O2": combined_as_wrapped("O2", "SGD"),
+    "combined_O2_fused": combined_as_wrapped("O2", "FusedSGD"),
+    "combined_O5": combined_as_wrapped("O5", "FusedAdam"),
+    "combined_is_sent_in_parts": combined_is_sent_in_parts,
+    "combined_can_be_switched_off": combined_can_be_switched_off,
+    "amp_wants_to_be_first": amp_wants_to_be_first,
+}
