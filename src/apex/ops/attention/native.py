@@ -45,10 +45,23 @@ def attention(
         wide = None if bias is None else bias.float()
         return attention(query.float(), key.float(), value.float(), mask, wide, inf).to(dtype)
     added = None if bias is None else bias.to(dtype)
-    if mask is not None:
-        terms = (mask.to(dtype) - 1) * inf
+    terms = None if mask is None else (mask.to(dtype) - 1) * inf
+    wants_bias = added is not None and added.requires_grad and torch.is_grad_enabled()
+    if added is not None and wants_bias and dtype.itemsize >= 4 and _transfer.on_host(query):
+        # PyTorch's operator has nothing fused for a bias with a gradient, and takes longer than the formula.
+        return _formula(query, key, value, added, terms)
+    if terms is not None:
         added = terms if added is None else added + terms
     return _sdpa(query, key, value, added)
+
+
+def _formula(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, terms: Tensor | None) -> Tensor:
+    with torch.autocast(query.device.type, enabled=False):
+        logits = query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)
+        logits += bias
+        if terms is not None:
+            logits += terms
+        return torch.softmax(logits, -1) @ value
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None) -> Tensor:
