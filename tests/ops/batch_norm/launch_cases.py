@@ -33,5 +33,5 @@ def record() -> None:
             assert dz is not None
             y, output, spec = dz, None, spec._replace(relu=False)
         launches.triton_input_gradient(
-            y, x, geometry, output, mean, variance, weight, weight, plain, along, 1 / geometry.count, spec
+            y, x, geometry, output, mean, variance, weight, weight, plain, along, 1 / geometry.values, spec
         )

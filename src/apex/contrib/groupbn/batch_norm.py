@@ -60,7 +60,8 @@ def _forward(ctx: Any, x, z, s, b, rm, riv, mini_m, mini_riv, mom, epsilon, fuse
 
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    return gradients(grad_y, *ctx.saved_tensors, ctx.spec, ctx.has_z)
+    x, y, mean, variance, s, b = ctx.saved_tensors
+    return gradients(grad_y, x, y, mean, variance, s, b, ctx.spec, ctx.has_z)
 
 
 class bn_NHWC_impl(torch.autograd.Function):

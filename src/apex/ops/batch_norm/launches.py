@@ -31,7 +31,7 @@ class Geometry(NamedTuple):
     last: bool
 
     @property
-    def count(self) -> int:
+    def values(self) -> int:
         """Values per channel."""
         return self.images * self.positions
 

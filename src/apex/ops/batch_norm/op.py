@@ -36,7 +36,7 @@ def batch_norm(
     are float32 (float64 for float64), whatever the dtype of the input, which is that of the output.
     """
     spec = BatchNormSpec(float(eps), float(momentum), bool(training), bool(relu), channel_dim)
-    return batch_norm_with_statistics(input, z, running_mean, running_var, weight, bias, spec)[0]
+    return batch_norm_with_statistics(input, z, running_mean, running_var, weight, bias, spec, wanted=False)[0]
 
 
 def batch_norm_with_statistics(
@@ -47,13 +47,14 @@ def batch_norm_with_statistics(
     weight: Tensor | None,
     bias: Tensor | None,
     spec: BatchNormSpec,
+    wanted: bool = True,
 ) -> tuple[Tensor, BatchStatistics | None]:
-    """The same, and in training the statistics of the batch, detached from the graph."""
+    """The same, and in training, where they are `wanted`, the statistics of the batch, detached from the graph."""
     check(input, running_mean, running_var, weight, bias, z, spec)
     if not input.numel() or (spec.training and input.numel() == input.shape[spec.channel_dim]):
         return _by_reference(input, z, running_mean, running_var, weight, bias, spec)
     if not _runs_kernels(input, z, spec):
-        return _native(input, z, running_mean, running_var, weight, bias, spec)
+        return _native(input, z, running_mean, running_var, weight, bias, spec, wanted and spec.training)
     if torch.compiler.is_compiling():
         return _registered(input, z, running_mean, running_var, weight, bias, spec)
     values = dense(input, spec)
@@ -157,31 +158,38 @@ def _native(
     weight: Tensor | None,
     bias: Tensor | None,
     spec: BatchNormSpec,
+    wanted: bool,
 ) -> tuple[Tensor, BatchStatistics | None]:
     """PyTorch's operators, which take parameters in float32 beside any input, and in its dtype otherwise."""
     wide = torch.promote_types(input.dtype, torch.float32)
-    given = (running_mean, running_var)
-    weight, bias, mean, variance = (
-        None if each is None else each.to(wide) for each in (weight, bias, running_mean, running_var)
-    )
+    weight, bias = _cast(weight, wide), _cast(bias, wide)
+    mean, variance = _cast(running_mean, wide), _cast(running_var, wide)
     values = input if spec.channel_dim == 1 else input.movedim(-1, 1)
     if input.dtype != wide:  # without parameters to tell, statistics would be rounded to the dtype of the input
         weight = values.new_ones(values.shape[1], dtype=wide) if weight is None else weight
         bias = values.new_zeros(values.shape[1], dtype=wide) if bias is None else bias
-    # What torch.batch_norm calls, which also tells the statistics of the batch.
-    output, found_mean, found_inverse, *_ = torch._batch_norm_impl_index(
-        values, weight, bias, mean, variance, spec.training, spec.momentum, spec.eps, torch.backends.cudnn.enabled
-    )
-    found = BatchStatistics(found_mean.detach(), found_inverse.detach(), True) if spec.training else None
+        if values.dim() != 4:  # only channels-last images keep float32 between the steps of the backward pass
+            values = values.contiguous()
+    flags = (spec.training, spec.momentum, spec.eps, torch.backends.cudnn.enabled)
+    found = None
+    if wanted:  # what torch.batch_norm calls, which also tells the statistics of the batch
+        output, batch_mean, inverse, *_ = torch._batch_norm_impl_index(values, weight, bias, mean, variance, *flags)
+        found = BatchStatistics(batch_mean.detach(), inverse.detach(), True)
+    else:
+        output = torch.batch_norm(values, weight, bias, mean, variance, *flags)
     if spec.training:
-        for running, updated in zip(given, (mean, variance), strict=True):
-            if running is not None and updated is not running:
+        for running, updated in ((running_mean, mean), (running_var, variance)):
+            if running is not None and updated is not None and updated is not running:
                 running.copy_(updated)
     output = output if spec.channel_dim == 1 else output.movedim(1, -1)
     # In place: no derivative of a batch norm asks for its output.
     if z is not None:
         output = output.add_(z.to(output.dtype))
     return output.relu_() if spec.relu else output, found
+
+
+def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return parameter if parameter is None or parameter.dtype == dtype else parameter.to(dtype)
 
 
 def _registered(
@@ -215,8 +223,8 @@ class BatchNormFunction(torch.autograd.Function):
         z: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        running_mean: Tensor,
-        running_var: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
         spec: BatchNormSpec,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
@@ -224,6 +232,8 @@ class BatchNormFunction(torch.autograd.Function):
             mean, variance = stages.local_statistics(input, spec, running_mean, running_var)
             ctx.mark_non_differentiable(mean, variance)
         else:
+            assert running_mean is not None  # checked
+            assert running_var is not None
             mean, variance = running_mean, running_var
         output = stages.normalise(input, z, mean, variance, weight, bias, spec)
         # Without an addend what ReLU let through is computed again, so that the output need not be kept or read.
@@ -236,13 +246,14 @@ class BatchNormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: None):  # type: ignore[override]
         input, output, mean, variance, weight, bias = ctx.saved_tensors
         spec, wants_z = ctx.spec, ctx.needs_input_grad[1]
+        dz: Tensor | None
         if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
             dx, dz, dweight, dbias = _differentiable_gradients(dy, input, output, mean, variance, weight, bias, spec)
         else:
             dx, dz, dweight, dbias = stages.gradients(dy, input, output, mean, variance, weight, bias, spec, wants_z)
         return (
             dx,
-            dz.to(ctx.z_dtype) if wants_z else None,
+            dz.to(ctx.z_dtype) if wants_z and dz is not None else None,
             None if weight is None else dweight.to(weight.dtype),
             None if bias is None else dbias.to(bias.dtype),
             None,

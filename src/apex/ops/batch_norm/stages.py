@@ -53,7 +53,7 @@ def local_statistics(
     if running_mean is None or running_var is None:
         return triton_statistics(values, geometry)
     given = (running_mean, running_var)
-    places = [each.contiguous() for each in given]
+    places = (running_mean.contiguous(), running_var.contiguous())
     statistics = triton_statistics(values, geometry, *places, spec.momentum)
     for running, updated in zip(given, places, strict=True):
         if updated is not running:
@@ -74,7 +74,7 @@ def normalise(
     if not _takes_kernels(input):
         return reference.apply(input, z, mean, variance, weight, bias, spec)
     values = dense(input, spec)
-    mean, variance, weight, bias = contiguous(mean, variance, weight, bias)
+    mean, variance, weight, bias = mean.contiguous(), variance.contiguous(), _contiguous(weight), _contiguous(bias)
     z = None if z is None else laid_out_like(values, z)
     return triton_apply(values, geometry_of(values, spec), z, mean, variance, weight, bias, spec)
 
@@ -103,7 +103,7 @@ def gradient_sums(
     values = dense(input, spec)
     dy = laid_out_like(values, dy)
     output = None if output is None else laid_out_like(values, output)
-    mean, variance, weight, bias = contiguous(mean, variance, weight, bias)
+    mean, variance, weight, bias = mean.contiguous(), variance.contiguous(), _contiguous(weight), _contiguous(bias)
     geometry = geometry_of(values, spec)
     kept, plain, along = triton_sums(
         dy, values, geometry, output, mean, variance, weight, bias, spec, keep and spec.relu
@@ -138,7 +138,8 @@ def input_gradient(
     values = dense(input, spec)
     gradient = laid_out_like(values, gradient)
     output = None if output is None else laid_out_like(values, output)
-    mean, variance, weight, bias, plain, along = contiguous(mean, variance, weight, bias, plain, along)
+    mean, variance, weight, bias = mean.contiguous(), variance.contiguous(), _contiguous(weight), _contiguous(bias)
+    plain, along = plain.contiguous(), along.contiguous()
     geometry = geometry_of(values, spec)
     return triton_input_gradient(
         gradient, values, geometry, output, mean, variance, weight, bias, plain, along, inverse_count, spec
@@ -166,9 +167,8 @@ def gradients(
     return dx, kept if has_z else None, along, plain
 
 
-def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors as the kernels take parameters."""
-    return [None if each is None else each.contiguous() for each in tensors]
+def _contiguous(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.contiguous()
 
 
 def _takes_kernels(input: Tensor) -> bool:
