@@ -63,7 +63,7 @@ def test_version() -> None:
     assert result.stdout == f"apex {apex.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["doctor"], ["demo"], ["bench"]])
+@pytest.mark.parametrize("arguments", [[], ["doctor"], ["demo"], ["bench"], ["run"]])
 def test_help(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, [*arguments, "--help"])
     assert result.exit_code == 0
@@ -74,7 +74,7 @@ def test_help(arguments: list[str]) -> None:
 def test_help_in_a_pipe_is_plain(tmp_path: Path) -> None:
     result = run_python("-m", "apex", "--help", cwd=tmp_path)
     assert result.returncode == 0
-    assert all(command in result.stdout for command in ("doctor", "demo", "bench"))
+    assert all(command in result.stdout for command in ("doctor", "demo", "bench", "run"))
     assert "\x1b" not in result.stdout
     assert "╭" not in result.stdout
     assert "..." not in result.stdout.split("Commands:")[1]

@@ -19,11 +19,11 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SYNTHETIC = ("--synthetic", "24", "--arch", "tiny", "--side", "16", "--batch", "8", "--workers", "0", "--epochs", "2")
 
 
-def run_example(name: str, *arguments: str, cwd: Path) -> str:
+def run_example(name: str, *arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> str:
     """Runs an example on the CPU and returns what it prints."""
     environment = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
     result = subprocess.run(
-        [sys.executable, str(EXAMPLES / name / "main.py"), *arguments],
+        [sys.executable, *launcher, str(EXAMPLES / name / "main.py"), *arguments],
         cwd=cwd,
         env={**environment, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
@@ -51,6 +51,16 @@ def test_dcgan_scales_three_losses(tmp_path: Path) -> None:
     output = run_example("dcgan", "--device", "cpu", "--opt-level", "O2", *sizes, cwd=tmp_path)
     assert re.search(r"step 3: real \d+\.\d+, made \d+\.\d+, generator \d+\.\d+", output)
     assert (tmp_path / "step3.pgm").read_bytes().startswith(b"P5 256 16 255\n")
+
+
+def test_distributed_learns_alike_in_two_processes(tmp_path: Path) -> None:
+    launcher = ("-m", "apex", "run", "--nproc-per-node", "2")
+    output = run_example("distributed", "--device", "cpu", "--steps", "100", cwd=tmp_path, launcher=launcher)
+    assert losses(output)[-1] < 0.5 * losses(output)[0]
+    assert "largest difference between 2 processes: 0.0\n" in output
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert saved["model"]["0.weight"].shape == (128, 8)
+    assert saved["amp"]["loss_scaler0"]["loss_scale"] >= 1
 
 
 def test_imagenet_resumes_to_the_bit(tmp_path: Path) -> None:
@@ -107,6 +117,6 @@ def test_examples_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize("name", ["simple", "dcgan", "imagenet"])
+@pytest.mark.parametrize("name", ["simple", "dcgan", "distributed", "imagenet"])
 def test_examples_have_a_readme(name: str) -> None:
     assert (EXAMPLES / name / "README.md").read_text().startswith("# ")

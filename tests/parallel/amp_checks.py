@@ -209,6 +209,21 @@ def combined_can_be_switched_off(rank: int) -> None:
     assert not hasattr(optimizer, "combine_ddp")
 
 
+def masters_come_from_the_first_rank(rank: int) -> None:
+    for wrap in (DistributedDataParallel, Reducer):
+        torch.manual_seed(rank)
+        net = Net()
+        exact = everywhere(net.first.weight)[0]
+        net, optimizer = quiet(net, OPTIMIZERS["SGD"](net.parameters()), opt_level="O2", loss_scale=1.0)
+        wrap(net)
+        masters = list(amp.master_params(optimizer))
+        assert_same_everywhere(masters)
+        assert torch.equal(masters[0], exact)
+        optimizer.step()
+        assert_same_everywhere(list(net.parameters()))
+        amp.shutdown()
+
+
 def amp_wants_to_be_first(rank: int) -> None:
     model = DistributedDataParallel(Net())
     with pytest.raises(RuntimeError, match="wrapped in DistributedDataParallel already"):
@@ -237,5 +252,6 @@ CHECKS: dict[str, Check] = {
     "combined_O5": combined_as_wrapped("O5", "FusedAdam"),
     "combined_is_sent_in_parts": combined_is_sent_in_parts,
     "combined_can_be_switched_off": combined_can_be_switched_off,
+    "masters_come_from_the_first_rank": masters_come_from_the_first_rank,
     "amp_wants_to_be_first": amp_wants_to_be_first,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,6 +50,17 @@ def _check_process_group(who: str) -> None:
         )
 
 
+def _take_state_of_first_rank(module: nn.Module) -> None:
+    """Parameters, buffers, and the float32 masters of parameters that amp has cast: a step would bring them back."""
+    check_same_everywhere(list(module.named_parameters()))
+    masters: list[Tensor] = []
+    if "apex.amp" in sys.modules:
+        from ..amp._amp_state import _amp_state
+
+        masters = [_amp_state.masters[param] for param in module.parameters() if param in _amp_state.masters]
+    broadcast_from_first([*module.parameters(), *masters, *module.buffers()])
+
+
 class Reducer:
     """Averages gradients over processes when told to: `reducer.reduce()`.
 
@@ -63,8 +75,7 @@ class Reducer:
         self._reduction: Reduction | None = None
         if isinstance(module_or_grads_list, nn.Module):
             self.module = module_or_grads_list
-            check_same_everywhere(list(self.module.named_parameters()))
-            broadcast_from_first([*self.module.parameters(), *self.module.buffers()])
+            _take_state_of_first_rank(self.module)
         else:
             extract_tensors(module_or_grads_list, self.grads)
 
@@ -162,8 +173,7 @@ class DistributedDataParallel(nn.Module):
         self.world_size = float(dist.get_world_size())
         self._disable_allreduce = False
         self._start_fresh()
-        check_same_everywhere(list(module.named_parameters()))
-        broadcast_from_first([*module.parameters(), *module.buffers()])
+        _take_state_of_first_rank(module)
         self._connect()
         self._prepare()
 

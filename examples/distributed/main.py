@@ -1,0 +1,64 @@
+"""Mixed precision on several GPUs, or in several CPU processes. The lines that make it parallel are marked."""
+
+import argparse
+import contextlib
+import os
+
+import torch
+import torch.distributed as dist  # parallel: 1
+from torch import nn
+
+from apex import amp
+from apex.optimizers import FusedAdam
+from apex.parallel import DistributedDataParallel
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+parser.add_argument("--opt-level", default="O2", choices=("O0", "O1", "O2", "O3", "O4", "O5"))
+parser.add_argument("--steps", type=int, default=300)
+parser.add_argument("--batch", type=int, default=64, help="rows of each process and backward pass")
+parser.add_argument("--accumulate", type=int, default=2, help="backward passes before a step")
+parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+args = parser.parse_args()
+
+dist.init_process_group("nccl" if args.device == "cuda" else "gloo")  # parallel: 2
+rank, device = dist.get_rank(), torch.device("cpu")
+if args.device == "cuda":
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+
+# Parameters need no common seed: wrapping gives all processes those of rank 0. Data must differ.
+torch.manual_seed(rank)
+model = nn.Sequential(nn.Linear(8, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 1)).to(device)
+optimizer = FusedAdam(model.parameters(), lr=3e-3)
+model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
+model = DistributedDataParallel(model)  # parallel: 3, after amp.initialize
+
+for step in range(1, args.steps + 1):
+    optimizer.zero_grad()
+    total = torch.zeros((), device=device)
+    for part in range(args.accumulate):
+        inputs = torch.rand(args.batch, 8, device=device) * 2 - 1
+        targets = inputs.sum(1, keepdim=True).sin()
+        last = part == args.accumulate - 1
+        # All passes but the last keep their gradients to themselves, and scaled.
+        with contextlib.nullcontext() if last else model.no_sync():
+            loss = nn.functional.mse_loss(model(inputs), targets) / args.accumulate
+            with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss:
+                scaled_loss.backward()
+        total += loss.detach()
+    optimizer.step()
+    if step in (1, args.steps) or step % 100 == 0:
+        dist.all_reduce(total)
+        if rank == 0:
+            print(f"step {step}: loss {total.item() / dist.get_world_size():.4f}")
+
+# Each process has taken the same steps.
+mine = torch.cat([parameter.detach().float().flatten() for parameter in model.parameters()])
+first = mine.clone()
+dist.broadcast(first, 0)
+difference = (mine - first).abs().max()
+dist.all_reduce(difference, dist.ReduceOp.MAX)
+if rank == 0:
+    print(f"largest difference between {dist.get_world_size()} processes: {difference.item()}")
+    torch.save({"model": model.module.state_dict(), "amp": amp.state_dict()}, "model.pt")
+dist.destroy_process_group()
