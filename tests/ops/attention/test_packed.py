@@ -247,3 +247,21 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert_close(output[last], expected)
     assert_close(dqkv[last], torch.autograd.grad(expected, wide, output[last].double().cpu())[0])
     assert not dqkv[-3:].any()
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("bounds", [[0], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_no_sequence_at_all(route: Route, bounds: list[int], dropout_p: float) -> None:
+    qkv = torch.randn(3, 3, 2, 8, device=route.device, requires_grad=True)
+    with _library.implementation(route.implementation):
+        output = packed_attention(qkv, torch.tensor(bounds, device=route.device), 1, dropout_p)
+        (first,) = torch.autograd.grad(output.sum(), qkv, create_graph=True)
+    assert output.shape == (3, 2, 8)
+    assert not output.any()
+    assert not first.any()
+
+
+def test_sequences_start_at_the_first_row() -> None:
+    with pytest.raises(ValueError, match=r"cu_seqlens=\[2, 5\] must grow from 0"):
+        packed_attention(torch.randn(5, 3, 2, 8), torch.tensor([2, 5]), 3)

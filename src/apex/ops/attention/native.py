@@ -156,4 +156,5 @@ _EXCLUDED = 1e30
 
 def _padded_keep(seed: Tensor, query: Tensor, dropout_p: float) -> Tensor:
     sequences, heads, rows, _ = query.shape
-    return torch.stack([reference.dropout_keep(seed, z, heads, rows, rows, dropout_p) for z in range(sequences)])
+    # All heads of all sequences are numbered one after the other.
+    return reference.dropout_keep(seed, 0, sequences * heads, rows, rows, dropout_p).unflatten(0, (sequences, heads))

@@ -79,7 +79,7 @@ def check(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float) ->
     if type(cu_seqlens) is Tensor and _transfer.on_host(cu_seqlens) and not torch.compiler.is_compiling():
         bounds = cu_seqlens.tolist()
         lengths = [end - start for start, end in pairwise(bounds)]
-        if bounds[0] < 0 or bounds[-1] > qkv.shape[0] or any(length < 0 for length in lengths):
+        if bounds[0] != 0 or bounds[-1] > qkv.shape[0] or any(length < 0 for length in lengths):
             raise ValueError(f"cu_seqlens={bounds} must grow from 0 to at most the {qkv.shape[0]} rows of qkv")
         if lengths and max(lengths) > max_seqlen:
             raise ValueError(f"max_s={max_seqlen} is less than the longest sequence, which has {max(lengths)} rows")
