@@ -291,3 +291,19 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert_close(output[-1:], expected)
     for actual, wanted in zip((dquery, dkey, dvalue), gradients, strict=False):
         assert_close(actual[-1:], wanted)
+
+
+@pytest.mark.parametrize("route", [r for r in routes() if r.id in ("interpreter", "gpu-triton")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_rows_that_the_bias_hides_altogether(route: Route, dtype: torch.dtype) -> None:
+    """Nothing is left of their logits beside 1e9: they give the average of all values, and its gradient."""
+    query, key, value = (torch.randn(2, 2, 5, 8, device=route.device).to(dtype).requires_grad_() for _ in range(3))
+    bias = torch.zeros(2, 2, 5, 5, device=route.device)
+    bias[:, :, 1] = -1e9
+    with _library.implementation(route.implementation):
+        output = attention(query, key, value, None, bias)
+        dquery, dkey, dvalue = torch.autograd.grad(output[:, :, 1].sum(), (query, key, value))
+    assert_close(output[:, :, 1], value.detach().mean(2))
+    assert_close(dvalue, torch.full_like(dvalue, 0.2))
+    assert dquery.isfinite().all()
+    assert dkey.isfinite().all()

@@ -235,7 +235,11 @@ def attention_forward(
 def _probabilities(products, biases, terms, largest, reciprocal, scale, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr):
     """From products of queries and keys and the statistics of the forward pass."""
     if HAS_BIAS:
-        logits = products * (scale * _LOG2E) + (biases.to(tl.float32) * _LOG2E - largest)
+        # In the order of the forward pass, and never above the largest: in a row of biases like -1e9 the rest is lost
+        # to rounding, and what is lost must be lost here too.
+        logits = products * (scale * _LOG2E)
+        logits += biases.to(tl.float32) * _LOG2E
+        logits = tl.minimum(logits - largest, 0.0) if not HAS_MASK else logits - largest
     else:
         logits = products * (scale * _LOG2E) - largest
     if HAS_MASK:
