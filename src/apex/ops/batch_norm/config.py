@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Elements of each tensor that one program has in hand, by the kind of pass. An elementwise pass loads a few values per
-# channel first, which larger tiles pay for: group norm, which is cut the same way, was quickest on an H200 with 8192
-# elements forward and 1024 per warp backward. A pass that sums keeps two sums per element of a tile, so takes smaller
-# tiles and loads several of them before it adds any.
+# Elements of each tensor that one program has in hand, by the kind of pass; reasoned, not yet measured. An elementwise
+# pass loads a few values per channel first, which larger tiles pay for: group norm, cut in much the same way, was
+# quickest on an H200 with 8192 elements forward and 1024 per warp backward. A pass that sums keeps two sums per element
+# of a tile, so takes smaller tiles and loads several of them before it adds any.
 APPLY_TILE = 8192
 APPLY_BACKWARD_TILE = 4096
 MEASURE_TILE = 2048

@@ -121,7 +121,7 @@ def check(
 
 
 def _runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec) -> bool:
-    """PyTorch's operator is one pass fewer where nothing follows it, and has less to launch for few elements."""
+    """Not where nothing follows the norm, which leaves nothing to fuse, nor for few elements."""
     if not _library.runs_triton(FAMILY, input):
         return False
     if _library.requested() == "triton":
