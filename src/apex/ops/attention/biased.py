@@ -17,6 +17,9 @@ from .. import _device, _library
 from . import launches, native, reference
 from .family import FAMILY, autocast_dtype, takes_head
 
+# Kernels multiply the stride of a row by the rows of a tile, at most 128, in 32 bits.
+LARGEST_ROW_STRIDE = 2**31 // 128
+
 
 def attention(
     query: Tensor,
@@ -34,6 +37,7 @@ def attention(
     if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     check(query, key, value, mask, bias)
+    mask = None if mask is None else mask.detach()
     if not runs_kernels(query, key):
         return native.attention(query, key, value, mask, bias, inf)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -189,7 +193,7 @@ def _strided(tensor: Tensor) -> tuple[Tensor, launches.Strides]:
 
 @functools.lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> launches.Strides | None:
-    if strides[-1] != 1 and shape[-1] != 1:
+    if (strides[-1] != 1 and shape[-1] != 1) or strides[-2] >= LARGEST_ROW_STRIDE:
         return None
     batch = next_stride = None
     for size, stride in zip(reversed(shape[:-3]), reversed(strides[:-3]), strict=True):
