@@ -24,8 +24,8 @@ def forward(
         raise ValueError(f"opt={opt} must be -1, 0 or 1")
     offset = batchOffset if packedInput else None
     ops.check_loss(x, label, fLen, yLen, offset, maxFLen, blankIdx)
-    losses, scores, _, _, _ = ops.loss_forward(x, label, fLen, yLen, offset, maxFLen, blankIdx, normalize=False)
-    return [scores[0], scores[1], losses]
+    losses, saved = ops.loss_forward(x, label, fLen, yLen, offset, maxFLen, blankIdx, normalize=False)
+    return [saved.scores[0], saved.scores[1], losses]
 
 
 def backward(
@@ -55,9 +55,6 @@ def backward(
         yLen,
         offset,
         blankIdx,
-        torch.stack([alpha, beta]),
-        None,
-        of_blank,
-        of_label,
+        ops.LossNodes(torch.stack([alpha, beta]), None, of_blank, of_label),
         through_softmax=fuseSoftmaxBackward,
     )

@@ -44,17 +44,17 @@ def tensors(case, device: str, packed: bool = False) -> tuple[Tensor, Tensor, Te
 def run(x, label, f_len, y_len, offset, grad, frames: int, blank: int) -> list[Tensor]:
     """Losses, alpha, beta and the gradient of x."""
     given = x, label, f_len, y_len, offset
-    losses, *saved = transducer.loss_forward(*given, frames, blank)
-    gradient = transducer.loss_backward(grad.to(x.dtype), *given, blank, *saved)
-    return [losses, *saved[0].unbind(0), gradient]
+    losses, saved = transducer.loss_forward(*given, frames, blank)
+    gradient = transducer.loss_backward(grad.to(x.dtype), *given, blank, saved)
+    return [losses, *saved.scores.unbind(0), gradient]
 
 
 def exact(x, label, f_len, y_len, offset, grad, frames: int, blank: int) -> list[Tensor]:
     """`run` by the reference in float64."""
     given = [t if t is None else t.cpu() for t in (x.double(), label, f_len, y_len, offset)]
-    losses, *saved = reference_loss.forward(*given, (frames, label.shape[1] + 1), blank, True)
-    gradient = reference_loss.backward(grad.double().cpu(), *given, blank, *saved, True)
-    return [losses, *saved[0].unbind(0), gradient]
+    losses, saved = reference_loss.forward(*given, (frames, label.shape[1] + 1), blank, True)
+    gradient = reference_loss.backward(grad.double().cpu(), *given, blank, saved, True)
+    return [losses, *saved.scores.unbind(0), gradient]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -153,16 +153,31 @@ def test_beta_alone_strided_and_empty(route: Route) -> None:
     strided = x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
     lengths = torch.stack([f_len, f_len], 1)[:, 0], y_len.int()
     with _library.implementation(route.implementation):
-        losses, scores, *_ = transducer.loss_forward(x, label, f_len, y_len, None, 3, 1, want_alpha=False)
+        losses, saved = transducer.loss_forward(x, label, f_len, y_len, None, 3, 1, want_alpha=False)
         found = run(strided, label.long().t().contiguous().t(), *lengths, None, grad[:1].expand(2), 3, 1)
         none = torch.empty(0, dtype=torch.int32, device=route.device)
         empty = run(x[:0], label[:0], none, none, None, grad[:0], 3, 1)
     wanted = exact(x, label, f_len, y_len, None, grad[:1].expand(2), 3, 1)
     assert_close(losses, wanted[0], reduction=50)
-    assert_close(scores[-1], wanted[2], reduction=50)
+    assert_close(saved.scores[-1], wanted[2], reduction=50)
     for actual, expected in zip(found, wanted, strict=True):
         assert_close(actual, expected, reduction=50)
     assert [t.shape for t in empty] == [(0,), (0, 3, 3), (0, 3, 3), (0, 3, 3, 8)]
+
+
+@pytest.mark.gpu
+def test_log_probabilities_and_logits_of_one_shape_in_turn() -> None:
+    """Launches are planned once per shape; log-probabilities lack a tensor that logits have."""
+    x, label, f_len, y_len, _, grad = tensors((3, 2, 8, [3, 2], [2, 1], 1, _F32), "cuda")
+    given = label, f_len, y_len, None
+    found = []
+    for _ in range(2):
+        for normalize, logits in ((True, x), (False, x.log_softmax(-1))):
+            _, saved = transducer.loss_forward(logits, *given, 3, 1, normalize=normalize)
+            assert (saved.sums is not None) == normalize
+            found.append(transducer.loss_backward(grad, logits, *given, 1, saved))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
 
 
 @pytest.mark.parametrize("route", routes())
@@ -171,7 +186,7 @@ def test_opcheck(route: Route) -> None:
     given = x, label, f_len, y_len, offset
     with _library.implementation(route.implementation):
         torch.library.opcheck(torch.ops.apex.transducer_loss.default, (*given, 2, 0))
-        _, *saved = transducer.loss_forward(*given, 2, 0)
+        _, saved = transducer.loss_forward(*given, 2, 0)
         torch.library.opcheck(torch.ops.apex.transducer_loss_backward.default, (grad, *given, 0, *saved))
 
 
@@ -187,8 +202,8 @@ def test_more_than_two_to_the_31_elements() -> None:
     x = torch.randn(2, frames, tokens, words, device="cuda", dtype=_HALF)
     label = torch.randint(1, words, (2, tokens - 1), device="cuda")
     lengths = torch.tensor([frames, 9], device="cuda"), torch.tensor([tokens - 1, 5], device="cuda")
-    losses, *saved = transducer.loss_forward(x, label, *lengths, None, frames, 0)
-    dx = transducer.loss_backward(torch.ones(2, device="cuda"), x, label, *lengths, None, 0, *saved)
+    losses, saved = transducer.loss_forward(x, label, *lengths, None, frames, 0)
+    dx = transducer.loss_backward(torch.ones(2, device="cuda"), x, label, *lengths, None, 0, saved)
     small = x[1:, :9, :6].contiguous(), label[1:, :5], lengths[0][1:], lengths[1][1:], None, torch.ones(1), 9, 0
     wanted = exact(*small)
     torch.testing.assert_close(losses[1:].double().cpu(), wanted[0], rtol=1e-3, atol=0)

@@ -19,9 +19,9 @@ def transducer_loss_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """alpha, beta, the gradient of the padded logits x (added to `x.grad`), and the losses in the dtype of x."""
     given = x.detach(), label, f_len, y_len, None
-    losses, *saved = reference_loss.forward(*given, (x.shape[1], x.shape[2]), blank_idx, True)
-    gradient = reference_loss.backward(loss_grad, *given, blank_idx, *saved, True)
-    return saved[0][0], saved[0][1], _accumulate(x, gradient), losses
+    losses, saved = reference_loss.forward(*given, (x.shape[1], x.shape[2]), blank_idx, True)
+    gradient = reference_loss.backward(loss_grad, *given, blank_idx, saved, True)
+    return saved.scores[0], saved.scores[1], _accumulate(x, gradient), losses
 
 
 def transducer_joint_reference(
@@ -48,7 +48,7 @@ def transducer_joint_reference(
         h = leaves[0][:, :, None] + leaves[1][:, None]
         if relu:
             h = torch.relu(h)
-        if dropout:
+        if dropout and mask is not None:
             h = h * mask * (1 / (1 - dropout_prob))
         df, dg = torch.autograd.grad(h, leaves, h_grad)
     h = h.detach()

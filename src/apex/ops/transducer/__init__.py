@@ -18,12 +18,13 @@ from .loss import (
     loss_forward_and_save,
     scores_of_words,
 )
-from .spec import PADDING, JointSpec
+from .spec import PADDING, JointSpec, LossNodes
 
 __all__ = [
     "FAMILY",
     "PADDING",
     "JointSpec",
+    "LossNodes",
     "check_joint",
     "check_loss",
     "draw_noise",

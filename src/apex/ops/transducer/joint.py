@@ -29,7 +29,8 @@ def check_lengths(lengths: Tensor, name: str, batches: int, most: int, device: t
     if lengths.device != device:
         raise ValueError(f"{name} is on {lengths.device}, the input on {device}")
     if type(lengths) is Tensor and device.type == "cpu" and batches and not torch.compiler.is_compiling():
-        low, high = lengths.min().item(), lengths.max().item()
+        values = lengths.tolist()  # quicker than minimum and maximum by operators
+        low, high = min(values), max(values)
         if low < least or high > most:
             raise ValueError(f"{name} must be between {least} and {most}, got {low if low < least else high}")
 

@@ -124,6 +124,7 @@ def transducer_joint_backward(
     tile = (first + u) * H + c
     step = stride * H
     df_rows = df + (block * B + batch) * T * H + c_row
+    row = batch * 0 + H
     total = tl.zeros([TOKENS, FEATURES], tl.float32)
     for t in tl.range(begin, last, num_stages=STAGES):
         values = tl.load(dh + (t * step + tile), mask=counted, other=0.0).to(tl.float32)
@@ -131,9 +132,9 @@ def transducer_joint_backward(
             positive = tl.load(kept + (t * step + tile), mask=counted, other=0).to(tl.float32) > 0.0
             values = tl.where(positive, values, 0.0)
         total += values
-        tl.store(df_rows + t * H, (tl.sum(values, 0) * scale).to(df.dtype.element_ty), mask=c_row < H)
+        tl.store(df_rows + t * row, (tl.sum(values, 0) * scale).to(df.dtype.element_ty), mask=c_row < H)
     for t in tl.range(last, end):
-        tl.store(df_rows + t * H, tl.zeros([FEATURES], df.dtype.element_ty), mask=c_row < H)
+        tl.store(df_rows + t * row, tl.zeros([FEATURES], df.dtype.element_ty), mask=c_row < H)
     dg_tile = dg + ((part * B + batch) * U + u) * H + c
     tl.store(dg_tile, (total * scale).to(dg.dtype.element_ty), mask=(u < U) & (c < H))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _device
-from .spec import JointSpec
+from .spec import JointSpec, LossNodes
 
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 # 24 bits of a random word are compared with the probability to drop.
 WORD = 1 << 24
 SUM_BLOCK = 1024
+
+
+Dtypes = tuple[torch.dtype | None, ...]
+
+
+def _dtypes(*tensors: Tensor | None) -> Dtypes:
+    """The part of a plan's key that says which tensors there are, and of which dtypes."""
+    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
 def _power(size: int) -> int:
@@ -92,7 +100,7 @@ def _joint_forward_plan(
     packed: bool,
     dropout: str,
     want_mask: bool,
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: Dtypes,
     device: torch.device,
     facts: _device.DeviceFacts,
 ) -> BoundLaunch:
@@ -131,7 +139,7 @@ def triton_joint_forward(
         packed,
         dropout,
         want_mask,
-        (f.dtype, g.dtype, f_len.dtype, g_len.dtype),
+        _dtypes(f, g, f_len, g_len, batch_offset),
         f.device,
         _device.facts(f.device),
     )
@@ -158,7 +166,7 @@ def _joint_backward_plan(
     packed: bool,
     masked: bool,
     scale: float,
-    dtypes: tuple[torch.dtype | None, ...],
+    dtypes: Dtypes,
     device: torch.device,
     facts: _device.DeviceFacts,
 ) -> JointBackwardPlan:
@@ -207,7 +215,7 @@ def triton_joint_backward(
         batch_offset is not None,
         kept is not None,
         scale,
-        (dh.dtype, None if kept is None else kept.dtype, f_len.dtype, g_len.dtype, *dtypes),
+        (*_dtypes(dh, kept, f_len, g_len, batch_offset), *dtypes),
         device,
         _device.facts(device),
     )
@@ -229,14 +237,15 @@ def _loss_words_plan(
     blank: int,
     packed: bool,
     normalize: bool,
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: Dtypes,
+    x_dtype: torch.dtype,
     device: torch.device,
     facts: _device.DeviceFacts,
 ) -> BoundLaunch:
     from . import kernels_loss as kernels
 
     batches, frames, tokens, words = sizes
-    tile = word_tile(tokens, words, dtypes[0].itemsize, facts)
+    tile = word_tile(tokens, words, x_dtype.itemsize, facts)
     return kernels.transducer_loss_words.bind(
         (batches * frames * -(-tokens // tile.rows),),
         (frames, tokens, words, blank),
@@ -250,7 +259,7 @@ def _loss_words_plan(
 def _loss_walk_plan(
     sizes: tuple[int, int, int],
     alpha: bool,
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: Dtypes,
     device: torch.device,
     facts: _device.DeviceFacts,
 ) -> BoundLaunch:
@@ -273,14 +282,15 @@ def _loss_backward_plan(
     blank: int,
     packed: bool,
     through_softmax: bool,
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: Dtypes,
+    x_dtype: torch.dtype,
     device: torch.device,
     facts: _device.DeviceFacts,
 ) -> BoundLaunch:
     from . import kernels_loss as kernels
 
     batches, frames, tokens, words = sizes
-    tile = word_tile(tokens, words, dtypes[0].itemsize, facts)
+    tile = word_tile(tokens, words, x_dtype.itemsize, facts)
     return kernels.transducer_loss_backward.bind(
         (batches * frames * -(-tokens // tile.rows),),
         (batches, frames, tokens, words, blank),
@@ -306,7 +316,8 @@ def triton_loss_words(
         blank,
         batch_offset is not None,
         normalize,
-        (x.dtype, label.dtype, f_len.dtype, y_len.dtype),
+        _dtypes(label, f_len, y_len, batch_offset),
+        x.dtype,
         x.device,
         _device.facts(x.device),
     )
@@ -327,7 +338,7 @@ def triton_loss_forward(
     blank: int,
     normalize: bool,
     want_alpha: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+) -> tuple[Tensor, LossNodes]:
     """`reference_loss.forward` for x with elements; beta alone where alpha is not wanted."""
     x, label = x.contiguous(), label.contiguous()
     sums, of_blank, of_label = triton_loss_words(x, label, f_len, y_len, batch_offset, sizes, blank, normalize)
@@ -337,12 +348,12 @@ def triton_loss_forward(
     plan = _loss_walk_plan(
         (batches, *sizes),
         want_alpha,
-        (x.dtype, f_len.dtype, y_len.dtype),
+        _dtypes(x, f_len, y_len),
         x.device,
         _device.facts(x.device),
     )
     plan(of_blank, of_label, f_len, y_len, scores, losses)
-    return losses, scores, sums, of_blank, of_label
+    return losses, LossNodes(scores, sums, of_blank, of_label)
 
 
 def triton_loss_backward(
@@ -353,23 +364,21 @@ def triton_loss_backward(
     y_len: Tensor,
     batch_offset: Tensor | None,
     blank: int,
-    scores: Tensor,
-    sums: Tensor | None,
-    of_blank: Tensor,
-    of_label: Tensor,
+    saved: LossNodes,
     through_softmax: bool,
 ) -> Tensor:
     """The gradient of x, which has elements."""
     x, label, grad = x.contiguous(), label.contiguous(), grad.contiguous()
     plan = _loss_backward_plan(
-        (len(f_len), scores.shape[2], scores.shape[3], x.shape[-1]),
+        (len(f_len), *saved.scores.shape[2:], x.shape[-1]),
         blank,
         batch_offset is not None,
         through_softmax,
-        (x.dtype, grad.dtype, label.dtype, f_len.dtype, y_len.dtype),
+        _dtypes(grad, label, f_len, y_len, batch_offset, saved.sums),
+        x.dtype,
         x.device,
         _device.facts(x.device),
     )
     dx = torch.empty_like(x)
-    plan(grad, x, label, f_len, y_len, batch_offset, scores, sums, of_blank, of_label, dx)
+    plan(grad, x, label, f_len, y_len, batch_offset, *saved, dx)
     return dx

@@ -7,7 +7,7 @@ import torch
 from .. import _library
 from .joint import joint_backward, joint_forward
 from .loss import loss_backward, loss_forward
-from .spec import JointSpec, compute_dtype
+from .spec import JointSpec, LossNodes, compute_dtype
 
 
 def _joint(f, g, f_len, g_len, batch_offset, noise, relu, dropout, packed_rows, want_mask):
@@ -37,9 +37,8 @@ def _joint_backward_fake(dh, kept, f_len, g_len, batch_offset, frames, tokens, s
 
 
 def _loss(x, label, f_len, y_len, batch_offset, max_f_len, blank_idx):
-    losses, scores, sums, of_blank, of_label = loss_forward(x, label, f_len, y_len, batch_offset, max_f_len, blank_idx)
-    assert sums is not None  # x is normalized
-    return losses, scores, sums, of_blank, of_label
+    losses, saved = loss_forward(x, label, f_len, y_len, batch_offset, max_f_len, blank_idx)
+    return losses, *saved
 
 
 def _loss_fake(x, label, f_len, y_len, batch_offset, max_f_len, blank_idx):
@@ -51,7 +50,7 @@ def _loss_fake(x, label, f_len, y_len, batch_offset, max_f_len, blank_idx):
 
 def _loss_backward(grad, x, label, f_len, y_len, batch_offset, blank_idx, scores, sums, of_blank, of_label):
     given = grad, x, label, f_len, y_len, batch_offset, blank_idx
-    return loss_backward(*given, scores, sums, of_blank, of_label).contiguous()
+    return loss_backward(*given, LossNodes(scores, sums, of_blank, of_label)).contiguous()
 
 
 def _loss_backward_fake(grad, x, label, f_len, y_len, batch_offset, blank_idx, scores, sums, of_blank, of_label):

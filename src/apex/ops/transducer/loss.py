@@ -11,6 +11,7 @@ from .. import _library
 from . import reference_loss
 from .joint import _SUPPORTED, FAMILY, check_lengths, check_offset
 from .launches import triton_loss_backward, triton_loss_forward, triton_loss_words
+from .spec import LossNodes
 
 # Words of a row and nodes of the lattices are counted in 32 bits by the kernels.
 MOST = 2**31 - 2**16
@@ -66,12 +67,8 @@ def loss_forward(
     *,
     normalize: bool = True,
     want_alpha: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Losses, scores (alpha and beta, or beta alone) and what the backward pass needs beside; without autograd.
-
-    That is, per node: the logarithm of the sum of the logits' exponentials (None without `normalize`, when x has
-    log-probabilities), and the log-probabilities of blank and of the next label.
-    """
+) -> tuple[Tensor, LossNodes]:
+    """Losses and nodes, without autograd; not `normalize` when x has log-probabilities."""
     sizes = (max_f_len, label.shape[1] + 1)
     with torch.no_grad():
         if x.numel() and label.shape[0] and _library.runs_triton(FAMILY, x):
@@ -80,7 +77,7 @@ def loss_forward(
             return triton_loss_forward(x, label, *lengths, offset, sizes, blank_idx, normalize, want_alpha)
         if not label.shape[0]:
             empty = torch.empty(0, *sizes, dtype=reference_loss.compute_dtype(x), device=x.device)
-            return x.new_empty(0), torch.stack([empty, empty]), empty, empty, empty
+            return x.new_empty(0), LossNodes(torch.stack([empty, empty]), empty, empty, empty)
         return reference_loss.forward(x, label, f_len, y_len, batch_offset, sizes, blank_idx, normalize)
 
 
@@ -92,10 +89,7 @@ def loss_backward(
     y_len: Tensor,
     batch_offset: Tensor | None,
     blank_idx: int,
-    scores: Tensor,
-    sums: Tensor | None,
-    of_blank: Tensor,
-    of_label: Tensor,
+    saved: LossNodes,
     *,
     through_softmax: bool = True,
 ) -> Tensor:
@@ -116,10 +110,7 @@ def loss_backward(
             y_len.contiguous(),
             None if batch_offset is None else batch_offset.contiguous(),
             blank_idx,
-            scores,
-            sums,
-            of_blank,
-            of_label,
+            saved,
             through_softmax,
         )
 
@@ -138,8 +129,8 @@ def scores_of_words(
     given = log_probabilities.contiguous(), label.contiguous()
     with torch.no_grad():
         if log_probabilities.numel() and label.shape[0] and _library.runs_triton(FAMILY, log_probabilities):
-            lengths = f_len.contiguous(), y_len.contiguous(), batch_offset
-            _, of_blank, of_label = triton_loss_words(*given, *lengths, sizes, blank_idx, normalize=False)
+            lengths = f_len.contiguous(), y_len.contiguous()
+            _, of_blank, of_label = triton_loss_words(*given, *lengths, batch_offset, sizes, blank_idx, normalize=False)
         else:
             nodes = reference_loss.lattice(f_len, y_len, batch_offset, sizes)
             _, of_blank, of_label = reference_loss.scores_of_words(*given, nodes, blank_idx, normalize=False)
@@ -161,22 +152,23 @@ def loss_forward_and_save(
     check_loss(x, label, f_len, y_len, batch_offset, max_f_len, blank_idx)
     given = x, label, f_len, y_len, batch_offset
     if torch.compiler.is_compiling():
-        losses, *saved = torch.ops.apex.transducer_loss(*given, max_f_len, blank_idx)
+        losses, *nodes = torch.ops.apex.transducer_loss(*given, max_f_len, blank_idx)
+        saved = LossNodes(*nodes)
     else:
         want_alpha = want_scores or ctx.needs_input_grad[0]
-        losses, *saved = loss_forward(*given, max_f_len, blank_idx, want_alpha=want_alpha)
+        losses, saved = loss_forward(*given, max_f_len, blank_idx, want_alpha=want_alpha)
     if ctx.needs_input_grad[0]:
         ctx.save_for_backward(*given, *saved)
     ctx.blank_idx = blank_idx
-    return losses, saved[0]
+    return losses, saved.scores
 
 
 def loss_backward_from_saved(ctx: Any, grad: Tensor) -> Tensor:
     """The backward of the loss's autograd Function: the gradient of x, which has no derivative itself."""
-    *given, scores, sums, of_blank, of_label = ctx.saved_tensors
-    saved = scores, sums, of_blank, of_label
+    x, label, f_len, y_len, batch_offset, *nodes = ctx.saved_tensors
+    given, saved = (x, label, f_len, y_len, batch_offset), LossNodes(*nodes)
     if torch.compiler.is_compiling():
         return torch.ops.apex.transducer_loss_backward(grad, *given, ctx.blank_idx, *saved)
     if torch.is_grad_enabled():
         raise RuntimeError("the transducer loss has a first derivative only; create_graph=True is not supported")
-    return loss_backward(grad, *given, ctx.blank_idx, *saved)
+    return loss_backward(grad, *given, ctx.blank_idx, saved)

@@ -55,11 +55,12 @@ def forward(
         else:
             mask = torch.ones_like(h, dtype=torch.uint8) if noise is None else noise.clone()
     if batch_offset is None:
-        for batch, frames, tokens, _ in blocks(h, f_len, g_len, None):
-            for outside in (slice(frames, None), slice(None)), (slice(None), slice(tokens, None)):
-                h[batch][outside] = PADDING
-                if mask is not None:
-                    mask[batch][outside] = 0
+        for batch, (frames, tokens) in enumerate(zip(f_len.tolist(), g_len.tolist(), strict=True)):
+            for outside, value in (h, PADDING), (mask, 0):
+                if outside is not None and frames < f.shape[1]:
+                    outside[batch, frames:] = value
+                if outside is not None and tokens < g.shape[1]:
+                    outside[batch, :, tokens:] = value
     return h, mask
 
 
@@ -74,6 +75,10 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of f and g, from where `kept` is positive; differentiable with respect to dh."""
     batches, compute = len(f_len), compute_dtype(dh)
+    if batch_offset is None and f_len.tolist() == [sizes[0]] * batches and g_len.tolist() == [sizes[1]] * batches:
+        whole = dh if kept is None else dh * (kept > 0)  # no padding: all sequences at once
+        df, dg = whole.sum(2, dtype=compute), whole.sum(1, dtype=compute)
+        return (df, dg) if scale == 1.0 else (df * scale, dg * scale)
     df = torch.zeros(batches, sizes[0], dh.shape[-1], dtype=compute, device=dh.device)
     dg = torch.zeros(batches, sizes[1], dh.shape[-1], dtype=compute, device=dh.device)
     kept_blocks = None if kept is None else blocks(kept, f_len, g_len, batch_offset)

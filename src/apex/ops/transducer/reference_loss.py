@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .spec import compute_dtype
+from .spec import LossNodes, compute_dtype
 
 # Elements that are worked on at a time, so that what lies between reading and writing them stays in a cache.
 CHUNK = 1 << 18
@@ -50,7 +50,7 @@ def log_sums_of_rows(rows: Tensor) -> Tensor:
     sums = torch.empty(rows.shape[0], dtype=compute, device=rows.device)
     step = max(1, CHUNK // max(1, rows.shape[1]))
     for first in range(0, rows.shape[0], step):
-        sums[first : first + step] = rows[first : first + step].to(compute).logsumexp(1)
+        torch.logsumexp(rows[first : first + step].to(compute), 1, out=sums[first : first + step])
     return sums
 
 
@@ -98,16 +98,21 @@ def alpha_and_beta(of_blank: Tensor, of_label: Tensor, nodes: Lattice) -> tuple[
     t, u = nodes.frames - 1 - s, nodes.tokens - 1 - i
     by_blank = torch.cat([along(blank, s - 1, i, inside & (s > 0)), along(blank, t, u, inside & (s > 0))], 1)
     by_label = torch.cat([along(label, s, i - 1, inside & (i > 0)), along(label, t, u, inside & (i > 0))], 1)
-    reached = torch.full((diagonals, 2 * batches, width), NEVER, dtype=of_blank.dtype, device=of_blank.device)
+    words = torch.stack([by_label, by_blank], 1).unbind(0)
+    # A column before the first, never reached, makes all nodes alike; (left, own) are a node's two predecessors.
+    both = (diagonals, 2 * batches, 1 + width)
+    framed = torch.full(both, NEVER, dtype=of_blank.dtype, device=of_blank.device)
+    reached = framed[:, :, 1:]
     reached[0, :batches, 0] = 0.0
     end = (nodes.frames - 1) * width + nodes.tokens - 1
     reached[0, batches:, 0] = blank.gather(1, end.clamp(min=0).reshape(batches, 1)).reshape(-1)
-    for d in range(1, diagonals):
-        before, here = reached[d - 1], reached[d]
-        stayed = before + by_blank[d]
-        here[:, 0] = stayed[:, 0]
-        moved = before[:, :-1] + by_label[d, :, 1:]
-        torch.logaddexp(stayed[:, 1:], moved, out=here[:, 1:])
+    before = framed.as_strided((diagonals, 2, 2 * batches, width), (both[1] * both[2], 1, both[2], 1)).unbind(0)
+    ways = torch.empty_like(words[0])
+    by_left, by_own = ways.unbind(0)
+    for d, here in enumerate(reached.unbind(0)):
+        if d > 0:
+            torch.add(before[d - 1], words[d], out=ways)
+            torch.logaddexp(by_left, by_own, out=here)
 
     def back(values: Tensor, diagonal: Tensor, place: Tensor) -> Tensor:
         index = torch.where(nodes.exists, diagonal * width + place, 0).reshape(batches, -1)
@@ -141,12 +146,12 @@ def forward(
     sizes: tuple[int, int],
     blank: int,
     normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Losses in x's dtype, alpha and beta (2 x B x T x U), and `scores_of_words`."""
+) -> tuple[Tensor, LossNodes]:
+    """Losses in x's dtype, and the nodes."""
     nodes = lattice(f_len, y_len, batch_offset, sizes)
     sums, of_blank, of_label = scores_of_words(x, label, nodes, blank, normalize)
     scores = torch.stack(alpha_and_beta(of_blank, of_label, nodes))
-    return -scores[1, :, 0, 0].to(x.dtype), scores, sums, of_blank, of_label
+    return -scores[1, :, 0, 0].to(x.dtype), LossNodes(scores, sums, of_blank, of_label)
 
 
 def backward(
@@ -157,14 +162,12 @@ def backward(
     y_len: Tensor,
     batch_offset: Tensor | None,
     blank: int,
-    scores: Tensor,
-    sums: Tensor | None,
-    of_blank: Tensor,
-    of_label: Tensor,
+    saved: LossNodes,
     through_softmax: bool,
 ) -> Tensor:
     """The gradient of the logits, or (not `through_softmax`) of the log-probabilities; a few rows at a time."""
     compute, words = compute_dtype(x), x.shape[-1]
+    scores, sums, of_blank, of_label = saved
     nodes = lattice(f_len, y_len, batch_offset, (scores.shape[2], scores.shape[3]))
     flat = x.reshape(-1, words)
     by_blank, by_label = probabilities_of_words(scores[0], scores[1], of_blank, of_label, nodes)
@@ -176,18 +179,20 @@ def backward(
 
     minus_blank, minus_label = per_row(-by_blank * factor), per_row(-by_label * factor)
     every = minus_blank + minus_label
-    offset = None if sums is None else per_row(sums)
     labels = torch.nn.functional.pad(label.long(), (0, 1))[:, None, :].clamp(0, words - 1).expand(nodes.rows.shape)
     label_of_row = torch.zeros_like(every, dtype=torch.int64).index_copy_(0, rows, labels[nodes.exists])
-    has_row = torch.zeros_like(every, dtype=torch.bool).index_fill_(0, rows, True)[:, None]
+    no_node = None
+    if len(rows) < len(flat):
+        no_node = torch.ones_like(every, dtype=torch.bool).index_fill_(0, rows, False)[:, None]
     gradient = torch.empty_like(flat)
     step = max(1, CHUNK // max(1, words))
     for first in range(0, flat.shape[0], step):
         part = slice(first, first + step)
         if through_softmax:
             wide = flat[part].to(compute)
-            softmax = wide.exp() if offset is None else (wide - offset[part, None]).exp_()
-            slope = softmax.mul_(-every[part, None]).masked_fill_(~has_row[part], 0.0)
+            slope = (wide.exp() if sums is None else wide.softmax(1)).mul_(-every[part, None])
+            if no_node is not None:
+                slope.masked_fill_(no_node[part], 0.0)
         else:
             slope = torch.zeros(flat[part].shape, dtype=compute, device=x.device)
         slope[:, blank] += minus_blank[part]

@@ -30,6 +30,19 @@ class JointSpec(NamedTuple):
         return 1.0 / (1.0 - self.dropout) if self.dropout < 1.0 else 1.0
 
 
+class LossNodes(NamedTuple):
+    """What the backward pass of a loss needs beside its inputs, per node of B x T x U and zero where there is none.
+
+    `scores` are alpha and beta, 2 x B x T x U (or beta alone, which is enough for a loss); `sums` the logarithms of the
+    sums of the logits' exponentials, None where there were log-probabilities; then the log-probabilities of two words.
+    """
+
+    scores: Tensor
+    sums: Tensor | None
+    of_blank: Tensor
+    of_label: Tensor
+
+
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of a loss's arithmetic."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
