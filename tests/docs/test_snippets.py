@@ -29,6 +29,15 @@ def amp_is_off_afterwards() -> Iterator[None]:
 
 
 @pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def names(tmp_path: Path) -> dict[str, Any]:
     """What the guides take as given."""
     torch.manual_seed(0)
@@ -53,8 +62,10 @@ def names(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("page", "index"), [(page, index) for page in GUIDES for index in range(len(snippets(page)))])
-def test_snippet(page: str, index: int, names: dict[str, Any]) -> None:
+def test_snippet(page: str, index: int, names: dict[str, Any], request: pytest.FixtureRequest) -> None:
     code = snippets(page)[index]
+    if page == "parallel.md":
+        request.getfixturevalue("process_group")
     initializes = any("amp.initialize(" in line for line in code.splitlines() if not line.startswith("#"))
     if "amp." in code and not initializes:
         names["model"], names["optimizer"] = amp.initialize(

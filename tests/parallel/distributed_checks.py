@@ -489,6 +489,13 @@ def outputs_of_any_kind(rank: int) -> None:
         assert_same_everywhere([param.grad for param in model.parameters()])
     with torch.no_grad():
         model(data(0, rank)[:, :4])
+    net.forward = lambda x: (net.layers[0](x), net.layers[1].weight)
+    for step in range(3):
+        model.zero_grad()
+        output, weight = model(data(step, rank)[:, :4])
+        (output.sum() * weight.sum()).backward()
+        assert_same_everywhere([param.grad for param in model.parameters() if param.grad is not None])
+    assert not net.layers[1].weight._backward_hooks
     convolution = DistributedDataParallel(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), message_size=1)
     for _ in range(2):
         convolution.zero_grad()

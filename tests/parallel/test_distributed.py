@@ -12,18 +12,28 @@ from torch import nn
 
 from apex.parallel import DistributedDataParallel, Reducer, distributed
 from apex.parallel._buckets import plan
-from tests.parallel.distributed_checks import CHECKS
+from tests.parallel import distributed_checks, four_checks
 from tests.parallel.processes import run_checks
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_checks("tests.parallel.distributed_checks", Path(tmp_path_factory.mktemp("processes")))
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_checks(distributed_checks.__name__, Path(tmp_path_factory.mktemp("two")))
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_two_processes(name: str, results: dict[str, str]) -> None:
-    assert not results[name], results[name]
+@pytest.fixture(scope="module")
+def in_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_checks(four_checks.__name__, Path(tmp_path_factory.mktemp("four")), processes=4)
+
+
+@pytest.mark.parametrize("name", distributed_checks.CHECKS)
+def test_two_processes(name: str, in_two: dict[str, str]) -> None:
+    assert not in_two[name], in_two[name]
+
+
+@pytest.mark.parametrize("name", four_checks.CHECKS)
+def test_four_processes(name: str, in_four: dict[str, str]) -> None:
+    assert not in_four[name], in_four[name]
 
 
 @pytest.mark.parametrize("kind", [DistributedDataParallel, Reducer])

@@ -111,10 +111,10 @@ class Bucket:
         multiply(places, gradients, factor)
 
     def abandon(self) -> None:
-        """Waits for what is under way and forgets it."""
+        """Forgets what is under way, without waiting for processes that may never send; it keeps its buffer."""
         if self._work is not None:
-            self._work.wait()
             self._work = None
+            self._places = []
 
     def _make_buffer(self) -> None:
         """A new buffer in every pass if gradients become views of it, else the same one."""

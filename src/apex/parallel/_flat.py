@@ -84,7 +84,8 @@ def broadcast_from_first(tensors: Iterable[Tensor]) -> None:
     """Gives tensors of any types the values that they have in the process of rank 0."""
     for bucket in split_by_type(tensors).values():
         while bucket:
-            chunk, size = [], 0
+            chunk: list[Tensor] = []
+            size = 0
             while bucket and (not chunk or size + bucket[0].nbytes <= _BROADCAST_BYTES):
                 size += bucket[0].nbytes
                 chunk.append(bucket.pop(0))

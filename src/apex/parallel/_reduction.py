@@ -118,8 +118,9 @@ class Reduction:
             if not self.buckets:
                 self.plan()
             self.reduce_all()
-        finally:
-            self._start_pass()
+        except BaseException:
+            self.abandon_pass()
+            raise
 
     def reduce_all(self) -> None:
         """Reduces what has not been sent, whatever gradients there are, and waits."""

@@ -221,7 +221,8 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own, with the reduction made ready for a backward pass."""
-        self._prepare()
+        if torch.is_grad_enabled():
+            self._prepare()
         outputs = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and not self._disable_allreduce:
             self._watch(outputs)
@@ -275,7 +276,8 @@ class DistributedDataParallel(nn.Module):
         of their own inside.
         """
         for output in _pytree.tree_leaves(outputs):
-            if isinstance(output, Tensor) and output.requires_grad:
+            # A leaf would keep the hook for good.
+            if isinstance(output, Tensor) and output.grad_fn is not None:
                 output.register_hook(_quiet_caller(self, DistributedDataParallel._begin_pass))
 
     def create_hooks(self) -> None:
