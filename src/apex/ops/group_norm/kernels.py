@@ -26,17 +26,32 @@ def _silu_gradient(dy, z):
 
 
 @triton.jit
-def _tile(image, first, R: tl.constexpr, C_BLOCK: tl.constexpr, positions, channels, LAST: tl.constexpr):
-    """Where the elements of a tile lie, [R, C_BLOCK]; 64 bits for where it begins, 32 within."""
+def _tile(positions, channels, chunks, LAST: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr):
+    """This program's tile: its image, first position, channels [C_BLOCK] and those that exist, and for its elements
+    [R, C_BLOCK] which exist and where they lie; 64 bits for where the tile begins, 32 within."""
+    program = tl.program_id(0)
+    image = program // chunks
+    first = (program % chunks) * R
+    channel = tl.program_id(1) * C_BLOCK + tl.arange(0, C_BLOCK)
+    inside = channel < channels
     row = tl.arange(0, R)[:, None]
     column = tl.arange(0, C_BLOCK)[None, :]
+    mask = (first + row < positions) & inside[None, :]
     begin = image.to(tl.int64) * positions * channels
     first_channel = (tl.program_id(1) * C_BLOCK).to(tl.int64)
     if LAST:
         offset = begin + first.to(tl.int64) * channels + first_channel + (row * channels + column)
     else:
         offset = begin + first_channel * positions + first + (column * positions + row)
-    return offset
+    return image, first, channel, inside, mask, offset
+
+
+@triton.jit
+def _statistics(statistics, image, groups, channel, inside, eps, D: tl.constexpr):
+    """Mean and reciprocal deviation of the group that a channel belongs to."""
+    place = statistics + (image * groups + channel // D) * 2
+    mean = tl.load(place, inside, other=0.0)
+    return mean, tl.rsqrt(tl.load(place + 1, inside, other=0.0) + eps)
 
 
 @triton.jit
@@ -112,17 +127,11 @@ def group_norm_measure(
     C_BLOCK: tl.constexpr,
 ):
     """Mean and sum of squared deviations of every channel of a tile; `partials` is [N, chunks, 2, C]."""
-    program = tl.program_id(0)
-    channel = tl.program_id(1) * C_BLOCK + tl.arange(0, C_BLOCK)
-    first = (program % chunks) * R
-    row = tl.arange(0, R)
-    inside = channel < channels
-    mask = (first + row < positions)[:, None] & inside[None, :]
-    offset = _tile(program // chunks, first, R, C_BLOCK, positions, channels, LAST)
+    _image, first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     mean = tl.sum(values, 0) / tl.minimum(positions - first, R)
     centred = tl.where(mask, values - mean[None, :], 0.0)
-    found = partials + program.to(tl.int64) * 2 * channels + channel
+    found = partials + tl.program_id(0).to(tl.int64) * 2 * channels + channel
     tl.store(found, mean, inside)
     tl.store(found + channels, tl.sum(centred * centred, 0), inside)
 
@@ -191,18 +200,9 @@ def group_norm_apply(
     C_BLOCK: tl.constexpr,
 ):
     """The output of one tile."""
-    program = tl.program_id(0)
-    channel = tl.program_id(1) * C_BLOCK + tl.arange(0, C_BLOCK)
-    first = (program % chunks) * R
-    image = program // chunks
-    row = tl.arange(0, R)
-    inside = channel < channels
-    mask = (first + row < positions)[:, None] & inside[None, :]
-    offset = _tile(image, first, R, C_BLOCK, positions, channels, LAST)
+    image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
-    statistic = statistics + (image * groups + channel // D) * 2
-    mean = tl.load(statistic, inside, other=0.0)
-    factor = tl.rsqrt(tl.load(statistic + 1, inside, other=0.0) + eps)
+    mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
     scale = _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
     shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
     result = _finish((values - mean[None, :]) * factor[None, :], scale[None, :], shift[None, :], SILU)
@@ -285,19 +285,10 @@ def group_norm_measure_backward(
     C_BLOCK: tl.constexpr,
 ):
     """Sums of the gradient and of gradient times normalised input per channel of a tile; part 3 of `scratch`."""
-    program = tl.program_id(0)
-    channel = tl.program_id(1) * C_BLOCK + tl.arange(0, C_BLOCK)
-    first = (program % chunks) * R
-    image = program // chunks
-    row = tl.arange(0, R)
-    inside = channel < channels
-    mask = (first + row < positions)[:, None] & inside[None, :]
-    offset = _tile(image, first, R, C_BLOCK, positions, channels, LAST)
+    image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
-    statistic = statistics + (image * groups + channel // D) * 2
-    mean = tl.load(statistic, inside, other=0.0)
-    factor = tl.rsqrt(tl.load(statistic + 1, inside, other=0.0) + eps)
+    mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
     normalised = (values - mean[None, :]) * factor[None, :]
     if SILU:
         scale = _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
@@ -305,7 +296,10 @@ def group_norm_measure_backward(
         gradient = _silu_gradient(gradient, normalised * scale[None, :] + shift[None, :])
     # Outside the input the gradient is 0, and so is every term.
     found = (
-        scratch + tl.cast(images, tl.int64) * 2 * (channels + groups) + program.to(tl.int64) * 2 * channels + channel
+        scratch
+        + tl.cast(images, tl.int64) * 2 * (channels + groups)
+        + tl.program_id(0).to(tl.int64) * 2 * channels
+        + channel
     )
     tl.store(found, tl.sum(gradient, 0), inside)
     tl.store(found + channels, tl.sum(gradient * normalised, 0), inside)
@@ -377,22 +371,13 @@ def group_norm_apply_backward(
     C_BLOCK: tl.constexpr,
 ):
     """The gradient of one tile of the input."""
-    program = tl.program_id(0)
-    channel = tl.program_id(1) * C_BLOCK + tl.arange(0, C_BLOCK)
-    first = (program % chunks) * R
-    image = program // chunks
-    row = tl.arange(0, R)
-    inside = channel < channels
-    mask = (first + row < positions)[:, None] & inside[None, :]
-    offset = _tile(image, first, R, C_BLOCK, positions, channels, LAST)
+    image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
-    statistic = (image * groups + channel // D) * 2
-    mean = tl.load(statistics + statistic, inside, other=0.0)
-    factor = tl.rsqrt(tl.load(statistics + statistic + 1, inside, other=0.0) + eps)
-    means = scratch + tl.cast(images, tl.int64) * 2 * channels
-    plain = tl.load(means + statistic, inside, other=0.0)
-    along = tl.load(means + statistic + 1, inside, other=0.0)
+    mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
+    means = scratch + tl.cast(images, tl.int64) * 2 * channels + (image * groups + channel // D) * 2
+    plain = tl.load(means, inside, other=0.0)
+    along = tl.load(means + 1, inside, other=0.0)
     scale = _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
     normalised = (values - mean[None, :]) * factor[None, :]
     if SILU:
