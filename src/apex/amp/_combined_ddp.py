@@ -44,7 +44,9 @@ class CombinedReduction:
             if part.numel()
         ]
         flags = [flag for each in present for flag in each]
-        anywhere = torch.tensor(flags, dtype=torch.uint8, device=buffers[0].device)
+        anywhere = torch.ones(len(flags), dtype=torch.uint8, device=buffers[0].device)
+        for position in (position for position, flag in enumerate(flags) if not flag):
+            anywhere[position] = 0
         works.append(dist.all_reduce(anywhere, dist.ReduceOp.MAX, async_op=True))
         for work in works:
             work.wait()
