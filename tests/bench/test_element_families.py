@@ -20,7 +20,11 @@ PREPARED = [
 ]
 
 
-@pytest.mark.parametrize(("prepare", "arguments"), PREPARED, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("prepare", "arguments"),
+    PREPARED,
+    ids=[f"{p.__module__.rpartition('.')[2]}-{i}" for i, (p, _) in enumerate(PREPARED)],
+)
 def test_ours_and_the_peer_give_what_is_expected(prepare, arguments) -> None:
     prepared = prepare(*arguments, CPU)
     assert list(prepared.implementations) == ["ours", "torch"]
