@@ -181,6 +181,32 @@ def test_loading_a_model_in_mid_training(level: str) -> None:
     assert first == train(model, optimizer, 1)
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("combine", [False, True], ids=["", "combined"])
+def test_weights_that_a_wrapper_writes_before_the_first_step(level: str, combine: bool) -> None:
+    """As torch's DistributedDataParallel and scripts do, which broadcast the weights of one process to the others."""
+    model, optimizer = prepared(level, model=small_model(seed=0), combine_grad=combine)
+    other, other_optimizer = prepared(level, model=small_model(seed=1), combine_grad=combine)
+    with torch.no_grad():
+        for index, (target, source) in enumerate(zip(model.parameters(), other.parameters(), strict=True)):
+            (target.data if index % 2 else target).copy_(source)  # PyTorch counts only the changes of the latter
+    for master in amp.master_params(other_optimizer):  # what reaches the other processes is rounded
+        master.data.copy_(master.to(HALF[level]).float() if master.dim() else master)
+    train(model, optimizer, 3)
+    train(other, other_optimizer, 3)
+    assert_same(values(model.parameters()), values(other.parameters()))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_keep_their_digits_where_nothing_was_written(level: str) -> None:
+    model, optimizer = prepared(level)
+    before = values(amp.master_params(optimizer))
+    assert any(not torch.equal(master, master.to(HALF[level]).float()) for master in before)
+    with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+        scaled.backward()
+    assert_same(before, values(amp.master_params(optimizer)))
+
+
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_state_dicts_are_float32(level: str) -> None:
     model, optimizer = prepared(level)

@@ -20,6 +20,7 @@ from ._stash import (
     HALF,
     AmpOptimizerState,
     Counted,
+    adopt_changes,
     adopt_unfrozen,
     after_backward,
     after_backward_scaled,
@@ -146,9 +147,12 @@ def _masters_to_model(self: Any) -> None:
 
 
 def _prepare_amp_backward(self: Any) -> None:
+    stash: AmpOptimizerState = self._amp_stash
+    if not stash.saw_first_backward:
+        adopt_changes(stash)
     if adopt_unfrozen(self):
         _note_models(self)
-    before_backward(self._amp_stash)
+    before_backward(stash)
 
 
 def _post_amp_backward(self: Any, scaler: LossScaler) -> list[Counted]:

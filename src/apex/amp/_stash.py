@@ -27,6 +27,8 @@ class AmpOptimizerState:
 
     def __init__(self) -> None:
         self.lazy_init_called = False
+        # Whether masters have taken over what happened to the parameters since initialize.
+        self.saw_first_backward = False
         # Whether the next step is to be skipped.
         self.already_patched = False
         self.params_have_scaled_gradients = False
@@ -91,6 +93,19 @@ def adopt_unfrozen(optimizer: Any) -> bool:
                 group["params"][index] = collect_params(optimizer, [param], {})[0]
     stash.combined = stash.combined and stash.combined.renewed()
     return True
+
+
+@torch.no_grad()
+def adopt_changes(stash: AmpOptimizerState) -> None:
+    """Masters of parameters that were changed since initialize take over the change, without waiting for the device.
+
+    Wrappers and scripts broadcast parameters between initialize and the first backward pass, which is where upstream
+    made the masters. An element that is still the rounding of its master keeps the digits of the master.
+    """
+    stash.saw_first_backward = True
+    for param, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
+        # Through `.data`: a master may share its count of changes with the parameter, which a forward pass has saved.
+        master.data.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
 
 
 def _make_master(optimizer: Any, stash: AmpOptimizerState, param: Tensor, value: Tensor | None) -> Tensor:
