@@ -208,17 +208,5 @@ def test_import_paths() -> None:
     assert module.LARC is LARC
 
 
-ABSENT = ("DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model", "Reducer", "distributed")
-
-
-@pytest.mark.parametrize("name", [name for name in ABSENT if name in apex.parallel.__dict__.get("_ABSENT", ())])
-def test_what_is_absent_is_a_module_not_found_error(name: str) -> None:
-    """Clients catch ModuleNotFoundError and nothing else."""
-    with pytest.raises(ModuleNotFoundError, match=name):
-        exec(f"from apex.parallel import {name}", {})
-    with pytest.raises(ModuleNotFoundError, match=name):
-        getattr(apex.parallel, name)
-
-
 def test_names_that_nobody_has_are_attribute_errors() -> None:
     assert not hasattr(apex.parallel, "no_such_thing")

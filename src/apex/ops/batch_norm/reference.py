@@ -31,8 +31,11 @@ def statistics(input: Tensor, spec: BatchNormSpec) -> tuple[Tensor, Tensor]:
 
 
 def combine(means: Tensor, variances: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of a whole from those of its parts, [P, C], which have `counts` [P] values each."""
-    weights = (counts / counts.sum()).to(means.dtype)[:, None]
+    """Mean and biased variance of a whole from those of its parts, [P, C], which have `counts` [P] values each.
+
+    Parts may have no values, and their statistics are zeros, which those of a whole without values are too.
+    """
+    weights = (counts / counts.sum().clamp(min=1)).to(means.dtype)[:, None]
     mean = (weights * means).sum(0)
     return mean, (weights * (variances + (means - mean).square())).sum(0)
 

@@ -1,0 +1,161 @@
+"""SyncBatchNorm: batch norm over the inputs of several processes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..ops.batch_norm import BatchNormSpec, batch_norm_with_statistics
+from ..ops.batch_norm.op import check
+from ._statistics import process_count
+from .optimized_sync_batchnorm_kernel import SyncBatchnormFunction
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm of [N, C, ...], in training by the statistics of the inputs of all processes of a group.
+
+    Arguments are those of `torch.nn.BatchNorm2d`, and: `process_group`, None for all processes; `channel_last` for
+    inputs [N, ..., C] (PyTorch's channels-last memory format needs no argument); `fuse_relu` for ReLU behind the norm
+    and behind the addend `z` of `forward`. Inputs may be of different sizes in different processes, or empty.
+    Statistics are float32 beside half precision.
+
+    In evaluation, in a group of one process and where processes are not connected it is a batch norm like any other.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
+        self.channel_last = channel_last
+        self.fuse_relu = fuse_relu
+
+    def _specify_process_group(self, process_group: dist.ProcessGroup | None) -> None:
+        self.process_group = process_group
+
+    def _specify_channel_last(self, channel_last: bool) -> None:
+        self.channel_last = channel_last
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        # Without running statistics there is nothing but those of the batch.
+        by_batch = self.training or self.running_mean is None
+        spec = BatchNormSpec(
+            self.eps, self.momentum or 0.0, by_batch, self.fuse_relu, -1 if self.channel_last and input.dim() > 2 else 1
+        )
+        tracked = self.track_running_stats or not self.training
+        mean, variance = (self.running_mean, self.running_var) if tracked else (None, None)
+        check(input, mean, variance, self.weight, self.bias, z, spec)
+        if input.shape[spec.channel_dim] != self.num_features:
+            raise ValueError(
+                f"input has shape {list(input.shape)}, expected {self.num_features} channels in dimension "
+                f"{spec.channel_dim}"
+            )
+        processes = process_count(self.process_group) if by_batch else 1
+        if by_batch and processes < 2 and input.numel() == self.num_features:
+            raise ValueError(f"input has shape {list(input.shape)}; training needs more than one value per channel")
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                spec = spec._replace(momentum=1.0 / float(self.num_batches_tracked))
+        if processes < 2:
+            return batch_norm_with_statistics(input, z, mean, variance, self.weight, self.bias, spec, wanted=False)[0]
+        return SyncBatchnormFunction.apply(
+            input,
+            z,
+            self.weight,
+            self.bias,
+            mean,
+            variance,
+            spec.eps,
+            True,
+            spec.momentum,
+            self.process_group,
+            spec.channel_dim == -1,
+            spec.relu,
+        )
+
+    def extra_repr(self) -> str:
+        described = super().extra_repr()
+        described += ", channel_last=True" if self.channel_last else ""
+        return described + (", fuse_relu=True" if self.fuse_relu else "")
+
+
+def convert_syncbn_model(
+    module: torch.nn.Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
+) -> torch.nn.Module:
+    """The model with a SyncBatchNorm in place of every batch norm, of any number of dimensions.
+
+    Parameters and running statistics are the same tensors as before, so an optimizer that has them goes on, and what
+    was shared stays shared: a norm at two places becomes one SyncBatchNorm at two places. The model itself is changed,
+    unless it is a batch norm.
+    """
+    return _converted(module, process_group, channel_last, {})
+
+
+def _converted(
+    module: torch.nn.Module,
+    process_group: dist.ProcessGroup | None,
+    channel_last: bool,
+    done: dict[torch.nn.Module, torch.nn.Module],
+) -> torch.nn.Module:
+    if module in done:
+        return done[module]
+    done[module] = result = _converted_norm(module, process_group, channel_last)
+    for name, child in module._modules.items():
+        if child is not None:
+            converted = _converted(child, process_group, channel_last, done)
+            if converted is not child or result is not module:
+                result.add_module(name, converted)
+    return result
+
+
+def _converted_norm(
+    module: torch.nn.Module, process_group: dist.ProcessGroup | None, channel_last: bool
+) -> torch.nn.Module:
+    if not isinstance(module, _BatchNorm):
+        return module
+    if isinstance(module, torch.nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        raise ValueError(f"{module} does not know its channels yet; pass it an input before it is converted")
+    norm = SyncBatchNorm(
+        module.num_features,
+        module.eps,
+        module.momentum,
+        module.affine,
+        module.track_running_stats,
+        process_group,
+        channel_last,
+        bool(getattr(module, "fuse_relu", False)),
+    )
+    for name, parameter in module._parameters.items():
+        norm.register_parameter(name, parameter)
+    for name, buffer in module._buffers.items():
+        norm.register_buffer(name, buffer)
+    return norm.train(module.training)
+
+
+def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
+    """The group of this process where all processes are cut into groups of `group_size` consecutive ranks.
+
+    0 stands for all processes: the answer is None. All processes must call this.
+    """
+    if group_size == 0:
+        return None
+    processes = dist.get_world_size()
+    if group_size < 0 or processes % group_size:
+        raise ValueError(f"group_size={group_size} must be 0 or divide the number of processes, {processes}")
+    groups = [
+        dist.new_group(range(first, first + group_size)) for first in range(0, processes, group_size)
+    ]  # every process takes part in making every group
+    own = groups[dist.get_rank() // group_size]
+    assert isinstance(own, dist.ProcessGroup)
+    return own

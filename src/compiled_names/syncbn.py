@@ -1,0 +1,141 @@
+"""Upstream's compiled module of this name: the steps of a batch norm over several processes, without autograd.
+
+Inputs are [N, C, ...], those of functions with `c_last` in their name [N, ..., C]. Statistics are float32 beside half
+precision: mean and biased variance, or one over the standard deviation, to which eps was added.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from apex.ops.batch_norm import BatchNormSpec, gradient_sums, input_gradient, local_statistics, normalise
+from apex.ops.batch_norm.reference import combine
+
+# One over the deviation is given, and the callers' eps is in it. What is left of ours changes no variance and keeps
+# kernels, whose tiles may be wider than the channels, from dividing by zero there.
+_FIRST = BatchNormSpec(eps=1e-30)
+_LAST = BatchNormSpec(eps=1e-30, channel_dim=-1)
+
+
+def welford_mean_var(input: Tensor) -> list[Tensor]:
+    """[mean, biased variance] of every channel."""
+    return list(local_statistics(input, _FIRST))
+
+
+def welford_mean_var_c_last(input: Tensor) -> list[Tensor]:
+    """[mean, biased variance] of every channel."""
+    return list(local_statistics(input, _LAST))
+
+
+def welford_parallel(
+    mean_feature_nodes: Tensor, var_biased_feature_nodes: Tensor, numel: Tensor, eps: float
+) -> list[Tensor]:
+    """[mean, unbiased variance, one over the deviation] from those [P, C] of P parts of `numel` [P] values each."""
+    mean, variance = combine(mean_feature_nodes, var_biased_feature_nodes, numel.view(-1))
+    total = numel.sum()
+    unbiased = variance * (total / (total - 1).clamp(min=1)).to(variance.dtype)
+    return [mean, unbiased, (variance + eps).rsqrt()]
+
+
+def batchnorm_forward(
+    input: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None, shift: Tensor | None
+) -> Tensor:
+    """The output, in the dtype of the input."""
+    return normalise(input, None, mean, _variance(inv_std), weight, shift, _FIRST)
+
+
+def batchnorm_forward_c_last(
+    input: Tensor,
+    z: Tensor | None,
+    mean: Tensor,
+    inv_std: Tensor,
+    weight: Tensor | None,
+    shift: Tensor | None,
+    fuse_relu: bool,
+) -> Tensor:
+    """The output plus `z`, then ReLU with `fuse_relu`."""
+    return normalise(input, z, mean, _variance(inv_std), weight, shift, _LAST._replace(relu=fuse_relu))
+
+
+def reduce_bn(grad_output: Tensor, input: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None) -> list[Tensor]:
+    """[sum of the gradient, sum of it times (input - mean), gradient of weight, of bias]; empty without a weight."""
+    return _reduce(grad_output, input, mean, inv_std, weight, _FIRST)
+
+
+def reduce_bn_c_last(
+    grad_output: Tensor, input: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None
+) -> list[Tensor]:
+    """[sum of the gradient, sum of it times (input - mean), gradient of weight, of bias]; empty without a weight."""
+    return _reduce(grad_output, input, mean, inv_std, weight, _LAST)
+
+
+def batchnorm_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    inv_std: Tensor,
+    weight: Tensor | None,
+    sum_dy: Tensor,
+    sum_dy_xmu: Tensor,
+    count: Tensor,
+) -> Tensor:
+    """The gradient of the input, given the sums over all processes and how many values each of them has."""
+    return _backward(grad_output, input, mean, inv_std, weight, sum_dy, sum_dy_xmu, count, _FIRST)
+
+
+def batchnorm_backward_c_last(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    inv_std: Tensor,
+    weight: Tensor | None,
+    sum_dy: Tensor,
+    sum_dy_xmu: Tensor,
+    count: Tensor,
+) -> Tensor:
+    """The gradient of the input, given the sums over all processes and how many values each of them has."""
+    return _backward(grad_output, input, mean, inv_std, weight, sum_dy, sum_dy_xmu, count, _LAST)
+
+
+def relu_bw_c_last(
+    grad_output: Tensor,
+    input: Tensor,
+    z: Tensor | None,
+    mean: Tensor,
+    inv_std: Tensor,
+    weight: Tensor | None,
+    shift: Tensor | None,
+) -> Tensor:
+    """What ReLU behind the norm and the addend `z` lets through of the gradient."""
+    output = normalise(input, z, mean, _variance(inv_std), weight, shift, _LAST._replace(relu=True))
+    return torch.where(output > 0, grad_output, 0)
+
+
+def _variance(inv_std: Tensor) -> Tensor:
+    return inv_std.square().reciprocal()
+
+
+def _reduce(
+    grad_output: Tensor, input: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None, spec: BatchNormSpec
+) -> list[Tensor]:
+    _, plain, along = gradient_sums(grad_output, input, None, mean, _variance(inv_std), weight, None, spec, False)
+    if weight is None:
+        return [plain, along / inv_std, mean.new_empty(0), mean.new_empty(0)]
+    return [plain, along / inv_std, along.to(weight.dtype), plain.to(weight.dtype)]
+
+
+def _backward(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    inv_std: Tensor,
+    weight: Tensor | None,
+    sum_dy: Tensor,
+    sum_dy_xmu: Tensor,
+    count: Tensor,
+    spec: BatchNormSpec,
+) -> Tensor:
+    total = count.sum().clamp(min=1)
+    plain, along = sum_dy / total, sum_dy_xmu * inv_std / total
+    return input_gradient(grad_output, input, None, mean, _variance(inv_std), weight, None, plain, along, 1.0, spec)

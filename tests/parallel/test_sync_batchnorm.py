@@ -1,0 +1,130 @@
+"""SyncBatchNorm in two processes, and what needs none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import apex.parallel
+from apex.parallel import SyncBatchNorm, convert_syncbn_model, optimized_sync_batchnorm, sync_batchnorm
+from apex.parallel.optimized_sync_batchnorm_kernel import SyncBatchnormFunction
+from tests.parallel import sync_batchnorm_checks
+from tests.parallel.processes import run_checks
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_checks(sync_batchnorm_checks.__name__, Path(tmp_path_factory.mktemp("two")))
+
+
+@pytest.mark.parametrize("name", sync_batchnorm_checks.CHECKS)
+def test_two_processes(name: str, in_two: dict[str, str]) -> None:
+    assert not in_two[name], in_two[name]
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("shape", [(6, 4), (3, 4, 5), (2, 4, 3, 5), (2, 4, 2, 3, 2)])
+def test_without_processes_it_is_a_batch_norm(shape: tuple[int, ...], momentum: float | None) -> None:
+    norm, same = (kind(4, momentum=momentum).double() for kind in (SyncBatchNorm, sync_batchnorm.SyncBatchNorm))
+    kinds = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+    expected = kinds[len(shape)](4, momentum=momentum).double()
+    for _ in range(3):
+        x = torch.randn(shape, dtype=torch.float64)
+        output = norm(x)
+        torch.testing.assert_close(output, expected(x))
+        assert torch.equal(same(x), output)
+    for name, tensor in norm.state_dict().items():
+        torch.testing.assert_close(tensor, expected.state_dict()[name])
+    torch.testing.assert_close(norm.eval()(x), expected.eval()(x))
+    last = SyncBatchNorm(4, momentum=momentum, channel_last=True).double()
+    last.load_state_dict(norm.state_dict())
+    moved = x if x.dim() == 2 else x.movedim(1, -1)
+    back = last.eval()(moved)
+    torch.testing.assert_close(back if x.dim() == 2 else back.movedim(-1, 1), expected(x))
+
+
+def test_the_function_without_processes() -> None:
+    x = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
+    z = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
+    weight, bias = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mean, variance = torch.zeros(4).double(), torch.ones(4).double()
+    for by_batch in (True, False):
+
+        def called(*tensors: torch.Tensor, by_batch: bool = by_batch) -> torch.Tensor:
+            return SyncBatchnormFunction.apply(
+                *tensors, mean.clone(), variance.clone(), 1e-5, by_batch, 0.1, None, False, True
+            )
+
+        assert torch.autograd.gradcheck(called, (x, z, weight, bias))
+    expected = nn.functional.batch_norm(x, mean.clone(), variance.clone(), weight, bias, False, 0.1, 1e-5)
+    torch.testing.assert_close(called(x, z, weight, bias), (expected + z).relu())
+
+
+def test_converted_models_keep_their_tensors() -> None:
+    shared = nn.BatchNorm2d(4)
+    other = nn.BatchNorm2d(4, eps=0.1, momentum=None)
+    other.weight = shared.weight
+    other.bias.requires_grad_(False)
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), shared, nn.Sequential(shared, other), nn.InstanceNorm2d(4))
+    model[2].eval()
+    before = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    converted = convert_syncbn_model(model)
+    assert converted is model
+    after = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    assert type(model[1]) is SyncBatchNorm
+    assert model[1] is model[2][0]
+    assert type(model[3]) is nn.InstanceNorm2d
+    assert (model[2][1].eps, model[2][1].momentum) == (0.1, None)
+    assert [module.training for module in model[2]] == [False, False]
+    assert not model[2][1].bias.requires_grad
+
+
+def test_converting_takes_arguments_to_all_norms() -> None:
+    group = object()
+    model = nn.ModuleDict({"one": nn.BatchNorm1d(2, affine=False), "two": SyncBatchNorm(3, fuse_relu=True)})
+    convert_syncbn_model(model, process_group=group, channel_last=True)
+    for norm in model.values():
+        assert norm.process_group is group
+        assert norm.channel_last
+    assert model["one"].weight is None
+    assert model["two"].fuse_relu
+    single = convert_syncbn_model(nn.BatchNorm3d(2, track_running_stats=False))
+    assert type(single) is SyncBatchNorm
+    assert single.running_mean is None
+    with pytest.raises(ValueError, match="does not know its channels yet"):
+        convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm2d()))
+
+
+def test_state_dicts_are_those_of_pytorch() -> None:
+    norm = SyncBatchNorm(3)
+    nn.BatchNorm2d(3).load_state_dict(norm.state_dict())
+    norm.load_state_dict(nn.BatchNorm2d(3).state_dict())
+    assert "fuse_relu=True" in repr(SyncBatchNorm(3, fuse_relu=True, channel_last=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "z", "error", "words"),
+    [
+        ((2, 5, 3), None, ValueError, "3 channels|3 of|has shape"),
+        ((3,), None, ValueError, "at least two dimensions"),
+        ((1, 3), None, ValueError, "more than one value per channel"),
+        ((2, 3, 4), (2, 3, 5), ValueError, "z has shape"),
+    ],
+)
+def test_wrong_inputs(shape: tuple[int, ...], z: tuple[int, ...] | None, error: type, words: str) -> None:
+    norm = SyncBatchNorm(3)
+    with pytest.raises(error, match=words):
+        norm(torch.zeros(shape), None if z is None else torch.zeros(z))
+    with pytest.raises(ValueError, match="expected 3 channels in dimension 1"):
+        SyncBatchNorm(3, affine=False, track_running_stats=False)(torch.zeros(2, 4))
+    assert norm.num_batches_tracked == 0
+
+
+def test_import_paths() -> None:
+    assert apex.parallel.SyncBatchNorm is optimized_sync_batchnorm.SyncBatchNorm
+    assert issubclass(sync_batchnorm.SyncBatchNorm, SyncBatchNorm)
