@@ -57,6 +57,16 @@ def test_import_is_lean() -> None:
     assert not report["cuda"]
 
 
+@pytest.mark.parametrize("package", ["amp", "contrib.optimizers", "normalization", "optimizers", "parallel"])
+def test_no_package_imports_the_compiler_or_triton(package: str) -> None:
+    """PyTorch's compiler takes 2 seconds to import, and a script that compiles nothing never needs it."""
+    report = run_python(
+        f"import json, sys, torch, apex.{package}\n"
+        "print(json.dumps([name for name in ('torch._dynamo', 'triton') if name in sys.modules]))"
+    )
+    assert report == []
+
+
 def test_subpackages_are_reachable_after_a_bare_import() -> None:
     report = run_python(
         "import json, sys, apex\n"

@@ -234,7 +234,7 @@ class NpuFusedOptimizerBase(FusedOptimizer):
             self._zero_combined()
 
     # Outside of compiled graphs, which have no addresses.
-    @torch.compiler.disable
+    @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
     @torch.no_grad()
     def _zero_combined(self) -> None:
         for combination in self._combined.combinations:

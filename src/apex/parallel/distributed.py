@@ -228,7 +228,7 @@ class DistributedDataParallel(nn.Module):
             self._watch(outputs)
         return outputs
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
     def _prepare(self) -> None:
         """Makes buckets anew when parameters have changed, and forgets a pass that failed."""
         if self._in_pass and torch._C._current_graph_task_id() == -1:
@@ -268,7 +268,7 @@ class DistributedDataParallel(nn.Module):
         else:
             self._groups = (None,)
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
     def _watch(self, outputs: Any) -> None:
         """Has the backward pass that reaches the outputs call `_end_pass` when it is over.
 
