@@ -171,7 +171,9 @@ def groups(rank: int) -> None:
     joined = torch.cat(everywhere(x))
     by_itself = SyncBatchNorm(CHANNELS, process_group=alone).double()(x)
     torch.testing.assert_close(by_itself, functional.batch_norm(x, None, None, training=True))
-    together = SyncBatchNorm(CHANNELS, process_group=both).double()(x)
+    norm = SyncBatchNorm(CHANNELS, process_group=both).double()
+    together = copy.deepcopy(nn.Sequential(norm))(x)
+    assert norm.num_batches_tracked == 0
     expected = functional.batch_norm(joined, None, None, training=True)
     torch.testing.assert_close(together, expected[3 * rank : 3 * rank + 3])
     first = dist.new_group([0])

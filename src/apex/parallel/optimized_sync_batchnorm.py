@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -83,6 +86,13 @@ class SyncBatchNorm(_BatchNorm):
             spec.channel_dim == -1,
             spec.relu,
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        """A copy with parameters and running statistics of its own, in the same group of processes."""
+        memo[id(self.process_group)] = self.process_group
+        memo[id(self)] = duplicate = type(self).__new__(type(self))
+        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return duplicate
 
     def extra_repr(self) -> str:
         described = super().extra_repr()

@@ -9,8 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..ops.batch_norm import BatchNormSpec, gradient_sums, input_gradient, local_statistics, normalise
-from ._statistics import join_statistics, mean_sums, move_running
+from ..ops.batch_norm import (
+    BatchNormSpec,
+    gradient_sums,
+    input_gradient,
+    joined_statistics,
+    local_statistics,
+    normalise,
+)
+from ._statistics import gathered_statistics, mean_sums
 
 
 class SyncBatchnormFunction(torch.autograd.Function):
@@ -41,10 +48,9 @@ class SyncBatchnormFunction(torch.autograd.Function):
         values = None
         if spec.training:
             count = input.numel() // max(1, input.shape[spec.channel_dim])
-            batch = join_statistics(*local_statistics(input, spec), count, process_group)
-            if running_mean is not None and running_variance is not None:
-                move_running(running_mean, running_variance, batch, momentum)
-            mean, variance, values = batch
+            parts = gathered_statistics(*local_statistics(input, spec), count, process_group)
+            mean, variance = joined_statistics(parts, momentum, running_mean, running_variance)
+            values = parts[:, -1].sum()
         else:
             assert running_mean is not None  # without statistics of the batch there must be others
             assert running_variance is not None

@@ -322,37 +322,6 @@ def test_the_reference_is_torchs_norm_and_its_gradients_are_the_derivatives(relu
 
 
 @pytest.mark.parametrize("route", routes())
-def test_stages_put_together_over_parts_of_different_sizes(route: Route) -> None:
-    """What processes with different batches do, the exchange being a sum: equal to the norm of the joined batch."""
-    spec = BatchNormSpec(relu=True)
-    x, z, dy = (torch.randn(6, 5, 3, 4, device=route.device) for _ in range(3))
-    weight, bias = (torch.rand(5, device=route.device) for _ in range(2))
-    parts = [[each[:4] for each in (x, z, dy)], [each[4:] for each in (x, z, dy)], [each[6:] for each in (x, z, dy)]]
-    with _library.implementation(route.implementation):
-        means, variances = zip(*(stages.local_statistics(each[0], spec) for each in parts), strict=True)
-        counts = torch.tensor([48.0, 24.0, 0.0], device=route.device)
-        mean, variance = reference.combine(torch.stack(means), torch.stack(variances), counts)
-        outputs = [stages.normalise(x, z, mean, variance, weight, bias, spec) for x, z, _ in parts]
-        found = [
-            stages.gradient_sums(dy, x, y, mean, variance, weight, bias, spec, True)
-            for (x, _, dy), y in zip(parts, outputs, strict=True)
-        ]
-        plain, along = sum(each[1] for each in found), sum(each[2] for each in found)
-        gradients = [
-            stages.input_gradient(dy, x, y, mean, variance, weight, bias, plain, along, 1 / 72, spec)
-            for (x, _, dy), y in zip(parts, outputs, strict=True)
-        ]
-    leaves = [each.double().requires_grad_() for each in (x, z, weight, bias)]
-    expected = (functional.batch_norm(leaves[0], None, None, *leaves[2:], True) + leaves[1]).relu()
-    dx, dz, dweight, dbias = torch.autograd.grad(expected, leaves, dy.double())
-    assert_close(torch.cat(outputs), expected)
-    assert_close(torch.cat(gradients), dx)
-    assert_close(torch.cat([each[0] for each in found]), dz)
-    assert_close(along, dweight, reduction=72)
-    assert_close(plain, dbias, reduction=72)
-
-
-@pytest.mark.parametrize("route", routes())
 def test_a_second_derivative(route: Route) -> None:
     x, z = (torch.randn(3, 6, 3, 3, device=route.device) for _ in range(2))
 

@@ -2,7 +2,15 @@
 
 from .op import BatchNormFunction, average_factor, batch_norm, batch_norm_with_statistics
 from .spec import BatchNormSpec, BatchStatistics
-from .stages import FAMILY, gradient_sums, gradients, input_gradient, local_statistics, normalise
+from .stages import (
+    FAMILY,
+    gradient_sums,
+    gradients,
+    input_gradient,
+    joined_statistics,
+    local_statistics,
+    normalise,
+)
 
 __all__ = [
     "FAMILY",
@@ -15,6 +23,7 @@ __all__ = [
     "gradient_sums",
     "gradients",
     "input_gradient",
+    "joined_statistics",
     "local_statistics",
     "normalise",
 ]

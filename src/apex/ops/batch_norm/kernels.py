@@ -133,7 +133,8 @@ def batch_norm_statistics(
 ):
     """Mean and variance of every channel from those of its parts, and what they do to the running ones.
 
-    In two passes, the second around the mean that the first has found: as exact as reading the input twice.
+    In two passes, the second around the mean that the first has found: as exact as reading the input twice. Parts may
+    be empty; if all are, statistics are 0 and the running ones stay.
     """
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
@@ -147,7 +148,8 @@ def batch_norm_statistics(
         found = begin[:, None] + channel[None, :]
         total += number[:, None] * tl.load(found, mask, other=0.0)
         numbers += number
-    count = tl.sum(numbers, 0)
+    values = tl.sum(numbers, 0)
+    count = tl.maximum(values, 1.0)
     centre = tl.sum(total, 0) / count
     squares = tl.zeros((P_BLOCK, C_BLOCK), tl.float32)
     for first in range(0, programs, P_BLOCK):
@@ -164,8 +166,9 @@ def batch_norm_statistics(
     if RUNNING:
         old_mean = tl.load(running_mean + channel, inside, other=0.0).to(tl.float32)
         old_variance = tl.load(running_variance + channel, inside, other=0.0).to(tl.float32)
-        new_mean = (1.0 - momentum) * old_mean + momentum * centre
-        new_variance = (1.0 - momentum) * old_variance + momentum * (sum_of_squares / tl.maximum(count - 1.0, 1.0))
+        share = momentum * tl.minimum(values, 1.0)
+        new_mean = (1.0 - share) * old_mean + share * centre
+        new_variance = (1.0 - share) * old_variance + share * (sum_of_squares / tl.maximum(count - 1.0, 1.0))
         tl.store(running_mean + channel, new_mean.to(running_mean.dtype.element_ty), inside)
         tl.store(running_variance + channel, new_variance.to(running_variance.dtype.element_ty), inside)
 

@@ -43,6 +43,28 @@ class Present(NamedTuple):
     bias: torch.dtype | None
 
 
+class CombinePlan:
+    """Statistics of a whole from those of its parts, in one launch."""
+
+    def __init__(self, parts: int, channels: int, momentum: float | None, device: torch.device) -> None:
+        part_block, channel_block = config.FINISH_BLOCK
+        self._device, self._channels = device, (channels,)
+        self._statistics = _kernels().batch_norm_statistics.bind(
+            (-(-channels // channel_block),),
+            (parts, channels, 0.0 if momentum is None else float(momentum)),
+            (momentum is not None, part_block, channel_block),
+            device=device,
+            num_warps=config.FINISH_WARPS,
+        )
+
+    def run(self, parts: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance; moves the running ones towards them where the plan has a momentum."""
+        mean = torch.empty(self._channels, dtype=torch.float32, device=self._device)
+        variance = torch.empty(self._channels, dtype=torch.float32, device=self._device)
+        self._statistics(parts, mean, variance, running_mean, running_var)
+        return mean, variance
+
+
 class MeasurePlan:
     """Statistics of an input, in two launches."""
 
@@ -51,8 +73,7 @@ class MeasurePlan:
         tiles = config.tiling(geometry.positions, channels, geometry.last, config.MEASURE_TILE)
         units = geometry.images * tiles.chunks
         programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors)
-        self._device, self._channels = device, (channels,)
-        self._partials = (programs, 2 * channels + 1)
+        self._device, self._partials = device, (programs, 2 * channels + 1)
         self._measure = kernels.batch_norm_measure.bind(
             (programs * tiles.channel_blocks,),
             (geometry.positions, channels, tiles.chunks, units, programs, tiles.channel_blocks),
@@ -60,23 +81,13 @@ class MeasurePlan:
             device=device,
             num_warps=config.WARPS,
         )
-        part_block, channel_block = config.FINISH_BLOCK
-        self._statistics = kernels.batch_norm_statistics.bind(
-            (-(-channels // channel_block),),
-            (programs, channels, 0.0 if momentum is None else float(momentum)),
-            (momentum is not None, part_block, channel_block),
-            device=device,
-            num_warps=config.FINISH_WARPS,
-        )
+        self._combine = CombinePlan(programs, channels, momentum, device)
 
     def run(self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mean and biased variance; moves the running ones towards them where the plan has a momentum."""
         partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
-        mean = torch.empty(self._channels, dtype=torch.float32, device=self._device)
-        variance = torch.empty(self._channels, dtype=torch.float32, device=self._device)
         self._measure(x, partials)
-        self._statistics(partials, mean, variance, running_mean, running_var)
-        return mean, variance
+        return self._combine.run(partials, running_mean, running_var)
 
 
 class ApplyPlan:
@@ -234,6 +245,11 @@ def _measure_plan(geometry, momentum, dtypes, device, facts):
 
 
 @functools.lru_cache(maxsize=4096)
+def _combine_plan(parts, channels, momentum, dtypes, device):
+    return CombinePlan(parts, channels, momentum, device)
+
+
+@functools.lru_cache(maxsize=4096)
 def _apply_plan(geometry, present, eps, relu, dtypes, device, facts):
     return ApplyPlan(geometry, present, dtypes[1] is not None, eps, relu, device)
 
@@ -250,7 +266,7 @@ def _input_gradient_plan(geometry, present, mask, training, eps, inverse_count, 
 
 def clear_plans() -> None:
     """Forgets every plan, after a change of launch rules."""
-    for cache in (_measure_plan, _apply_plan, _sums_plan, _input_gradient_plan):
+    for cache in (_measure_plan, _combine_plan, _apply_plan, _sums_plan, _input_gradient_plan):
         cache.cache_clear()
 
 
@@ -269,6 +285,15 @@ def triton_statistics(
     dtypes = (x.dtype, _dtype(running_mean), _dtype(running_var))
     plan = _measure_plan(geometry, momentum, dtypes, x.device, _device.facts(x.device))
     return plan.run(x, running_mean, running_var)
+
+
+def triton_combine(
+    parts: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, momentum: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance from those of parts, as kernels leave them; otherwise as `triton_statistics`."""
+    dtypes = (_dtype(running_mean), _dtype(running_var))
+    plan = _combine_plan(parts.shape[0], parts.shape[1] // 2, momentum, dtypes, parts.device)
+    return plan.run(parts, running_mean, running_var)
 
 
 def triton_apply(

@@ -1,11 +1,14 @@
 """The stages of a batch norm, without autograd: kernels or PyTorch, whichever runs.
 
-Between them a norm over several processes exchanges a few values per channel: `local_statistics`, exchange and
-`reference.combine`, `normalise`; backward `gradient_sums`, exchange, `input_gradient`. Counts may differ between
+Between them a norm over several processes exchanges a few values per channel: `local_statistics`, exchange,
+`joined_statistics`, `normalise`; backward `gradient_sums`, exchange, `input_gradient`. Counts may differ between
 processes, so the last one takes the inverse of the count of all.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -17,6 +20,7 @@ from .launches import (
     geometry_of,
     laid_out_like,
     triton_apply,
+    triton_combine,
     triton_input_gradient,
     triton_statistics,
     triton_sums,
@@ -52,13 +56,31 @@ def local_statistics(
     geometry = geometry_of(values, spec)
     if running_mean is None or running_var is None:
         return triton_statistics(values, geometry)
-    given = (running_mean, running_var)
-    places = (running_mean.contiguous(), running_var.contiguous())
-    statistics = triton_statistics(values, geometry, *places, spec.momentum)
-    for running, updated in zip(given, places, strict=True):
-        if updated is not running:
-            running.copy_(updated)
-    return statistics
+    with _contiguous_places(running_mean, running_var) as places:
+        return triton_statistics(values, geometry, *places, spec.momentum)
+
+
+def joined_statistics(
+    parts: Tensor, momentum: float = 0.0, running_mean: Tensor | None = None, running_var: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of every channel of a whole; running statistics move towards them.
+
+    `parts` [P, 2C + 1] has for each part, which may be empty, the means, the sums of squared deviations and how many
+    values there are per channel. Nothing waits for the device.
+    """
+    if not _takes_kernels(parts):
+        means, deviations, counts = parts.split((parts.shape[1] // 2, parts.shape[1] // 2, 1), 1)
+        mean, variance = reference.combine(means, deviations / counts.clamp(min=1), counts[:, 0])
+        if running_mean is not None and running_var is not None:
+            count = counts.sum()
+            unbiased, share = variance * (count / (count - 1).clamp(min=1)), momentum * count.clamp(max=1)
+            for running, value in ((running_mean, mean), (running_var, unbiased)):
+                running.copy_(running.to(value.dtype).lerp(value, share))
+        return mean, variance
+    if running_mean is None or running_var is None:
+        return triton_combine(parts)
+    with _contiguous_places(running_mean, running_var) as places:
+        return triton_combine(parts, *places, momentum)
 
 
 def normalise(
@@ -165,6 +187,16 @@ def gradients(
         dy, output, spec = kept, None, spec._replace(relu=False)
     dx = input_gradient(dy, input, output, mean, variance, weight, bias, plain, along, inverse_count, spec)
     return dx, kept if has_z else None, along, plain
+
+
+@contextlib.contextmanager
+def _contiguous_places(running_mean: Tensor, running_var: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Running statistics as kernels can write them."""
+    places = (running_mean.contiguous(), running_var.contiguous())
+    yield places
+    for running, updated in zip((running_mean, running_var), places, strict=True):
+        if updated is not running:
+            running.copy_(updated)
 
 
 def _contiguous(parameter: Tensor | None) -> Tensor | None:
