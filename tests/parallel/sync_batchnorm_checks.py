@@ -235,6 +235,19 @@ def autocast_and_checkpoints(rank: int) -> None:
     assert torch.equal(*gradients)
 
 
+def compiled(rank: int) -> None:
+    norm, same = SyncBatchNorm(CHANNELS), SyncBatchNorm(CHANNELS)
+    outputs, gradients = [], []
+    for called in (torch.compile(norm, backend="aot_eager"), same):
+        x = made(2, rank, dtype=torch.float32).requires_grad_()
+        outputs.append(called(x))
+        outputs[-1].pow(3).sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(norm.running_var, same.running_var)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -297,6 +310,7 @@ CHECKS: dict[str, Check] = {
             statistics_that_are_given,
             two_derivatives_are_an_error,
             autocast_and_checkpoints,
+            compiled,
             training_is_that_of_one_process,
         )
     },

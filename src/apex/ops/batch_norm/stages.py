@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from . import reference
+from . import native, reference
 from .launches import (
     dense,
     geometry_of,
@@ -94,7 +94,8 @@ def normalise(
 ) -> Tensor:
     """The output, given mean and variance of every channel: those of a batch or running ones."""
     if not _takes_kernels(input):
-        return reference.apply(input, z, mean, variance, weight, bias, spec)
+        path = native if native.fits(input, z, mean, variance, weight, bias) else reference
+        return path.apply(input, z, mean, variance, weight, bias, spec)
     values = dense(input, spec)
     mean, variance, weight, bias = mean.contiguous(), variance.contiguous(), _contiguous(weight), _contiguous(bias)
     z = None if z is None else laid_out_like(values, z)
@@ -119,9 +120,14 @@ def gradient_sums(
     addend, which is computed again.
     """
     if not _takes_kernels(input):
-        if output is None:
-            output = reference.apply(input, None, mean, variance, weight, bias, spec)
-        return reference.sums(dy, input, output, mean, variance, spec)
+        if not spec.relu:
+            output = dy  # not asked
+        elif output is None:
+            output = normalise(input, None, mean, variance, weight, bias, spec)
+        if not native.fits(input, dy, mean, variance):
+            return reference.sums(dy, input, output, mean, variance, spec)
+        dy = torch.where(output > 0, dy, 0) if spec.relu else dy
+        return dy, *native.sums(dy, input, mean, variance, spec)
     values = dense(input, spec)
     dy = laid_out_like(values, dy)
     output = None if output is None else laid_out_like(values, output)
@@ -154,9 +160,10 @@ def input_gradient(
     if not _takes_kernels(input):
         if spec.relu:
             if output is None:
-                output = reference.apply(input, None, mean, variance, weight, bias, spec)
+                output = normalise(input, None, mean, variance, weight, bias, spec)
             gradient = torch.where(output > 0, gradient, 0)
-        return reference.input_gradient(gradient, input, mean, variance, weight, plain, along, inverse_count, spec)
+        path = native if native.fits(input, gradient, mean, variance, weight, plain, along) else reference
+        return path.input_gradient(gradient, input, mean, variance, weight, plain, along, inverse_count, spec)
     values = dense(input, spec)
     gradient = laid_out_like(values, gradient)
     output = None if output is None else laid_out_like(values, output)
