@@ -1,7 +1,10 @@
 """Compiles every registered kernel, in the launch configurations it would really get, for a GPU that is not here.
 
     python -m tests.ops.compile_kernels sm_90
+    python -m tests.ops.compile_kernels sm_80 --all
 
+The GPUs of THOROUGH get every launch; their relatives, without `--all`, one launch of every kernel and update rule,
+because all of them would take three minutes more of a test run.
 Run as a process of its own because Triton's interpreter, which other tests use, is chosen when triton is imported.
 Prints one JSON document: what was compiled, and what failed.
 """
@@ -47,6 +50,8 @@ TARGETS = {
     "gfx90a": _target("hip", "gfx90a", 64, 104, 64),  # MI210, MI250
     "gfx942": _target("hip", "gfx942", 64, 304, 64),  # MI300
 }
+
+THOROUGH = ("sm_90", "gfx942")
 
 # Kernels that launch rules choose for some GPUs only.
 NOT_CHOSEN = {"hip": {"norm_backward_held"}}
@@ -105,7 +110,13 @@ def record_all(target: Target) -> list[_launch.Launch]:
     return launches
 
 
-def main(name: str) -> None:
+def _kind(bound: _launch.BoundLaunch) -> tuple[Any, ...]:
+    """The kernel, and the update rule where the kernel is made for one."""
+    rules = [constant for constant in bound.constants if hasattr(constant, "fn")]
+    return (bound.kernel.name, *rules)
+
+
+def main(name: str, every: bool) -> None:
     target = TARGETS[name]
     compiled: dict[str, int] = {}
     failures: list[str] = []
@@ -114,7 +125,7 @@ def main(name: str) -> None:
         bound = launch.bound
         dtypes = tuple(None if tensor is None else tensor.dtype for tensor in launch.tensors)
         what = f"{bound.kernel.name} {bound.constants} {bound.numbers} {dtypes} {bound.num_warps} warps"
-        key = (bound.kernel.name, bound.constants, dtypes, bound.num_warps, bound.num_stages)
+        key = (bound.kernel.name, bound.constants, dtypes, bound.num_warps, bound.num_stages) if every else _kind(bound)
         if key in seen:
             continue
         seen.add(key)
@@ -131,4 +142,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], every="--all" in sys.argv or sys.argv[1] in THOROUGH)
