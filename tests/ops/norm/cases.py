@@ -23,6 +23,8 @@ class NormCase:
     out_dtype: torch.dtype | None = None
     offset: float = 0.0
     eps: float = 1e-5
+    # Long rows take the interpreter 10 to 20 seconds; of some that differ in their dtype alone, a GPU is enough.
+    interpreted: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -84,18 +86,18 @@ CASES = [
     NormCase("long rms", 4, 4096, subtract_mean=False),
     NormCase("long odd", 3, 4100),
     NormCase("long odd rms", 3, 4100, subtract_mean=False),
-    NormCase("wide", 5, 16384),
-    NormCase("wide rms", 5, 16384, subtract_mean=False),
+    NormCase("wide", 4, 16384),
+    NormCase("wide rms", 4, 16384, subtract_mean=False),
     NormCase("wide odd", 4, 9001),
     NormCase("wide odd rms", 4, 9001, subtract_mean=False),
     NormCase("wide, no weight", 4, 9001, weight_dtype=None),
     NormCase("wide memory efficient", 4, 9001, memory_efficient=True),
-    NormCase("wide bfloat16", 5, 16384, _BF16, _BF16),
-    NormCase("wide bfloat16 rms", 5, 16384, _BF16, _BF16, subtract_mean=False),
-    NormCase("wide odd float16", 4, 9001, _HALF, _HALF),
-    NormCase("unlimited", 5, 17000),
-    NormCase("unlimited rms", 5, 17000, subtract_mean=False),
-    NormCase("unlimited memory efficient", 4, 17000, memory_efficient=True),
+    NormCase("wide bfloat16", 5, 16384, _BF16, _BF16, interpreted=False),
+    NormCase("wide bfloat16 rms", 5, 16384, _BF16, _BF16, subtract_mean=False, interpreted=False),
+    NormCase("wide odd float16", 4, 9001, _HALF, _HALF, interpreted=False),
+    NormCase("unlimited", 4, 17000),
+    NormCase("unlimited rms", 4, 17000, subtract_mean=False),
+    NormCase("unlimited memory efficient", 4, 17000, memory_efficient=True, interpreted=False),
     NormCase("unlimited, no weight", 4, 17000, weight_dtype=None),
 ]
 

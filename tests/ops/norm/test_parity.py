@@ -55,6 +55,8 @@ def check(case: NormCase, route: Route) -> None:
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_reference(case: NormCase, route: Route) -> None:
+    if route == Route("cpu", "triton") and not case.interpreted:
+        pytest.skip("long rows of another dtype, which take the interpreter long; run on a GPU")
     check(case, route)
 
 
