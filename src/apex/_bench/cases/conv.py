@@ -15,7 +15,7 @@ from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
 
 # images, channels in and out, side of an image, side of the kernel
 GPU_SHAPES = ((32, 64, 256, 56, 1), (32, 128, 128, 28, 3), (32, 512, 2048, 7, 1))
-CPU_SHAPES = ((2, 16, 32, 28, 3),)
+CPU_SHAPES = ((8, 32, 64, 28, 3),)
 
 
 def _eager(x: Tensor, weight: Tensor, bias: Tensor, padding: int) -> Tensor:

@@ -60,9 +60,13 @@ def conv_bias_relu(
     if mask is None and scale is None and _cudnn_does_it(input):
         stride, padding = [spec.stride] * 2, [spec.padding] * 2
         return torch.cudnn_convolution_relu(input, weight, bias.reshape(-1), stride, padding, [1, 1], 1)
-    output = functional.conv2d(input, weight, None, spec.stride, spec.padding)
+    fused = scale is not None or torch.compiler.is_compiling() or _library.runs_triton(FAMILY, input)
+    # Where no kernel follows, the convolution adds the bias with less trouble.
+    output = functional.conv2d(input, weight, None if fused else bias.reshape(-1), spec.stride, spec.padding)
     if mask is not None and mask.shape != output.shape:
         raise ValueError(f"mask has shape {list(mask.shape)}, the output of the convolution {list(output.shape)}")
+    if not fused:
+        return output.relu_() if mask is None else output.relu_().masked_fill_(mask == 0, 0)
     scale = None if scale is None else scale.reshape(-1)
     if torch.compiler.is_compiling():
         return torch.ops.apex.conv_epilogue(output, scale, bias.reshape(-1), mask)
