@@ -69,7 +69,7 @@ def test_a_cpu_that_cannot_run_triton_is_no_defect_beside_a_gpu_that_can(monkeyp
         return _library.Choice("triton", "APEX_IMPL=triton")
 
     family = _library.OpFamily("pretended", "", lambda device: 0.5)
-    monkeypatch.setattr(_library, "FAMILIES", {"pretended": family})
+    monkeypatch.setattr(dispatch, "all_families", lambda: {"pretended": family})
     monkeypatch.setattr(_library, "explain", explain)
     choices, checks, findings = dispatch.examine(["cpu", "cuda:0"])
     assert [choice.implementation for choice in choices] == [None] * 4 + ["triton"] * 3 + [None]
