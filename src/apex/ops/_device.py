@@ -26,6 +26,11 @@ class DeviceFacts:
     max_threads: int = 1024
 
 
+def next_power_of_2(value: int) -> int:
+    """The smallest power of two that is not below `value`: blocks of Triton have such sizes."""
+    return 1 << max(0, value - 1).bit_length()
+
+
 # Triton's interpreter runs one program after the other; few programs keep it quick, and more than one keeps the
 # persistent kernels honest about the rows they skip.
 INTERPRETER = DeviceFacts("Triton interpreter", "interpreter", multiprocessors=3, warp_size=32, shared_memory=96 * 1024)

@@ -182,6 +182,14 @@ def _answer_while_compiling(family: str, device: torch.device, dtype: torch.dtyp
 _answer_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """The dtype that autocast gives to matrix products on the tensor's device; None where it is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    device_type = tensor.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
 def register_op(
     schema: str,
     implementation: Callable,
@@ -200,3 +208,8 @@ def register_op(
     torch.library.register_fake(f"apex::{name}", fake, lib=library)
     if backward is not None:
         torch.library.register_autograd(f"apex::{name}", backward, setup_context=setup_context, lib=library)
+
+
+def none_if_empty(gradient: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """An operator must return a tensor; an empty one stands for the gradient of nothing."""
+    return None if parameter is None or gradient.numel() != parameter.numel() else gradient

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...ops._library import autocast_dtype
 from ...ops.conv import (
     ConvSpec,
     conv_bias,
@@ -21,7 +22,6 @@ from ...ops.conv import (
     conv_bias_relu_gradients,
     plan_gradients,
 )
-from ...ops.dense.op import autocast_dtype
 
 
 def _autocast_off(tensor: Tensor) -> contextlib.AbstractContextManager:

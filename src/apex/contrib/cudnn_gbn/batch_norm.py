@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...ops._library import autocast_dtype
 from ...ops.batch_norm import BatchNormSpec, BatchStatistics, average_factor, batch_norm_with_statistics
-from ...ops.dense.op import autocast_dtype
 from ..groupbn.batch_norm import check_group
 
 

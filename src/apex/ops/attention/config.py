@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._device import DeviceFacts
+from .._device import DeviceFacts, next_power_of_2
 
 # Tiles of larger heads no longer fit; PyTorch's operator takes them.
 LARGEST_HEAD = 256
@@ -26,10 +26,6 @@ class Tile:
     keys: int
     num_warps: int
     num_stages: int
-
-
-def next_power_of_2(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
 
 
 def head_block(head_dim: int) -> int:

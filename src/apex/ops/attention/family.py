@@ -29,9 +29,4 @@ def takes_head(tensor: Tensor) -> bool:
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """What autocast turns the inputs of an attention into, as it does for PyTorch's own; None if nothing."""
-    if not torch._C._is_any_autocast_enabled():
-        return None
-    kind = tensor.device.type
-    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
+    return None if tensor.dtype == torch.float64 else _library.autocast_dtype(tensor)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .._device import next_power_of_2
+
 # Elements of each tensor that one program has in hand, by the kind of pass; reasoned, not yet measured. An elementwise
 # pass loads a few values per channel first, which larger tiles pay for: group norm, cut in much the same way, was
 # quickest on an H200 with 8192 elements forward and 1024 per warp backward. A pass that sums keeps two sums per element
@@ -21,11 +23,6 @@ FINISH_BLOCK = (128, 16)
 FINISH_WARPS = 8
 
 
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below `number`."""
-    return 1 << max(0, number - 1).bit_length()
-
-
 @dataclass(frozen=True)
 class Tiling:
     """Tiles of `rows` positions and `channel_block` channels; an image has `chunks` of them for every block."""
@@ -40,11 +37,11 @@ def tiling(positions: int, channels: int, last: bool, elements: int) -> Tiling:
     """Tiles of at most `elements`, long where memory is contiguous: along the channels if those are `last`."""
     if last:
         # As wide as divides the channels, because lanes beyond them are idle.
-        block = next((width for width in (128, 64) if channels % width == 0), min(64, power_of_two(channels)))
-        rows = min(elements // block, power_of_two(positions))
+        block = next((width for width in (128, 64) if channels % width == 0), min(64, next_power_of_2(channels)))
+        rows = min(elements // block, next_power_of_2(positions))
     else:
-        rows = min(power_of_two(positions), 512)
-        block = min(elements // rows, power_of_two(channels))
+        rows = min(next_power_of_2(positions), 512)
+        block = min(elements // rows, next_power_of_2(channels))
     return Tiling(rows, block, -(-positions // rows), -(-channels // block))
 
 

@@ -21,7 +21,6 @@ from .op import (
     activated_linear,
     activation_backward,
     as_rows,
-    autocast_dtype,
     check_dense_gelu_dense,
     check_input,
     check_layer,
@@ -41,7 +40,7 @@ def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(ctx: Any, *args: Any) -> Any:
         if torch._C._is_any_autocast_enabled():  # the quick question first: most calls end here
             tensor = next(value for value in args if isinstance(value, Tensor))
-            if autocast_dtype(tensor) not in (None, tensor.dtype):
+            if _library.autocast_dtype(tensor) not in (None, tensor.dtype):
                 with torch.autocast(tensor.device.type, enabled=False):
                     return function(ctx, *args)
         return function(ctx, *args)
@@ -177,7 +176,7 @@ def dense_gelu_dense(
 
     Under autocast in its dtype.
     """
-    dtype = autocast_dtype(input)
+    dtype = _library.autocast_dtype(input)
     check_dense_gelu_dense(input, weight1, bias1, weight2, bias2, same_dtype=dtype is None)
     arguments: Sequence[Any] = (input, weight1, bias1, weight2, bias2)
     if not _library.runs_triton(FAMILY, input) or not _has_large_layers(input, (weight1,)):
@@ -297,7 +296,7 @@ def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (),
 
     Under autocast in its dtype.
     """
-    dtype = autocast_dtype(input)
+    dtype = _library.autocast_dtype(input)
     check_mlp(input, weights, biases, activation, same_dtype=dtype is None)
     arguments: Sequence[Any] = (input, *weights, *biases)
     if not _library.runs_triton(FAMILY, input) or not _has_large_layers(input, weights):
@@ -315,7 +314,7 @@ def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (),
 
 def dense(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`input` [..., in] through one dense layer: PyTorch's own operator, which adds the bias within the product."""
-    check_layer(input, check_input(input), weight, bias, same_dtype=autocast_dtype(input) is None)
+    check_layer(input, check_input(input), weight, bias, same_dtype=_library.autocast_dtype(input) is None)
     return functional.linear(input, weight, bias)
 
 

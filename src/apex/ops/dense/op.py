@@ -168,14 +168,6 @@ def _torch_accumulates(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype that autocast gives to matrix products on the tensor's device; None where it is off."""
-    if not torch._C._is_any_autocast_enabled():
-        return None
-    device_type = tensor.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
 def check_input(input: Tensor) -> int:
     """The number of values per row."""
     if input.dim() < 1 or not input.is_floating_point():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .._device import next_power_of_2
+
 # Elements of a group, its channels rounded up to a power of two, up to which one program takes all of it.
 SMALL_GROUP = 32768
 # Elements that one program holds of each tensor where groups are cut up, and its warps. On an H200, 8x2560x64x64 in
@@ -19,11 +21,6 @@ SUM_WARPS = 4
 PARAMETER_BLOCK = (16, 64)
 
 
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below `number`."""
-    return 1 << max(0, number - 1).bit_length()
-
-
 @dataclass(frozen=True)
 class SmallConfig:
     """One program per group of an image."""
@@ -35,7 +32,7 @@ class SmallConfig:
 
 def small_config(positions: int, group_channels: int) -> SmallConfig | None:
     """None where a group is too large for one program."""
-    position_block, channel_block = power_of_two(positions), power_of_two(group_channels)
+    position_block, channel_block = next_power_of_2(positions), next_power_of_2(group_channels)
     elements = position_block * channel_block
     if elements > SMALL_GROUP:
         return None
@@ -56,9 +53,9 @@ def tile_config(positions: int, channels: int, elements: int, last: bool) -> Til
     """Tiles of at most `elements`, long where memory is contiguous: along the channels if those are `last`."""
     if last:
         # As wide as divides the channels, because lanes beyond them are idle.
-        block = next((width for width in (128, 64) if channels % width == 0), min(64, power_of_two(channels)))
-        rows = min(elements // block, power_of_two(positions))
+        block = next((width for width in (128, 64) if channels % width == 0), min(64, next_power_of_2(channels)))
+        rows = min(elements // block, next_power_of_2(positions))
     else:
-        rows = min(power_of_two(positions), 1024)
-        block = min(elements // rows, power_of_two(channels))
+        rows = min(next_power_of_2(positions), 1024)
+        block = min(elements // rows, next_power_of_2(channels))
     return TileConfig(rows, block, -(-positions // rows), -(-channels // block))

@@ -44,7 +44,7 @@ class _Shape:
         self.last = last
         self.flags = (has_weight, has_bias, spec.silu, last)
         self.has_weight, self.has_bias = has_weight, has_bias
-        self.group_block = config.power_of_two(self.group_channels)
+        self.group_block = _device.next_power_of_2(self.group_channels)
         self.small = config.small_config(positions, self.group_channels)
 
 

@@ -162,17 +162,12 @@ class GroupNormFunction(torch.autograd.Function):
         param_grads = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         if torch.compiler.is_compiling():
             gradients = torch.ops.apex.group_norm_backward(dy, input, statistics, weight, bias, *spec, param_grads)
-            dweight, dbias = (none_if_absent(*each) for each in zip(gradients[1:], (weight, bias), strict=True))
+            dweight, dbias = (_library.none_if_empty(*each) for each in zip(gradients[1:], (weight, bias), strict=True))
             return gradients[0], dweight, dbias, None
         if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
             statistics = reference.forward(input, weight, bias, spec)[1]
             return *reference.backward(dy, input, statistics, weight, bias, spec), None
         return *triton_backward(dy, input, statistics, weight, bias, spec, param_grads), None
-
-
-def none_if_absent(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
-    """An operator must return a tensor; an empty one stands for the gradient of nothing."""
-    return None if parameter is None or gradient.numel() != parameter.numel() else gradient
 
 
 def _forward(input, weight, bias, groups, eps, silu):
@@ -208,7 +203,7 @@ def _op_backward(ctx, dy, dstatistics):
     input, weight, bias, statistics = ctx.saved_tensors
     param_grads = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
     dx, dweight, dbias = torch.ops.apex.group_norm_backward(dy, input, statistics, weight, bias, *ctx.spec, param_grads)
-    return dx, none_if_absent(dweight, weight), none_if_absent(dbias, bias), None, None, None
+    return dx, _library.none_if_empty(dweight, weight), _library.none_if_empty(dbias, bias), None, None, None
 
 
 def _refuse_second_derivative(ctx, *gradients):

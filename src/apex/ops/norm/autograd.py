@@ -74,7 +74,7 @@ def backward_from_saved(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | N
         dx, dweight, dbias = torch.ops.apex.norm_backward(
             dy, saved, statistics, weight, bias, *spec, ctx.input_dtype, param_grads
         )
-        return dx, none_if_empty(dweight, weight), none_if_empty(dbias, bias)
+        return dx, _library.none_if_empty(dweight, weight), _library.none_if_empty(dbias, bias)
     if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
         if spec.from_output:
             raise RuntimeError(
@@ -94,8 +94,3 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
         return *backward_from_saved(ctx, dy), None, None
-
-
-def none_if_empty(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
-    """An operator must return a tensor; an empty one stands for the gradient of nothing."""
-    return None if parameter is None or gradient.numel() != parameter.numel() else gradient

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._device import DeviceFacts
+from .._device import DeviceFacts, next_power_of_2
 
 # Rows up to this length are held in registers by the backward kernel, with their weight and bias gradients.
 BACKWARD_ROWS_LIMIT = 8192
@@ -36,10 +36,6 @@ class BackwardConfig:
     num_warps: int
     num_stages: int
     held: int = 0
-
-
-def next_power_of_2(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
 
 
 def _warps(threads: int, device: DeviceFacts) -> int:

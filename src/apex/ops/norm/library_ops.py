@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from .. import _library
-from .autograd import none_if_empty
 from .dispatch import norm_backward, norm_forward
 from .spec import NormSpec
 
@@ -60,7 +59,16 @@ def _op_backward(ctx, dy, dstatistics):
     dx, dweight, dbias = torch.ops.apex.norm_backward(
         dy, saved, statistics, weight, bias, *ctx.spec, ctx.input_dtype, param_grads
     )
-    return dx, none_if_empty(dweight, weight), none_if_empty(dbias, bias), None, None, None, None, None
+    return (
+        dx,
+        _library.none_if_empty(dweight, weight),
+        _library.none_if_empty(dbias, bias),
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def _refuse_second_derivative(ctx, *gradients):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._device import DeviceFacts
+from .._device import DeviceFacts, next_power_of_2
 
 # Bytes of a tile. bfloat16 4096x4x32x128 by 128 threads: 4 KiB take 69 (angles), 70 (cached), 72 (packed), 72 to 73
 # (images); 8 KiB take 71, 73, 73, 77; 16 KiB and more, or several tiles one after the other, 72 and more. A plain copy
@@ -26,10 +26,6 @@ class Tile:
 
     def programs(self, tokens: int, batch: int, heads: int) -> int:
         return -(-tokens // self.tokens) * batch * -(-heads // self.heads)
-
-
-def next_power_of_2(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
 
 
 def tile(tokens: int, heads: int, channels: int, itemsize: int, device: DeviceFacts) -> Tile:
