@@ -6,6 +6,8 @@ reads there, after the reduction, whether others had one, and nobody waits for a
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops._transfer import on_host
-from ..ops.multi_tensor import scale
+from ..ops.multi_tensor import flat, scale
+from ._holders import holders_of, only_param_has_gradient
 
 # Elements from which a call of its own for a tensor costs less than passing over it twice.
 _LARGE = 1 << 14
@@ -30,14 +33,16 @@ class Arithmetic:
     predivide: float = 1.0
     always_fp32: bool = False
 
-    @property
-    def before(self) -> float:
-        """The factor of gradients on their way out."""
-        return 1.0 / self.predivide
+    def factors(self, world_size: int, dtype: torch.dtype) -> tuple[float, float]:
+        """Those of gradients on their way out, and of their sum.
 
-    def after(self, world_size: int) -> float:
-        """The factor of their sum."""
-        return self.predivide / world_size if self.average else 1.0
+        A power of two is exact before the sum as well, where it costs no pass of its own. Half precision keeps it
+        where it was: its sums do overflow, and its small numbers get lost.
+        """
+        before, after = 1.0 / self.predivide, self.predivide / world_size if self.average else 1.0
+        if self.travels_as(dtype) not in _HALF and math.frexp(after)[0] == 0.5:
+            return before * after, 1.0
+        return before, after
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
         """The type in which gradients are summed."""
@@ -71,55 +76,163 @@ def _multiply_on_host(inputs: Sequence[Tensor], outputs: Sequence[Tensor], facto
 
 
 class Bucket:
-    """The gradients of some parameters of one dtype and device, in one buffer that is summed over all processes."""
+    """The gradients of some parameters of one dtype and device, in one buffer that is summed over all processes.
+
+    After a pass gradients are views of the buffer, which saves a pass over them and their memory. A gradient that
+    anybody but its parameter holds is not replaced but written to; a buffer that anybody looks at is not used again.
+    With `retain` all gradients become views, and each pass has a buffer of its own.
+    """
 
     def __init__(self, params: Sequence[Tensor], names: Sequence[str], arithmetic: Arithmetic, retain: bool) -> None:
         self.params = list(params)
-        self.size = sum(param.numel() for param in self.params)
-        # The mean of the last pass, where gradients are views of it.
+        self.names = list(names)
+        self._work: Any = None
+        # Whether the buffer is that of the pass under way, and the gradients that have moved there.
+        self._is_open = False
+        self._taken: set[int] = set()
+        # The mean of the last pass, where it is to be kept.
         self.retained: Tensor | None = None
-        self._names = names
         self._arithmetic = arithmetic
         self._retain = retain
+        self._before, self._after = arithmetic.factors(dist.get_world_size(), self.params[0].dtype)
+        self._buffer_dtype = arithmetic.travels_as(self.params[0].dtype)
+        self._offsets, self.size = self._layout()
         self._places: list[Tensor] = []
         self._missing: list[int] = []
-        self._work: Any = None
+
+    @torch.no_grad()
+    def take(self, index: int) -> None:
+        """Puts a gradient that is there for good in its place at once, while it is in the cache; on the host only.
+
+        Its memory is free for the next gradient then. Elsewhere one call for all of a bucket costs less.
+        """
+        param = self.params[index]
+        if not on_host(param) or self._buffer_dtype != param.dtype or self._retain:
+            return
+        self._open()
+        if self._is_inside(index):
+            if self._before != 1.0:
+                self._places[index].mul_(self._before)
+        elif only_param_has_gradient(param):
+            assert param.grad is not None
+            multiply([param.grad], [self._places[index]], self._before)
+            param.grad = self._places[index].data
+        else:
+            return
+        self._taken.add(index)
+
+    def has_taken(self, index: int) -> bool:
+        """Whether a gradient must not change any more."""
+        return self._work is not None or index in self._taken
 
     @torch.no_grad()
     def start(self, group: Any) -> None:
         """Sends the gradients that there are."""
-        self._make_buffer()
+        self._open()
         self._missing, gradients, places = [], [], []
         for index, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
             gradient = param.grad
             if gradient is None:
                 place.zero_()
                 self._missing.append(index)
-                continue
-            if gradient.layout != torch.strided:
+            elif gradient.layout != torch.strided:
                 raise RuntimeError(
-                    f"the gradient of {self._names[index]} is sparse; DistributedDataParallel and Reducer take dense "
+                    f"the gradient of {self.names[index]} is sparse; DistributedDataParallel and Reducer take dense "
                     "gradients only: use sparse=False in embeddings"
                 )
-            gradients.append(gradient.detach())
-            places.append(place)
-        multiply(gradients, places, self._arithmetic.before)
+            elif not self._is_inside(index):
+                gradients.append(gradient.detach())
+                places.append(place)
+            elif index not in self._taken and self._before != 1.0:
+                place.mul_(self._before)
+        multiply(gradients, places, self._before)
         self._present.fill_(1)
         for index in self._missing:
             self._present[index] = 0
         self._work = dist.all_reduce(self._buffer, group=group, async_op=True)
 
     @torch.no_grad()
-    def finish(self, world_size: int) -> None:
+    def finish(self) -> None:
         """Waits for the sum and gives it to the parameters."""
         self._work.wait()
-        self._work = None
+        self._end()
         # Only who lacks a gradient has to ask the device whether others have it.
         others = self._present.tolist() if self._missing else []
         absent = {index for index in self._missing if not others[index]}
-        factor = self._arithmetic.after(world_size)
+        if self._buffer_dtype == self.params[0].dtype:
+            self._give_views(absent)
+        else:
+            self._give_cast(absent)
+
+    def abandon(self) -> None:
+        """Forgets what is under way, without waiting for processes that may never send."""
+        if self._work is not None:
+            self._places = []
+        self._end()
+
+    def _end(self) -> None:
+        self._work = None
+        self._is_open = False
+        self._taken = set()
+
+    def _layout(self) -> tuple[list[int], int]:
+        """Where gradients start in the buffer, and what they take: a retained buffer has nothing in between."""
+        if not self._retain:
+            return flat.offsets_of(self.params)
+        offsets = list(itertools.accumulate((param.numel() for param in self.params), initial=0))
+        return offsets[:-1], offsets[-1]
+
+    def _is_inside(self, index: int) -> bool:
+        """Whether a parameter's gradient is in its place already."""
+        gradient, place = self.params[index].grad, self._places[index]
+        return (
+            gradient is not None
+            and gradient.layout == torch.strided
+            and gradient.data_ptr() == place.data_ptr()
+            and gradient.stride() == place.stride()
+            and gradient.dtype == place.dtype
+        )
+
+    def _open(self) -> None:
+        """Makes a buffer where there is none, or where anybody looks at it but this bucket and gradients inside."""
+        if self._is_open:
+            return
+        self._is_open = True
+        inside = sum(map(self._is_inside, range(len(self._places))))
+        if self._places and not self._retain and holders_of(self._buffer) == self._own_holders + inside:
+            return
+        self._buffer = torch.zeros(self.size + len(self.params), dtype=self._buffer_dtype, device=self.params[0].device)
+        self._present = self._buffer[self.size :]
+        self._places = self._views_of(self._buffer)
+        self._own_holders = holders_of(self._buffer)
+
+    def _views_of(self, buffer: Tensor) -> list[Tensor]:
+        return [flat.view_like(buffer, offset, param) for offset, param in zip(self._offsets, self.params, strict=True)]
+
+    def _give_views(self, absent: set[int]) -> None:
+        if self._after != 1.0:
+            self._buffer[: self.size].mul_(self._after)
         if self._retain:
-            self._give_views(factor, absent)
+            self.retained = self._buffer[: self.size]
+        written, values = [], []
+        for index, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
+            if index in absent or (not self._retain and self._is_inside(index)):
+                continue
+            if self._retain or param.grad is None or only_param_has_gradient(param):
+                param.grad = place.data  # a tensor of its own, by which the buffer is seen to be in use
+            else:
+                written.append(param.grad.detach())
+                values.append(place)
+        multiply(values, written, 1.0)
+
+    def _give_cast(self, absent: set[int]) -> None:
+        """The sum was of another type than the gradients."""
+        dtype = self.params[0].dtype
+        if self._retain:
+            self.retained = self._buffer[: self.size].mul_(self._after).to(dtype)
+            for index, (param, place) in enumerate(zip(self.params, self._views_of(self.retained), strict=True)):
+                if index not in absent:
+                    param.grad = place
             return
         places, gradients = [], []
         for index, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
@@ -129,40 +242,7 @@ class Bucket:
                 param.grad = torch.empty_like(param)
             places.append(place)
             gradients.append(param.grad.detach())
-        multiply(places, gradients, factor)
-
-    def abandon(self) -> None:
-        """Forgets what is under way, without waiting for processes that may never send; it keeps its buffer."""
-        if self._work is not None:
-            self._work = None
-            self._places = []
-
-    def _make_buffer(self) -> None:
-        """A new buffer in every pass if gradients become views of it, else the same one."""
-        if self._places and not self._retain:
-            return
-        first = self.params[0]
-        self._buffer = torch.empty(
-            self.size + len(self.params), dtype=self._arithmetic.travels_as(first.dtype), device=first.device
-        )
-        self._present = self._buffer[self.size :]
-        self._places = self._views_of(self._buffer)
-
-    def _views_of(self, buffer: Tensor) -> list[Tensor]:
-        parts = buffer[: self.size].split([param.numel() for param in self.params])
-        # `.data`: with a version counter of its own, as if the views had nothing to do with each other.
-        return [part.view(param.shape).data for part, param in zip(parts, self.params, strict=True)]
-
-    def _give_views(self, factor: float, absent: set[int]) -> None:
-        mean = self._buffer[: self.size]
-        if factor != 1.0:
-            mean.mul_(factor)
-        dtype = self.params[0].dtype
-        self.retained = mean.to(dtype)
-        places = self._places if mean.dtype == dtype else self._views_of(self.retained)
-        for index, (param, place) in enumerate(zip(self.params, places, strict=True)):
-            if index not in absent:
-                param.grad = place
+        multiply(places, gradients, self._after)
 
 
 def plan(

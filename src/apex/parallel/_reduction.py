@@ -40,7 +40,6 @@ class Reduction:
         self.buckets: list[Bucket] = []
         # For each bucket, the indices of its parameters.
         self.members: list[list[int]] = []
-        self.world_size = dist.get_world_size()
         self._index = {param: index for index, param in enumerate(self.params)}
         self._arithmetic = arithmetic
         self._message_size = message_size
@@ -68,7 +67,12 @@ class Reduction:
 
     def _make_buckets(self, members: list[list[int]]) -> None:
         self.members = members
-        self._bucket_of = {index: number for number, indices in enumerate(members) for index in indices}
+        # For each parameter, its bucket and which one of it it is.
+        self._place_of = {
+            index: (number, position)
+            for number, indices in enumerate(members)
+            for position, index in enumerate(indices)
+        }
         self.buckets = [
             Bucket(
                 [self.params[index] for index in indices],
@@ -85,8 +89,11 @@ class Reduction:
         self._make_buckets(agree(members, len(self.params), self.params[0].device))
         self._waiting_for = [set(indices) for indices in self.members]
 
-    def arrived(self, param: Tensor) -> None:
-        """Notes that a backward pass has added to a parameter's gradient; sends what can be sent."""
+    def arrived(self, param: Tensor, final: bool = False) -> None:
+        """Notes that a backward pass has added to a parameter's gradient; sends what can be sent.
+
+        `final`: this pass is not going to add more.
+        """
         index = self._index.get(param)
         if index is None:
             raise RuntimeError(
@@ -97,8 +104,9 @@ class Reduction:
             if index not in self._arrived[-1:]:
                 self._arrived.append(index)
             return
-        number = self._bucket_of[index]
-        if number < self._started:
+        number, position = self._place_of[index]
+        bucket = self.buckets[number]
+        if bucket.has_taken(position):
             raise RuntimeError(
                 f"the gradient of {self.names[index]} changed after it had been sent to the other processes: one "
                 "backward pass has added to it several times (a shared parameter under reentrant checkpointing?). Use "
@@ -106,6 +114,8 @@ class Reduction:
             )
         self._arrived.append(index)
         self._waiting_for[number].discard(index)
+        if final:
+            bucket.take(position)
         while self._started < len(self.buckets) and not self._waiting_for[self._started]:
             self._send_next()
 
@@ -129,7 +139,7 @@ class Reduction:
         while self._started < len(self.buckets):
             self._send_next()
         for bucket in self.buckets:
-            bucket.finish(self.world_size)
+            bucket.finish()
         self._start_pass()
 
     def abandon_pass(self) -> None:

@@ -187,10 +187,11 @@ class DistributedDataParallel(nn.Module):
         # The autograd engine runs hooks in one thread per device.
         self._lock = threading.RLock()
         self._in_pass = False
+        self._task = -1
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: groups and streams are made anew, but for those that were given."""
-        transient = ("_reduction", "_groups", "_streams", "_fallback_buffers", "_hooked", "_lock", "_in_pass")
+        transient = ("_reduction", "_groups", "_streams", "_fallback_buffers", "_hooked", "_lock", "_in_pass", "_task")
         state = {name: value for name, value in self.__dict__.items() if name not in transient}
         return {**state, "allreduce_communicators": None}
 
@@ -293,6 +294,7 @@ class DistributedDataParallel(nn.Module):
         with self._lock:
             if not self._in_pass and not self._disable_allreduce:
                 self._in_pass = True
+                self._task = torch._C._current_graph_task_id()
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[attr-defined]
 
     def _gradient_arrived(self, param: Tensor) -> None:
@@ -316,7 +318,8 @@ class DistributedDataParallel(nn.Module):
     def comm_ready_buckets(self, param: Tensor) -> None:
         """Notes that a parameter's gradient is there, and sends the buckets that are complete, in their order."""
         if self._reduction is not None and param.requires_grad:
-            self._reduction.arrived(param)
+            # A pass inside of the pass, as reentrant checkpoints have, may not be the last one that adds to it.
+            self._reduction.arrived(param, final=self._in_pass and torch._C._current_graph_task_id() == self._task)
 
     def sync_bucket_structure(self) -> None:
         """Makes the buckets of rank 0 those of all processes; to be called in all of them, in a first pass."""
@@ -335,12 +338,12 @@ class DistributedDataParallel(nn.Module):
     def allreduce_bucket(self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool) -> Tensor:
         """Reduces some gradients of one type now; returns the strung-together result."""
         groups = self._groups or (None,)
-        arithmetic = self._arithmetic
         flat = flatten([gradient.detach() for gradient in bucket])
-        travelling = torch.empty_like(flat, dtype=arithmetic.travels_as(flat.dtype))
-        multiply([flat], [travelling], arithmetic.before)
+        before, after = self._arithmetic.factors(int(self.world_size), flat.dtype)
+        travelling = torch.empty_like(flat, dtype=self._arithmetic.travels_as(flat.dtype))
+        multiply([flat], [travelling], before)
         dist.all_reduce(travelling, group=None if force_default_stream else groups[bucket_idx % len(groups)])
-        multiply([travelling], [flat], arithmetic.after(int(self.world_size)))
+        multiply([travelling], [flat], after)
         if not self.retain_allreduce_buffers:
             multiply(unflatten(flat, bucket), [gradient.detach() for gradient in bucket], 1.0)
         return flat

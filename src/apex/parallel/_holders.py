@@ -1,0 +1,39 @@
+"""Who can see a tensor's memory: what may be replaced, or written over, without anybody noticing."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Missing in PyTorch of before 2.7 that was built without CUDA; nothing is taken for unseen then.
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def holders_of(tensor: Tensor) -> int:
+    """How many tensors have this one's memory, it included, and a constant; -1 where this cannot be told."""
+    return -1 if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
+
+
+def _seen(param: Tensor) -> tuple[int, int]:
+    gradient = param.grad
+    assert gradient is not None
+    return sys.getrefcount(gradient), holders_of(gradient)
+
+
+@functools.cache
+def _unseen() -> tuple[int, int]:
+    """What `_seen` gives for a gradient that nobody holds but its parameter."""
+    param = torch.empty(1, requires_grad=True)
+    param.grad = torch.empty(1)
+    return _seen(param)
+
+
+def only_param_has_gradient(param: Tensor) -> bool:
+    """Whether nobody would notice if `param.grad` became another tensor with the same values."""
+    if _use_count is None or type(param.grad) is not Tensor or param.grad.requires_grad:
+        return False
+    return _seen(param) == _unseen()
