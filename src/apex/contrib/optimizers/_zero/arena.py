@@ -1,0 +1,135 @@
+"""Parameters that are laid out together, and the buffers that follow their layout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....ops.multi_tensor.torch_lists import flat, is_dense
+from .groups import Groups
+from .layout import Layout, LocalPiece, joined
+
+# Parameters start at multiples of so many bytes in every buffer.
+ALIGNMENT = 128
+
+
+class Dtypes(NamedTuple):
+    """Of the optimizer's state, and of gradients and parameters on their way between processes."""
+
+    state: torch.dtype
+    gradients: torch.dtype
+    parameters: torch.dtype
+
+
+class Arena:
+    """Some parameters of one device and set of dtypes, their layout, and the flat buffers of this rank.
+
+    A flat buffer of the whole layout has `layout.size` elements, `bucket(buffer, number)` is one bucket of it. A flat
+    shard has `layout.shard_size` elements, `shard(buffer, number)` is this rank's shard of one bucket of it. `owned`
+    says which elements of which parameters lie where in a flat shard, bucket by bucket; `parts` says the same with
+    neighbours joined.
+
+    `owners` has a number for each parameter, that of its parameter group, by which `runs` are found. `outgoing` has,
+    for each bucket, the shard of updated parameters that `ParameterSync` sends; an optimizer sets it.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        owners: Sequence[int],
+        dtypes: Dtypes,
+        groups: Groups,
+        bucket_bytes: float | None,
+        allocate: Callable[..., Tensor] = torch.zeros,
+    ) -> None:
+        """A bucket of gradients has at most `bucket_bytes`; `allocate` makes buffers that are sent."""
+        self.params = list(params)
+        self.owners = list(owners)
+        self.dtypes = dtypes
+        self.groups = groups
+        self.device = self.params[0].device
+        self.allocate = allocate
+        for index, param in enumerate(self.params):
+            if not is_dense(param):
+                raise ValueError(
+                    f"parameter {index} of shape {tuple(param.shape)} has gaps or overlaps in memory (strides "
+                    f"{param.stride()}); make it contiguous first"
+                )
+        width = dtypes.gradients.itemsize
+        elements = None if bucket_bytes is None else int(bucket_bytes / width)
+        sizes = [param.numel() for param in self.params]
+        self.layout = Layout(sizes, groups.ranks, elements, max(1, ALIGNMENT // width))
+        self.outgoing: list[Tensor] = []
+        # Gradients that wait to be sent, by parameter, laid out like it; with one process, that wait for the step.
+        self.gradients: list[Tensor | None] = [None] * len(self.params)
+        # This rank's shards of the sum over all processes.
+        self.gradient_shard: Tensor | None = None
+        # Whole buffers, where parameters and gradients are views of such.
+        self.gradient_buffer: Tensor | None = None
+        self.parameter_buffer: Tensor | None = None
+
+    @functools.cached_property
+    def owned(self) -> tuple[LocalPiece, ...]:
+        """What this rank owns, bucket by bucket."""
+        return self.layout.owned_by(self.groups.rank)
+
+    @functools.cached_property
+    def parts(self) -> list[LocalPiece]:
+        """What this rank owns, with neighbours joined: with one rank, every parameter that has elements, whole."""
+        return joined(self.owned)
+
+    @functools.cached_property
+    def runs(self) -> list[tuple[int, int, slice]]:
+        """(owner, bucket, elements of the bucket's shard): stretches without another owner's parameters in them.
+
+        With padding, whose elements are zero and stay so.
+        """
+        found: list[tuple[int, int, slice]] = []
+        for piece in self.owned:
+            owner = self.owners[piece.param]
+            elements = slice(piece.offset, piece.offset + piece.size)
+            if found and found[-1][:2] == (owner, piece.bucket):
+                elements = slice(found.pop()[2].start, elements.stop)
+            found.append((owner, piece.bucket, elements))
+        return found
+
+    def new_shard(self, dtype: torch.dtype) -> Tensor:
+        """A flat shard of zeros."""
+        return torch.zeros(self.layout.shard_size, dtype=dtype, device=self.device)
+
+    def shard(self, buffer: Tensor, bucket: int) -> Tensor:
+        """This rank's shard of a bucket, in a flat shard."""
+        start = self.layout.shard_starts[bucket]
+        return buffer[start : start + self.layout.shard_sizes[bucket]]
+
+    def bucket(self, buffer: Tensor, bucket: int) -> Tensor:
+        """A bucket of a whole buffer."""
+        start = self.layout.bucket_starts[bucket]
+        return buffer[start : start + self.layout.bucket_sizes[bucket]]
+
+    def shard_of_bucket(self, values: Tensor) -> Tensor:
+        """This rank's shard of a whole bucket."""
+        size = len(values) // self.groups.ranks
+        return values[self.groups.rank * size : (self.groups.rank + 1) * size]
+
+    def view(self, buffer: Tensor, index: int) -> Tensor:
+        """A parameter's place in a whole buffer, shaped and strided like it."""
+        param = self.params[index]
+        offset = buffer.storage_offset() + self.layout.starts[index]
+        # `.data`: with a version counter of its own, as if the views had nothing to do with each other.
+        return buffer.as_strided(param.shape, param.stride(), offset).data
+
+    def flat_params(self) -> list[Tensor]:
+        """Each parameter's elements in the order of its memory."""
+        return [flat(param.detach()) for param in self.params]
+
+
+def laid_out_like(tensor: Tensor, param: Tensor) -> Tensor:
+    """The tensor, or a copy of it with the strides of the parameter, so that their elements lie in the same order."""
+    if tensor.stride() == param.stride() or (tensor.is_contiguous() and param.is_contiguous()):
+        return tensor
+    return torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)

@@ -1,0 +1,301 @@
+"""From gradients of parameters to sums over all processes, bucket by bucket, while backward passes go on.
+
+A round sends every bucket of every arena once, in the order of the layout, so that all processes send the same whatever
+their backward passes produced: a bucket goes out when the gradients of all its parameters, and all buckets before it,
+are there. What is not complete is sent when a second gradient of a parameter arrives, which is one of a new backward
+pass, or when the sums are wanted; with zeros for what is missing. Sums of several rounds add up. Gradients that are
+added to before they are sent add up in the dtype that they travel in.
+
+With one process nothing is sent and nothing copied: the gradients themselves are what `local` returns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....ops._transfer import on_host
+from ....ops.multi_tensor.torch_lists import flat
+from ....parallel._reduction import on_stream
+from .arena import Arena, laid_out_like
+from .collectives import Done, Work, all_reduce, reduce_scatter
+from .groups import Groups
+from .layout import LocalPiece
+
+
+@dataclass
+class _Sent:
+    """A bucket under way."""
+
+    arena: Arena
+    number: int
+    bucket: Tensor
+    shard: Tensor
+    work: Work
+    # Whether `shard` is to be added to the sums of earlier rounds.
+    adds: bool
+
+
+class GradientSync:
+    """The gradients of some arenas.
+
+    `in_flight` buckets may be under way at a time; each takes its whole size in memory, unless `contiguous`: then
+    gradients are views of a buffer that stays.
+    """
+
+    def __init__(self, groups: Groups, *, average: bool = True, in_flight: int = 2, contiguous: bool = False) -> None:
+        self.groups = groups
+        self.average = average
+        self.in_flight = in_flight
+        self.contiguous = contiguous
+        self.arenas: list[Arena] = []
+        # Whether a round has been completed since gradients were cleared, and nothing arrived after it.
+        self.is_complete = False
+        # All buckets in the order in which they are sent, and the number of the next one.
+        self._order: list[tuple[Arena, int]] = []
+        self._next = 0
+        self._missing: list[int] = []
+        self._seen: list[set[int]] = []
+        self._number: dict[tuple[int, int], int] = {}
+        self._under_way: deque[_Sent] = deque()
+        # Buckets that have been sent, and gradients that are sums made here: these may be added to in place.
+        self._filled: set[int] = set()
+        self._own: set[tuple[int, int]] = set()
+        self._zeros: Tensor | None = None
+        self._stream: Any = None
+
+    # Arenas and buffers -----------------------------------------------------------------------------------------------
+
+    def add(self, arena: Arena) -> None:
+        """Takes care of one more arena."""
+        place = len(self.arenas)
+        self.arenas.append(arena)
+        for bucket in range(len(arena.layout.bucket_sizes)):
+            self._number[place, bucket] = len(self._order)
+            self._order.append((arena, bucket))
+        self._seen.append(set())
+        self._start_round()
+        if self.contiguous:
+            self.make_buffer(arena)
+
+    def make_buffer(self, arena: Arena) -> None:
+        """Gives an arena its whole buffer, which gradients then are views of."""
+        if arena.gradient_buffer is None:
+            arena.gradient_buffer = arena.allocate(arena.layout.size, dtype=arena.dtypes.gradients, device=arena.device)
+
+    def clear(self) -> None:
+        """Forgets all gradients."""
+        self.finish()
+        for arena in self.arenas:
+            arena.gradients = [None] * len(arena.params)
+            if arena.gradient_buffer is not None:
+                arena.gradient_buffer.zero_()
+        self._filled.clear()
+        self._own.clear()
+        self.is_complete = False
+        self._start_round()
+
+    # Gradients arrive -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take(self, place: int, index: int) -> None:
+        """Takes the gradient away from a parameter of arena number `place`; it has none afterwards."""
+        param = self.arenas[place].params[index]
+        gradient = param.grad
+        if gradient is None:
+            return
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; only dense ones are divided "
+                "among processes: use sparse=False in embeddings"
+            )
+        arena = self.arenas[place]
+        numbers = [self._number[place, bucket] for bucket in arena.layout.buckets_of[index]]
+        if numbers and numbers[0] < self._next:
+            self._send_rest()  # a part of it, or all, is gone: this belongs to the next round
+        param.grad = None
+        self.is_complete = False
+        gradient = laid_out_like(gradient.detach(), param)
+        if arena.gradient_buffer is not None:
+            while any(sent.number in numbers for sent in self._under_way):
+                self._finish_first()
+            view = arena.view(arena.gradient_buffer, index)
+            if view.data_ptr() != gradient.data_ptr():
+                view.add_(gradient)
+            arena.gradients[index] = view
+            return
+        before = arena.gradients[index]
+        if before is None:
+            arena.gradients[index] = gradient
+        elif (place, index) in self._own:
+            before.add_(gradient)
+        else:
+            arena.gradients[index] = before.to(arena.dtypes.gradients, copy=True).add_(gradient)
+            self._own.add((place, index))
+
+    def take_all(self) -> None:
+        """Takes every gradient that there is."""
+        for place, arena in enumerate(self.arenas):
+            for index, param in enumerate(arena.params):
+                if param.grad is not None:
+                    self.take(place, index)
+
+    def arrived(self, place: int, index: int) -> None:
+        """Takes the gradient that a backward pass has finished with; sends what is complete."""
+        if self.groups.is_one:
+            self.take(place, index)
+            return
+        if index in self._seen[place]:
+            self._send_rest()
+        self.take(place, index)
+        self._seen[place].add(index)
+        for bucket in self.arenas[place].layout.buckets_of[index]:
+            self._missing[self._number[place, bucket]] -= 1
+        while self._next < len(self._order) and not self._missing[self._next]:
+            self._send()
+        if self._next == len(self._order):
+            self._send_rest()
+
+    # Rounds -----------------------------------------------------------------------------------------------------------
+
+    def _start_round(self) -> None:
+        self._next = 0
+        for seen in self._seen:
+            seen.clear()
+        self._missing = [len({piece.param for piece in arena.layout.pieces[bucket]}) for arena, bucket in self._order]
+
+    def _send_rest(self) -> None:
+        """Ends a round."""
+        while self._next < len(self._order):
+            self._send()
+        self._start_round()
+        self.is_complete = True
+
+    def synchronize(self) -> None:
+        """Sends what there is unless all has been, and waits."""
+        self.take_all()
+        if not self.is_complete and not self.groups.is_one:
+            self._send_rest()
+        self.finish()
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        arena, number = self._order[self._next]
+        while len(self._under_way) >= self.in_flight:
+            self._finish_first()
+        bucket = self._filled_bucket(arena, number)
+        if arena.gradient_shard is None:
+            arena.gradient_shard = arena.new_shard(arena.dtypes.gradients)
+        shard = arena.shard(arena.gradient_shard, number)
+        adds = self._next in self._filled
+        if adds:
+            shard = torch.empty_like(shard)
+        self._filled.add(self._next)
+        self._under_way.append(_Sent(arena, self._next, bucket, shard, self._reduce(bucket, shard), adds))
+        self._next += 1
+
+    def _filled_bucket(self, arena: Arena, number: int) -> Tensor:
+        """A bucket with the gradients that there are, which are let go of, and zeros elsewhere."""
+        pieces = arena.layout.pieces[number]
+        last = {piece.param for piece in pieces if piece.stop == arena.layout.sizes[piece.param]}
+        if arena.gradient_buffer is not None:
+            for index in last:
+                arena.gradients[index] = None
+            return arena.bucket(arena.gradient_buffer, number)
+        bucket = torch.zeros(arena.layout.bucket_sizes[number], dtype=arena.dtypes.gradients, device=arena.device)
+        sources, places = [], []
+        for piece in pieces:
+            gradient = arena.gradients[piece.param]
+            if gradient is not None:
+                sources.append(flat(gradient)[piece.start : piece.stop])
+                places.append(bucket[piece.offset : piece.offset + piece.size])
+        if sources:
+            torch._foreach_copy_(places, sources)
+        place = self.arenas.index(arena)
+        for index in last:
+            arena.gradients[index] = None
+            self._own.discard((place, index))
+        return bucket
+
+    def _reduce(self, bucket: Tensor, shard: Tensor) -> Work:
+        groups = self.groups
+        if groups.ranks == 1:
+            shard.copy_(bucket)
+        if groups.replicas == 1:
+            return reduce_scatter(shard, bucket, groups.distributed, self.average) if groups.ranks > 1 else Done()
+        # Two collectives, of which the second needs the first: on a stream of their own, so that nothing else waits.
+        if self._stream is None and not on_host(bucket):
+            self._stream = torch.Stream(bucket.device)
+        with on_stream(self._stream):
+            if groups.ranks > 1:
+                first = reduce_scatter(shard, bucket, groups.distributed, self.average)
+                if on_host(bucket):
+                    return _Then(first, shard, groups.redundant, self.average)
+                first.wait()
+            return all_reduce(shard, groups.redundant, self.average)
+
+    def finish(self) -> None:
+        """Waits for what is under way."""
+        while self._under_way:
+            self._finish_first()
+
+    @torch.no_grad()
+    def _finish_first(self) -> None:
+        sent = self._under_way.popleft()
+        sent.work.wait()
+        if sent.adds:
+            arena, number = self._order[sent.number]
+            arena.shard(self.shards(arena), number).add_(sent.shard)
+        if sent.arena.gradient_buffer is not None:
+            sent.bucket.zero_()  # further rounds add to it
+
+    # What the optimizer reads -----------------------------------------------------------------------------------------
+
+    def shards(self, arena: Arena) -> Tensor:
+        """This rank's flat shard of the sums; with more than one process, and after `synchronize`."""
+        assert arena.gradient_shard is not None
+        return arena.gradient_shard
+
+    def local(self, arena: Arena) -> list[Tensor]:
+        """The gradients of `arena.parts`, flat, one by one; after `synchronize`."""
+        if not self.groups.is_one:
+            shards = self.shards(arena)
+            return [shards[part.flat : part.flat + part.size] for part in arena.parts]
+        return list(self._own_gradients(arena, arena.parts))
+
+    def _own_gradients(self, arena: Arena, parts: list[LocalPiece]) -> Iterator[Tensor]:
+        given = {gradient.dtype for gradient in arena.gradients if gradient is not None}
+        # One dtype for all: theirs, or, where they have several, that in which they would travel.
+        dtype = given.pop() if len(given) == 1 else arena.dtypes.gradients
+        for part in parts:
+            gradient = arena.gradients[part.param]
+            if arena.gradient_buffer is not None:
+                start = arena.layout.starts[part.param]
+                yield arena.gradient_buffer[start : start + part.size]
+            elif gradient is None:
+                yield self._nothing(part.size, dtype, arena.device)
+            else:
+                yield flat(gradient if gradient.dtype == dtype else gradient.to(dtype))
+
+    def _nothing(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros in the place of a gradient that there is not; only ever read."""
+        zeros = self._zeros
+        if zeros is None or len(zeros) < size or zeros.dtype != dtype or zeros.device != device:
+            zeros = self._zeros = torch.zeros(size, dtype=dtype, device=device)
+        return zeros[:size]
+
+
+class _Then:
+    """A mean over replicas after a reduce-scatter, for the host, where nothing runs by itself."""
+
+    def __init__(self, first: Work, shard: Tensor, group: Any, average: bool) -> None:
+        self._first, self._shard, self._group, self._average = first, shard, group, average
+
+    def wait(self) -> None:
+        self._first.wait()
+        all_reduce(self._shard, self._group, self._average).wait()

@@ -1,0 +1,45 @@
+"""The processes of an optimizer, as a grid: state is divided along one side and repeated along the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+class Groups:
+    """`process_group` = `distributed` x `redundant`; a world of one where torch.distributed is not initialised.
+
+    `size` is the number of all processes, `ranks` of those that divide the state, `rank` the number of this one among
+    them, `replicas` of those that hold the same shards. `root` is the global rank of the first process.
+    """
+
+    def __init__(self, process_group: Any = None, distributed: Any = None, redundant: Any = None) -> None:
+        self.process_group, self.distributed, self.redundant = process_group, distributed, redundant
+        self.size = self.ranks = self.replicas = 1
+        self.rank = self.root = 0
+        if not dist.is_available() or not dist.is_initialized():
+            return
+        self.process_group = dist.group.WORLD if process_group is None else process_group
+        self.distributed = self.process_group if distributed is None else distributed
+        self.size = dist.get_world_size(self.process_group)
+        self.ranks = dist.get_world_size(self.distributed)
+        self.rank = dist.get_rank(self.distributed)
+        if redundant is not None:
+            self.replicas = dist.get_world_size(redundant)
+        if self.rank < 0 or self.size < 0 or self.replicas < 0:
+            raise ValueError(
+                "this process is in none, or not in all, of process_group, distributed_process_group and "
+                "redundant_process_group"
+            )
+        if self.size != self.ranks * self.replicas:
+            raise RuntimeError(
+                f"process_group has {self.size} processes; distributed_process_group's {self.ranks} times "
+                f"redundant_process_group's {self.replicas} are {self.ranks * self.replicas}"
+            )
+        self.root = dist.get_global_rank(self.process_group, 0)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is nobody to exchange anything with."""
+        return self.size == 1

@@ -1,0 +1,152 @@
+"""Where parameters lie in buckets, and which part of a bucket belongs to which rank.
+
+Parameters lie one after the other in one flat space, each at a multiple of `alignment` elements. The space is cut into
+buckets of equal size, the last of which may be smaller, and every bucket into as many equal shards as there are ranks.
+Rank r owns the r-th shard of every bucket; its shards, one after the other, are its flat shard.
+
+    |  parameter 0  |  parameter 1      |p2| |  parameter 3        |   |      the flat space
+    |        bucket 0       |        bucket 1       |   bucket 2       |
+    | rank 0    | rank 1    | rank 0    | rank 1    | rank 0 | rank 1  |
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `start` to `stop` of a parameter, which lie in a bucket from `offset` on."""
+
+    param: int
+    start: int
+    stop: int
+    bucket: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """In elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class LocalPiece:
+    """Elements `start` to `stop` of a parameter, which one rank owns.
+
+    They lie in its shard of `bucket` from `offset` on, and in its flat shard from `flat` on.
+    """
+
+    param: int
+    start: int
+    stop: int
+    bucket: int
+    offset: int
+    flat: int
+
+    @property
+    def size(self) -> int:
+        """In elements."""
+        return self.stop - self.start
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-number // multiple) * multiple
+
+
+class Layout:
+    """Of parameters of these `sizes`, in elements, in buckets of at most `bucket_size` elements, on so many `ranks`.
+
+    `bucket_size` is rounded down to a multiple of `ranks * alignment`, and is at least that; None puts everything into
+    one bucket.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], ranks: int = 1, bucket_size: int | None = None, alignment: int = 1
+    ) -> None:
+        if ranks < 1 or alignment < 1:
+            raise ValueError(f"ranks={ranks} and alignment={alignment} must be positive")
+        if any(size < 0 for size in sizes):
+            raise ValueError(f"sizes has a negative one: {list(sizes)}")
+        self.sizes = tuple(sizes)
+        self.ranks = ranks
+        self.alignment = alignment
+        starts, end = [], 0
+        for size in self.sizes:
+            starts.append(round_up(end, alignment) if size else end)
+            end = starts[-1] + size
+        # Where each parameter starts in the flat space.
+        self.starts = tuple(starts)
+        unit = ranks * alignment
+        whole = round_up(end, unit)
+        full = whole if bucket_size is None else max(unit, bucket_size // unit * unit)
+        self.bucket_sizes = tuple(min(full, whole - at) for at in range(0, whole, max(full, 1)))
+        self.bucket_starts = tuple(full * number for number in range(len(self.bucket_sizes)))
+        self.shard_sizes = tuple(size // ranks for size in self.bucket_sizes)
+        # Where the shard of each bucket starts in a rank's flat shard.
+        self.shard_starts = tuple(start // ranks for start in self.bucket_starts)
+        # Elements of the flat space, and of a rank's flat shard.
+        self.size = whole
+        self.shard_size = whole // ranks
+
+    @functools.cached_property
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """What lies in each bucket, in order."""
+        found: list[list[Piece]] = [[] for _ in self.bucket_sizes]
+        full = self.bucket_sizes[0] if self.bucket_sizes else 1
+        for param, (size, begin) in enumerate(zip(self.sizes, self.starts, strict=True)):
+            start = 0
+            while start < size:
+                bucket, offset = divmod(begin + start, full)
+                stop = min(size, start + self.bucket_sizes[bucket] - offset)
+                found[bucket].append(Piece(param, start, stop, bucket, offset))
+                start = stop
+        return tuple(map(tuple, found))
+
+    @functools.cached_property
+    def buckets_of(self) -> tuple[tuple[int, ...], ...]:
+        """The buckets in which each parameter has elements."""
+        found: list[list[int]] = [[] for _ in self.sizes]
+        for pieces in self.pieces:
+            for piece in pieces:
+                found[piece.param].append(piece.bucket)
+        return tuple(map(tuple, found))
+
+    def owned_by(self, rank: int) -> tuple[LocalPiece, ...]:
+        """What a rank owns, in the order of its flat shard; a parameter may have several pieces."""
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank={rank} is not among the {self.ranks} ranks")
+        found = []
+        for pieces in self.pieces:
+            for piece in pieces:
+                shard = self.shard_sizes[piece.bucket]
+                begin = max(piece.offset, rank * shard)
+                end = min(piece.offset + piece.size, (rank + 1) * shard)
+                if begin < end:
+                    start = piece.start + begin - piece.offset
+                    offset = begin - rank * shard
+                    flat = self.shard_starts[piece.bucket] + offset
+                    found.append(LocalPiece(piece.param, start, start + end - begin, piece.bucket, offset, flat))
+        return tuple(found)
+
+
+def joined(pieces: Sequence[LocalPiece]) -> list[LocalPiece]:
+    """The same with pieces of one parameter joined where they follow each other in the flat shard.
+
+    On one rank every parameter is one piece then. `bucket` and `offset` are those of the first part.
+    """
+    found: list[LocalPiece] = []
+    for piece in pieces:
+        last = found[-1] if found else None
+        if last is not None and (last.param, last.stop, last.flat + last.size) == (
+            piece.param,
+            piece.start,
+            piece.flat,
+        ):
+            found[-1] = LocalPiece(last.param, last.start, piece.stop, last.bucket, last.offset, last.flat)
+        else:
+            found.append(piece)
+    return found
