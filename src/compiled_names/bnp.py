@@ -2,8 +2,9 @@
 
 Images are [N, H, W, C], or [N, C, H, W] in PyTorch's channels-last format as ROCm's variant takes them. Whatever its
 name, `running_inv_var` is the running variance (unbiased); `minibatch_inv_var` is one over the deviation of the batch.
-Running and minibatch statistics are written in place. `bn_group` is 1 so far, so pointers to other processes have no
-effect, nor have the arguments that say how to launch kernels.
+Running and minibatch statistics are written in place. Processes are those of `bn_group` consecutive ranks and exchange
+messages: pointers to each other's memory have no effect, nor have the arguments that say how to launch kernels.
+Gradients of `scale` and `bias` are averages over the group.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex.contrib.groupbn.batch_norm import check_group
-from apex.ops.batch_norm import BatchNormSpec, gradients, local_statistics, normalise
+from apex.ops.batch_norm import BatchNormSpec, gradients, normalise
+from apex.parallel._consecutive_groups import consecutive_group
+from apex.parallel._joined_norm import joined_forward, joined_gradients
 
 _OCCUPANCY = 2
 # Four sums, each for 256 blocks of 64 channels, twice, of 4 bytes.
@@ -34,16 +36,27 @@ def _spec(
     return BatchNormSpec(epsilon, momentum, training, relu, dimension)
 
 
-def _train(x, z, scale, bias, running_mean, running_var, mean_out, inverse_out, spec: BatchNormSpec) -> Tensor:
-    mean, variance = local_statistics(x, spec, running_mean, running_var)
+def _train(
+    x, z, scale, bias, running_mean, running_var, mean_out, inverse_out, bn_group: int, spec: BatchNormSpec
+) -> Tensor:
+    group = consecutive_group("bn_group", bn_group)
+    output, mean, variance = joined_forward(x, z, scale, bias, running_mean, running_var, spec, group)
     mean_out.copy_(mean)
     inverse_out.copy_((variance + spec.eps).rsqrt())
-    return normalise(x, z, mean, variance, scale, bias, spec)
+    return output
 
 
-def _gradients(x, dy, output, scale, bias, mean, inverse, spec: BatchNormSpec, has_z: bool) -> tuple:
+def _gradients(
+    x, dy, output, scale, bias, mean, inverse, bn_group: int, spec: BatchNormSpec, has_z: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    group = consecutive_group("bn_group", bn_group)
     variance = inverse.square().reciprocal() - spec.eps
-    dx, dz, dscale, dbias = gradients(dy, x, output, mean, variance, scale, bias, spec, has_z)
+    tensors = (dy, x, output, mean, variance, scale, bias, spec)
+    if group is None:
+        dx, dz, dscale, dbias = gradients(*tensors, has_z)
+    else:
+        found = joined_gradients(*tensors, group, has_z)
+        dx, dz, (dscale, dbias) = found.input, found.z, found.group_means(bn_group)
     return dx, dz, dscale.to(scale.dtype), dbias.to(bias.dtype)
 
 
@@ -70,9 +83,9 @@ def bn_fwd_nhwc(
     coop: bool,
 ) -> Tensor:
     """Batch norm, then ReLU with `fuse_relu`, in training."""
-    check_group("bn_group", bn_group)
     spec = _spec(x, scale, momentum, epsilon, fuse_relu)
-    return _train(x, None, scale, bias, running_mean, running_inv_var, minibatch_mean, minibatch_inv_var, spec)
+    running = (running_mean, running_inv_var)
+    return _train(x, None, scale, bias, *running, minibatch_mean, minibatch_inv_var, bn_group, spec)
 
 
 def bn_fwd_eval_nhwc(
@@ -116,9 +129,9 @@ def bn_bwd_nhwc(
     coop: bool,
 ) -> list[Tensor]:
     """[gradient of x, of scale, of bias]."""
-    check_group("bn_group", bn_group)
     spec = _spec(x, scale, momentum, epsilon, fuse_relu)
-    dx, _, dscale, dbias = _gradients(x, dy, None, scale, bias, minibatch_mean, minibatch_inv_var, spec, False)
+    statistics = (minibatch_mean, minibatch_inv_var)
+    dx, _, dscale, dbias = _gradients(x, dy, None, scale, bias, *statistics, bn_group, spec, False)
     return [dx, dscale, dbias]
 
 
@@ -146,10 +159,10 @@ def bn_addrelu_fwd_nhwc(
     coop: bool,
 ) -> Tensor:
     """Batch norm, plus `z`, then ReLU, in training; a bit per element of what ReLU let through goes to `bitmask`."""
-    check_group("bn_group", bn_group)
     spec = _spec(x, scale, momentum, epsilon, True)
     place = _mask_bytes(bitmask, x)
-    output = _train(x, z, scale, bias, running_mean, running_inv_var, minibatch_mean, minibatch_inv_var, spec)
+    running = (running_mean, running_inv_var)
+    output = _train(x, z, scale, bias, *running, minibatch_mean, minibatch_inv_var, bn_group, spec)
     place.copy_(_pack(_channels_last(output, spec) > 0))
     return output
 
@@ -195,11 +208,13 @@ def bn_addrelu_bwd_nhwc(
     coop: bool,
 ) -> list[Tensor]:
     """[gradient of x, of z, of scale, of bias]."""
-    check_group("bn_group", bn_group)
     spec = _spec(x, scale, momentum, epsilon, True)
     flags = _unpack(_mask_bytes(bitmask, x), x.numel()).view(_channels_last(x, spec).shape)
     output = (flags if spec.channel_dim == -1 else flags.movedim(-1, 1)).to(x.dtype)
-    return list(_gradients(x, dy, output, scale, bias, minibatch_mean, minibatch_inv_var, spec, True))
+    statistics = (minibatch_mean, minibatch_inv_var)
+    dx, dz, dscale, dbias = _gradients(x, dy, output, scale, bias, *statistics, bn_group, spec, True)
+    assert dz is not None  # there was an addend
+    return [dx, dz, dscale, dbias]
 
 
 def _channels_last(tensor: Tensor, spec: BatchNormSpec) -> Tensor:
@@ -258,11 +273,9 @@ def get_data_ptr(data: Tensor) -> int:
     return data.data_ptr()
 
 
-def get_remote_data_ptr(handle: Tensor, offset: int) -> int:
-    """Memory of another process: not there, because nothing is exchanged that way."""
-    raise NotImplementedError(
-        "memory of other processes is not opened: norms over groups of processes are not there yet"
-    )
+def get_remote_data_ptr(handle: Tensor, offset: Tensor | int) -> int:
+    """The address of another process's memory: 0, for none, since processes exchange messages."""
+    return 0
 
 
 def close_remote_data(handle: Tensor) -> None:

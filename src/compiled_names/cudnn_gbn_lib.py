@@ -1,6 +1,7 @@
 """Upstream's compiled module of this name: batch norm of [N, C, H, W], without autograd; `minibatch_*` are filled.
 
-`bn_group` is 1 so far, so `rank_id` and `peer_buffers` have no effect.
+Processes are those of `bn_group` consecutive ranks and exchange messages: `rank_id` and `peer_buffers` have no effect.
+Gradients of `scale` and `bias` are averages over them.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from apex.contrib.groupbn.batch_norm import check_group
-from apex.ops.batch_norm import BatchNormSpec, gradients, local_statistics, normalise
+from apex.ops.batch_norm import BatchNormSpec, gradients
+from apex.parallel._consecutive_groups import consecutive_group
+from apex.parallel._joined_norm import joined_forward, joined_gradients
 
 
 def forward(
@@ -28,12 +30,12 @@ def forward(
     peer_buffers: Sequence[int],
 ) -> Tensor:
     """The output; moves the running statistics, and writes mean and one over the deviation of the batch."""
-    check_group("bn_group", bn_group)
+    group = consecutive_group("bn_group", bn_group)
     spec = BatchNormSpec(epsilon, momentum)
-    mean, variance = local_statistics(x, spec, running_mean, running_var)
+    output, mean, variance = joined_forward(x, None, scale, bias, running_mean, running_var, spec, group)
     minibatch_mean.copy_(mean)
     minibatch_inv_var.copy_((variance + epsilon).rsqrt())
-    return normalise(x, None, mean, variance, scale, bias, spec)
+    return output
 
 
 def backward(
@@ -48,8 +50,13 @@ def backward(
     peer_buffers: Sequence[int],
 ) -> list[Tensor]:
     """[gradient of x, of scale, of bias]."""
-    check_group("bn_group", bn_group)
+    group = consecutive_group("bn_group", bn_group)
     spec = BatchNormSpec(epsilon)
     variance = minibatch_inv_var.square().reciprocal() - epsilon
-    dx, _, dscale, dbias = gradients(dy, x, None, minibatch_mean, variance, scale, None, spec, False)
+    tensors = (dy, x, None, minibatch_mean, variance, scale, None, spec)
+    if group is None:
+        dx, _, dscale, dbias = gradients(*tensors, False)
+    else:
+        found = joined_gradients(*tensors, group, False)
+        dx, (dscale, dbias) = found.input, found.group_means(bn_group)
     return [dx, dscale.to(scale.dtype), dbias.to(scale.dtype)]

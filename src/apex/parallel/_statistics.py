@@ -1,8 +1,10 @@
-"""What the processes of a batch norm tell each other: a few values per channel, once forward and once backward."""
+"""What the processes of a batch norm tell each other: a packet of a few values per channel, once in each direction.
+
+Packets are those of `apex.ops.batch_norm`. A group that is None here is a process by itself, which tells nobody.
+"""
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,26 +19,26 @@ def process_count(group: dist.ProcessGroup | None) -> int:
     return processes
 
 
-def gathered_statistics(mean: Tensor, variance: Tensor, count: int, group: dist.ProcessGroup | None) -> Tensor:
-    """What each process found over its `count` values, which may be none: [P, means, squared deviations, count].
+def connected(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group, that of all processes where none is given; None where processes are not connected."""
+    if not process_count(group):
+        return None
+    return dist.group.WORLD if group is None else group
 
-    One `all_gather`, and no waiting for the device: counts stay there.
-    """
-    packet = torch.cat((mean, variance * count, mean.new_full((1,), count)))
-    processes = process_count(group)
-    if not processes:
+
+def gathered(packet: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The packets of all processes, [P, 2C + 1] in the order of ranks. One `all_gather`, which nothing waits for."""
+    if group is None:
         return packet[None]
-    packets = packet.new_empty(processes * packet.numel())
+    packets = packet.new_empty(group.size() * packet.numel())
     # The name that PyTorch 2.13 gave it, or the one before.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(packets, packet, group=group)
-    return packets.view(processes, -1)
+    return packets.view(-1, packet.numel())
 
 
-def mean_sums(plain: Tensor, along: Tensor, values: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Sums over all processes, each of which knows its own, divided by the number of values. One `all_reduce`."""
-    sums = torch.cat((plain, along))
-    if process_count(group):
-        dist.all_reduce(sums, group=group)
-    mean_plain, mean_along = sums.div_(values.clamp(min=1)).split((plain.numel(), along.numel()))
-    return mean_plain, mean_along
+def summed(packet: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The packet itself, after it became the sum of those of all processes. One `all_reduce`."""
+    if group is not None:
+        dist.all_reduce(packet, group=group)
+    return packet

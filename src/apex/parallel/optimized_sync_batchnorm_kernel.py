@@ -12,12 +12,11 @@ from torch.autograd.function import once_differentiable
 from ..ops.batch_norm import (
     BatchNormSpec,
     gradient_sums,
-    input_gradient,
-    joined_statistics,
-    local_statistics,
+    gradients,
     normalise,
 )
-from ._statistics import gathered_statistics, mean_sums
+from ._joined_norm import joined_forward, joined_gradients
+from ._statistics import connected
 
 
 class SyncBatchnormFunction(torch.autograd.Function):
@@ -45,42 +44,38 @@ class SyncBatchnormFunction(torch.autograd.Function):
         fuse_relu: bool = False,
     ) -> Tensor:
         spec = BatchNormSpec(eps, momentum, track_running_stats, fuse_relu, -1 if channel_last else 1)
-        values = None
+        group = connected(process_group) if spec.training else None
         if spec.training:
-            count = input.numel() // max(1, input.shape[spec.channel_dim])
-            parts = gathered_statistics(*local_statistics(input, spec), count, process_group)
-            mean, variance = joined_statistics(parts, momentum, running_mean, running_variance)
-            values = parts[:, -1].sum()
+            output, mean, variance = joined_forward(input, z, weight, bias, running_mean, running_variance, spec, group)
         else:
             assert running_mean is not None  # without statistics of the batch there must be others
             assert running_variance is not None
             mean, variance = running_mean, running_variance
-        output = normalise(input, z, mean, variance, weight, bias, spec)
+            output = normalise(input, z, mean, variance, weight, bias, spec)
         # Without an addend what ReLU let through is computed again, so that the output need not be kept or read.
         kept = output if spec.relu and z is not None else None
-        ctx.save_for_backward(input, kept, mean, variance, values, weight, bias)
-        ctx.spec, ctx.process_group, ctx.z_dtype = spec, process_group, None if z is None else z.dtype
+        ctx.save_for_backward(input, kept, mean, variance, weight, bias)
+        ctx.spec, ctx.group, ctx.z_dtype = spec, group, None if z is None else z.dtype
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor):  # type: ignore[override]
-        input, output, mean, variance, values, weight, bias = ctx.saved_tensors
-        spec: BatchNormSpec = ctx.spec
+        input, output, mean, variance, weight, bias = ctx.saved_tensors
         wants_input, wants_z, wants_weight, wants_bias = ctx.needs_input_grad[:4]
-        gradient, statistics = grad_output, (mean, variance, weight, bias)
-        kept, plain, along = gradient_sums(gradient, input, output, *statistics, spec, wants_z)
-        dx = None
-        if wants_input:
-            if wants_z and kept is not None:
-                # What ReLU let through is there: no need to ask the output again.
-                gradient, output, spec = kept, None, spec._replace(relu=False)
-            sums = mean_sums(plain, along, values, ctx.process_group) if spec.training else (plain, along)
-            dx = input_gradient(gradient, input, output, *statistics, *sums, 1.0, spec)
+        tensors = (grad_output, input, output, mean, variance, weight, bias, ctx.spec)
+        dx: Tensor | None
+        dz: Tensor | None
+        if not wants_input:  # its own sums are all that a process needs
+            dx, (dz, dbias, dweight) = None, gradient_sums(*tensors, wants_z)
+        elif ctx.spec.training:
+            dx, dz, dbias, dweight, _ = joined_gradients(*tensors, ctx.group, wants_z)
+        else:
+            dx, dz, dweight, dbias = gradients(*tensors, wants_z)
         return (
             dx,
-            kept.to(ctx.z_dtype) if wants_z and kept is not None else None,
-            along.to(weight.dtype) if wants_weight else None,
-            plain.to(bias.dtype) if wants_bias else None,
+            dz.to(ctx.z_dtype) if wants_z and dz is not None else None,
+            dweight.to(weight.dtype) if wants_weight else None,
+            dbias.to(bias.dtype) if wants_bias else None,
             *(None,) * 8,
         )

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..ops.batch_norm import BatchNormSpec, gradient_sums, input_gradient, normalise
-from ._statistics import process_count
+from ..ops.batch_norm import BatchNormSpec, gradient_sums, normalise
+from ._joined_norm import joined_gradients
+from ._statistics import connected
 
 
 class SyncBatchnormFunction(torch.autograd.Function):
@@ -32,7 +33,7 @@ class SyncBatchnormFunction(torch.autograd.Function):
         process_group: dist.ProcessGroup | None,
         world_size: int,
     ) -> Tensor:
-        ctx.spec, ctx.process_group = BatchNormSpec(eps), process_group
+        ctx.spec, ctx.group = BatchNormSpec(eps), connected(process_group)
         ctx.save_for_backward(input, running_mean, running_variance, weight, bias)
         return normalise(input, None, running_mean, running_variance, weight, bias, ctx.spec)
 
@@ -40,20 +41,16 @@ class SyncBatchnormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor):  # type: ignore[override]
         input, mean, variance, weight, bias = ctx.saved_tensors
-        statistics = (mean, variance, weight, bias)
+        tensors = (grad_output, input, None, mean, variance, weight, bias, ctx.spec)
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        _, plain, along = gradient_sums(grad_output, input, None, *statistics, ctx.spec, False)
-        dx = None
+        dx: Tensor | None
         if wants_input:
-            count = plain.new_full((1,), input.numel() // max(1, input.shape[1]))
-            sums = torch.cat((plain, along, count))
-            if process_count(ctx.process_group):
-                dist.all_reduce(sums, group=ctx.process_group)
-            mean_plain, mean_along = (sums[:-1] / sums[-1:].clamp(min=1)).chunk(2)
-            dx = input_gradient(grad_output, input, None, *statistics, mean_plain, mean_along, 1.0, ctx.spec)
+            dx, _, dbias, dweight, _ = joined_gradients(*tensors, ctx.group, False)
+        else:
+            dx, (_, dbias, dweight) = None, gradient_sums(*tensors, False)
         return (
             dx,
-            along.to(weight.dtype) if wants_weight else None,
-            plain.to(bias.dtype) if wants_bias else None,
+            dweight.to(weight.dtype) if wants_weight else None,
+            dbias.to(bias.dtype) if wants_bias else None,
             *(None,) * 5,
         )

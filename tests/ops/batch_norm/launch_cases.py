@@ -27,7 +27,7 @@ def record() -> None:
         y = launches.triton_apply(x, geometry, z, mean, variance, weight, weight, spec)
         output = y if addend else None
         keep = output is not None
-        dz, plain, along = launches.triton_sums(y, x, geometry, output, mean, variance, weight, weight, spec, keep)
+        dz, plain, along, _ = launches.triton_sums(y, x, geometry, output, mean, variance, weight, weight, spec, keep)
         if keep:
             assert dz is not None
             y, output, spec = dz, None, spec._replace(relu=False)

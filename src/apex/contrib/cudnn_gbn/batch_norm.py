@@ -7,15 +7,17 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...ops._library import autocast_dtype
-from ...ops.batch_norm import BatchNormSpec, BatchStatistics, average_factor, batch_norm_with_statistics
-from ..groupbn.batch_norm import check_group
+from ...ops.batch_norm import BatchNormSpec, BatchStatistics, average_factor
+from ...parallel._consecutive_groups import consecutive_group
+from ..groupbn.batch_norm import group_batch_norm
 
 
 class GroupBatchNorm2d(_BatchNorm):
-    """Batch norm of [N, C, H, W] in any memory format, over `group_size` processes; one so far.
+    """Batch norm of [N, C, H, W] in any memory format, in training over `group_size` processes of consecutive ranks.
 
-    The arguments behind `group_size` are those of `torch.nn.BatchNorm2d`. Inside `torch.autocast` the input is cast to
-    its dtype. `minibatch_mean` and `minibatch_inv_var` are the last batch's mean and one over its standard deviation.
+    All processes must make the norm; gradients of its parameters are averages over the group. The arguments behind
+    `group_size` are those of `torch.nn.BatchNorm2d`. Inside `torch.autocast` the input is cast to its dtype.
+    `minibatch_mean` and `minibatch_inv_var` are the last batch's mean and one over its standard deviation.
     """
 
     def __init__(
@@ -27,7 +29,7 @@ class GroupBatchNorm2d(_BatchNorm):
         affine: bool = True,
         track_running_stats: bool = True,
     ) -> None:
-        check_group("group_size", group_size)
+        consecutive_group("group_size", group_size)
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.group_size = group_size
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -37,7 +39,7 @@ class GroupBatchNorm2d(_BatchNorm):
         self._batch: BatchStatistics | None = None
 
     def get_peer_buffers(self, num_features: int) -> list[int]:
-        """Addresses of memory that the processes of the group share: 0, for none, where there is one process."""
+        """Addresses of memory that the processes of the group share: 0, for none, since they exchange messages."""
         return [0] * self.group_size
 
     @property
@@ -63,7 +65,8 @@ class GroupBatchNorm2d(_BatchNorm):
         factor = average_factor(self.momentum, self.num_batches_tracked) if tracked else 0.0
         running = (self.running_mean, self.running_var) if tracked or not training else (None, None)
         spec = BatchNormSpec(self.eps, factor, training)
-        output, batch = batch_norm_with_statistics(input, None, *running, self.weight, self.bias, spec)
+        group = consecutive_group("group_size", self.group_size) if training else None
+        output, batch = group_batch_norm(input, None, *running, self.weight, self.bias, spec, group)
         if batch is not None:
             self._batch = batch
         return output

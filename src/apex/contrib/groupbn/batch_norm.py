@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -14,9 +15,11 @@ from ...ops.batch_norm import (
     average_factor,
     batch_norm_with_statistics,
     gradients,
-    local_statistics,
     normalise,
 )
+from ...ops.batch_norm.op import check
+from ...parallel._consecutive_groups import consecutive_group
+from ...parallel._joined_norm import GroupBatchNormFunction, joined_forward, joined_gradients
 
 
 def check_if_rocm_pytorch() -> bool:
@@ -32,36 +35,49 @@ def check_and_convert_channels_last(tensor: Tensor, torch_channels_last: bool) -
     return tensor.contiguous(memory_format=torch.channels_last) if torch_channels_last else tensor
 
 
-def check_group(name: str, size: int) -> None:
-    """Raises for groups of processes, which are not there yet."""
-    if size < 1:
-        raise ValueError(f"{name}={size} must be at least 1")
-    if size > 1:
-        raise NotImplementedError(
-            f"{name}={size}: norms over groups of processes are not there yet; {name}=1, each process by itself, is"
-        )
-
-
 def _forward(ctx: Any, x, z, s, b, rm, riv, mini_m, mini_riv, mom, epsilon, fuse_relu, is_train, rest) -> Tensor:
     """`rest` begins with `torch_channels_last` where the caller knows ROCm's list of arguments."""
     channels_last, bn_group = (rest[0], rest[1]) if len(rest) == 12 else (False, rest[0])
-    check_group("bn_group", bn_group)
+    group = consecutive_group("bn_group", bn_group)
     spec = BatchNormSpec(epsilon, mom, is_train, fuse_relu, 1 if channels_last else -1)
     x = check_and_convert_channels_last(x, channels_last)
-    mean, variance = rm, riv
     if is_train:
-        mean, variance = local_statistics(x, spec, rm, riv)
+        y, mean, variance = joined_forward(x, z, s, b, rm, riv, spec, group)
         mini_m.copy_(mean)
         mini_riv.copy_((variance + epsilon).rsqrt())
-    y = normalise(x, z, mean, variance, s, b, spec)
+    else:
+        mean, variance = rm, riv
+        y = normalise(x, z, mean, variance, s, b, spec)
     ctx.save_for_backward(x, None if z is None else y, mean, variance, s, b)
-    ctx.spec, ctx.has_z = spec, z is not None
+    ctx.spec, ctx.has_z, ctx.group = spec, z is not None, group
     return y
 
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     x, y, mean, variance, s, b = ctx.saved_tensors
-    return gradients(grad_y, x, y, mean, variance, s, b, ctx.spec, ctx.has_z)
+    tensors = (grad_y, x, y, mean, variance, s, b, ctx.spec)
+    if ctx.group is None or not ctx.spec.training:
+        return gradients(*tensors, ctx.has_z)
+    found = joined_gradients(*tensors, ctx.group, ctx.has_z)
+    return found.input, found.z, *found.group_means(ctx.group.size())
+
+
+def group_batch_norm(
+    x: Tensor,
+    z: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, BatchStatistics | None]:
+    """A norm over the processes of `group`, or where it is None over this one; in training with its statistics."""
+    if group is None:
+        return batch_norm_with_statistics(x, z, running_mean, running_var, weight, bias, spec)
+    check(x, running_mean, running_var, weight, bias, z, spec)
+    output, mean, variance = GroupBatchNormFunction.apply(x, z, weight, bias, running_mean, running_var, spec, group)
+    return output, BatchStatistics(mean, variance, False)
 
 
 class bn_NHWC_impl(torch.autograd.Function):
@@ -99,9 +115,10 @@ class BatchNorm2d_NHWC(_BatchNorm):
     """Batch norm of [N, H, W, C], plus `z` where it is given, then ReLU with `fuse_relu`, which an addend needs.
 
     With `torch_channels_last` inputs are [N, C, H, W] in PyTorch's channels-last format, into which others are brought.
-    `bn_group` is the number of processes that share their statistics; one so far. How kernels are launched and on which
-    stream, they find out themselves: `max_cta_per_sm`, `cta_launch_margin` and `multi_stream` are kept and have no
-    effect. `minibatch_mean` and `minibatch_riv` are the last batch's mean and one over its standard deviation.
+    `bn_group` is the number of processes, of consecutive ranks, that share their statistics in training; all processes
+    must make the norm, and gradients of its parameters are averages over the group. How kernels are launched and on
+    which stream, they find out themselves: `max_cta_per_sm`, `cta_launch_margin` and `multi_stream` are kept and have
+    no effect. `minibatch_mean` and `minibatch_riv` are the last batch's mean and one over its standard deviation.
     """
 
     def __init__(
@@ -121,7 +138,7 @@ class BatchNorm2d_NHWC(_BatchNorm):
             )
         if max_cta_per_sm < 1:
             raise ValueError(f"max_cta_per_sm={max_cta_per_sm} must be at least 1")
-        check_group("bn_group", bn_group)
+        consecutive_group("bn_group", bn_group)
         super().__init__(num_features)
         self.fuse_relu = fuse_relu
         self.bn_group = bn_group
@@ -154,9 +171,8 @@ class BatchNorm2d_NHWC(_BatchNorm):
             x = check_and_convert_channels_last(x, True)
             z = None if z is None else check_and_convert_channels_last(z, True)
         spec = BatchNormSpec(self.eps, factor, training, self.fuse_relu, 1 if self.torch_channels_last else -1)
-        output, batch = batch_norm_with_statistics(
-            x, z, self.running_mean, self.running_var, self.weight, self.bias, spec
-        )
+        group = consecutive_group("bn_group", self.bn_group) if training else None
+        output, batch = group_batch_norm(x, z, self.running_mean, self.running_var, self.weight, self.bias, spec, group)
         if batch is not None:
             self._batch = batch
         return output

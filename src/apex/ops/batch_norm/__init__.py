@@ -4,12 +4,15 @@ from .op import BatchNormFunction, average_factor, batch_norm, batch_norm_with_s
 from .spec import BatchNormSpec, BatchStatistics
 from .stages import (
     FAMILY,
+    gradient_packet,
     gradient_sums,
     gradients,
     input_gradient,
+    joined_input_gradient,
     joined_statistics,
     local_statistics,
     normalise,
+    statistics_packet,
 )
 
 __all__ = [
@@ -20,10 +23,13 @@ __all__ = [
     "average_factor",
     "batch_norm",
     "batch_norm_with_statistics",
+    "gradient_packet",
     "gradient_sums",
     "gradients",
     "input_gradient",
+    "joined_input_gradient",
     "joined_statistics",
     "local_statistics",
     "normalise",
+    "statistics_packet",
 ]

@@ -4,8 +4,11 @@ Legend: a tensor has I images of S positions and C channels, in memory [I, S, C]
 positions of all images) or [I, C, S]. It is cut into tiles of R positions and C_BLOCK channels; the `chunks` tiles of
 an image, of all images in turn, are the units of a block of channels. A pass that sums has P programs per block, each
 of which takes every P-th unit, so that all march through memory together; what they find is put together by a second
-kernel in a fixed order. Forward that is [P, 2C + 1], means, sums of squared deviations and a count: the form in which
-processes can exchange it too. Statistics are float32: mean and biased variance.
+kernel in a fixed order. Forward that is [P, 2C + 1], means, sums of squared deviations and a count. Statistics are
+float32: mean and biased variance.
+
+A packet is what a process tells others: forward a row of such partials, backward [2C + 1] the sums of the gradient, of
+it times the normalised input, and a count.
 
 MASK says what ReLU let through: 0 everything (there is none), 1 where its argument, computed again, is positive (there
 is no addend), 2 where the output is.
@@ -128,13 +131,14 @@ def batch_norm_statistics(
     channels,
     momentum,
     RUNNING: tl.constexpr,
+    PACKET: tl.constexpr,
     P_BLOCK: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
     """Mean and variance of every channel from those of its parts, and what they do to the running ones.
 
     In two passes, the second around the mean that the first has found: as exact as reading the input twice. Parts may
-    be empty; if all are, statistics are 0 and the running ones stay.
+    be empty; if all are, statistics are 0 and the running ones stay. With PACKET, `mean` is one, and gets everything.
     """
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
@@ -162,7 +166,11 @@ def batch_norm_statistics(
         squares += tl.load(found + channels, mask, other=0.0) + number[:, None] * away * away
     sum_of_squares = tl.sum(squares, 0)
     tl.store(mean + channel, centre, inside)
-    tl.store(variance + channel, sum_of_squares / count, inside)
+    if PACKET:
+        tl.store(mean + channels + channel, sum_of_squares, inside)
+        tl.store(mean + 2 * channels, values, mask=tl.program_id(0) == 0)
+    else:
+        tl.store(variance + channel, sum_of_squares / count, inside)
     if RUNNING:
         old_mean = tl.load(running_mean + channel, inside, other=0.0).to(tl.float32)
         old_variance = tl.load(running_variance + channel, inside, other=0.0).to(tl.float32)
@@ -283,12 +291,18 @@ def batch_norm_sums(
     partials,
     plain,
     along,
+    packet,
     programs,
     channels,
+    count,
+    PACKET: tl.constexpr,
     P_BLOCK: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
-    """Adds up what the programs of the pass before have found: the gradients of bias and weight."""
+    """Adds up what the programs of the pass before have found: the gradients of bias and weight.
+
+    With PACKET they are written to one too, with `count`.
+    """
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
     first_sum = tl.zeros((P_BLOCK, C_BLOCK), tl.float32)
@@ -299,8 +313,13 @@ def batch_norm_sums(
         found = partials + part.to(tl.int64)[:, None] * 2 * channels + channel[None, :]
         first_sum += tl.load(found, mask, other=0.0)
         second_sum += tl.load(found + channels, mask, other=0.0)
-    tl.store(plain + channel, tl.sum(first_sum, 0), inside)
-    tl.store(along + channel, tl.sum(second_sum, 0), inside)
+    all_plain, all_along = tl.sum(first_sum, 0), tl.sum(second_sum, 0)
+    tl.store(plain + channel, all_plain, inside)
+    tl.store(along + channel, all_along, inside)
+    if PACKET:
+        tl.store(packet + channel, all_plain, inside)
+        tl.store(packet + channels + channel, all_along, inside)
+        tl.store(packet + 2 * channels, count, mask=tl.program_id(0) == 0)
 
 
 @kernel
@@ -327,11 +346,15 @@ def batch_norm_apply_backward(
     HAS_BIAS: tl.constexpr,
     MASK: tl.constexpr,
     BATCH: tl.constexpr,
+    PACKET: tl.constexpr,
     LAST: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
-    """The gradient of one tile of the input; without BATCH the statistics did not depend on the input."""
+    """The gradient of one tile of the input; without BATCH the statistics did not depend on the input.
+
+    With PACKET, `plain` is one, of all processes together, and nothing is asked of `along` and `inverse_count`.
+    """
     unit = units - 1 - tl.program_id(0) // channel_blocks
     block = tl.program_id(0) % channel_blocks
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
@@ -347,6 +370,9 @@ def batch_norm_apply_backward(
     shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
     gradient = _let_through(gradient, values, y, offset, mask, centre, scale, shift, MASK)
     if BATCH:
+        if PACKET:
+            along = plain + channels
+            inverse_count = 1.0 / tl.maximum(tl.load(plain + 2 * channels), 1.0)
         mean_plain = tl.load(plain + channel, inside, other=0.0) * inverse_count
         mean_along = tl.load(along + channel, inside, other=0.0) * inverse_count * factor
         gradient -= mean_plain[None, :] + (values - centre[None, :]) * mean_along[None, :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from .. import _device
 from . import config
 from .spec import BatchNormSpec
+
+if TYPE_CHECKING:
+    from .._launch import BoundLaunch
 
 
 @functools.cache
@@ -52,7 +55,7 @@ class CombinePlan:
         self._statistics = _kernels().batch_norm_statistics.bind(
             (-(-channels // channel_block),),
             (parts, channels, 0.0 if momentum is None else float(momentum)),
-            (momentum is not None, part_block, channel_block),
+            (momentum is not None, False, part_block, channel_block),
             device=device,
             num_warps=config.FINISH_WARPS,
         )
@@ -69,25 +72,55 @@ class MeasurePlan:
     """Statistics of an input, in two launches."""
 
     def __init__(self, geometry: Geometry, momentum: float | None, device: torch.device, multiprocessors: int) -> None:
-        kernels, channels = _kernels(), geometry.channels
-        tiles = config.tiling(geometry.positions, channels, geometry.last, config.MEASURE_TILE)
-        units = geometry.images * tiles.chunks
-        programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors)
-        self._device, self._partials = device, (programs, 2 * channels + 1)
-        self._measure = kernels.batch_norm_measure.bind(
-            (programs * tiles.channel_blocks,),
-            (geometry.positions, channels, tiles.chunks, units, programs, tiles.channel_blocks),
-            (geometry.last, tiles.rows, tiles.channel_block, config.UNROLL),
-            device=device,
-            num_warps=config.WARPS,
-        )
-        self._combine = CombinePlan(programs, channels, momentum, device)
+        self._measure, programs = _bound_measure(geometry, device, multiprocessors)
+        self._device, self._partials = device, (programs, 2 * geometry.channels + 1)
+        self._combine = CombinePlan(programs, geometry.channels, momentum, device)
 
     def run(self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mean and biased variance; moves the running ones towards them where the plan has a momentum."""
         partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
         self._measure(x, partials)
         return self._combine.run(partials, running_mean, running_var)
+
+
+class PacketPlan:
+    """What a process tells others of its input, in two launches."""
+
+    def __init__(self, geometry: Geometry, device: torch.device, multiprocessors: int) -> None:
+        self._measure, programs = _bound_measure(geometry, device, multiprocessors)
+        part_block, channel_block = config.FINISH_BLOCK
+        self._device, self._row = device, 2 * geometry.channels + 1
+        self._partials = (programs, self._row)
+        self._finish = _kernels().batch_norm_statistics.bind(
+            (-(-geometry.channels // channel_block),),
+            (programs, geometry.channels, 0.0),
+            (False, True, part_block, channel_block),
+            device=device,
+            num_warps=config.FINISH_WARPS,
+        )
+
+    def run(self, x: Tensor) -> Tensor:
+        """Means, sums of squared deviations and a count: [2C + 1]."""
+        partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
+        packet = torch.empty(self._row, dtype=torch.float32, device=self._device)
+        self._measure(x, partials)
+        self._finish(partials, packet, None, None, None)
+        return packet
+
+
+def _bound_measure(geometry: Geometry, device: torch.device, multiprocessors: int) -> tuple[BoundLaunch, int]:
+    """The pass over the input that finds statistics of parts, and how many parts these are."""
+    tiles = config.tiling(geometry.positions, geometry.channels, geometry.last, config.MEASURE_TILE)
+    units = geometry.images * tiles.chunks
+    programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors)
+    bound = _kernels().batch_norm_measure.bind(
+        (programs * tiles.channel_blocks,),
+        (geometry.positions, geometry.channels, tiles.chunks, units, programs, tiles.channel_blocks),
+        (geometry.last, tiles.rows, tiles.channel_block, config.UNROLL),
+        device=device,
+        num_warps=config.WARPS,
+    )
+    return bound, programs
 
 
 class ApplyPlan:
@@ -131,6 +164,7 @@ class SumsPlan:
         present: Present,
         mask: int,
         write_dz: bool,
+        packet: bool,
         eps: float,
         device: torch.device,
         multiprocessors: int,
@@ -141,7 +175,7 @@ class SumsPlan:
         programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors)
         has_weight, has_bias = (each is not None for each in present)
         self._device, self._channels, self._write_dz = device, (channels,), write_dz
-        self._partials = (programs, 2, channels)
+        self._partials, self._packet = (programs, 2, channels), 2 * channels + 1 if packet else None
         self._measure = kernels.batch_norm_measure_backward.bind(
             (programs * tiles.channel_blocks,),
             (geometry.positions, channels, tiles.chunks, units, programs, tiles.channel_blocks, float(eps)),
@@ -161,8 +195,8 @@ class SumsPlan:
         part_block, channel_block = config.FINISH_BLOCK
         self._sums = kernels.batch_norm_sums.bind(
             (-(-channels // channel_block),),
-            (programs, channels),
-            (part_block, channel_block),
+            (programs, channels, float(geometry.values)),
+            (packet, part_block, channel_block),
             device=device,
             num_warps=config.FINISH_WARPS,
         )
@@ -176,15 +210,18 @@ class SumsPlan:
         variance: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """What ReLU lets through of the gradient, where it is to be written, and the sums, in float32."""
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+        """What ReLU lets through of the gradient, where it is to be written, the sums, in float32, and a packet."""
         dz = torch.empty_like(dy) if self._write_dz else None
         partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
         plain = torch.empty(self._channels, dtype=torch.float32, device=self._device)
         along = torch.empty(self._channels, dtype=torch.float32, device=self._device)
+        packet = None
+        if self._packet is not None:
+            packet = torch.empty(self._packet, dtype=torch.float32, device=self._device)
         self._measure(x, dy, y, weight, bias, mean, variance, dz, partials)
-        self._sums(partials, plain, along)
-        return dz, plain, along
+        self._sums(partials, plain, along, packet)
+        return dz, plain, along, packet
 
 
 class InputGradientPlan:
@@ -197,7 +234,7 @@ class InputGradientPlan:
         mask: int,
         training: bool,
         eps: float,
-        inverse_count: float,
+        inverse_count: float | None,
         device: torch.device,
     ) -> None:
         tiles = config.tiling(geometry.positions, geometry.channels, geometry.last, config.APPLY_BACKWARD_TILE)
@@ -212,9 +249,18 @@ class InputGradientPlan:
                 units,
                 tiles.channel_blocks,
                 float(eps),
-                float(inverse_count),
+                0.0 if inverse_count is None else float(inverse_count),
             ),
-            (has_weight, has_bias, mask, training, geometry.last, tiles.rows, tiles.channel_block),
+            (
+                has_weight,
+                has_bias,
+                mask,
+                training,
+                inverse_count is None,
+                geometry.last,
+                tiles.rows,
+                tiles.channel_block,
+            ),
             device=device,
             num_warps=config.WARPS,
         )
@@ -229,9 +275,9 @@ class InputGradientPlan:
         weight: Tensor | None,
         bias: Tensor | None,
         plain: Tensor,
-        along: Tensor,
+        along: Tensor | None,
     ) -> Tensor:
-        """The gradient, laid out as the input."""
+        """The gradient, laid out as the input; without an inverse of a count `plain` is a packet."""
         dx = torch.empty_like(x)
         self._apply(x, dy, y, weight, bias, mean, variance, plain, along, dx)
         return dx
@@ -255,8 +301,13 @@ def _apply_plan(geometry, present, eps, relu, dtypes, device, facts):
 
 
 @functools.lru_cache(maxsize=4096)
-def _sums_plan(geometry, present, mask, write_dz, eps, dtypes, device, facts):
-    return SumsPlan(geometry, present, mask, write_dz, eps, device, facts.multiprocessors)
+def _packet_plan(geometry, dtype, device, facts):
+    return PacketPlan(geometry, device, facts.multiprocessors)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sums_plan(geometry, present, mask, write_dz, packet, eps, dtypes, device, facts):
+    return SumsPlan(geometry, present, mask, write_dz, packet, eps, device, facts.multiprocessors)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -266,7 +317,7 @@ def _input_gradient_plan(geometry, present, mask, training, eps, inverse_count, 
 
 def clear_plans() -> None:
     """Forgets every plan, after a change of launch rules."""
-    for cache in (_measure_plan, _combine_plan, _apply_plan, _sums_plan, _input_gradient_plan):
+    for cache in (_measure_plan, _combine_plan, _packet_plan, _apply_plan, _sums_plan, _input_gradient_plan):
         cache.cache_clear()
 
 
@@ -285,6 +336,11 @@ def triton_statistics(
     dtypes = (x.dtype, _dtype(running_mean), _dtype(running_var))
     plan = _measure_plan(geometry, momentum, dtypes, x.device, _device.facts(x.device))
     return plan.run(x, running_mean, running_var)
+
+
+def triton_packet(x: Tensor, geometry: Geometry) -> Tensor:
+    """Means, sums of squared deviations and number of values of a dense input."""
+    return _packet_plan(geometry, x.dtype, x.device, _device.facts(x.device)).run(x)
 
 
 def triton_combine(
@@ -324,11 +380,16 @@ def triton_sums(
     bias: Tensor | None,
     spec: BatchNormSpec,
     write_dz: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """What ReLU lets through (where it is to be written) and its sums; `dy` and `y` are laid out as `x`."""
+    packet: bool = False,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    """What ReLU lets through (where it is to be written), its sums, and these as a packet with the count (likewise).
+
+    `dy` and `y` are laid out as `x`.
+    """
     present = Present(_dtype(weight), _dtype(bias))
     dtypes = (x.dtype, dy.dtype, _dtype(y), mean.dtype, variance.dtype)
-    plan = _sums_plan(geometry, present, _mask(spec, y), write_dz, spec.eps, dtypes, x.device, _device.facts(x.device))
+    flags = (_mask(spec, y), write_dz, packet, spec.eps)
+    plan = _sums_plan(geometry, present, *flags, dtypes, x.device, _device.facts(x.device))
     return plan.run(dy, x, y, mean, variance, weight, bias)
 
 
@@ -342,11 +403,14 @@ def triton_input_gradient(
     weight: Tensor | None,
     bias: Tensor | None,
     plain: Tensor,
-    along: Tensor,
-    inverse_count: float,
+    along: Tensor | None,
+    inverse_count: float | None,
     spec: BatchNormSpec,
 ) -> Tensor:
-    """The input's gradient, given the sums over everything that was normalised together."""
+    """The input's gradient, given the sums over everything that was normalised together.
+
+    `plain` may be a packet: then `along` and `inverse_count` are None.
+    """
     present = Present(_dtype(weight), _dtype(bias))
     dtypes = (x.dtype, dy.dtype, _dtype(y), mean.dtype, variance.dtype)
     plan = _input_gradient_plan(

@@ -1,8 +1,8 @@
 """The stages of a batch norm, without autograd: kernels or PyTorch, whichever runs.
 
-Between them a norm over several processes exchanges a few values per channel: `local_statistics`, exchange,
-`joined_statistics`, `normalise`; backward `gradient_sums`, exchange, `input_gradient`. Counts may differ between
-processes, so the last one takes the inverse of the count of all.
+Between them a norm over several processes exchanges packets, a few values per channel: `statistics_packet`, gathered,
+`joined_statistics`, `normalise`; backward `gradient_packet`, summed, `joined_input_gradient`. Counts may differ between
+processes and are part of what is exchanged.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .launches import (
     triton_apply,
     triton_combine,
     triton_input_gradient,
+    triton_packet,
     triton_statistics,
     triton_sums,
 )
@@ -60,13 +61,22 @@ def local_statistics(
         return triton_statistics(values, geometry, *places, spec.momentum)
 
 
+def statistics_packet(input: Tensor, spec: BatchNormSpec) -> Tensor:
+    """[2C + 1]: means, sums of squared deviations and number of values per channel of an input that may be empty."""
+    if not _takes_kernels(input):
+        mean, variance = reference.statistics(input, spec)
+        count = _values(input, spec)
+        return torch.cat((mean, variance * count, mean.new_full((1,), count)))
+    values = dense(input, spec)
+    return triton_packet(values, geometry_of(values, spec))
+
+
 def joined_statistics(
     parts: Tensor, momentum: float = 0.0, running_mean: Tensor | None = None, running_var: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of every channel of a whole; running statistics move towards them.
 
-    `parts` [P, 2C + 1] has for each part, which may be empty, the means, the sums of squared deviations and how many
-    values there are per channel. Nothing waits for the device.
+    `parts` [P, 2C + 1] are packets. Nothing waits for the device.
     """
     if not _takes_kernels(parts):
         means, deviations, counts = parts.split((parts.shape[1] // 2, parts.shape[1] // 2, 1), 1)
@@ -119,24 +129,57 @@ def gradient_sums(
     `keep`, and `dy` itself without ReLU. `output` says what ReLU let through; None stands for that of a norm without an
     addend, which is computed again.
     """
+    return _sums(dy, input, output, mean, variance, weight, bias, spec, keep, False)[:3]
+
+
+def gradient_packet(
+    dy: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+    keep: bool,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    """`gradient_sums`, and what is to be summed over processes: [2C + 1] both sums and the number of values."""
+    kept, plain, along, packet = _sums(dy, input, output, mean, variance, weight, bias, spec, keep, True)
+    if packet is None:
+        packet = torch.cat((plain, along, plain.new_full((1,), _values(input, spec))))
+    return kept, plain, along, packet
+
+
+def _sums(
+    dy: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+    keep: bool,
+    packet: bool,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
     if not _takes_kernels(input):
         if not spec.relu:
             output = dy  # not asked
         elif output is None:
             output = normalise(input, None, mean, variance, weight, bias, spec)
         if not native.fits(input, dy, mean, variance):
-            return reference.sums(dy, input, output, mean, variance, spec)
+            return *reference.sums(dy, input, output, mean, variance, spec), None
         dy = torch.where(output > 0, dy, 0) if spec.relu else dy
-        return dy, *native.sums(dy, input, mean, variance, spec)
+        return dy, *native.sums(dy, input, mean, variance, spec), None
     values = dense(input, spec)
     dy = laid_out_like(values, dy)
     output = None if output is None else laid_out_like(values, output)
     mean, variance, weight, bias = mean.contiguous(), variance.contiguous(), _contiguous(weight), _contiguous(bias)
     geometry = geometry_of(values, spec)
-    kept, plain, along = triton_sums(
-        dy, values, geometry, output, mean, variance, weight, bias, spec, keep and spec.relu
+    kept, plain, along, told = triton_sums(
+        dy, values, geometry, output, mean, variance, weight, bias, spec, keep and spec.relu, packet
     )
-    return dy if keep and not spec.relu else kept, plain, along
+    return dy if keep and not spec.relu else kept, plain, along, told
 
 
 def input_gradient(
@@ -157,22 +200,52 @@ def input_gradient(
     `plain` and `along` are the sums over everything that was normalised together, `inverse_count` one over how many
     values that were per channel.
     """
-    if not _takes_kernels(input):
-        if spec.relu:
-            if output is None:
-                output = normalise(input, None, mean, variance, weight, bias, spec)
-            gradient = torch.where(output > 0, gradient, 0)
-        path = native if native.fits(input, gradient, mean, variance, weight, plain, along) else reference
-        return path.input_gradient(gradient, input, mean, variance, weight, plain, along, inverse_count, spec)
+    if _takes_kernels(input):
+        sums = (plain.contiguous(), along.contiguous(), inverse_count)
+        return _kernel_gradient(gradient, input, output, mean, variance, weight, bias, sums, spec)
+    if spec.relu:
+        if output is None:
+            output = normalise(input, None, mean, variance, weight, bias, spec)
+        gradient = torch.where(output > 0, gradient, 0)
+    path = native if native.fits(input, gradient, mean, variance, weight, plain, along) else reference
+    return path.input_gradient(gradient, input, mean, variance, weight, plain, along, inverse_count, spec)
+
+
+def joined_input_gradient(
+    gradient: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    packet: Tensor,
+    spec: BatchNormSpec,
+) -> Tensor:
+    """The same, the sums and the number of values being those of a packet summed over all processes."""
+    if _takes_kernels(input):
+        return _kernel_gradient(gradient, input, output, mean, variance, weight, bias, (packet, None, None), spec)
+    plain, along = (packet[:-1] / packet[-1:].clamp(min=1)).chunk(2)
+    return input_gradient(gradient, input, output, mean, variance, weight, bias, plain, along, 1.0, spec)
+
+
+def _kernel_gradient(
+    gradient: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    sums: tuple[Tensor, Tensor | None, float | None],
+    spec: BatchNormSpec,
+) -> Tensor:
     values = dense(input, spec)
     gradient = laid_out_like(values, gradient)
     output = None if output is None else laid_out_like(values, output)
     mean, variance, weight, bias = mean.contiguous(), variance.contiguous(), _contiguous(weight), _contiguous(bias)
-    plain, along = plain.contiguous(), along.contiguous()
     geometry = geometry_of(values, spec)
-    return triton_input_gradient(
-        gradient, values, geometry, output, mean, variance, weight, bias, plain, along, inverse_count, spec
-    )
+    return triton_input_gradient(gradient, values, geometry, output, mean, variance, weight, bias, *sums, spec)
 
 
 def gradients(
@@ -204,6 +277,11 @@ def _contiguous_places(running_mean: Tensor, running_var: Tensor) -> Iterator[tu
     for running, updated in zip((running_mean, running_var), places, strict=True):
         if updated is not running:
             running.copy_(updated)
+
+
+def _values(input: Tensor, spec: BatchNormSpec) -> int:
+    """Values per channel."""
+    return input.numel() // max(1, input.shape[spec.channel_dim])
 
 
 def _contiguous(parameter: Tensor | None) -> Tensor | None:

@@ -1,0 +1,125 @@
+"""A batch norm over the inputs of the processes of a group: forward and backward, and the autograd node of group norms.
+
+SyncBatchNorm, `apex.contrib.groupbn` and `apex.contrib.cudnn_gbn` are made of this.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..ops.batch_norm import (
+    BatchNormSpec,
+    gradient_packet,
+    joined_input_gradient,
+    joined_statistics,
+    local_statistics,
+    normalise,
+    statistics_packet,
+)
+from ._statistics import gathered, summed
+
+
+def joined_forward(
+    input: Tensor,
+    z: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    spec: BatchNormSpec,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and mean and biased variance of the joined batch, towards which the running ones move."""
+    if group is None:
+        mean, variance = local_statistics(input, spec, running_mean, running_var)
+    else:
+        parts = gathered(statistics_packet(input, spec), group)
+        mean, variance = joined_statistics(parts, spec.momentum, running_mean, running_var)
+    return normalise(input, z, mean, variance, weight, bias, spec), mean, variance
+
+
+class JoinedGradients(NamedTuple):
+    """Gradients of input and addend; of bias and weight those of this process alone, and the packet of all."""
+
+    input: Tensor
+    z: Tensor | None
+    bias: Tensor
+    weight: Tensor
+    packet: Tensor
+
+    def group_means(self, processes: int) -> tuple[Tensor, Tensor]:
+        """The gradients of weight and bias, averaged over the processes of the group."""
+        bias, weight = (self.packet[:-1] / processes).chunk(2)
+        return weight, bias
+
+
+def joined_gradients(
+    dy: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+    group: dist.ProcessGroup | None,
+    wants_z: bool,
+) -> JoinedGradients:
+    """All gradients. `output` says what ReLU let through where something was added, and is None otherwise."""
+    statistics = (mean, variance, weight, bias)
+    kept, plain, along, packet = gradient_packet(dy, input, output, *statistics, spec, wants_z)
+    summed(packet, group)
+    if wants_z and kept is not None:
+        # What ReLU let through is there: no need to ask the output again.
+        dy, output, spec = kept, None, spec._replace(relu=False)
+    dx = joined_input_gradient(dy, input, output, *statistics, packet, spec)
+    return JoinedGradients(dx, kept if wants_z else None, plain, along, packet)
+
+
+class GroupBatchNormFunction(torch.autograd.Function):
+    """Batch norm by the statistics of a group, plus `z`, then ReLU where `spec` says so; with mean and variance.
+
+    Gradients of weight and bias are averages over the group, as upstream's compiled modules have them: with all that
+    `DistributedDataParallel` averages, those of the joined batch.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        input: Tensor,
+        z: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        spec: BatchNormSpec,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        output, mean, variance = joined_forward(input, z, weight, bias, running_mean, running_var, spec, group)
+        ctx.mark_non_differentiable(mean, variance)
+        # Without an addend what ReLU let through is computed again, so that the output need not be kept or read.
+        kept = output if spec.relu and z is not None else None
+        ctx.save_for_backward(input, kept, mean, variance, weight, bias)
+        ctx.spec, ctx.group, ctx.z_dtype = spec, group, None if z is None else z.dtype
+        return output, mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: None):  # type: ignore[override]
+        input, output, mean, variance, weight, bias = ctx.saved_tensors
+        found = joined_gradients(
+            dy, input, output, mean, variance, weight, bias, ctx.spec, ctx.group, ctx.needs_input_grad[1]
+        )
+        dweight, dbias = found.group_means(ctx.group.size())
+        return (
+            found.input,
+            None if found.z is None else found.z.to(ctx.z_dtype),
+            None if weight is None else dweight.to(weight.dtype),
+            None if bias is None else dbias.to(bias.dtype),
+            *(None,) * 4,
+        )
