@@ -13,6 +13,7 @@ _SUBPACKAGES = frozenset(
     {
         "RNN",
         "amp",
+        "checkpoint",
         "contrib",
         "fp16_utils",
         "fused_bias_swiglu",

@@ -152,7 +152,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def refuse(source, target):
         raise OSError("disk full")
 
-    monkeypatch.setattr(results.os, "replace", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="disk full"):
         results.write_json(report, path)
     assert path.read_text() == "old"

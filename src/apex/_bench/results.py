@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from .._atomic import atomic_file
 from .registry import OURS
 
 Status = Literal["ok", "recorded", "wrong", "failed"]
@@ -156,14 +155,5 @@ def write_json(report: Report, path: Path) -> None:
     """Writes the report to a temporary file beside `path` and renames it: `path` is never half written."""
     text = json.dumps(report.as_json(), indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner can read
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with atomic_file(path, "w") as file:
+        file.write(text)

@@ -1,0 +1,18 @@
+"""Checkpoints that a crash cannot spoil: written beside, flushed, renamed; checked before they are loaded."""
+
+from __future__ import annotations
+
+from ._files import DamagedCheckpoint, load, save, verify
+from ._series import Series, latest
+from ._sharded import load_sharded, save_sharded
+
+__all__ = [
+    "DamagedCheckpoint",
+    "Series",
+    "latest",
+    "load",
+    "load_sharded",
+    "save",
+    "save_sharded",
+    "verify",
+]

@@ -1,0 +1,91 @@
+"""A checkpoint that is one file, in the format of `torch.save`."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._atomic import atomic_file
+from ._ranks import is_first, raise_everywhere
+
+# In a sharded checkpoint: the length and the checksum of each of its files.
+MANIFEST = "manifest.json"
+_BLOCK = 1 << 22
+
+
+class DamagedCheckpoint(RuntimeError):
+    """A checkpoint is not what was written."""
+
+
+def save(state: Any, path: str | os.PathLike[str], *, wait: bool = False) -> None:
+    """Writes `state` to a file as `torch.save` does, but whole or not at all: `path` is the old file until then.
+
+    In several processes rank 0 writes. The others go on at once, or with `wait`, to be given in all of them, when the
+    file is there; if it could not be written, all raise.
+    """
+    failure: Exception | None = None
+    if is_first():
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(path) as file:
+                torch.save(state, file)
+        except Exception as error:
+            if not wait:
+                raise
+            failure = error
+    if wait:
+        raise_everywhere(failure, f"the checkpoint {os.fspath(path)} could not be written")
+
+
+def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool = True) -> Any:
+    """What `save` wrote. Raises `DamagedCheckpoint` if the file is not whole; arguments are those of `torch.load`."""
+    verify(path)
+    return torch.load(path, map_location=map_location, weights_only=weights_only)
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """Raises `DamagedCheckpoint` unless all bytes of a file or folder of this package are those that were written."""
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint {path}")
+    reason = _damage_of_folder(path) if path.is_dir() else _damage_of_file(path)
+    if reason:
+        raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {reason}")
+
+
+def _damage_of_file(path: Path) -> str | None:
+    """A file of `torch.save` is a zip archive, which has a checksum for everything in it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, OSError, zlib.error) as error:
+        return str(error)
+    return f"{broken} in it has another checksum" if broken else None
+
+
+def _damage_of_folder(path: Path) -> str | None:
+    try:
+        expected = json.loads((path / MANIFEST).read_text())
+        for name, (size, checksum) in expected.items():
+            if (path / name).stat().st_size != size:
+                return f"{name} in it has another length"
+            if checksum_of(path / name) != checksum:
+                return f"{name} in it has another checksum"
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        return str(error)
+    return None
+
+
+def checksum_of(path: Path) -> int:
+    """The CRC-32 of a file."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            checksum = zlib.crc32(block, checksum)
+    return checksum

@@ -1,0 +1,103 @@
+"""The checkpoints of a run: a folder with the last few of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from .._atomic import TEMPORARY
+from ._files import DamagedCheckpoint, load, save, verify
+from ._ranks import from_first, is_first
+from ._sharded import save_sharded
+
+_NAME = re.compile(r"step-(\d+)(\.pt)?")
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest checkpoint of a `Series` that is whole, or None.
+
+    Reads all of it, and of damaged ones after it. It looks for itself: in several processes use `Series.latest`.
+    """
+    for _, path in reversed(_steps(Path(folder))):
+        try:
+            verify(path)
+        except (DamagedCheckpoint, FileNotFoundError):
+            continue
+        return path
+    return None
+
+
+def _steps(folder: Path) -> list[tuple[int, Path]]:
+    if not folder.is_dir():
+        return []
+    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return sorted((int(match[1]), path) for match, path in found)
+
+
+class Series:
+    """Checkpoints of one run in a folder, by step; of those up to the one just saved `keep` stay, all if it is None.
+
+    A checkpoint is a file that rank 0 writes, or with `sharded` a folder to which all processes write their parts.
+    One run writes to a folder at a time.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3, sharded: bool = False) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep must be at least 1, or None to keep all checkpoints, not {keep}")
+        self.folder = Path(folder)
+        self.keep = keep
+        self.sharded = sharded
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.folder / f"step-{step:08d}{'' if self.sharded else '.pt'}"
+
+    def save(self, state: Any, step: int, *, wait: bool = False) -> Path:
+        """Writes the checkpoint of a step, in all processes alike; then removes those that are too old.
+
+        Processes other than rank 0 go on at once unless told to `wait`; those of a sharded one always wait.
+        """
+        if step < 0:
+            raise ValueError(f"step must not be negative, but is {step}")
+        path = self.path_of(step)
+        if self.sharded:
+            save_sharded(state, path)
+        else:
+            save(state, path, wait=wait)
+        if is_first():
+            self._tidy(step)
+        return path
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint that is whole, or None: what rank 0 finds, in all processes, which must all call it."""
+        return from_first(latest(self.folder) if is_first() else None)
+
+    def load(self, *, map_location: Any = None, weights_only: bool = True) -> Any:
+        """What the newest whole checkpoint holds, None without one; `load_sharded(state, latest())` if sharded."""
+        if self.sharded:
+            raise TypeError("a sharded checkpoint is loaded into tensors that exist: load_sharded(state, latest())")
+        path = self.latest()
+        return None if path is None else load(path, map_location=map_location, weights_only=weights_only)
+
+    def _tidy(self, step: int) -> None:
+        """What is unfinished was left by processes that are gone. What is newer than `step` is not ours to remove."""
+        for path in self.folder.glob(f".step-*{TEMPORARY}"):
+            _remove(path)
+        if self.keep is not None:
+            for _, path in [each for each in _steps(self.folder) if each[0] <= step][: -self.keep]:
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    # A folder goes in steps: under its own name it is whole or not there.
+    doomed = path.with_name(f".{path.name.lstrip('.').removesuffix(TEMPORARY)}{TEMPORARY}")
+    if doomed != path:
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)

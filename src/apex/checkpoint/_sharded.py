@@ -1,0 +1,122 @@
+"""A checkpoint that is a folder, in the format of `torch.distributed.checkpoint`: each process writes what it has."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from .._atomic import atomic_file, sync_folder, temporary_beside
+from ._files import MANIFEST, DamagedCheckpoint, checksum_of, verify
+from ._ranks import from_first, is_connected, is_first, raise_everywhere
+
+
+def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Writes `state` to a folder that all processes see; called in all of them, and returns when it is there.
+
+    Each writes its part of sharded tensors. The folder is written under another name, with the lengths and checksums
+    of its files, and renamed when all is on the disk.
+    """
+    from torch.distributed import checkpoint
+
+    path = Path(path)
+    temporary = temporary_beside(path)
+    _on_first(lambda: _empty(temporary), f"the checkpoint {path} could not be begun")
+    failure: Exception | None = None
+    facts: dict[str, tuple[int, int]] = {}
+    try:
+        with _quiet_alone():
+            checkpoint.save(state, checkpoint_id=temporary, no_dist=not is_connected())
+        rank = dist.get_rank() if is_connected() else 0
+        facts = {name: facts_of(temporary / name) for name in _names(temporary) if _writer_of(name) == rank}
+    except Exception as error:
+        failure = error
+    raise_everywhere(failure, f"the checkpoint {path} could not be written")
+    everything = [facts]
+    if is_connected():
+        everything = [{}] * dist.get_world_size()
+        dist.all_gather_object(everything, facts)
+    manifest = {name: fact for each in everything for name, fact in each.items()}
+    _on_first(lambda: _publish(temporary, path, manifest), f"the checkpoint {path} could not be finished")
+
+
+def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Fills the tensors of `state` from a folder of `save_sharded`, whatever number of processes wrote it.
+
+    Called in all processes. Raises `DamagedCheckpoint`, in all and before anything is changed, if it is not whole.
+    """
+    from torch.distributed import checkpoint
+
+    reason: str | None = None
+    if is_first():
+        try:
+            verify(path)
+        except (DamagedCheckpoint, FileNotFoundError) as error:
+            reason = str(error)
+    reason = from_first(reason)
+    if reason is not None:
+        raise DamagedCheckpoint(reason)
+    with _quiet_alone():
+        checkpoint.load(state, checkpoint_id=Path(path), no_dist=not is_connected())
+
+
+@contextlib.contextmanager
+def _quiet_alone() -> Iterator[None]:
+    """PyTorch warns a process that saves alone, though it was told so."""
+    with warnings.catch_warnings():
+        if not is_connected():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def facts_of(path: Path) -> tuple[int, int]:
+    """Length and checksum."""
+    return path.stat().st_size, checksum_of(path)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_file())
+
+
+def _writer_of(name: str) -> int:
+    """Files are called __RANK_NUMBER.distcp; that of all, .metadata, is rank 0's."""
+    parts = name.split("_")
+    return int(parts[2]) if name.startswith("__") and parts[2].isdigit() else 0
+
+
+def _on_first(action: Any, what: str) -> None:
+    failure: Exception | None = None
+    if is_first():
+        try:
+            action()
+        except Exception as error:
+            failure = error
+    raise_everywhere(failure, what)
+
+
+def _empty(folder: Path) -> None:
+    """An unfinished checkpoint of that name was left by processes that are gone."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _publish(temporary: Path, path: Path, manifest: dict[str, tuple[int, int]]) -> None:
+    with atomic_file(temporary / MANIFEST, "w") as file:
+        json.dump(manifest, file)
+    sync_folder(temporary)
+    if path.exists():  # a folder with something in it cannot be renamed to
+        replaced = temporary_beside(path.with_name(path.name + ".replaced"))
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(path, replaced)
+        os.rename(temporary, path)
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        os.rename(temporary, path)
+    sync_folder(path.parent)

@@ -1,0 +1,144 @@
+"""Checkpoints in one process: what is written, what is kept, and what damage is noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apex import checkpoint
+from apex._atomic import atomic_file
+
+
+def state_of(step: int) -> dict[str, object]:
+    return {"step": step, "weights": torch.arange(5.0) * step, "names": ["a", ("b", None)]}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "checkpoint.pt"
+    checkpoint.save(state_of(3), path)
+    found = checkpoint.load(path, map_location="cpu")
+    assert found.pop("weights").tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
+    assert found == {"step": 3, "names": ["a", ("b", None)]}
+    assert names(path.parent) == ["checkpoint.pt"]
+    # Readable by others, as any file that a program writes.
+    (tmp_path / "plain").write_text("")
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_save_that_fails_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    checkpoint.save(state_of(1), path)
+    with pytest.raises(Exception, match="pickle"):
+        checkpoint.save({"weights": torch.ones(10), "function": lambda: None}, path)
+    assert checkpoint.load(path)["step"] == 1
+    assert names(tmp_path) == ["checkpoint.pt"]
+    with pytest.raises(RuntimeError, match=r"could not be written; rank 0 had .*pickle"):
+        checkpoint.save({"function": lambda: None}, path, wait=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
+def test_damage_is_noticed(where: float, bit: int, cut: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A file that was cut, or of whose tensors one bit is another."""
+    path = tmp_path_factory.mktemp("damage") / "checkpoint.pt"
+    weights = torch.rand(5000)
+    checkpoint.save({"weights": weights}, path)
+    content = bytearray(path.read_bytes())
+    start = bytes(content).index(weights.numpy().tobytes())
+    if cut:
+        content = content[: int(where * len(content))]
+    else:
+        content[start + int(where * weights.nbytes)] ^= 1 << bit
+    path.write_bytes(content)
+    with pytest.raises(checkpoint.DamagedCheckpoint, match=r"checkpoint\.pt is damaged"):
+        checkpoint.load(path)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*nothing\.pt"):
+        checkpoint.load(tmp_path / "nothing.pt")
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+    assert checkpoint.Series(tmp_path).load() is None
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_series(tmp_path: Path, sharded: bool) -> None:
+    series = checkpoint.Series(tmp_path / "run", keep=2, sharded=sharded)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    (tmp_path / "run" / ".step-00000001.pt.99.tmp").write_text("of a process that is gone")
+    ending = "" if sharded else ".pt"
+    for step in (1, 2, 10):
+        assert series.save({"weights": torch.full((3,), float(step))}, step) == series.path_of(step)
+    assert names(tmp_path / "run") == ["notes.txt", f"step-00000002{ending}", f"step-00000010{ending}"]
+    newest = series.path_of(10)
+    assert series.latest() == checkpoint.latest(tmp_path / "run") == newest
+
+    def value(path: Path | None) -> float:
+        assert path is not None
+        if not sharded:
+            return checkpoint.load(path)["weights"][0].item()
+        state = {"weights": torch.zeros(3)}
+        checkpoint.load_sharded(state, path)
+        return state["weights"][0].item()
+
+    assert value(series.latest()) == 10
+    series.save({"weights": torch.full((3,), 11.0)}, 10)  # once more
+    assert value(series.latest()) == 11
+    damaged = newest / "__0_0.distcp" if sharded else newest
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert series.latest() == series.path_of(2)
+    # What comes before the damaged one is kept, whatever its step.
+    series.save({"weights": torch.full((3,), 3.0)}, 3)
+    assert names(tmp_path / "run")[1:] == [f"step-0000000{n}{ending}" for n in (2, 3)] + [f"step-00000010{ending}"]
+    assert value(series.latest()) == 3
+
+
+def test_sharded_damage_is_noticed(tmp_path: Path) -> None:
+    for damage in ("length", "checksum", "missing", "manifest"):
+        path = tmp_path / damage
+        state = {"weights": torch.rand(50)}
+        checkpoint.save_sharded(state, path)
+        part = path / "__0_0.distcp"
+        content = bytearray(part.read_bytes())
+        if damage == "length":
+            part.write_bytes(content + b"x")
+        elif damage == "checksum":
+            content[len(content) // 2] ^= 1
+            part.write_bytes(content)
+        elif damage == "missing":
+            (path / ".metadata").unlink()
+        else:
+            (path / "manifest.json").write_text(json.dumps([1]))
+        before = state["weights"].clone()
+        with pytest.raises(checkpoint.DamagedCheckpoint, match=f"{damage} is damaged"):
+            checkpoint.load_sharded(state, path)
+        assert torch.equal(state["weights"], before)
+
+
+def test_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep must be at least 1"):
+        checkpoint.Series(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="step must not be negative"):
+        checkpoint.Series(tmp_path).save({}, -1)
+    with pytest.raises(TypeError, match="load_sharded"):
+        checkpoint.Series(tmp_path, sharded=True).load()
+
+
+def test_files_of_the_living_are_left_alone(tmp_path: Path) -> None:
+    mine = tmp_path / f".x.json.{os.getppid()}.tmp"
+    mine.write_text("under way")
+    (tmp_path / ".x.json.4000000.tmp").write_text("of a process that is gone")  # beyond the largest number there is
+    with atomic_file(tmp_path / "x.json", "w") as file:
+        file.write("{}")
+    assert names(tmp_path) == [mine.name, "x.json"]
