@@ -24,6 +24,7 @@ def record() -> None:
         spec = BatchNormSpec(relu=True)
         geometry = launches.geometry_of(x, spec)
         mean, variance = launches.triton_statistics(x, geometry, running, running, 0.1)
+        launches.triton_combine(launches.triton_packet(x, geometry)[None], running, running, 0.1)
         y = launches.triton_apply(x, geometry, z, mean, variance, weight, weight, spec)
         output = y if addend else None
         keep = output is not None
@@ -34,3 +35,7 @@ def record() -> None:
         launches.triton_input_gradient(
             y, x, geometry, output, mean, variance, weight, weight, plain, along, 1 / geometry.values, spec
         )
+        given = (y, x, geometry, output, mean, variance, weight, weight)
+        *_, packet = launches.triton_sums(*given, spec, False, packet=True)
+        assert packet is not None
+        launches.triton_input_gradient(*given, packet, None, None, spec)

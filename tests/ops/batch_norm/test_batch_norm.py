@@ -177,7 +177,7 @@ def test_programs_that_take_several_tiles(route: Route, last: bool) -> None:
         for name in ("MEASURE_TILE", "MEASURE_BACKWARD_TILE"):
             patch.setattr(config, name, 128)
         patch.setattr(config, "measure_programs", lambda units, blocks, multiprocessors: 2)
-        patch.setattr(config, "FINISH_BLOCK", (1, 16))
+        patch.setattr(config, "finish_block", lambda parts: (1, 16))
         launches.clear_plans()
         check(BatchNormCase((3, 6, 5, 7), BF16, addend=BF16, last=last), route)
     launches.clear_plans()

@@ -18,8 +18,8 @@ UNROLL, UNROLL_BACKWARD = 4, 2
 WARPS = 4
 # Programs per multiprocessor of a pass that sums: all run at once, and what they leave to add up is little.
 MEASURE_PROGRAMS = 4
-# Partial results and channels per program of the kernels that put them together.
-FINISH_BLOCK = (128, 16)
+# Kernels that put partial results together read most of them at once, in tiles of so many elements.
+FINISH_TILE = 4096
 FINISH_WARPS = 8
 
 
@@ -48,3 +48,9 @@ def tiling(positions: int, channels: int, last: bool, elements: int) -> Tiling:
 def measure_programs(units: int, channel_blocks: int, multiprocessors: int) -> int:
     """How many programs share the tiles of one block of channels."""
     return max(1, min(units, MEASURE_PROGRAMS * multiprocessors // channel_blocks))
+
+
+def finish_block(parts: int) -> tuple[int, int]:
+    """Partial results and channels that a program has in hand which puts results together."""
+    together = min(512, next_power_of_2(parts))
+    return together, min(64, FINISH_TILE // together)

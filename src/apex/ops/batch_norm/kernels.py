@@ -89,32 +89,39 @@ def batch_norm_measure(
 ):
     """Mean and sum of squared deviations of every channel over a program's units, and how many values these are.
 
-    Sums are of differences from the mean of the program's first tile. That tile is a good part of the data, so however
-    the values are spread, squares of differences from a distant mean cannot drown their variance.
+    Every element of a tile has sums of its own, of differences from a pivot: a value of the data, so that squares of
+    differences from a distant mean cannot drown the variance.
     """
     program = tl.program_id(0) // channel_blocks
     block = tl.program_id(0) % channel_blocks
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
-    offset, mask, rows = _tile(program, block, positions, channels, chunks, units, LAST, R, C_BLOCK)
-    pivot = tl.sum(tl.load(x + offset, mask, other=0.0).to(tl.float32), 0) / rows
+    # A tile with as many rows as any that follows: only the last one of an image may have fewer.
+    first = program if LAST else program // chunks * chunks
+    offset, mask, _rows = _tile(first, block, positions, channels, chunks, units, LAST, R, C_BLOCK)
+    pivot = tl.load(x + offset, mask, other=0.0)
     total = tl.zeros((R, C_BLOCK), tl.float32)
     squares = tl.zeros((R, C_BLOCK), tl.float32)
-    count = rows * 0
+    counts = tl.zeros((R,), tl.float32)
     for start in tl.range(program, units, programs * UNROLL):
         for step in tl.static_range(UNROLL):
             offset, mask, rows = _tile(
                 start + step * programs, block, positions, channels, chunks, units, LAST, R, C_BLOCK
             )
-            values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
-            away = tl.where(mask, values - pivot[None, :], 0.0)
+            # What is not there differs by nothing.
+            away = tl.load(x + offset, mask, other=pivot).to(tl.float32) - pivot.to(tl.float32)
             total += away
             squares += away * away
-            count += rows
-    number = count.to(tl.float32)
-    sums = tl.sum(total, 0)
+            counts += tl.where(tl.arange(0, R) < rows, 1.0, 0.0)
+    number = tl.sum(counts, 0)
+    shift = total / tl.maximum(counts, 1.0)[:, None]
+    # Differences from one row of pivots, which are exact where all values are alike: only the mean itself is rounded.
+    base = tl.sum(tl.where((tl.arange(0, R) == 0)[:, None], pivot.to(tl.float32), 0.0), 0)
+    means = pivot.to(tl.float32) - base[None, :] + shift
+    mean = tl.sum(means * counts[:, None], 0) / number
+    away = means - mean[None, :]
+    deviations = tl.sum(tl.maximum(squares - total * shift, 0.0) + counts[:, None] * away * away, 0)
     found = partials + program.to(tl.int64) * (2 * channels + 1)
-    tl.store(found + channel, pivot + sums / number, channel < channels)
-    deviations = tl.maximum(tl.sum(squares, 0) - sums * (sums / number), 0.0)
+    tl.store(found + channel, base + mean, channel < channels)
     tl.store(found + channels + channel, deviations, channel < channels)
     tl.store(found + 2 * channels, number, mask=block == 0)
 

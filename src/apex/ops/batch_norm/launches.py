@@ -50,7 +50,7 @@ class CombinePlan:
     """Statistics of a whole from those of its parts, in one launch."""
 
     def __init__(self, parts: int, channels: int, momentum: float | None, device: torch.device) -> None:
-        part_block, channel_block = config.FINISH_BLOCK
+        part_block, channel_block = config.finish_block(parts)
         self._device, self._channels = device, (channels,)
         self._statistics = _kernels().batch_norm_statistics.bind(
             (-(-channels // channel_block),),
@@ -88,7 +88,7 @@ class PacketPlan:
 
     def __init__(self, geometry: Geometry, device: torch.device, multiprocessors: int) -> None:
         self._measure, programs = _bound_measure(geometry, device, multiprocessors)
-        part_block, channel_block = config.FINISH_BLOCK
+        part_block, channel_block = config.finish_block(programs)
         self._device, self._row = device, 2 * geometry.channels + 1
         self._partials = (programs, self._row)
         self._finish = _kernels().batch_norm_statistics.bind(
@@ -192,7 +192,7 @@ class SumsPlan:
             device=device,
             num_warps=config.WARPS,
         )
-        part_block, channel_block = config.FINISH_BLOCK
+        part_block, channel_block = config.finish_block(programs)
         self._sums = kernels.batch_norm_sums.bind(
             (-(-channels // channel_block),),
             (programs, channels, float(geometry.values)),
