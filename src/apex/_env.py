@@ -31,3 +31,9 @@ def torchrun_numbers() -> tuple[int, int] | None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def processes_on_machine() -> int | None:
+    """How many processes torchrun started on this machine, if it did."""
+    number = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(number) if number.isdecimal() else None

@@ -1,0 +1,313 @@
+"""From gradients, which stay with their parameters, to means over all processes, bucket by bucket.
+
+A round copies every gradient once to its place in a flat buffer and sends every bucket of it once. With `overlap` the
+first round notes the order in which buckets become complete; from the second on they are sent in this order, that of
+process 0 everywhere, while the backward pass goes on. What has no gradient when a round ends counts as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....ops._transfer import on_host
+from ....ops.multi_tensor import l2norm, make_lists, rules, scale
+from ....ops.multi_tensor.torch_lists import flat
+from ....parallel._reduction import on_stream
+from .._zero.arena import Arena, laid_out_like
+from .._zero.collectives import Done, Work, all_reduce, reduce_scatter
+from .communicators import Communicators
+
+
+class Reductions:
+    """The gradients of `arenas`.
+
+    With `full` every process gets the whole mean, else its shards, which then are averaged over machines. `norm` is
+    float32 [1], that of the mean.
+    """
+
+    def __init__(self, arenas: Sequence[Arena], communicators: Communicators, *, full: bool, overlap: bool) -> None:
+        self.arenas = list(arenas)
+        self.norm: Tensor | None = None
+        # Whether `complete` has been called since the last gradient arrived.
+        self.is_complete = False
+        self._communicators = communicators
+        self._groups = communicators.groups
+        # Whether the mean stays where the gradients were, in the buffer of all.
+        self._in_place = full or self._groups.ranks == 1
+        self._full = full
+        self._overlap = overlap and not self._groups.is_one
+        self._buckets = [(arena, number) for arena in self.arenas for number in range(len(arena.layout.bucket_sizes))]
+        self._places = {id(param): (arena, i) for arena in self.arenas for i, param in enumerate(arena.params)}
+        self._numbers = {(id(arena), bucket): number for number, (arena, bucket) in enumerate(self._buckets)}
+        self._needs = [{piece.param for piece in arena.layout.pieces[bucket]} for arena, bucket in self._buckets]
+        # Numbers of buckets in the order in which they are sent; None until it is known.
+        self._order: list[int] | None = None
+        # For two collectives of which the second needs the first, so that nothing else waits.
+        self._stream = None if on_host(self.arenas[0].params[0]) else torch.Stream(self.arenas[0].device)
+        self._works: list[Work] = []
+        for arena in self.arenas:
+            arena.gradient_buffer = arena.allocate(arena.layout.size, dtype=arena.dtypes.gradients, device=arena.device)
+            if not self._in_place:
+                arena.gradient_shard = arena.new_shard(arena.dtypes.gradients)
+        self._start_round()
+
+    def _start_round(self) -> None:
+        # How many buckets have been sent, and which.
+        self._sent = 0
+        self._gone: set[int] = set()
+        # Whether gradients have been cleared, so that the next ones belong to another round.
+        self._sealed = False
+        self._waiting = [set(needs) for needs in self._needs]
+        self._finished: list[int] = []
+        for arena in self.arenas:
+            arena.gradients = [None] * len(arena.params)
+
+    # A backward pass --------------------------------------------------------------------------------------------------
+
+    def arrived(self, param: Tensor, may_send: bool = True) -> None:
+        """A backward pass has added to a parameter's gradient for the last time in this round."""
+        place = self._places.get(id(param))
+        if place is None:
+            return
+        if self._sealed:
+            self._finish()
+            self._start_round()
+        arena, index = place
+        assert param.grad is not None
+        if param.grad.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; only dense ones are divided "
+                "among processes: use sparse=False in embeddings"
+            )
+        numbers = [self._numbers[id(arena), bucket] for bucket in arena.layout.buckets_of[index]]
+        if not self._gone.isdisjoint(numbers):
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(param.shape)} changed after it had been sent to other "
+                "processes: call set_is_accumulation_step(True) before all backward passes of a step but the last, or "
+                "use overlap_reductions=False"
+            )
+        self.is_complete = False
+        arena.gradients[index] = laid_out_like(param.grad.detach(), param)
+        for number in numbers:
+            self._waiting[number].discard(index)
+            if not self._waiting[number] and number not in self._finished:
+                self._finished.append(number)
+        if self._overlap and self._order is not None and may_send:
+            while self._sent < len(self._order) and not self._waiting[self._order[self._sent]]:
+                self._send_next()
+
+    def hold(self, keep_tensors: bool) -> None:
+        """Gradients are about to be cleared: what has arrived is kept, and sent if others may wait for it.
+
+        `keep_tensors` says that the tensors will be written to.
+        """
+        if not self._finished and not any(g is not None for arena in self.arenas for g in arena.gradients):
+            return
+        if self._overlap and self._order is not None:
+            while self._sent < len(self._order):
+                self._send_next()
+        elif keep_tensors:
+            for arena in self.arenas:
+                arena.gradients = [None if g is None else g.clone() for g in arena.gradients]
+        self._sealed = True
+
+    # The end of a round -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Sends what has not been sent, waits, and measures the norm of the mean."""
+        if not self._sealed:
+            self._take_the_rest()
+        if self._order is None and self._overlap:
+            self._agree_on_order()
+        while self._sent < len(self._buckets):
+            self._send_next()
+        self._finish()
+        self._start_round()
+        self.norm = self._norm_of_mean()
+        self.is_complete = True
+
+    @torch.no_grad()
+    def complete_clipped(self, limit: Tensor | float | None, *, fused_norm: bool, fused_scale: bool) -> None:
+        """The same for gradients that are shortened to `limit` in every process first; `norm` is that of before."""
+        if not self._sealed:
+            self._take_the_rest()
+        self.norm = self._copy_measuring(fused_norm)
+        factor = None
+        if limit is not None:
+            # What is not finite stays so on its way to the other processes.
+            factor = torch.where(torch.isfinite(self.norm), torch.clamp(limit / self.norm, max=1.0), 1.0)
+            if not fused_scale or not self._can_scale_while_reducing():
+                buffers = [self._buffer(arena) for arena in self.arenas]
+                scale(buffers, buffers, factor)
+                factor = None
+        while self._sent < len(self._buckets):
+            self._send_next(factor, filled=True)
+        self._finish()
+        self._start_round()
+        self.is_complete = True
+
+    def _take_the_rest(self) -> None:
+        """Takes gradients that no backward pass of this round has added to: what is there is what is meant."""
+        for arena in self.arenas:
+            for index, param in enumerate(arena.params):
+                if arena.gradients[index] is None and param.grad is not None:
+                    arena.gradients[index] = laid_out_like(param.grad.detach(), param)
+
+    def _agree_on_order(self) -> None:
+        """The order in which buckets were complete in process 0, then the others; from the last if none was."""
+        rest = [number for number in reversed(range(len(self._buckets))) if number not in self._finished]
+        order = torch.tensor([*self._finished, *rest], dtype=torch.int64, device=self.arenas[0].device)
+        dist.broadcast(order, self._groups.root)
+        self._order = order.tolist()
+
+    def _copy_measuring(self, fused: bool) -> Tensor:
+        """Copies all gradients to their places; the norm of all, in the same pass if `fused`."""
+        sources: list[Tensor] = []
+        places: list[Tensor] = []
+        for arena in self.arenas:
+            buffer = self._buffer(arena)
+            missing = []
+            for index, gradient in enumerate(arena.gradients):
+                place = buffer[arena.layout.starts[index] :][: arena.layout.sizes[index]]
+                if gradient is None:
+                    missing.append(place)
+                else:
+                    sources.append(flat(gradient))
+                    places.append(place)
+            if missing:
+                torch._foreach_zero_(missing)
+        if fused and sources:
+            return l2norm(sources, outputs=places, of_inputs=True)[0]
+        if sources:
+            torch._foreach_copy_(places, sources)
+        return l2norm([self._buffer(arena) for arena in self.arenas])[0]
+
+    # Buckets ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _send_next(self, factor: Tensor | None = None, filled: bool = False) -> None:
+        order = self._order
+        number = len(self._buckets) - 1 - self._sent if order is None else order[self._sent]
+        self._sent += 1
+        self._gone.add(number)
+        arena, index = self._buckets[number]
+        if not filled:
+            self._fill(arena, index)
+        bucket = arena.bucket(self._buffer(arena), index)
+        shard = bucket if self._in_place else arena.shard(self._shard(arena), index)
+        self._works.append(self._reduce(bucket, shard, number, factor))
+
+    def _fill(self, arena: Arena, index: int) -> None:
+        """Copies gradients to their places in a bucket."""
+        bucket = arena.bucket(self._buffer(arena), index)
+        sources, places, missing = [], [], []
+        for piece in arena.layout.pieces[index]:
+            place = bucket[piece.offset : piece.offset + piece.size]
+            gradient = arena.gradients[piece.param]
+            if gradient is None:
+                missing.append(place)
+            else:
+                sources.append(flat(gradient)[piece.start : piece.stop])
+                places.append(place)
+        if sources:
+            torch._foreach_copy_(places, sources)
+        if missing:
+            torch._foreach_zero_(missing)
+
+    def _reduce(self, bucket: Tensor, shard: Tensor, number: int, factor: Tensor | None) -> Work:
+        """Starts the mean of a bucket over all processes, times `factor`."""
+        groups = self._groups
+        if groups.is_one:
+            return Done()
+        reduce = self._communicators.reduce[number % len(self._communicators.reduce)]
+        if self._in_place:
+            return (
+                _scaled_all_reduce(bucket, reduce, factor) if factor is not None else all_reduce(bucket, reduce, True)
+            )
+        scatter = self._communicators.scatter[number % len(self._communicators.scatter)]
+        if groups.replicas == 1:
+            return _scattered(bucket, shard, scatter, factor)
+        with on_stream(self._stream):
+            first = _scattered(bucket, shard, scatter, factor)
+            if on_host(bucket):
+                return _Then(first, shard, reduce)
+            first.wait()
+            return all_reduce(shard, reduce, True)
+
+    def _finish(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def _can_scale_while_reducing(self) -> bool:
+        """NCCL multiplies numbers as it adds them up."""
+        return not self._groups.is_one and hasattr(dist, "_make_nccl_premul_sum") and dist.get_backend() == "nccl"
+
+    # What the optimizer reads -----------------------------------------------------------------------------------------
+
+    def local(self, arena: Arena) -> list[Tensor]:
+        """The mean's elements of `arena.owned`."""
+        shards = [
+            arena.shard_of_bucket(arena.bucket(self._buffer(arena), number))
+            if self._in_place
+            else arena.shard(self._shard(arena), number)
+            for number in range(len(arena.layout.bucket_sizes))
+        ]
+        return [shards[piece.bucket][piece.offset : piece.offset + piece.size] for piece in arena.owned]
+
+    def _norm_of_mean(self) -> Tensor:
+        """From the shards of the processes that divide the state."""
+        totals = []
+        for arena in self.arenas:
+            pieces = [piece for piece in self.local(arena) if piece.numel()]
+            if pieces:
+                lists = make_lists((None, pieces, None, None, None))
+                totals.append(lists.measured_total(rules.SQUARE_SUM, {}))
+        device = self.arenas[0].device
+        total = torch.stack(totals).sum(0) if totals else torch.zeros(1, dtype=torch.float32, device=device)
+        if self._groups.ranks > 1:
+            all_reduce(total, self._groups.distributed).wait()
+        return total.sqrt_()
+
+    def _buffer(self, arena: Arena) -> Tensor:
+        assert arena.gradient_buffer is not None
+        return arena.gradient_buffer
+
+    def _shard(self, arena: Arena) -> Tensor:
+        assert arena.gradient_shard is not None
+        return arena.gradient_shard
+
+
+def _scattered(bucket: Tensor, shard: Tensor, group: Any, factor: Tensor | None) -> Work:
+    if factor is None:
+        return reduce_scatter(shard, bucket, group, True)
+    operation = _premultiplied(factor, shard.dtype, group)
+    parts = list(bucket.view(dist.get_world_size(group), -1).unbind())
+    return dist.reduce_scatter(shard, parts, op=operation, group=group, async_op=True)
+
+
+def _scaled_all_reduce(bucket: Tensor, group: Any, factor: Tensor) -> Work:
+    operation = _premultiplied(factor, bucket.dtype, group)
+    return dist.all_reduce(bucket, op=operation, group=group, async_op=True)
+
+
+def _premultiplied(factor: Tensor, dtype: torch.dtype, group: Any) -> Any:
+    """The operation of a mean times `factor`."""
+    return dist._make_nccl_premul_sum((factor / dist.get_world_size(group)).to(dtype))  # type: ignore[attr-defined]
+
+
+class _Then:
+    """A mean over machines after a reduce-scatter, for the host, where nothing runs by itself."""
+
+    def __init__(self, first: Work, shard: Tensor, group: Any) -> None:
+        self._first, self._shard, self._group = first, shard, group
+
+    def wait(self) -> None:
+        self._first.wait()
+        all_reduce(self._shard, self._group, True).wait()

@@ -1,0 +1,407 @@
+"""DistributedFusedLAMB: LAMB whose state is divided among processes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..._env import processes_on_machine
+from ...optimizers._base import check_betas, check_hyperparameters
+from ...parallel._flat import broadcast_from_first
+from ._lamb import state as states
+from ._lamb.communicators import make_communicators, processes_of_machine, processes_that_divide
+from ._lamb.reductions import Reductions
+from ._lamb.shards import Shards, make_arena
+from ._lamb.update import Owned, Update
+from ._zero.collectives import all_reduce
+from ._zero.parameters import ParameterSync
+
+# The optimizer that listens to a parameter's gradients: of several that had it, the last.
+_listening: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class DistributedFusedLAMB(torch.optim.Optimizer):
+    """LAMB (see `apex.optimizers.FusedLAMB`) of the mean of all processes' gradients, with divided state.
+
+    Each process holds and updates 1/n of the float32 masters and moments, n being `dwu_group_size` or, with 0, the
+    number of processes on a machine; machines repeat each other. A training step is::
+
+        loss.backward()                     # buckets of gradients are averaged meanwhile
+        optimizer.complete_reductions()     # waits for them; optional, `step` does it too
+        optimizer.step()                    # with a GradScaler: scaler.step(optimizer)
+        optimizer.zero_grad()
+
+    - Gradients stay in `param.grad`, unreduced. What has none when reductions are completed counts as zero.
+    - `set_global_scale` says what losses were multiplied by; otherwise a GradScaler's scale is used, or none.
+    - A gradient that is not finite, in any process, keeps all of them from taking and counting the step.
+    - `clip_after_ar=False` shortens each process's own gradient to `max_grad_norm`, before the mean, which then starts
+      after the backward pass; `fused_norm` measures gradients while they are copied, `fuse_scale` shortens them while
+      NCCL adds them up.
+    - `full_ar` averages whole buckets over all processes, instead of shards on a machine and then over machines.
+    - `set_param_views_to_flat_buffer` makes parameters views of one buffer for each dtype that they arrive in, in the
+      order of the numbers in `param_order`; `skip_allgather` leaves it to `param_sync` to send them.
+    - `e5m2_allgather` sends parameters in 8 bits; they have 2 bits of mantissa then.
+    - `dwu_num_blocks * dwu_num_chunks` is the number of buckets (for each dtype); `dwu_num_rs_pg` communicators of a
+      machine and `dwu_num_ar_pg` over machines take turns with them; with `dwu_num_ag_pg` parameters have their own,
+      of at most `nccl_allgather_channels` channels.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        grad_averaging: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = 0.0,
+        adam_w_mode: bool = True,
+        use_nvlamb: bool = False,
+        step_supports_amp_scaling: bool = True,
+        overlap_reductions: bool = True,
+        dwu_group_size: int = 0,
+        dwu_num_blocks: int = 4,
+        dwu_num_chunks: int = 4,
+        dwu_num_rs_pg: int = 1,
+        dwu_num_ar_pg: int = 4,
+        dwu_num_ag_pg: int = 0,
+        fused_norm: bool = False,
+        e5m2_allgather: bool = False,
+        verbose: bool = False,
+        clip_after_ar: bool = True,
+        full_ar: bool = False,
+        set_param_views_to_flat_buffer: bool = False,
+        skip_allgather: bool = False,
+        fuse_scale: bool = False,
+        param_order: Mapping[Tensor, int] | None = None,
+        nccl_allgather_channels: int = 0,
+    ) -> None:
+        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm or 0.0)
+        check_betas(betas)
+        _check_positive(
+            dwu_num_blocks=dwu_num_blocks,
+            dwu_num_chunks=dwu_num_chunks,
+            dwu_num_rs_pg=dwu_num_rs_pg,
+            dwu_num_ar_pg=dwu_num_ar_pg,
+        )
+        self._step_supports_amp_scaling = step_supports_amp_scaling
+        self._adam_w_mode = 1 if adam_w_mode else 0
+        self._use_nvlamb = use_nvlamb
+        self._overlap_reductions = overlap_reductions
+        self._num_buckets = dwu_num_blocks * dwu_num_chunks
+        self._fused_norm = fused_norm
+        self._e5m2_allgather = e5m2_allgather
+        self._verbose = verbose
+        self._clip_after_ar = clip_after_ar
+        self._full_ar = full_ar
+        self._set_flat_param_view = set_param_views_to_flat_buffer
+        self._skip_ag = skip_allgather
+        self._fuse_scale = fuse_scale
+        self._is_accumulation_step = False
+        self._last_step = False
+        self._global_scale: float | Tensor | None = None
+        self._param_order = dict(param_order) if param_order else None
+        self._hooks: list[Any] = []
+        self._shards: list[Shards] = []
+        self._reductions: Reductions | None = None
+        self._update: Update | None = None
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults)
+        first = self.param_groups[0]["params"][0]
+        if self._param_order is not None:
+            missing = sum(param not in self._param_order for param in self._trained)
+            if missing:
+                raise ValueError(f"param_order lacks {missing} of the parameters")
+        world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        size = processes_that_divide(dwu_group_size, world, processes_of_machine(first, processes_on_machine()))
+        self._communicators = make_communicators(
+            size,
+            full=full_ar,
+            scatters=dwu_num_rs_pg,
+            reduces=dwu_num_ar_pg,
+            gathers=dwu_num_ag_pg,
+            channels=nccl_allgather_channels,
+            verbose=verbose,
+        )
+        self._groups = self._communicators.groups
+        self._parameters = ParameterSync(self._communicators.gather, contiguous=set_param_views_to_flat_buffer)
+        # What is written to `_lr`, or put in its place, is the learning rate of all groups: clients of the original do.
+        self._lr: float | Tensor = torch.zeros((), dtype=torch.float32, device=first.device)
+        self._untouched_lr = self._lr, self._lr._version
+        # The steps that have been taken, and whether the last gradients kept one from it.
+        self._step = torch.zeros(1, dtype=torch.int32, device=first.device)
+        self._overflow_buf = torch.zeros(1, dtype=torch.int32, device=first.device)
+        self._broadcast()
+        self._listen()
+
+    # Parameters and their layout --------------------------------------------------------------------------------------
+
+    @property
+    def _trained(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, before the first backward pass."""
+        if self._reductions is not None:
+            raise RuntimeError("a parameter group cannot be added after the first backward pass or step")
+        super().add_param_group(param_group)
+        if self._hooks:
+            self._listen()
+
+    def _broadcast(self) -> None:
+        """Parameters take the values of process 0."""
+        if not self._groups.is_one:
+            broadcast_from_first([param for group in self.param_groups for param in group["params"]])
+
+    def _listen(self) -> None:
+        """Hears of gradients, as long as no other optimizer listens to the same parameters, and lives."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        this = weakref.ref(self)
+
+        def arrived(param: Tensor) -> None:
+            optimizer = this()
+            if optimizer is not None and _listening.get(param) is this:
+                optimizer._arrived(param)
+
+        for param in self._trained:
+            _listening[param] = this
+            self._hooks.append(param.register_post_accumulate_grad_hook(arrived))
+        weakref.finalize(self, _remove, self._hooks)
+
+    @torch.no_grad()
+    def _prepare(self) -> Reductions:
+        """Lays parameters out, with the dtypes and values that they have when they are first needed."""
+        if self._reductions is not None:
+            return self._reductions
+        kinds: dict[Any, list[tuple[int, Tensor]]] = {}
+        for number, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                if param.requires_grad:
+                    kinds.setdefault((param.dtype, param.device), []).append((number, param))
+        if not kinds:
+            raise RuntimeError("no parameter requires a gradient")
+        order = self._param_order
+        for members in kinds.values():
+            if order is not None:
+                members.sort(key=lambda member: order[member[1]])
+            owners, params = zip(*members, strict=True)
+            arena = make_arena(params, owners, self._groups, self._num_buckets)
+            self._parameters.add(arena)
+            self._shards.append(Shards(arena, self._e5m2_allgather))
+            if self._verbose:
+                layout = arena.layout
+                print(
+                    f"DistributedFusedLAMB: {len(params)} parameters of {params[0].dtype} in {layout.size} elements, "
+                    f"{len(layout.bucket_sizes)} buckets, {layout.shard_size} elements here"
+                )
+        arenas = [shards.arena for shards in self._shards]
+        overlap = self._overlap_reductions and self._clip_after_ar
+        self._reductions = Reductions(arenas, self._communicators, full=self._full_ar, overlap=overlap)
+        self._step = self._step.to(arenas[0].device)
+        self._overflow_buf = self._overflow_buf.to(arenas[0].device)
+        return self._reductions
+
+    def _lazy_init_stage1(self) -> None:
+        """Before the first backward pass, if a client likes to: lays parameters out."""
+        self._prepare()
+
+    def _lazy_init_stage2(self) -> None:
+        """After the first backward pass; there is nothing left to do."""
+
+    # Gradients --------------------------------------------------------------------------------------------------------
+
+    def set_is_accumulation_step(self, is_accumulation_step: bool) -> None:
+        """With True the next backward passes only add to gradients; set it to False before the last of a step."""
+        self._is_accumulation_step = is_accumulation_step
+
+    def set_last_step(self, last_step: bool) -> None:
+        """With True nothing is sent before `complete_reductions`: for passes that may lack gradients."""
+        self._last_step = last_step
+
+    def set_global_scale(self, global_scale: float | Tensor | None) -> None:
+        """Says what losses are multiplied by."""
+        self._global_scale = global_scale
+
+    @property
+    def global_scale(self) -> float | Tensor | None:
+        """What `set_global_scale` was told."""
+        return self._global_scale
+
+    @property
+    def L2_grad_norm(self) -> Tensor | None:
+        """Float32 [1], with the loss scale in it: of the mean or, with `clip_after_ar=False`, of this process's own."""
+        return None if self._reductions is None else self._reductions.norm
+
+    @property
+    def has_overflow(self) -> bool:
+        """Whether the last gradients were not finite, in any process; waits for the device."""
+        return bool(self._overflow_buf.item())
+
+    def _arrived(self, param: Tensor) -> None:
+        if not self._is_accumulation_step:
+            self._prepare().arrived(param, may_send=not self._last_step)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients; those of the last backward pass can still be reduced."""
+        if self._reductions is not None:
+            self._reductions.hold(keep_tensors=not set_to_none)
+        super().zero_grad(set_to_none=set_to_none)
+
+    def complete_reductions(self) -> None:
+        """Sends what has not been sent, and has what follows wait for the mean of all gradients."""
+        self._complete(self._global_scale)
+
+    @torch.no_grad()
+    def _complete(self, loss_scale: float | Tensor | None) -> None:
+        reductions = self._prepare()
+        if self._clip_after_ar:
+            reductions.complete()
+        else:
+            limit = self.defaults["max_grad_norm"]
+            if limit and loss_scale is not None:
+                limit = limit * loss_scale
+            reductions.complete_clipped(limit or None, fused_norm=self._fused_norm, fused_scale=self._fuse_scale)
+        assert reductions.norm is not None
+        infinite = torch.logical_not(torch.isfinite(reductions.norm))
+        if not self._clip_after_ar and not self._groups.is_one:
+            flag = infinite.to(torch.float32)
+            all_reduce(flag, self._groups.process_group).wait()
+            infinite = flag > 0
+        self._overflow_buf = infinite.to(torch.int32)
+        if not self._step_supports_amp_scaling:
+            self._tell_scalers(infinite)
+
+    def _tell_scalers(self, infinite: Tensor) -> None:
+        """A GradScaler that looks at gradients by itself sees in every process what any has seen."""
+        for param in self._trained:
+            if param.grad is not None and param.grad.numel():
+                first = param.grad.view(-1)[:1]
+                first.copy_(torch.where(infinite, torch.nan, first))
+                return
+
+    # The step ---------------------------------------------------------------------------------------------------------
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None
+    ) -> Any:
+        """One step with the mean of all gradients; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        loss_scale = self._global_scale
+        if loss_scale is None and grad_scaler is not None:
+            loss_scale = grad_scaler._get_scale_async()
+        reductions = self._prepare()
+        if not reductions.is_complete:
+            self._complete(loss_scale)
+        reductions.is_complete = False
+        self._take_step(loss_scale)
+        if grad_scaler is not None:
+            flags = grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"]
+            flags[self._overflow_buf.device] = self._overflow_buf.to(torch.float32)
+        if not self._skip_ag:
+            self.param_sync()
+        return loss
+
+    @torch.no_grad()
+    def _take_step(self, loss_scale: float | Tensor | None) -> None:
+        self._step += 1 - self._overflow_buf
+        count = self._step.to(torch.float64).reshape(())
+        rate = self._common_rate()
+        hyper = [
+            {
+                "lr": group["lr"] if rate is None else rate,
+                "beta1": group["betas"][0],
+                "beta2": group["betas"][1],
+                "eps": group["eps"],
+                "weight_decay": group["weight_decay"],
+                "step": count,
+                "bias_correction": bool(group["bias_correction"]),
+                "grad_averaging": bool(group["grad_averaging"]),
+            }
+            for group in self.param_groups
+        ]
+        scaled = [bool(self._use_nvlamb or group["weight_decay"]) for group in self.param_groups]
+        self._updates()(hyper, (bool(self._adam_w_mode),), scaled, self._overflow_buf, self._factor(loss_scale))
+        for shards in self._shards:
+            shards.after_update()
+
+    def _common_rate(self) -> float | Tensor | None:
+        """The learning rate that a client wrote to `_lr`, if it did."""
+        untouched, version = self._untouched_lr
+        is_untouched = self._lr is untouched and untouched._version == version
+        return None if is_untouched else self._lr
+
+    def _factor(self, loss_scale: float | Tensor | None) -> Tensor | None:
+        """What the mean is multiplied by, float32 [1]: without the loss scale, and not longer than `max_grad_norm`."""
+        limit = self.defaults["max_grad_norm"] if self._clip_after_ar else None
+        if not limit and loss_scale is None:
+            return None
+        norm = self.L2_grad_norm
+        assert norm is not None
+        scale = torch.as_tensor(1.0 if loss_scale is None else loss_scale, dtype=torch.float64, device=norm.device)
+        factor = scale.reshape(1).reciprocal()
+        if limit:
+            factor = torch.minimum(factor, limit / norm.double())
+        return factor.to(torch.float32)
+
+    def _updates(self) -> Update:
+        if self._update is None or not self._update.is_current:
+            reductions = self._prepare()
+            pieces: list[Owned] = []
+            count = 0
+            for shards in self._shards:
+                pieces.extend(shards.pieces(reductions.local(shards.arena), count))
+                count += len(shards.arena.params)
+            self._update = Update(pieces, count, self._shards[0].arena.device, self._sum_up)
+        return self._update
+
+    def _sum_up(self, values: Tensor) -> None:
+        if self._groups.ranks > 1:
+            all_reduce(values, self._groups.distributed).wait()
+
+    def param_sync(self) -> None:
+        """Sends updated parameters to the other processes; `step` does unless `skip_allgather`."""
+        self._prepare()
+        self._parameters.updated()
+        self._parameters.synchronize()
+
+    # State ------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this process holds: `step`, `fp32_p`, `fp32_m` and `fp32_v`, as in the original, and the groups."""
+        self._prepare()
+        return states.saved(self._step, self._shards, self.param_groups)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned in this process, of as many; load the model's state first."""
+        self._prepare()
+        states.load(state_dict, self._step, self._shards, self.param_groups)
+
+
+def _check_positive(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name}={number} is not positive")
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()

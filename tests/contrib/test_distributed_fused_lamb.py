@@ -1,0 +1,169 @@
+"""DistributedFusedLAMB in one, two and four processes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from apex.contrib.optimizers._lamb.communicators import processes_that_divide
+from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
+from tests.contrib import lamb_checks, lamb_four_checks
+from tests.contrib.lamb_checks import STEPS, made
+from tests.contrib.lamb_problem import assert_solved, averaged, backward, distributed_step, parameters
+from tests.parallel.processes import run_checks
+
+ALONE = (
+    "default",
+    "unclipped",
+    "l2_regularization",
+    "nvlamb_uncorrected",
+    "full_ar",
+    "clips_before",
+    "clips_before_fused",
+    "views",
+    "skips_allgather",
+    "e5m2",
+    "mixed_dtypes",
+    "overflow_before_clipping",
+    "scaler_alone",
+    "accumulation",
+    "unused",
+    "as_clients_do",
+    "early_zero_grad",
+    "closure_and_schedule",
+    "norm",
+    "saved",
+    "saved_views",
+)
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_checks(lamb_checks.__name__, Path(tmp_path_factory.mktemp("two")))
+
+
+@pytest.fixture(scope="module")
+def in_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_checks(lamb_four_checks.__name__, Path(tmp_path_factory.mktemp("four")), processes=4)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", lamb_checks.CHECKS)
+def test_two_processes(name: str, in_two: dict[str, str]) -> None:
+    assert not in_two[name], in_two[name]
+
+
+@pytest.mark.parametrize("name", lamb_four_checks.CHECKS)
+def test_four_processes(name: str, in_four: dict[str, str]) -> None:
+    assert not in_four[name], in_four[name]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop:FutureWarning")
+def test_one_process(name: str) -> None:
+    torch.manual_seed(0)
+    lamb_checks.CHECKS[name](0)
+
+
+def test_no_process_group() -> None:
+    params = parameters()
+    optimizer = made(params)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(params, averaged(step, params))
+        optimizer.step()
+    exact = lamb_checks.solved(lamb_checks.FusedLAMB, torch.float32, STEPS)
+    for found, truth in zip(params, exact, strict=True):
+        torch.testing.assert_close(found.detach(), truth, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_an_optimizer_that_is_replaced_is_let_go() -> None:
+    """Its hooks do nothing as soon as another has its parameters, and nothing keeps it alive."""
+    params = parameters()
+    first = made(params)
+    distributed_step(first, params, 0)
+    before = first.state_dict()
+    gone = weakref.ref(first)
+    with torch.no_grad():
+        for param, value in zip(params, parameters(), strict=True):
+            param.copy_(value)
+    second = made(params)
+    for step in range(STEPS):
+        distributed_step(second, params, step)
+    assert_solved(params, STEPS)
+    assert torch.equal(first.state_dict()["fp32_m"], before["fp32_m"])
+    assert first._reductions is not None
+    assert all(gradient is None for arena in first._reductions.arenas for gradient in arena.gradients)
+    del first
+    gc.collect()
+    assert gone() is None
+    del second
+    gc.collect()
+    assert not any(param._post_accumulate_grad_hooks for param in params)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_group_that_comes_late() -> None:
+    params = parameters()
+    optimizer = DistributedFusedLAMB(params[:4], weight_decay=0.1, **lamb_checks.HYPER)
+    optimizer.add_param_group({"params": params[4:], "weight_decay": 0.0})
+    for step in range(STEPS):
+        distributed_step(optimizer, params, step)
+    assert_solved(params, STEPS)
+    with pytest.raises(RuntimeError, match="cannot be added"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_saved_state_is_a_copy() -> None:
+    params = parameters()
+    optimizer = made(params)
+    distributed_step(optimizer, params, 0)
+    saved = optimizer.state_dict()
+    before = copy.deepcopy(saved)
+    distributed_step(optimizer, params, 1)
+    assert torch.equal(saved["fp32_m"], before["fp32_m"])
+    assert torch.equal(saved["step"], before["step"])
+    assert not torch.equal(optimizer.state_dict()["fp32_m"], before["fp32_m"])
+
+
+@pytest.mark.usefixtures("process_group")
+def test_sparse_gradients_are_refused() -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    optimizer = DistributedFusedLAMB(embedding.parameters())
+    with pytest.raises(RuntimeError, match="sparse"):
+        embedding(torch.tensor([1, 2])).sum().backward()
+    assert not optimizer.has_overflow
+
+
+@settings(max_examples=100, deadline=None)
+@given(world=st.integers(1, 64), on_machine=st.integers(0, 16))
+def test_processes_of_a_machine_divide_the_state(world: int, on_machine: int) -> None:
+    size = processes_that_divide(0, world, on_machine)
+    assert world % size == 0
+    assert size == (on_machine if on_machine > 1 and world % on_machine == 0 else world)
+    for asked in range(1, world + 1):
+        if world % asked:
+            with pytest.raises(ValueError, match=f"dwu_group_size={asked}"):
+                processes_that_divide(asked, world, on_machine)
+        else:
+            assert processes_that_divide(asked, world, on_machine) == asked
