@@ -356,14 +356,16 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
             return None
         norm = self.L2_grad_norm
         assert norm is not None
-        scale = torch.as_tensor(1.0 if loss_scale is None else loss_scale, dtype=torch.float64, device=norm.device)
-        factor = scale.reshape(1).reciprocal()
+        if isinstance(loss_scale, Tensor):
+            factor = loss_scale.detach().reshape(1).to(norm.device, torch.float64).reciprocal()
+        else:
+            factor = torch.full((1,), 1 / (loss_scale or 1.0), dtype=torch.float64, device=norm.device)
         if limit:
             factor = torch.minimum(factor, limit / norm.double())
         return factor.to(torch.float32)
 
     def _updates(self) -> Update:
-        if self._update is None or not self._update.is_current:
+        if self._update is None:
             reductions = self._prepare()
             pieces: list[Owned] = []
             count = 0

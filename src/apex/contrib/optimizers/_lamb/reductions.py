@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....ops._transfer import on_host
-from ....ops.multi_tensor import l2norm, make_lists, rules, scale
+from ....ops.multi_tensor import l2norm, rules, scale
 from ....ops.multi_tensor.torch_lists import flat
 from ....parallel._reduction import on_stream
 from .._zero.arena import Arena, laid_out_like
 from .._zero.collectives import Done, Work, all_reduce, reduce_scatter
 from .communicators import Communicators
+from .lists import FixedLists
 
 
 class Reductions:
@@ -50,6 +51,7 @@ class Reductions:
         # For two collectives of which the second needs the first, so that nothing else waits.
         self._stream = None if on_host(self.arenas[0].params[0]) else torch.Stream(self.arenas[0].device)
         self._works: list[Work] = []
+        self._measured: list[FixedLists] | None = None
         for arena in self.arenas:
             arena.gradient_buffer = arena.allocate(arena.layout.size, dtype=arena.dtypes.gradients, device=arena.device)
             if not self._in_place:
@@ -263,12 +265,10 @@ class Reductions:
 
     def _norm_of_mean(self) -> Tensor:
         """From the shards of the processes that divide the state."""
-        totals = []
-        for arena in self.arenas:
-            pieces = [piece for piece in self.local(arena) if piece.numel()]
-            if pieces:
-                lists = make_lists((None, pieces, None, None, None))
-                totals.append(lists.measured_total(rules.SQUARE_SUM, {}))
+        if self._measured is None:
+            local = [self.local(arena) for arena in self.arenas]
+            self._measured = [FixedLists((None, pieces)) for pieces in local if pieces]
+        totals = [lists.here().measured_total(rules.SQUARE_SUM, {}) for lists in self._measured]
         device = self.arenas[0].device
         total = torch.stack(totals).sum(0) if totals else torch.zeros(1, dtype=torch.float32, device=device)
         if self._groups.ranks > 1:

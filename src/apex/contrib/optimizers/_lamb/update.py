@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....ops.multi_tensor import Lists, make_lists, rules
-from ....ops.multi_tensor.triton_lists import current_stream
+from ....ops.multi_tensor import rules
+from .lists import FixedLists
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Batch:
     group: int
     params: tuple[int, ...]
     rows: Tensor
-    lists: Lists
+    lists: FixedLists
 
 
 class Update:
@@ -48,7 +48,6 @@ class Update:
         self, pieces: Sequence[Owned], params: int, device: torch.device, sum_up: Callable[[Tensor], None]
     ) -> None:
         self._device = device
-        self._stream = current_stream(device)
         self._params = params
         self._sum_up = sum_up
         kinds: dict[tuple[Any, ...], list[Owned]] = {}
@@ -57,11 +56,6 @@ class Update:
         self._batches = [_batch(members) for members in kinds.values()]
         # By the groups whose steps are scaled: which lengths of pieces make up that of a parameter.
         self._tables: dict[tuple[int, ...], Tensor] = {}
-
-    @property
-    def is_current(self) -> bool:
-        """Whether work goes to the stream that the tables of addresses were copied on."""
-        return self._stream == current_stream(self._device)
 
     def __call__(
         self,
@@ -76,9 +70,9 @@ class Update:
         for batch in self._batches:
             numbers = hyper[batch.group]
             if not scaled[batch.group]:
-                batch.lists.apply(rules.LAMB_UNSCALED, numbers, flags, noop=noop, grad_scale=grad_scale)
+                batch.lists.here().apply(rules.LAMB_UNSCALED, numbers, flags, noop=noop, grad_scale=grad_scale)
                 continue
-            found = batch.lists.apply(rules.LAMB_MOMENTS, numbers, flags, noop=noop, grad_scale=grad_scale)
+            found = batch.lists.here().apply(rules.LAMB_MOMENTS, numbers, flags, noop=noop, grad_scale=grad_scale)
             assert found is not None
             squares.append(found[:, :2])
         if not any(scaled):
@@ -86,7 +80,7 @@ class Update:
         whole = self._whole(squares, tuple(index for index, wanted in enumerate(scaled) if wanted))
         for batch in self._batches:
             if scaled[batch.group]:
-                batch.lists.apply(rules.LAMB_STEP, hyper[batch.group], flags, noop=noop, whole=whole[batch.rows])
+                batch.lists.here().apply(rules.LAMB_STEP, hyper[batch.group], flags, noop=noop, whole=whole[batch.rows])
 
     def _whole(self, squares: list[Tensor], scaled: tuple[int, ...]) -> Tensor:
         """Squared lengths of parameters and of their steps, float32 [parameters, 2], from those of pieces."""
@@ -121,9 +115,8 @@ def _batch(members: list[Owned]) -> _Batch:
         [piece.gradient for piece in members],
         [piece.exp_avg for piece in members],
         [piece.exp_avg_sq for piece in members],
-        None,
     ]
     copies = [piece.copy for piece in members if piece.copy is not None]
     params = tuple(piece.param for piece in members)
     rows = torch.tensor(params, dtype=torch.int64, device=members[0].master.device)
-    return _Batch(members[0].group, params, rows, make_lists(slots, copies or None))
+    return _Batch(members[0].group, params, rows, FixedLists(slots, copies or None))
