@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._failures import explained
+
 
 class CombinedReduction:
     """The mean over all processes of flat buffers, each sent in `parts` messages that are under way together."""
@@ -37,19 +39,20 @@ class CombinedReduction:
         self._check(buffers, present)
         if not buffers:
             return []
-        works = [
-            dist.all_reduce(part, async_op=True)
-            for buffer in buffers
-            for part in buffer.split(max(1, -(-buffer.numel() // self.parts)))
-            if part.numel()
-        ]
         flags = [flag for each in present for flag in each]
         anywhere = torch.ones(len(flags), dtype=torch.uint8, device=buffers[0].device)
         for position in (position for position, flag in enumerate(flags) if not flag):
             anywhere[position] = 0
-        works.append(dist.all_reduce(anywhere, dist.ReduceOp.MAX, async_op=True))
-        for work in works:
-            work.wait()
+        with explained("the reduction of combined gradients"):
+            works = [
+                dist.all_reduce(part, async_op=True)
+                for buffer in buffers
+                for part in buffer.split(max(1, -(-buffer.numel() // self.parts)))
+                if part.numel()
+            ]
+            works.append(dist.all_reduce(anywhere, dist.ReduceOp.MAX, async_op=True))
+            for work in works:
+                work.wait()
         for buffer in buffers:
             buffer.mul_(1 / dist.get_world_size())
         # Who has all gradients need not ask the device what others have.

@@ -5,12 +5,15 @@ from __future__ import annotations
 from .distributed import DistributedDataParallel, Reducer
 from .LARC import LARC
 from .optimized_sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
+from .replicas import ReplicaCheck, check_replicas
 
 __all__ = [
     "LARC",
     "DistributedDataParallel",
     "Reducer",
+    "ReplicaCheck",
     "SyncBatchNorm",
+    "check_replicas",
     "convert_syncbn_model",
     "create_syncbn_process_group",
 ]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._failures import explained
 from ..ops._transfer import on_host
 from ..ops.multi_tensor import flat, scale
 from ._holders import holders_of, only_param_has_gradient
@@ -100,6 +101,10 @@ class Bucket:
         self._places: list[Tensor] = []
         self._missing: list[int] = []
 
+    def __str__(self) -> str:
+        first, last = self.names[0], self.names[-1]
+        return f"{len(self.names)} gradients ({first} to {last})" if len(self.names) > 1 else f"the gradient of {first}"
+
     @torch.no_grad()
     def take(self, index: int) -> None:
         """Puts a gradient that is there for good in its place at once, while it is in the cache; on the host only.
@@ -149,12 +154,14 @@ class Bucket:
         self._present.fill_(1)
         for index in self._missing:
             self._present[index] = 0
-        self._work = dist.all_reduce(self._buffer, group=group, async_op=True)
+        with explained(f"sending {self}"):
+            self._work = dist.all_reduce(self._buffer, group=group, async_op=True)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Waits for the sum and gives it to the parameters."""
-        self._work.wait()
+        with explained(f"the reduction of {self}"):
+            self._work.wait()
         self._end()
         # Only who lacks a gradient has to ask the device whether others have it.
         others = self._present.tolist() if self._missing else []
@@ -280,7 +287,8 @@ def agree(buckets: list[list[int]], count: int, device: torch.device) -> list[li
     order = [index for bucket in buckets for index in bucket]
     numbers = [number for number, bucket in enumerate(buckets) for _ in bucket]
     encoded = torch.tensor([order, numbers], dtype=torch.int64, device=device).reshape(2, count)
-    dist.broadcast(encoded, 0)
+    with explained("agreeing on the order of gradients with rank 0"):
+        dist.broadcast(encoded, 0)
     agreed: dict[int, list[int]] = {}
     for index, number in zip(*encoded.tolist(), strict=True):
         agreed.setdefault(number, []).append(index)

@@ -1,0 +1,199 @@
+"""Whether all processes still have the same model: a check that names what differs, and where."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._failures import explained
+from .distributed import DistributedDataParallel
+
+# Words that are looked at in one go; 16 bytes of memory for each.
+_CHUNK = 1 << 22
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_replicas(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Raises, in all processes alike, if they differ in anything that should be the same; called in all of them.
+
+    Compares the bits of the model's parameters and buffers, amp's loss scales and masters, and if they are given the
+    optimizer's state and options and the scale of a `scaler`. Names what differs and which ranks have another value
+    than most. An optimizer whose state is spread over the processes is not to be given.
+
+    It reads everything once and sends 8 bytes per tensor.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError("check_replicas needs a process group: call torch.distributed.init_process_group first")
+    named = list(_everything(getattr(model, "module", model) if _is_wrapper(model) else model, optimizer, scaler))
+    names = [name for name, _ in named]
+    _check_names(named, group)
+    problems = [
+        f"{name} ({_odd_ones(different)})"
+        for name, values in zip(names, zip(*_gathered(_checksums(named), group), strict=True), strict=True)
+        if (different := _different(list(values), group))
+    ]
+    if problems:
+        more = f", and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise RuntimeError(
+            f"replicas differ in {len(problems)} of {len(names)} things: {'; '.join(problems[:10])}{more}. "
+            "Something was done in some processes only, or with other data"
+        )
+
+
+class ReplicaCheck:
+    """`check_replicas` for a training loop: `check()` after every step does it at the first and every `every` ones."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        every: int = 100,
+        scaler: torch.amp.GradScaler | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1 step, not {every}")
+        self.model, self.optimizer, self.scaler, self.group = model, optimizer, scaler, group
+        self.every = every
+        self._calls = 0
+
+    def __call__(self) -> None:
+        """Called once per step, in all processes."""
+        self._calls += 1
+        if self._calls % self.every == 1 % self.every:
+            check_replicas(self.model, self.optimizer, scaler=self.scaler, group=self.group)
+
+
+def _everything(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: torch.amp.GradScaler | None
+) -> Iterator[tuple[str, Any]]:
+    """Names, and tensors or plain values."""
+    known: dict[int, str] = {}
+    for name, param in model.named_parameters():
+        known[id(param)] = name
+        yield f"parameter {name}", param
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name}", buffer
+    if "apex.amp" in sys.modules:
+        from ..amp._amp_state import _amp_state
+
+        for name, param in list(model.named_parameters()):
+            master = _amp_state.masters.get(param)
+            if master is not None:
+                known[id(master)] = name
+                yield f"master of parameter {name}", master
+        for number, loss_scaler in enumerate(_amp_state.loss_scalers):
+            yield f"loss scale {number}", loss_scaler.loss_scale()
+    if scaler is not None:
+        yield "scale of the scaler", scaler.get_scale()
+    if optimizer is not None:
+        yield from _of_optimizer(optimizer, known)
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer, known: dict[int, str]) -> Iterator[tuple[str, Any]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for option, value in sorted(group.items()):
+            if option != "params" and isinstance(value, Tensor | bool | int | float | tuple):
+                yield f"option {option} of group {number}", value
+        for index, param in enumerate(group["params"]):
+            name = known.get(id(param), f"{index} of group {number}")
+            for key, value in sorted(optimizer.state.get(param, {}).items(), key=str):
+                if isinstance(value, Tensor | bool | int | float):
+                    yield f"state {key} of parameter {name}", value
+
+
+def _is_wrapper(model: nn.Module) -> bool:
+    return isinstance(model, DistributedDataParallel | nn.parallel.DistributedDataParallel)
+
+
+def _check_names(named: list[tuple[str, Any]], group: dist.ProcessGroup | None) -> None:
+    """Raises where processes have not got the same things to compare."""
+    described = [
+        f"{name} {value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else name for name, value in named
+    ]
+    facts = torch.tensor([len(named), zlib.crc32(repr(described).encode())], device=_device_of(named))
+    different = _different(_gathered(facts, group), group)
+    if not different:
+        return
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, described, group=group)
+    common = set.intersection(*map(set, everywhere))
+    rest = list(dict.fromkeys(name for each in everywhere for name in each if name not in common))
+    raise RuntimeError(
+        f"processes do not have the same things to compare ({_odd_ones(different)}); not all have "
+        f"{'; '.join(rest[:5]) or 'them in the same order'}"
+    )
+
+
+def _device_of(named: list[tuple[str, Any]]) -> torch.device | None:
+    return next((value.device for _, value in named if isinstance(value, Tensor)), None)
+
+
+@torch.no_grad()
+def _checksums(named: list[tuple[str, Any]]) -> Tensor:
+    """A number for each value, on the device of the first tensor; it waits for nothing."""
+    device = _device_of(named)
+    found = torch.tensor(
+        [0 if isinstance(value, Tensor) else zlib.crc32(repr(value).encode()) for _, value in named],
+        dtype=torch.int64,
+        device=device,
+    )
+    for index, value in enumerate(value for _, value in named):
+        if isinstance(value, Tensor):
+            found[index] = _checksum(value)
+    return found
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A number that depends on all bits of a tensor and on their order."""
+    words = _words(getattr(tensor, "_local_tensor", tensor).detach())
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    if not words.numel():
+        return total
+    # Integers wrap around; with odd factors no single word can change unseen.
+    weights = torch.arange(1, 2 * min(_CHUNK, words.numel()), 2, dtype=torch.int64, device=words.device)
+    for chunk in words.split(_CHUNK):
+        total = total * 31 + (chunk * weights[: len(chunk)]).sum()
+    return total
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits as integers of 8 bytes, or where they do not fill such ones, as wide as an element."""
+    flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = flat.reshape(-1)
+    size = flat.element_size()
+    if flat.nbytes % 8 == 0 and flat.storage_offset() * size % 8 == 0:
+        return flat.view(torch.int64)
+    return flat.view(_INTEGERS[size])
+
+
+def _gathered(mine: Tensor, group: dist.ProcessGroup | None) -> list[list[int]]:
+    everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    with explained("comparing replicas"):
+        dist.all_gather(everywhere, mine, group=group)
+    return [each.tolist() for each in everywhere]
+
+
+def _different(values: list[Any], group: dist.ProcessGroup | None) -> list[int]:
+    """The ranks that have another value than most, or than the first of those that as many have."""
+    usual = max(values, key=values.count)
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    return [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
+
+
+def _odd_ones(ranks: list[int]) -> str:
+    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed} differ{'s' if len(ranks) == 1 else ''} from the others"

@@ -1,0 +1,85 @@
+"""Long runs: what two processes do together, and what becomes of them when one dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from apex import checkpoint
+from apex.parallel import check_replicas
+from tests.parallel import survival_checks, victim
+from tests.parallel.processes import ROOT, SOURCE, run_checks
+
+# Seconds for a run to start and to stop: a hang is an error. Processes that nobody stops give up after 40.
+PATIENCE = 120
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_checks(survival_checks.__name__, Path(tmp_path_factory.mktemp("survival")))
+
+
+@pytest.mark.parametrize("name", survival_checks.CHECKS)
+def test_two_processes(name: str, in_two: dict[str, str]) -> None:
+    assert not in_two[name], in_two[name]
+
+
+def test_replicas_need_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match="check_replicas needs a process group"):
+        check_replicas(nn.Linear(2, 2))
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
+    environment.update(PYTHONPATH=os.pathsep.join([str(SOURCE), str(ROOT)]), OMP_NUM_THREADS="1")
+    command = [sys.executable, *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        output = process.communicate(timeout=PATIENCE)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"still running after {PATIENCE} s:\n{process.communicate()[0][-3000:]}")
+    return process.returncode, output
+
+
+def assert_last_checkpoint_is_whole(folder: Path) -> None:
+    state = checkpoint.Series(folder / "checkpoints").load()
+    assert state["step"] == victim.DEATH // victim.EVERY * victim.EVERY
+    assert all(tensor.isfinite().all() for tensor in state["model"].values())
+    nn.Sequential(*[nn.Linear(50, 50) for _ in range(6)]).load_state_dict(state["model"])
+    assert not list((folder / "checkpoints").glob(".*"))
+
+
+def test_the_others_stop_when_one_is_killed(tmp_path: Path) -> None:
+    """By themselves: nobody but the dead one's silence tells them."""
+    processes = [start(tmp_path, victim.__file__, str(tmp_path), str(rank), "3") for rank in range(3)]
+    try:
+        ends = [end(process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [code for code, _ in ends] == [1, 1, -signal.SIGKILL]
+    for rank, (_, output) in enumerate(ends[:2]):
+        assert re.search(rf"RuntimeError: rank {rank} of 3: .*gradients? .*failed", output), output
+        assert "start all processes again from the last checkpoint" in output
+    assert_last_checkpoint_is_whole(tmp_path)
+
+
+def test_the_launcher_stops_when_one_is_killed(tmp_path: Path) -> None:
+    arguments = ("-m", "apex", "run", "--nproc-per-node", "2", victim.__file__, str(tmp_path))
+    code, output = end(start(tmp_path, *arguments))
+    assert code == 1, output
+    assert "Signal 9 (SIGKILL)" in output
+    assert_last_checkpoint_is_whole(tmp_path)
