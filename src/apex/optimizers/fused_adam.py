@@ -88,23 +88,27 @@ class FusedAdam(FusedOptimizer):
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
     def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
-        beta1, beta2 = group["betas"]
         decoupled = bool(self.adam_w_mode)
-        hyper = {
-            "lr": group["lr"],
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "step": step,
-            "bias_correction": bool(group["bias_correction"]),
-            "decoupled": decoupled,
-        }
         bucket.lists.apply(
             rules.ADAM_AMSGRAD if group["amsgrad"] else rules.ADAM,
-            hyper,
+            hyperparameters(group, step, decoupled),
             (decoupled, bool(group["amsgrad"])),
             noop=skip.noop,
             grad_scale=skip.inverse_scale,
             seed=seed,
         )
+
+
+def hyperparameters(group: dict[str, Any], step: Any, decoupled: bool) -> dict[str, Any]:
+    """What Adam's rules take: of a parameter group, at a step that counts from 1."""
+    beta1, beta2 = group["betas"]
+    return {
+        "lr": group["lr"],
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"],
+        "step": step,
+        "bias_correction": bool(group["bias_correction"]),
+        "decoupled": decoupled,
+    }

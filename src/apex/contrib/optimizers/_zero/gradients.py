@@ -11,10 +11,11 @@ With one process nothing is sent and nothing copied: the gradients themselves ar
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ from ....parallel._reduction import on_stream
 from .arena import Arena, laid_out_like
 from .collectives import Done, Work, all_reduce, reduce_scatter
 from .groups import Groups
-from .layout import LocalPiece
+
+_dtype = operator.attrgetter("dtype")
+_grad_of = operator.attrgetter("grad")
 
 
 @dataclass
@@ -39,6 +42,17 @@ class _Sent:
     work: Work
     # Whether `shard` is to be added to the sums of earlier rounds.
     adds: bool
+
+
+class _Unit(Protocol):
+    """A stretch of a flat shard; of one process, a parameter."""
+
+    @property
+    def param(self) -> int: ...
+    @property
+    def flat(self) -> int: ...
+    @property
+    def size(self) -> int: ...
 
 
 class GradientSync:
@@ -56,12 +70,15 @@ class GradientSync:
         self.arenas: list[Arena] = []
         # Whether a round has been completed since gradients were cleared, and nothing arrived after it.
         self.is_complete = False
+        # Grows whenever gradients change.
+        self.version = 0
         # All buckets in the order in which they are sent, and the number of the next one.
         self._order: list[tuple[Arena, int]] = []
         self._next = 0
         self._missing: list[int] = []
         self._seen: list[set[int]] = []
         self._number: dict[tuple[int, int], int] = {}
+        self._expected: list[tuple[int, int, int]] = []
         self._under_way: deque[_Sent] = deque()
         # Buckets that have been sent, and gradients that are sums made here: these may be added to in place.
         self._filled: set[int] = set()
@@ -71,14 +88,23 @@ class GradientSync:
 
     # Arenas and buffers -----------------------------------------------------------------------------------------------
 
-    def add(self, arena: Arena) -> None:
-        """Takes care of one more arena."""
+    def add(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
+        """Takes care of one more arena.
+
+        `positions` says in which order gradients of parameters of all arenas are expected; without it, arena by arena.
+        """
+        self.finish()
         place = len(self.arenas)
         self.arenas.append(arena)
-        for bucket in range(len(arena.layout.bucket_sizes)):
-            self._number[place, bucket] = len(self._order)
-            self._order.append((arena, bucket))
         self._seen.append(set())
+        for bucket, pieces in enumerate(arena.layout.pieces):
+            last = max(positions[piece.param] for piece in pieces) if positions else 0
+            self._expected.append((last if positions else len(self._expected), place, bucket))
+        filled = {(self.arenas.index(arena), bucket) for arena, bucket in map(self._order.__getitem__, self._filled)}
+        ordered = sorted(self._expected)
+        self._order = [(self.arenas[place], bucket) for _, place, bucket in ordered]
+        self._number = {(place, bucket): number for number, (_, place, bucket) in enumerate(ordered)}
+        self._filled = {self._number[key] for key in filled}
         self._start_round()
         if self.contiguous:
             self.make_buffer(arena)
@@ -98,6 +124,7 @@ class GradientSync:
         self._filled.clear()
         self._own.clear()
         self.is_complete = False
+        self.version += 1
         self._start_round()
 
     # Gradients arrive -------------------------------------------------------------------------------------------------
@@ -115,11 +142,12 @@ class GradientSync:
                 "among processes: use sparse=False in embeddings"
             )
         arena = self.arenas[place]
-        numbers = [self._number[place, bucket] for bucket in arena.layout.buckets_of[index]]
-        if numbers and numbers[0] < self._next:
+        numbers = () if self.groups.is_one else [self._number[place, n] for n in arena.layout.buckets_of[index]]
+        if self._next and any(number < self._next for number in numbers):
             self._send_rest()  # a part of it, or all, is gone: this belongs to the next round
         param.grad = None
         self.is_complete = False
+        self.version += 1
         gradient = laid_out_like(gradient.detach(), param)
         if arena.gradient_buffer is not None:
             while any(sent.number in numbers for sent in self._under_way):
@@ -141,8 +169,8 @@ class GradientSync:
     def take_all(self) -> None:
         """Takes every gradient that there is."""
         for place, arena in enumerate(self.arenas):
-            for index, param in enumerate(arena.params):
-                if param.grad is not None:
+            for index, gradient in enumerate(map(_grad_of, arena.params)):
+                if gradient is not None:
                     self.take(place, index)
 
     def arrived(self, place: int, index: int) -> None:
@@ -189,9 +217,7 @@ class GradientSync:
         while len(self._under_way) >= self.in_flight:
             self._finish_first()
         bucket = self._filled_bucket(arena, number)
-        if arena.gradient_shard is None:
-            arena.gradient_shard = arena.new_shard(arena.dtypes.gradients)
-        shard = arena.shard(arena.gradient_shard, number)
+        shard = arena.shard(self.shards(arena), number)
         adds = self._next in self._filled
         if adds:
             shard = torch.empty_like(shard)
@@ -258,29 +284,34 @@ class GradientSync:
 
     def shards(self, arena: Arena) -> Tensor:
         """This rank's flat shard of the sums; with more than one process, and after `synchronize`."""
-        assert arena.gradient_shard is not None
+        if arena.gradient_shard is None:
+            arena.gradient_shard = arena.new_shard(arena.dtypes.gradients)
         return arena.gradient_shard
 
     def local(self, arena: Arena) -> list[Tensor]:
         """The gradients of `arena.parts`, flat, one by one; after `synchronize`."""
+        return list(map(flat, self.of_units(arena, arena.parts)))
+
+    def of_units(self, arena: Arena, units: Sequence[_Unit]) -> list[Tensor]:
+        """The gradients of stretches of this rank's flat shard; those of one process laid out like their parameters.
+
+        All of one dtype: their own, or, where they have several, that in which they would travel.
+        """
         if not self.groups.is_one:
             shards = self.shards(arena)
-            return [shards[part.flat : part.flat + part.size] for part in arena.parts]
-        return list(self._own_gradients(arena, arena.parts))
-
-    def _own_gradients(self, arena: Arena, parts: list[LocalPiece]) -> Iterator[Tensor]:
-        given = {gradient.dtype for gradient in arena.gradients if gradient is not None}
-        # One dtype for all: theirs, or, where they have several, that in which they would travel.
-        dtype = given.pop() if len(given) == 1 else arena.dtypes.gradients
-        for part in parts:
-            gradient = arena.gradients[part.param]
-            if arena.gradient_buffer is not None:
-                start = arena.layout.starts[part.param]
-                yield arena.gradient_buffer[start : start + part.size]
-            elif gradient is None:
-                yield self._nothing(part.size, dtype, arena.device)
-            else:
-                yield flat(gradient if gradient.dtype == dtype else gradient.to(dtype))
+            return [shards[unit.flat : unit.flat + unit.size] for unit in units]
+        if arena.gradient_buffer is not None:
+            return [arena.gradient_buffer[unit.flat : unit.flat + unit.size] for unit in units]
+        given = [arena.gradients[unit.param] for unit in units]
+        present = [gradient for gradient in given if gradient is not None]
+        dtypes = set(map(_dtype, present))
+        if len(present) == len(given) and len(dtypes) == 1:
+            return present
+        dtype = dtypes.pop() if len(dtypes) == 1 else arena.dtypes.gradients
+        return [
+            self._nothing(unit.size, dtype, arena.device) if gradient is None else gradient.to(dtype)
+            for unit, gradient in zip(units, given, strict=True)
+        ]
 
     def _nothing(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros in the place of a gradient that there is not; only ever read."""

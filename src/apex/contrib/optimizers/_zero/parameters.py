@@ -91,20 +91,23 @@ class ParameterSync:
         """Whether all parameters have their new values."""
         return not self._waiting and not self._under_way
 
+    @property
+    def left(self) -> set[tuple[int, int]]:
+        """The (arena, bucket)s that parameters have not got yet."""
+        return {*self._waiting, *(each.key for each in self._under_way)}
+
     def start(self) -> None:
         """Sends as many buckets as may be under way."""
         while self._waiting and len(self._under_way) < self.in_flight:
             self._send(self._waiting.popleft())
 
-    def wait_for(self, keys: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Waits for (arena, bucket)s, and for all that are sent before them; returns what is there now."""
+    def wait_for(self, keys: Iterable[tuple[int, int]]) -> None:
+        """Waits for (arena, bucket)s, and for all that are sent before them; sends further ones."""
         wanted = set(keys)
-        done = []
-        while wanted & {*self._waiting, *(each.key for each in self._under_way)}:
+        while wanted & self.left:
             self.start()
-            done.append(self._finish_first())
+            self._finish_first()
         self.start()
-        return done
 
     def synchronize(self) -> None:
         """Waits for all."""
@@ -128,14 +131,13 @@ class ParameterSync:
         self._under_way.append(_Gathered(key, bucket, all_gather(bucket, shard, self.groups.distributed)))
 
     @torch.no_grad()
-    def _finish_first(self) -> _Key:
+    def _finish_first(self) -> None:
         gathered = self._under_way.popleft()
         gathered.work.wait()
         if self.arenas[gathered.key[0]].parameter_buffer is None:
             copy = self._copy_of(gathered.key)
             if copy.places:
                 torch._foreach_copy_(copy.places, [gathered.bucket[start:stop] for start, stop in copy.ranges])
-        return gathered.key
 
     def _copy_of(self, key: _Key) -> _Copy:
         place, number = key

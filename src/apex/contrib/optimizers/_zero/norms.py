@@ -1,0 +1,131 @@
+"""Norms of gradients over all processes, and what gradients are multiplied by in the next step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from ....ops.multi_tensor import l2norm, max_norm
+from .collectives import all_reduce
+from .gradients import GradientSync
+
+
+class Norms:
+    """Of the gradients of `GradientSync`, after `synchronize`."""
+
+    def __init__(self, gradients: GradientSync, device: torch.device) -> None:
+        self._gradients = gradients
+        self._device = device
+        # What gradients are multiplied by; None for 1.
+        self.given_scale: Tensor | None = None
+        self._known: tuple[int, float, Tensor] | None = None
+
+    def reset(self) -> None:
+        """Gradients are new: they are multiplied by nothing."""
+        self.given_scale = None
+        self._known = None
+
+    @property
+    def scale(self) -> Tensor:
+        """What gradients are multiplied by."""
+        if self.given_scale is None:
+            self.given_scale = torch.ones(1, dtype=torch.float32, device=self._device)
+        return self.given_scale.reshape(())
+
+    @scale.setter
+    def scale(self, value: Tensor) -> None:
+        self.given_scale = value.detach().to(self._device, torch.float32).reshape(1)
+
+    def scale_by(self, factor: Tensor) -> None:
+        """One more factor."""
+        factor = factor.detach().to(self._device, torch.float32).reshape(1)
+        self.given_scale = factor if self.given_scale is None else self.given_scale * factor
+
+    def norm(self, chosen: set[Tensor] | None = None, order: float = 2.0, force: bool = False) -> Tensor:
+        """float32, without dimensions; of gradients as they will be used."""
+        found = self._raw_norm(chosen, order, force)
+        return found if self.given_scale is None else found * self.given_scale.reshape(())
+
+    def _raw_norm(self, chosen: set[Tensor] | None, order: float, force: bool = False) -> Tensor:
+        if order not in (2.0, torch.inf):
+            raise ValueError(f"norm_type={order} is not supported; 2 and infinity are")
+        version = self._gradients.version
+        if chosen is None and not force and self._known is not None and self._known[:2] == (version, order):
+            return self._known[2]
+        tensors = [
+            gradient
+            for arena in self._gradients.arenas
+            for gradient in (
+                [self._gradients.shards(arena)]
+                if chosen is None and not self._gradients.groups.is_one
+                else [
+                    gradient
+                    for part, gradient in zip(arena.parts, self._gradients.local(arena), strict=True)
+                    if chosen is None or arena.params[part.param] in chosen
+                ]
+            )
+        ]
+        found = self._joined(tensors, order)
+        if chosen is None:
+            self._known = version, order, found
+        return found
+
+    def _joined(self, tensors: list[Tensor], order: float) -> Tensor:
+        """The norm of the tensors of all processes that divide the state."""
+        groups = self._gradients.groups
+        if not tensors:
+            local = torch.zeros((), dtype=torch.float32, device=self._device)
+        else:
+            local = (l2norm if order == 2.0 else max_norm)(tensors)[0].reshape(())
+        if groups.ranks == 1:
+            return local
+        if order != 2.0:
+            dist.all_reduce(local, dist.ReduceOp.MAX, group=groups.distributed)
+            return local
+        square = local.square().reshape(1)
+        all_reduce(square, groups.distributed).wait()
+        return square.sqrt().reshape(())
+
+    # torch.amp.GradScaler ---------------------------------------------------------------------------------------------
+
+    def unscale(self, optimizer: Any, inverse: Tensor | None, grad_scaler: Any) -> dict[torch.device, Tensor]:
+        """See `ZeroOptimizer.unscale_grads`."""
+        enabled = grad_scaler is not None and grad_scaler.is_enabled()
+        state = grad_scaler._per_optimizer_states[id(optimizer)] if enabled else None
+        if state is not None:
+            if inverse is not None:
+                raise ValueError("unscale_grads takes inv_scale or grad_scaler, not both")
+            if state["stage"] is OptState.UNSCALED:
+                raise RuntimeError("gradients have been unscaled since the last update of the scaler")
+            if state["stage"] is OptState.STEPPED:
+                raise RuntimeError("unscale_grads is called after step")
+            inverse = grad_scaler._get_scale_async().double().reciprocal()
+        if inverse is None:
+            raise ValueError("unscale_grads needs inv_scale, or grad_scaler that is enabled")
+        optimizer.grad_sync()
+        flags = {self._device: self._flag()}
+        self.scale_by(inverse)
+        if state is not None:
+            state["found_inf_per_device"] = flags
+            state["stage"] = OptState.UNSCALED
+        return flags
+
+    def _flag(self) -> Tensor:
+        """1, float32 [1], where a gradient of any process is not finite, or all together are too large."""
+        return (~torch.isfinite(self._raw_norm(None, 2.0))).float().reshape(1)
+
+    def flag_of(self, optimizer: Any, grad_scaler: Any) -> Tensor | None:
+        """What turns a step into nothing; None if there is no scaler. Unscales gradients unless that has been done."""
+        if grad_scaler is None or not grad_scaler.is_enabled():
+            return None
+        state = grad_scaler._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED and not state["found_inf_per_device"]:
+            state["stage"] = OptState.READY  # GradScaler.unscale_ found no gradients: they are here
+        if state["stage"] is OptState.READY:
+            return self.unscale(optimizer, None, grad_scaler)[self._device]
+        state["found_inf_per_device"] = {self._device: self._flag()}
+        return state["found_inf_per_device"][self._device]

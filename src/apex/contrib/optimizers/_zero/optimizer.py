@@ -1,0 +1,418 @@
+"""An optimizer whose state is divided among processes: what does not depend on the algorithm.
+
+A subclass says which state a parameter has (`_state_names`) and how lists of tensors are updated (`_update`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....ops.multi_tensor import Lists
+from .arena import Arena, Dtypes
+from .buffers import allocator
+from .gradients import GradientSync
+from .groups import Groups
+from .norms import Norms
+from .parameters import ParameterSync
+from .pending import is_pending, postpone, release
+from .scaled import ScaledState
+from .state import ArenaState
+from .steps import Steps
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Base of optimizers with divided state; see `DistributedFusedAdam` for the options."""
+
+    # torch.amp.GradScaler then leaves gradients, and its flag, to `step`.
+    _step_supports_amp_scaling = True
+    _custom_amp_unscale_grads = True
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        groups: Groups,
+        dtypes: Dtypes,
+        *,
+        device: Any = None,
+        average_grad_sync: bool = True,
+        overlap_grad_sync: bool = True,
+        overlap_param_sync: bool = False,
+        bucket_cap_mb: float = 100.0,
+        pipeline_size: int = 2,
+        contiguous_param_buffer: bool = False,
+        contiguous_grad_buffer: bool = False,
+        store_params: bool = True,
+        store_param_remainders: bool = False,
+        with_scaled_states: bool = False,
+        nccl_ub: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        if bucket_cap_mb <= 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive")
+        if pipeline_size < 1:
+            raise ValueError(f"pipeline_size={pipeline_size} must be at least 1")
+        self._groups = groups
+        self._dtypes = dtypes
+        self.process_group = groups.process_group
+        self.distributed_process_group = groups.distributed
+        self.redundant_process_group = groups.redundant
+        self.process_group_size = groups.size
+        self.process_group_root = groups.root
+        self.distributed_size, self.distributed_rank = groups.ranks, groups.rank
+        self.redundant_size = groups.replicas
+        self.dtype, self.grad_sync_dtype, self.param_sync_dtype = dtypes
+        self.average_grad_sync = average_grad_sync
+        self.greedy_grad_copy = True
+        self.overlap_grad_sync = overlap_grad_sync
+        self.overlap_param_sync = overlap_param_sync
+        self.bucket_cap_mb = bucket_cap_mb
+        self.pipeline_size = pipeline_size
+        self.contiguous_param_buffer = contiguous_param_buffer
+        self.contiguous_grad_buffer = contiguous_grad_buffer
+        self.store_params = store_params
+        self.store_param_remainders = store_param_remainders
+        self.with_scaled_states = with_scaled_states
+        self.nccl_ub = nccl_ub
+        self.capturable = capturable
+        self._gradients = GradientSync(
+            groups, average=average_grad_sync, in_flight=pipeline_size, contiguous=contiguous_grad_buffer
+        )
+        self._parameters = ParameterSync(groups, in_flight=pipeline_size, contiguous=contiguous_param_buffer)
+        self._states: list[ArenaState | ScaledState] = []
+        # Where each parameter is: the number of its arena, and its own in it.
+        self._places: dict[Tensor, tuple[int, int]] = {}
+        self._hooked: set[Tensor] = set()
+        # The autograd engine runs hooks in threads of its own.
+        self._lock = threading.RLock()
+        self._made = False
+        self._count = 0
+        super().__init__(params, defaults)
+        self._made = True
+        first = next(self.parameters())
+        self.device = first.device
+        _check_device(device, first.device)
+        self._norms = Norms(self._gradients, first.device)
+        self._steps = Steps(self.state, first.device, capturable)
+        self._take_params_of_root(list(self.parameters()))
+        self._add_hooks()
+
+    # What a subclass provides -----------------------------------------------------------------------------------------
+
+    def _state_names(self) -> tuple[str, ...]:
+        """The names of a parameter's state, in the order of the rule's slots."""
+        raise NotImplementedError
+
+    def _update(
+        self, group: dict[str, Any], lists: Lists, step: Any, noop: Tensor | None, scale: Tensor | None
+    ) -> None:
+        """One step of some tensors; `step` counts from 1, and is a float64 tensor where it lives on the device."""
+        raise NotImplementedError
+
+    # Parameters -------------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> Iterator[Any]:
+        """All parameters, group by group."""
+        return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """One more parameter group; its state is made when it is first needed."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self._count += len(group["params"])
+        if self.capturable and not isinstance(group["lr"], Tensor):
+            device = group["params"][0].device
+            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
+        if self._made:
+            self._take_params_of_root(group["params"])
+            self._add_hooks()
+
+    @torch.no_grad()
+    def _take_params_of_root(self, params: Iterable[Tensor]) -> None:
+        if not self._groups.is_one:
+            group = self.process_group
+            works = [dist.broadcast(param.detach(), self.process_group_root, group, async_op=True) for param in params]
+            for work in works:
+                work.wait()
+
+    def _add_hooks(self) -> None:
+        """Has backward passes say when they have added to a gradient."""
+        hook = _quiet_caller(self, ZeroOptimizer._gradient_arrived)
+        for param in self.parameters():
+            if param.requires_grad and param not in self._hooked:
+                param.register_post_accumulate_grad_hook(hook)
+                self._hooked.add(param)
+
+    def init_params(
+        self,
+        params: Iterable[Tensor] | Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        grad_sync_dtype: torch.dtype | None = None,
+        param_sync_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Makes the state of parameters that have none, in buckets of their own, in this order.
+
+        Without `params`: of all that require gradients, last ones first, because their gradients arrive first; that is
+        done by itself when state is first needed. All processes must call it alike.
+        """
+        self._init(params, Dtypes(*self._or_default(dtype, grad_sync_dtype, param_sync_dtype)), self.bucket_cap_mb)
+
+    def init_params_bucket(
+        self,
+        params: Iterable[Tensor] | Tensor,
+        dtype: torch.dtype | None = None,
+        grad_sync_dtype: torch.dtype | None = None,
+        param_sync_dtype: torch.dtype | None = None,
+    ) -> None:
+        """As `init_params`, in one bucket, however large."""
+        self._init(params, Dtypes(*self._or_default(dtype, grad_sync_dtype, param_sync_dtype)), None)
+
+    def _or_default(self, *dtypes: torch.dtype | None) -> Iterator[torch.dtype]:
+        return (given or default for given, default in zip(dtypes, self._dtypes, strict=True))
+
+    @torch.no_grad()
+    def _init(self, params: Iterable[Tensor] | Tensor | None, dtypes: Dtypes, bucket_cap_mb: float | None) -> None:
+        if params is None and len(self._places) == self._count:
+            return
+        owners = {param: number for number, group in enumerate(self.param_groups) for param in group["params"]}
+        if params is None:
+            params = [param for param in reversed(list(owners)) if param.requires_grad]
+        chosen = [param for param in ([params] if isinstance(params, Tensor) else params) if param not in self._places]
+        kinds: dict[Any, list[Tensor]] = {}
+        for param in dict.fromkeys(chosen):
+            if param not in owners:
+                raise ValueError(f"params has a tensor of shape {tuple(param.shape)} that is in no parameter group")
+            if param.device != self.device:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is on {param.device}, others are on {self.device}: "
+                    "parameters and state of a process are on one device"
+                )
+            kinds.setdefault(param.dtype, []).append(param)
+        positions = {param: len(self._places) + number for number, param in enumerate(chosen)}
+        size = None if bucket_cap_mb is None else bucket_cap_mb * 1024 * 1024
+        for members in kinds.values():
+            groups = [owners[param] for param in members]
+            allocate = allocator(self._groups.process_group, self.device, self.nccl_ub)
+            arena = Arena(members, groups, dtypes, self._groups, size, allocate)
+            self._parameters.add(arena)
+            self._gradients.add(arena, [positions[param] for param in members])
+            self._states.append(self._new_state(arena))
+            self._places.update({param: (len(self._states) - 1, index) for index, param in enumerate(members)})
+            self._arena_added(arena)
+        self._add_hooks()
+
+    def _new_state(self, arena: Arena) -> ArenaState | ScaledState:
+        if self.with_scaled_states:
+            return ScaledState(arena, self._state_names())
+        stores = self.store_params or (self.store_param_remainders and arena.dtypes != self._dtypes)
+        return ArenaState(arena, self._state_names(), stores, self.store_param_remainders and not stores)
+
+    def _arena_added(self, arena: Arena) -> None:
+        """For subclasses that show buckets in their state."""
+
+    def init_param_buffer(self) -> None:
+        """Makes all parameters views of one buffer per dtype, in which they also arrive from other processes."""
+        self.contiguous_param_buffer = self._parameters.contiguous = True
+        self.param_sync()
+        self.init_params()
+        for state in self._states:
+            self._parameters.make_buffer(state.arena)
+            state.connect()
+
+    # Gradients --------------------------------------------------------------------------------------------------------
+
+    def _gradient_arrived(self, param: Tensor) -> None:
+        if not self.greedy_grad_copy:
+            return
+        with self._lock:
+            if param not in self._places:
+                self.init_params()
+            place, index = self._places[param]
+            if self.overlap_grad_sync:
+                self._gradients.arrived(place, index)
+            else:
+                self._gradients.take(place, index)
+
+    @contextlib.contextmanager
+    def no_sync(self, greedy_grad_copy: bool = False) -> Iterator[None]:
+        """Backward passes inside send nothing; `step`, or the next backward pass outside, sends all that has added up.
+
+        Gradients add up in `param.grad`, or, with `greedy_grad_copy`, in the dtype in which they are sent.
+        """
+        before = self.greedy_grad_copy, self.overlap_grad_sync
+        self.greedy_grad_copy, self.overlap_grad_sync = greedy_grad_copy, False
+        try:
+            yield
+        finally:
+            self.greedy_grad_copy, self.overlap_grad_sync = before
+
+    def grad_sync(self) -> None:
+        """Sends all gradients that have not been, and waits for the sums. All processes must call it."""
+        with self._lock:
+            self.init_params()
+            self._gradients.synchronize()
+
+    @torch.no_grad()
+    def grad_buffer_view(self, param: Tensor) -> Tensor:
+        """A parameter's place in the buffer of gradients; what is written to it counts as its gradient."""
+        if not self.contiguous_grad_buffer:
+            raise RuntimeError("there is a buffer of gradients with contiguous_grad_buffer=True only")
+        self.init_params()
+        place, index = self._places[param]
+        arena = self._gradients.arenas[place]
+        assert arena.gradient_buffer is not None
+        return arena.view(arena.gradient_buffer, index)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Forgets all gradients. With `contiguous_grad_buffer` `param.grad` becomes a view of the buffer."""
+        if self.contiguous_grad_buffer:
+            self.init_params()
+        self._gradients.clear()
+        self._norms.reset()
+        # A parameter that still waits for its values does not need them for this.
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self.parameters():
+                if set_to_none:
+                    param.grad = None
+                elif self.contiguous_grad_buffer and param in self._places:
+                    view = self.grad_buffer_view(param)
+                    param.grad = view if view.dtype == param.dtype else None
+                elif param.grad is not None:
+                    param.grad.detach_().zero_() if param.grad.grad_fn is not None else param.grad.zero_()
+
+    def grad_norm(
+        self, parameters: Iterable[Tensor] | None = None, norm_type: float = 2.0, force: bool = False
+    ) -> Tensor:
+        """The norm of all gradients, or of those of some parameters, averaged over processes, scaled and clipped.
+
+        `norm_type` is 2 or infinity. The norm of all is remembered until gradients change, unless `force`.
+        """
+        chosen = None if parameters is None else set(parameters)
+        if chosen is not None and not chosen <= set(self.parameters()):
+            raise ValueError("parameters has tensors that are not parameters of this optimizer")
+        self.grad_sync()
+        return self._norms.norm(chosen, float(norm_type), force)
+
+    def clip_grad_norm(
+        self, max_norm: float, parameters: Iterable[Tensor] | None = None, norm_type: float = 2.0
+    ) -> Tensor:
+        """Has the next step scale gradients by what brings their norm down to `max_norm`; returns the norm before."""
+        if not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm} must be positive")
+        norm = self.grad_norm(parameters, norm_type)
+        self._norms.scale_by(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def unscale_grads(
+        self, *args: Any, inv_scale: Tensor | None = None, grad_scaler: Any = None
+    ) -> dict[torch.device, Tensor]:
+        """Has the next step multiply gradients by `inv_scale`, which may be the first argument, or unscale them.
+
+        The flags that it returns say, the same in all processes, whether a gradient is not finite.
+        """
+        return self._norms.unscale(self, args[0] if inv_scale is None and args else inv_scale, grad_scaler)
+
+    @property
+    def _grad_scale(self) -> Tensor:
+        """What gradients are multiplied by in the next step."""
+        return self._norms.scale
+
+    @_grad_scale.setter
+    def _grad_scale(self, value: Tensor) -> None:
+        self._norms.scale = value
+
+    # The step ---------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:  # type: ignore[override]
+        """One optimization step; returns the closure's loss.
+
+        With a `grad_scaler` an infinite or NaN gradient in any process turns it into nothing in all of them, without a
+        wait for the device.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step(grad_scaler)
+        return loss
+
+    @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
+    @torch.no_grad()
+    def _step(self, grad_scaler: Any) -> None:
+        with self._lock:
+            self.init_params()
+            self.param_sync()
+            self._gradients.synchronize()
+            noop = self._norms.flag_of(self, grad_scaler)
+            scale = self._norms.given_scale
+            count = self._steps.next(noop)
+
+            def update(number: int, lists: Lists) -> None:
+                self._update(self.param_groups[number], lists, count, noop, scale)
+
+            for state in self._states:
+                state.apply(self._gradients, update, noop)
+            self._parameters.updated()
+            if self.overlap_param_sync and self._groups.ranks > 1:
+                self._postpone_params()
+                self._parameters.start()
+            else:
+                self._parameters.synchronize()
+
+    # Parameters on their way ------------------------------------------------------------------------------------------
+
+    def param_sync(self) -> None:
+        """Waits until all parameters have their new values."""
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            self._parameters.synchronize()
+            for param in self._places if self.overlap_param_sync else ():
+                release(param)
+
+    def _postpone_params(self) -> None:
+        """Has parameters wait for their values when they are used."""
+        self._await = {
+            param: {(place, bucket) for bucket in self._parameters.arenas[place].layout.buckets_of[index]}
+            for param, (place, index) in self._places.items()
+        }
+        for param, keys in self._await.items():
+            if keys:
+                postpone(param, functools.partial(self._arrive, param))
+
+    def _arrive(self, param: Tensor) -> None:
+        """Waits for a parameter; those that have arrived with it are as they were."""
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            self._parameters.wait_for(self._await[param])
+            left = self._parameters.left
+            for other, keys in self._await.items():
+                if is_pending(other) and not keys & left:
+                    release(other)
+
+
+def _check_device(wanted: Any, found: torch.device) -> None:
+    if wanted is None:
+        return
+    device = torch.device(wanted)
+    if device.type != found.type or device.index not in (None, found.index):
+        raise ValueError(f"device={device} is not where the parameters are: {found}")
+
+
+def _quiet_caller(optimizer: ZeroOptimizer, method: Callable[..., None]) -> Callable[[Tensor], None]:
+    """A hook that does not keep the optimizer alive."""
+    reference = weakref.ref(optimizer)
+
+    def call(param: Tensor) -> None:
+        owner = reference()
+        if owner is not None:
+            method(owner, param)
+
+    return call

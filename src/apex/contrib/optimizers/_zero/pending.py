@@ -1,0 +1,97 @@
+"""Parameters that wait for their values when they are first used.
+
+While a parameter is pending its class is one of its own, a subclass of what it was, through which PyTorch sends every
+function that is called with it, C++ ones as well. The first one waits for the values; with it the parameter becomes
+what it was. So nothing needs to be known of the model, and nothing is paid by parameters that are there.
+
+Not for compiled models, whose guards see the class change: these need `param_sync` before the forward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_WAIT = "_apex_wait"
+_CLASS = "_apex_class"
+
+
+def is_pending(param: Tensor) -> bool:
+    """Whether the first use of a parameter will wait."""
+    return _CLASS in type(param).__dict__
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Pending parameters in nested arguments."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if is_pending(value):
+                yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+
+
+# What does not look at values: such calls do not wait.
+_BLIND = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("device", "dtype", "grad", "is_leaf", "layout", "ndim", "requires_grad")
+    ),
+    *(getattr(Tensor, name).__get__ for name in ("is_cpu", "is_cuda", "is_meta", "is_sparse", "shape")),
+    Tensor.grad.__set__,  # type: ignore[attr-defined]
+    Tensor.grad.__delete__,  # type: ignore[attr-defined]
+    *(Tensor.dim, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.numel, Tensor.size, Tensor.stride),
+}
+
+
+def _through(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if function in _BLIND:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+    for param in list(_tensors((args, kwargs or {}))):
+        arrive(param)
+    return function(*args, **(kwargs or {}))
+
+
+def _after_arrival(name: str) -> Callable[..., Any]:
+    """A method that is called after the values have arrived: those that look at the class before anything else."""
+
+    def method(self: Any, *args: Any) -> Any:
+        arrive(self)
+        return getattr(self, name)(*args)
+
+    return method
+
+
+@functools.cache
+def _pending_class(cls: type) -> type:
+    methods = {name: _after_arrival(name) for name in ("__deepcopy__", "__reduce_ex__")}
+    return type(cls)(cls.__name__, (cls,), {"__torch_function__": classmethod(_through), _CLASS: cls, **methods})
+
+
+def postpone(param: Tensor, wait: Callable[[], None]) -> None:
+    """Has the first use of a parameter call `wait`, which must not use it before it has called `release`."""
+    param.__dict__[_WAIT] = wait
+    if not is_pending(param):
+        param.__class__ = _pending_class(type(param))
+
+
+def release(param: Tensor) -> None:
+    """The parameter is what it was."""
+    if is_pending(param):
+        param.__class__ = type(param).__dict__[_CLASS]
+        del param.__dict__[_WAIT]
+
+
+def arrive(param: Tensor) -> None:
+    """Waits for the values of a parameter, if it is pending."""
+    if is_pending(param):
+        wait = param.__dict__[_WAIT]
+        release(param)
+        wait()

@@ -1,0 +1,93 @@
+"""The state of an arena's parameters that this rank keeps, and one pass of a rule over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ....ops.multi_tensor import Lists, make_lists
+from ....ops.multi_tensor.rule import SLOTS
+from ....ops.multi_tensor.torch_lists import flat
+from ....ops.multi_tensor.triton_lists import TritonLists, current_stream
+from .arena import Arena
+from .gradients import GradientSync
+from .weights import Unit, Weights, pick, units_of, weights_of
+
+# Gets the number of a parameter group and the lists of its tensors: weights, gradients, then state.
+Apply = Callable[[int, Lists], None]
+
+# What checkpoints call the parameters in the precision of the state.
+PARAM = "param"
+
+
+def in_slots(
+    weights: list[Tensor], gradients: Sequence[Tensor], state: Sequence[list[Tensor]]
+) -> list[list[Tensor] | None]:
+    """The lists of a rule; gradients may be laid out in any dense way."""
+    return [weights, list(map(flat, gradients)), *state, *(None for _ in range(SLOTS - 2 - len(state)))]
+
+
+class ArenaState:
+    """Flat shards in the dtype of the state, by name, and the weights.
+
+    The lists of tensors that a rule walks over are kept from step to step, for as long as nothing moves but gradients.
+    """
+
+    def __init__(self, arena: Arena, names: Sequence[str], store_params: bool, store_remainders: bool) -> None:
+        self.arena = arena
+        self.names = tuple(names)
+        self.weights: Weights = weights_of(arena, store_params, store_remainders)
+        self.moments = {name: arena.new_shard(arena.dtypes.state) for name in names}
+        self._units: dict[int, list[Unit]] = {}
+        for unit in units_of(arena):
+            self._units.setdefault(unit.owner, []).append(unit)
+        self._lists: dict[int, tuple[Any, Lists]] = {}
+
+    def connect(self) -> None:
+        """To be called when parameters became views of a buffer."""
+        self.weights.connect()
+        self._lists.clear()
+
+    def apply(self, gradients: GradientSync, function: Apply, noop: Tensor | None = None) -> None:
+        """Calls `function` for every parameter group; it is to do nothing where `noop` is set."""
+        self.weights.begin()
+        addresses = self.weights.addresses()
+        stream = current_stream(self.arena.device)
+        for owner, units in self._units.items():
+            given = gradients.of_units(self.arena, units)
+            key = (given[0].dtype, stream, addresses)
+            known = self._lists.get(owner)
+            if known is None or known[0] != key:
+                known = self._lists[owner] = key, make_lists(*self._slots(units, given))
+            lists = known[1]
+            if isinstance(lists, TritonLists):
+                lists.move_gradients(list(map(Tensor.data_ptr, given)))
+            elif not lists.slots:
+                lists.point_to(*self._slots(units, given))
+            function(owner, lists)
+            if not isinstance(lists, TritonLists):
+                lists.slots = ()  # lets go of the gradients
+        self.weights.end()
+
+    def _slots(self, units: list[Unit], gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], Any]:
+        state = [pick(moment, units) for moment in self.moments.values()]
+        return in_slots(self.weights.slot(units), gradients, state), self.weights.copy(units)
+
+    # For checkpoints --------------------------------------------------------------------------------------------------
+
+    def read(self, name: str) -> Tensor:
+        """A flat shard, not to be changed: of `PARAM` or of one of `names`."""
+        return self.weights.read() if name == PARAM else self.moments[name]
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Takes the values of a flat shard; parameters have theirs after the next synchronisation."""
+        if name == PARAM:
+            self.weights.write(values)
+        else:
+            self.moments[name].copy_(values)
+
+    def shards(self) -> dict[str, Tensor]:
+        """All flat shards that stay from step to step, under the names that buckets have them under."""
+        return {**self.weights.stored(), **{f"{name}_shard": moment for name, moment in self.moments.items()}}

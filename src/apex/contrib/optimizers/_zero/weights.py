@@ -1,0 +1,266 @@
+"""Where this rank's part of the parameters is while it is updated, and how it gets there and back.
+
+    InPlace     the parameters themselves: one process, and nothing to convert
+    Stored      a flat shard in the precision of the state, which stays
+    Gathered    a flat shard that exists during an update only
+    Remainders  the same in float32, joined from bfloat16 parameters and a flat shard of the 16 bits that they lack
+
+All of them give the tensors of slot 0 of a rule (`slot`) and those that get a copy of it (`copy`), for the units that
+the rule walks over: of one process the parameters, else the runs of its shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....ops.multi_tensor import remainders
+from .arena import Arena
+
+# A flat shard, or this rank's shards of the buckets one by one.
+Storage = Tensor | list[Tensor]
+
+
+class Unit(NamedTuple):
+    """A stretch of elements that a rule takes as one tensor: see `Run` and `LocalPiece`."""
+
+    owner: int
+    param: int
+    bucket: int
+    offset: int
+    flat: int
+    size: int
+
+
+def units_of(arena: Arena) -> list[Unit]:
+    """The units of an arena."""
+    if arena.groups.is_one:
+        return [
+            Unit(arena.owners[part.param], part.param, part.bucket, part.offset, part.flat, part.size)
+            for part in arena.parts
+        ]
+    starts = arena.layout.shard_starts
+    return [
+        Unit(owner, -1, bucket, at.start, starts[bucket] + at.start, at.stop - at.start)
+        for owner, bucket, at in arena.runs
+    ]
+
+
+def pick(storage: Storage, units: Sequence[Unit]) -> list[Tensor]:
+    """The elements of each unit."""
+    if isinstance(storage, Tensor):
+        return [storage[unit.flat : unit.flat + unit.size] for unit in units]
+    return [storage[unit.bucket][unit.offset : unit.offset + unit.size] for unit in units]
+
+
+class Weights:
+    """Base: what all of them do; see the module."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._addresses: list[int] = []
+        self._flat_params: list[Tensor] = []
+
+    def connect(self) -> None:
+        """Says to `ParameterSync` where updated parameters are; again when parameters became views of a buffer."""
+        self.arena.outgoing = []
+
+    def begin(self) -> None:
+        """Makes `slot` ready to be read."""
+
+    def end(self) -> None:
+        """Takes what an update has written."""
+
+    def slot(self, units: Sequence[Unit]) -> list[Tensor]:
+        """What is updated."""
+        raise NotImplementedError
+
+    def copy(self, units: Sequence[Unit]) -> list[Tensor] | None:
+        """What gets a copy of it."""
+        return None
+
+    def addresses(self) -> list[int]:
+        """Where all that is."""
+        return list(map(Tensor.data_ptr, self.arena.params))
+
+    def read(self) -> Tensor:
+        """The values, in the dtype of the state, as a flat shard that must not be changed."""
+        raise NotImplementedError
+
+    def write(self, values: Tensor) -> None:
+        """Other values, given as a flat shard; the parameters have them after the next synchronisation."""
+        raise NotImplementedError
+
+    def stored(self) -> dict[str, Tensor]:
+        """Flat shards that stay from step to step, by the name that buckets have them under."""
+        return {}
+
+    def flat_params(self) -> list[Tensor]:
+        """Each parameter's elements in the order of memory, remembered for as long as they stay where they are."""
+        addresses = list(map(Tensor.data_ptr, self.arena.params))
+        if addresses != self._addresses:
+            self._addresses, self._flat_params = addresses, self.arena.flat_params()
+        return self._flat_params
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Fills a flat shard with what this rank owns of the parameters."""
+        params = self.flat_params()
+        parts = self.arena.parts
+        if parts:
+            torch._foreach_copy_(
+                [values[part.flat : part.flat + part.size] for part in parts],
+                [params[part.param][part.start : part.stop] for part in parts],
+            )
+        return values
+
+    def make_outgoing(self) -> Storage:
+        """Shards in the dtype that parameters travel in: in the parameters' buffer, where there is one."""
+        arena = self.arena
+        buckets = range(len(arena.layout.bucket_sizes))
+        if arena.parameter_buffer is None:
+            storage: Storage = arena.new_shard(arena.dtypes.parameters)
+        elif arena.groups.ranks == 1:
+            storage = arena.parameter_buffer
+        else:
+            storage = [arena.shard_of_bucket(arena.bucket(arena.parameter_buffer, number)) for number in buckets]
+        arena.outgoing = [arena.shard(storage, n) for n in buckets] if isinstance(storage, Tensor) else storage
+        return storage
+
+    @property
+    def _writes_params(self) -> bool:
+        """Whether an update can write to the parameters themselves, so that nothing needs to be sent."""
+        return self.arena.groups.is_one and self.arena.params[0].dtype == self.arena.dtypes.parameters
+
+
+class InPlace(Weights):
+    def slot(self, units: Sequence[Unit]) -> list[Tensor]:
+        params = self.flat_params()
+        return [params[unit.param] for unit in units]
+
+    def read(self) -> Tensor:
+        return self.gather(self.arena.new_shard(self.arena.dtypes.state))
+
+    def write(self, values: Tensor) -> None:
+        params = self.flat_params()
+        for part in self.arena.parts:
+            params[part.param][part.start : part.stop].copy_(values[part.flat : part.flat + part.size])
+
+
+class Stored(Weights):
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(arena)
+        self.values = self.gather(arena.new_shard(arena.dtypes.state))
+
+    def connect(self) -> None:
+        arena = self.arena
+        self._outgoing: Storage | None = None
+        if self._writes_params:
+            arena.outgoing = []
+        elif arena.dtypes.state == arena.dtypes.parameters and arena.parameter_buffer is None:
+            arena.outgoing = [arena.shard(self.values, number) for number in range(len(arena.layout.bucket_sizes))]
+        else:
+            self._outgoing = self.make_outgoing()
+
+    def slot(self, units: Sequence[Unit]) -> list[Tensor]:
+        return pick(self.values, units)
+
+    def copy(self, units: Sequence[Unit]) -> list[Tensor] | None:
+        if self._writes_params:
+            params = self.flat_params()
+            return [params[unit.param] for unit in units]
+        return None if self._outgoing is None else pick(self._outgoing, units)
+
+    def read(self) -> Tensor:
+        return self.values
+
+    def write(self, values: Tensor) -> None:
+        self.values.copy_(values)
+        for shard, value in zip(self.arena.outgoing, self._by_bucket(), strict=False):
+            if shard.data_ptr() != value.data_ptr():
+                shard.copy_(value)
+        if self._writes_params:
+            params = self.flat_params()
+            for part in self.arena.parts:
+                params[part.param].copy_(self.values[part.flat : part.flat + part.size])
+
+    def _by_bucket(self) -> list[Tensor]:
+        return [self.arena.shard(self.values, number) for number in range(len(self.arena.layout.bucket_sizes))]
+
+    def stored(self) -> dict[str, Tensor]:
+        return {"params_shard": self.values}
+
+
+class Gathered(Weights):
+    def connect(self) -> None:
+        self._outgoing = self.make_outgoing()
+        self._values: Tensor | None = None
+
+    def begin(self) -> None:
+        self._values = self.gather(self.arena.new_shard(self.arena.dtypes.state))
+
+    def end(self) -> None:
+        self._values = None
+
+    def slot(self, units: Sequence[Unit]) -> list[Tensor]:
+        assert self._values is not None
+        return pick(self._values, units)
+
+    def copy(self, units: Sequence[Unit]) -> list[Tensor] | None:
+        return pick(self._outgoing, units)
+
+    def addresses(self) -> list[int]:
+        assert self._values is not None
+        return [self._values.data_ptr()]
+
+    def read(self) -> Tensor:
+        return self.gather(self.arena.new_shard(self.arena.dtypes.state))
+
+    def write(self, values: Tensor) -> None:
+        for number, shard in enumerate(self.arena.outgoing):
+            shard.copy_(self.arena.shard(values, number))
+
+
+class Remainders(Gathered):
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(arena)
+        self.remainders = arena.new_shard(torch.int16)
+
+    def begin(self) -> None:
+        self._values = self.read()
+
+    def end(self) -> None:
+        assert self._values is not None
+        self.write(self._values)
+        self._values = None
+
+    def copy(self, units: Sequence[Unit]) -> list[Tensor] | None:
+        return None
+
+    def read(self) -> Tensor:
+        return remainders.join(self.gather(self.arena.new_shard(torch.bfloat16)), self.remainders)
+
+    def write(self, values: Tensor) -> None:
+        for number, shard in enumerate(self.arena.outgoing):
+            part, lower = (self.arena.shard(flat, number) for flat in (values, self.remainders))
+            remainders.split(part, shard, lower)
+
+    def stored(self) -> dict[str, Tensor]:
+        return {"param_remainders_shard": self.remainders}
+
+
+def weights_of(arena: Arena, store_params: bool, store_remainders: bool) -> Weights:
+    """How the parameters of an arena are kept."""
+    dtype = arena.params[0].dtype
+    travels_as = arena.dtypes.parameters
+    weights: Weights
+    if store_remainders and arena.dtypes.state == torch.float32 and dtype == travels_as == torch.bfloat16:
+        weights = Remainders(arena)
+    elif arena.groups.is_one and dtype == travels_as and (not store_params or dtype == arena.dtypes.state):
+        weights = InPlace(arena)
+    else:
+        weights = Stored(arena) if store_params or store_remainders else Gathered(arena)
+    weights.connect()
+    return weights

@@ -1,0 +1,280 @@
+"""DistributedFusedAdam: Adam and AdamW with state and gradients divided among processes (ZeRO-2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.multi_tensor import Lists, rules
+from ...optimizers._base import check_betas, check_hyperparameters
+from ...optimizers.fused_adam import hyperparameters
+from ._zero import formats
+from ._zero.arena import Arena, Dtypes
+from ._zero.groups import Groups
+from ._zero.layout import Piece
+from ._zero.optimizer import ZeroOptimizer
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class DistributedFusedAdam(ZeroOptimizer):
+    """`apex.optimizers.FusedAdam` with its state divided among processes; the same numbers on averaged gradients.
+
+    Parameters are laid out in buckets, and each process owns an equal part of every bucket: it sums up the gradients of
+    that part, keeps its state and updates it, and sends the result to the others. Backward passes take gradients away
+    from parameters: `param.grad` is None after them. A gradient that is missing counts as zeros. All processes must
+    take the same steps, and none needs torch.nn.parallel.DistributedDataParallel. Where torch.distributed is not
+    initialised, or has one process, nothing is sent.
+
+    - `dtype`, `grad_sync_dtype`, `param_sync_dtype`: of the state, and of gradients and parameters that are sent, which
+      are `dtype` unless given;
+    - `device`: where the parameters are, which is all that is accepted;
+    - `process_group`: all processes, as a grid: state is divided among `distributed_process_group` (all of them unless
+      given) and repeated in `redundant_process_group` (nobody unless given);
+    - `average_grad_sync`: whether gradients are averaged, not summed;
+    - `overlap_grad_sync`: whether buckets of gradients are sent during backward passes;
+    - `overlap_param_sync`: whether `step` returns before parameters have arrived: each is waited for at its first use;
+    - `bucket_cap_mb`: the size of a bucket of gradients; `pipeline_size`: how many may be on their way at once;
+    - `contiguous_param_buffer`, `contiguous_grad_buffer`: parameters (from `init_param_buffer` or the first step on)
+      and gradients (from `zero_grad` on) are views of buffers that stay, in which they are sent without copies;
+    - `store_params`: whether the state has the parameters in `dtype`, where theirs is another; without it updates are
+      rounded to the parameters' dtype;
+    - `store_param_remainders`: it has the 16 bits that bfloat16 parameters lack to float32 instead: half the memory;
+    - `with_scaled_states`: state is float16 or bfloat16 (`dtype`), with a scale for every piece of a parameter;
+    - `nccl_ub`: buffers are allocated by NCCL, where it can, which then copies nothing; needs `contiguous_grad_buffer`;
+    - `capturable`: step count and learning rate are on the device, so that a CUDA graph can be replayed.
+    """
+
+    class ParameterFragment:
+        """Where elements of a parameter lie in a bucket, and which of them in this rank's shard of it."""
+
+        def __init__(self, group: int, param: int, piece: Piece, shard: slice, first: int) -> None:
+            """`shard` says which elements of the bucket are in the shard, `first` where these start in the bucket."""
+            self.param_group_id = group
+            self.param_id = param
+            self.bucket_id = piece.bucket
+            self.param_range = (piece.start, piece.stop)
+            self.bucket_range = (piece.offset, piece.offset + piece.size)
+            self.in_local_shard = shard.start < shard.stop
+            nothing = (None, None)
+            start = piece.start + shard.start - piece.offset
+            size = shard.stop - shard.start
+            self.shard_bucket_range = (shard.start, shard.stop) if self.in_local_shard else nothing
+            self.shard_range = (shard.start - first, shard.stop - first) if self.in_local_shard else nothing
+            self.shard_param_range = (start, start + size) if self.in_local_shard else nothing
+
+    class StateBucket:
+        """This rank's shard of a bucket: sizes, dtypes, what lies in it, and views of the state."""
+
+        def __init__(self, arena: Arena, number: int, fragments: list[Any], shards: dict[str, Tensor]) -> None:
+            self.bucket_size = arena.layout.bucket_sizes[number]
+            self.shard_size = arena.layout.shard_sizes[number]
+            self.dtype, self.grad_sync_dtype, self.param_sync_dtype = arena.dtypes
+            self.filled_size = self.bucket_size
+            self.able_to_fill = False
+            self.contiguous_buffer_offset = arena.layout.bucket_starts[number]
+            self.fragments = fragments
+            self.params_shard: Tensor | None = None
+            self.param_remainders_shard: Tensor | None = None
+            for name, values in shards.items():
+                setattr(self, name, arena.shard(values, number))
+
+        def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+            """Of state, gradients and parameters."""
+            return self.dtype, self.grad_sync_dtype, self.param_sync_dtype
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        dtype: torch.dtype = torch.float32,
+        grad_sync_dtype: torch.dtype | None = None,
+        param_sync_dtype: torch.dtype | None = None,
+        device: Any = None,
+        process_group: Any = None,
+        distributed_process_group: Any = None,
+        redundant_process_group: Any = None,
+        average_grad_sync: bool = True,
+        overlap_grad_sync: bool = True,
+        overlap_param_sync: bool = False,
+        bucket_cap_mb: float = 100.0,
+        pipeline_size: int = 2,
+        contiguous_param_buffer: bool = False,
+        contiguous_grad_buffer: bool = False,
+        store_params: bool = True,
+        store_param_remainders: bool = False,
+        with_scaled_states: bool = False,
+        nccl_ub: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas(betas)
+        dtypes = Dtypes(dtype, grad_sync_dtype or dtype, param_sync_dtype or dtype)
+        _check_options(dtypes, store_params, store_param_remainders, with_scaled_states, capturable)
+        if nccl_ub and not contiguous_grad_buffer:
+            raise ValueError("nccl_ub needs contiguous_grad_buffer=True: it is about buffers that stay")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        self.adam_w_mode = adam_w_mode
+        self.amsgrad = amsgrad
+        super().__init__(
+            params,
+            defaults,
+            Groups(process_group, distributed_process_group, redundant_process_group),
+            dtypes,
+            device=device,
+            average_grad_sync=average_grad_sync,
+            overlap_grad_sync=overlap_grad_sync,
+            overlap_param_sync=overlap_param_sync,
+            bucket_cap_mb=bucket_cap_mb,
+            pipeline_size=pipeline_size,
+            contiguous_param_buffer=contiguous_param_buffer,
+            contiguous_grad_buffer=contiguous_grad_buffer,
+            store_params=store_params,
+            store_param_remainders=store_param_remainders,
+            with_scaled_states=with_scaled_states,
+            nccl_ub=nccl_ub,
+            capturable=capturable,
+        )
+        self.state["buckets"] = []
+
+    # The update -------------------------------------------------------------------------------------------------------
+
+    def _state_names(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
+
+    def _update(
+        self, group: dict[str, Any], lists: Lists, step: Any, noop: Tensor | None, scale: Tensor | None
+    ) -> None:
+        decoupled = bool(self.adam_w_mode)
+        lists.apply(
+            rules.ADAM_AMSGRAD if self.amsgrad else rules.ADAM,
+            hyperparameters(group, step, decoupled),
+            (decoupled, self.amsgrad),
+            noop=noop,
+            grad_scale=scale,
+        )
+
+    # What clients look at ---------------------------------------------------------------------------------------------
+
+    def parameter(self, *args: Any) -> Any:
+        """A parameter: of a fragment, or of a parameter group's number and its own in it."""
+        if len(args) == 1 and isinstance(args[0], DistributedFusedAdam.ParameterFragment):
+            group, index = args[0].param_group_id, args[0].param_id
+        elif len(args) == 2 and all(isinstance(each, int) for each in args):
+            group, index = args
+        else:
+            raise TypeError(f"a ParameterFragment, or two numbers, are expected; not {args}")
+        return self.param_groups[group]["params"][index]
+
+    def _arena_added(self, arena: Arena) -> None:
+        numbers = self._numbers()
+        shards = self._states[-1].shards()
+        for bucket in self._buckets_of(arena, shards, numbers, len(self.state["buckets"])):
+            self.state["buckets"].append(bucket)
+            for fragment in bucket.fragments:
+                self.state[self.parameter(fragment)].setdefault("fragments", []).append(fragment)
+
+    def _numbers(self) -> dict[Tensor, tuple[int, int]]:
+        """For each parameter, the number of its group and its own in it."""
+        return {
+            param: (number, index)
+            for number, group in enumerate(self.param_groups)
+            for index, param in enumerate(group["params"])
+        }
+
+    def _buckets_of(
+        self, arena: Arena, shards: dict[str, Tensor], numbers: dict[Tensor, tuple[int, int]], first: int
+    ) -> Iterator[StateBucket]:
+        """An arena's buckets, numbered from `first` on."""
+        for number, pieces in enumerate(arena.layout.pieces):
+            size = arena.layout.shard_sizes[number]
+            begin, end = arena.groups.rank * size, (arena.groups.rank + 1) * size
+            fragments = []
+            for piece in pieces:
+                shard = slice(max(piece.offset, begin), min(piece.offset + piece.size, end))
+                fragment = self.ParameterFragment(*numbers[arena.params[piece.param]], piece, shard, begin)
+                fragment.bucket_id = first + number
+                fragments.append(fragment)
+            yield self.StateBucket(arena, number, fragments, shards)
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    def state_dict(  # type: ignore[override]
+        self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None
+    ) -> dict[str, Any] | None:
+        """The state; all processes must call it.
+
+        Format 2, the default, has whole tensors of every parameter, in the host's memory: the same in all processes,
+        or, if `gather_on_root`, in the first one, None in others. Format 1 has the shards of every rank, in the first
+        process, None in others; or, unless `gather_on_root`, this rank's own, as views. `load_state_dict` takes both on
+        any number of processes, but for a single rank's own.
+        """
+        if state_dict_format not in (None, 1, 2):
+            raise ValueError(f"state_dict_format={state_dict_format} is not known; 1 and 2 are")
+        self._settle()
+        if state_dict_format == 1:
+            return formats.shards_of_ranks(self, True if gather_on_root is None else gather_on_root)
+        return formats.whole(self, bool(gather_on_root))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` gave, or what `apex.optimizers.FusedAdam` or `torch.optim.AdamW` saved.
+
+        Parameters get the values that the state has of them. All processes must call it.
+        """
+        self._settle()
+        formats.load(self, state_dict)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The state for `torch.distributed.checkpoint`, of which each process saves and loads its own part.
+
+        Tensors are views of the state where possible: save them before the next step, and after loading into them call
+        `load_sharded_state_dict`. The number of processes may be another then.
+        """
+        self._settle()
+        return formats.sharded_dict(self)
+
+    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what was loaded into what `sharded_state_dict` gave."""
+        formats.load_sharded(self, state_dict)
+
+    def _settle(self) -> None:
+        """Has everything be where it belongs, and the host know of it."""
+        self.init_params()
+        self.grad_sync()
+        self.param_sync()
+        self._steps.settle()
+
+
+def _check_options(dtypes: Dtypes, stores: bool, remainders: bool, scaled: bool, capturable: bool) -> None:
+    for name, value in zip(("dtype", "grad_sync_dtype", "param_sync_dtype"), dtypes, strict=True):
+        if value not in _FLOATS:
+            raise ValueError(f"{name}={value} is not supported; float32, float16 and bfloat16 are")
+    if remainders and stores:
+        raise ValueError("store_param_remainders=True takes the place of store_params, which must be False")
+    if remainders and (dtypes.state, dtypes.parameters) != (torch.float32, torch.bfloat16):
+        raise ValueError(
+            "store_param_remainders is for bfloat16 parameters with float32 state: dtype must be float32 and "
+            f"param_sync_dtype bfloat16, not {dtypes.state} and {dtypes.parameters}"
+        )
+    if scaled and (not stores or dtypes.state not in _FLOATS[1:]):
+        raise ValueError(
+            f"with_scaled_states needs store_params=True and dtype float16 or bfloat16, not store_params={stores} and "
+            f"dtype={dtypes.state}"
+        )
+    if capturable and (scaled or remainders):
+        raise ValueError("capturable works with neither with_scaled_states nor store_param_remainders")
