@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from apex import amp
+from apex.checkpoint import load, save
 from apex.optimizers import FusedSGD
 
 
@@ -109,18 +109,8 @@ def validate(args: argparse.Namespace, model: nn.Module, data: Prefetcher) -> fl
     return right.item() / count
 
 
-def save_checkpoint(path: Path, checkpoint: dict) -> None:
-    """Writes beside `path` and renames, so that a crash leaves the old file or the new one, never half of one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def load_checkpoint(path: Path, args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    checkpoint = torch.load(path, map_location=args.device, weights_only=True)
+    checkpoint = load(path, map_location=args.device)
     for name in ("arch", "opt_level"):
         if checkpoint[name] != getattr(args, name):
             raise SystemExit(f"{path} was written with {name} {checkpoint[name]}, not {getattr(args, name)}")
@@ -178,7 +168,8 @@ def main() -> None:
             "optimizer": optimizer.state_dict(),
             "amp": amp.state_dict(),
         }
-        save_checkpoint(Path(args.checkpoint.format(epoch=epoch + 1)), checkpoint)
+        # Whole or not at all: a crash leaves the file of before.
+        save(checkpoint, args.checkpoint.format(epoch=epoch + 1))
 
 
 if __name__ == "__main__":

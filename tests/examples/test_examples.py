@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,14 +54,24 @@ def test_dcgan_scales_three_losses(tmp_path: Path) -> None:
     assert (tmp_path / "step3.pgm").read_bytes().startswith(b"P5 256 16 255\n")
 
 
-def test_distributed_learns_alike_in_two_processes(tmp_path: Path) -> None:
-    launcher = ("-m", "apex", "run", "--nproc-per-node", "2")
-    output = run_example("distributed", "--device", "cpu", "--steps", "100", cwd=tmp_path, launcher=launcher)
-    assert losses(output)[-1] < 0.5 * losses(output)[0]
+def test_distributed_learns_alike_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    def run(folder: str) -> str:
+        launcher = ("-m", "apex", "run", "--nproc-per-node", "2")
+        arguments = ("--device", "cpu", "--steps", "60", "--save-every", "30", "--checkpoints", folder)
+        return run_example("distributed", *arguments, cwd=tmp_path, launcher=launcher)
+
+    output = run("whole")
+    assert losses(output)[-1] < 0.6 * losses(output)[0]
     assert "largest difference between 2 processes: 0.0\n" in output
-    saved = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert saved["model"]["0.weight"].shape == (128, 8)
-    assert saved["amp"]["loss_scaler0"]["loss_scale"] >= 1
+    (tmp_path / "halves").mkdir()
+    shutil.copy(tmp_path / "whole" / "step-00000030.pt", tmp_path / "halves")
+    assert "resumed after step 30\n" in run("halves")
+    whole, halves = (
+        torch.load(tmp_path / folder / "step-00000060.pt", weights_only=True) for folder in ("whole", "halves")
+    )
+    assert whole["model"]["0.weight"].shape == (128, 8)
+    assert whole["amp"]["loss_scaler0"]["loss_scale"] >= 1
+    assert_equal(halves, whole)
 
 
 def test_imagenet_resumes_to_the_bit(tmp_path: Path) -> None:
