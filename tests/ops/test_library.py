@@ -100,3 +100,23 @@ def test_a_gpu_takes_triton() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_self_check_of_every_family(family: _library.OpFamily, device: str) -> None:
     assert family.self_check(torch.device(device)) <= 1
+
+
+def test_quick_apply_is_apply() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[override]
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, dy):  # type: ignore[override]
+            return 2 * dy
+
+    quick = _library.quick_apply(Double)
+    x = torch.ones(3, requires_grad=True)
+    output = quick(x)
+    assert type(output.grad_fn) is type(Double.apply(x).grad_fn)
+    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], torch.full((3,), 2.0))
+    for apply in (Double.apply, quick):  # both leave it to PyTorch to say what torch.func needs
+        with pytest.raises(RuntimeError, match="setup_context"):
+            torch.func.grad(lambda x, apply=apply: apply(x).sum())(x)

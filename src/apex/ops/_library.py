@@ -210,6 +210,21 @@ def register_op(
         torch.library.register_autograd(f"apex::{name}", backward, setup_context=setup_context, lib=library)
 
 
+def quick_apply(function: type[torch.autograd.Function]) -> Callable:
+    """`function.apply` without what only `torch.func` and `torch.compile` need: 18 us instead of 26 for seven tensors.
+
+    For a Function without `setup_context` that is called with positional arguments.
+    """
+    directly = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply(*args):  # type: ignore[no-untyped-def]
+        if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+            return function.apply(*args)
+        return directly(*args)
+
+    return apply
+
+
 def none_if_empty(gradient: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
     """An operator must return a tensor; an empty one stands for the gradient of nothing."""
     return None if parameter is None or gradient.numel() != parameter.numel() else gradient

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library, dense
-from apex.ops.dense.autograd import composed_dense_gelu_dense, composed_mlp
+from apex.ops.dense.autograd import composed_dense_gelu_dense
+from apex.ops.dense.perceptron import composed_mlp
 from tests.harness import Route, assert_close, routes
 
 SHAPES = {
@@ -179,7 +180,7 @@ def test_small_layers_are_left_to_pytorch(implementation: str, monkeypatch: pyte
                 dense.mlp(x, [torch.randn(8, 2), torch.randn(3, 8)]),
             )
             names = [output.grad_fn.name() for output in outputs]
-            wanted = ["FusedDenseGeluDenseFuncBackward", "MlpFunctionBackward"]
+            wanted = ["FusedDenseGeluDenseFuncBackward", "MlpNodeBackward"]
             assert [a == b for a, b in zip(names, wanted, strict=True)] == [node, node]
             with torch.no_grad():
                 again = dense.mlp(x, [torch.ones(8, 2), torch.ones(3, 8)])

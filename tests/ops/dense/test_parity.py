@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from apex.ops import _library, dense
 from apex.ops.dense import op, reference
-from apex.ops.dense.autograd import composed_mlp
+from apex.ops.dense.perceptron import composed_mlp
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -71,7 +71,7 @@ def test_reference_is_what_autograd_computes(activation: str) -> None:
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("activation", ["relu", "sigmoid", "gelu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-@pytest.mark.parametrize("shape", [(1, 1), (64, 256), (70, 37), (3, 300)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (64, 256), (70, 37), (3, 300), (200, 9)], ids=str)
 def test_gradients_of_activation_and_bias(
     shape: tuple[int, int], dtype: torch.dtype, activation: str, route: Route
 ) -> None:

@@ -1,4 +1,4 @@
-"""Launches of the group norm kernels to compile for every GPU: small and large groups, with every flag."""
+"""Launches of the group norm kernels to compile for every GPU: groups of every size, with every flag."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from apex.ops.group_norm.launches import triton_backward, triton_forward
 # images, channels, positions, groups, dtype, dtype of the parameters, SiLU
 _SHAPES = [
     (2, 320, 64, 32, torch.bfloat16, torch.bfloat16, True),
+    (8, 2560, 64, 32, torch.bfloat16, torch.float32, True),
+    (2, 320, 4096, 32, torch.bfloat16, torch.bfloat16, True),
+    (2, 320, 4095, 32, torch.float32, None, False),
     (8, 2560, 4096, 32, torch.float16, torch.float32, True),
     (8, 2560, 4096, 32, torch.float32, None, False),
 ]

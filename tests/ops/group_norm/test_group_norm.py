@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from apex.ops import _library
-from apex.ops.group_norm import config, group_norm, group_norm_backward, group_norm_forward, launches, reference
+from apex.ops.group_norm import config, group_norm, group_norm_backward, group_norm_forward, launches, op, reference
 from apex.ops.group_norm.spec import GroupNormSpec
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
@@ -29,13 +29,13 @@ class GroupNormCase:
     channels_last: bool = True
     offset: float = 0.0
     has_bias: bool = True
-    cut: bool = False
+    way: str = ""
 
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.shape))
         dtypes = "-".join(str(each).removeprefix("torch.") for each in (self.dtype, self.parameters))
-        flags = [name for name in ("silu", "channels_last", "cut") if getattr(self, name)]
-        return "-".join((sizes, str(self.groups), dtypes, *flags, *(["far"] if self.offset else [])))
+        flags = [name for name in ("silu", "channels_last") if getattr(self, name)]
+        return "-".join((sizes, str(self.groups), dtypes, *flags, *(["far"] if self.offset else []), self.way))
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         generator = torch.Generator().manual_seed(1)
@@ -63,30 +63,47 @@ CASES = [
     GroupNormCase((2, 12, 3, 5), 4, BF16, BF16, channels_last=False),
     GroupNormCase((2, 12, 3, 5), 4, has_bias=False, silu=True),
     GroupNormCase((2, 12, 5, 5), 2, F32, offset=300.0),
-    GroupNormCase((2, 24, 9, 8), 2, F32, silu=True, cut=True),
-    GroupNormCase((2, 24, 7, 9), 3, BF16, F32, cut=True),
-    GroupNormCase((1, 70, 5, 9), 2, F32, None, cut=True),
-    GroupNormCase((2, 24, 9, 8), 2, F32, offset=300.0, cut=True),
-    GroupNormCase((2, 24, 9, 8), 2, F32, silu=True, channels_last=False, cut=True),
-    GroupNormCase((2, 24, 7, 9), 2, BF16, F32, channels_last=False, offset=30.0, cut=True),
+    GroupNormCase((2, 24, 9, 8), 2, F32, silu=True, way="cut"),
+    GroupNormCase((2, 24, 7, 9), 3, BF16, F32, way="cut"),
+    GroupNormCase((1, 70, 5, 9), 2, F32, None, way="cut"),
+    GroupNormCase((2, 24, 9, 8), 2, F32, offset=300.0, way="cut"),
+    GroupNormCase((2, 24, 9, 8), 2, F32, silu=True, channels_last=False, way="cut"),
+    GroupNormCase((2, 24, 7, 9), 2, BF16, F32, channels_last=False, offset=30.0, way="cut"),
+    GroupNormCase((2, 24, 9, 8), 2, F32, silu=True, way="walk"),
+    GroupNormCase((2, 21, 7, 9), 3, BF16, F32, way="walk"),
+    GroupNormCase((1, 70, 5, 9), 2, F32, None, way="walk"),
+    GroupNormCase((2, 24, 9, 8), 2, F32, offset=300.0, way="walk"),
+    GroupNormCase((2, 24, 9, 8), 2, F16, F16, silu=True, channels_last=False, way="walk"),
+    GroupNormCase((3, 20, 4, 4), 4, BF16, BF16, silu=True, way="apart"),
+    GroupNormCase((2, 12, 3, 5), 4, has_bias=False, way="apart"),
 ]
+
+# What makes groups of any size run as only those of larger images do: cut into tiles, walked through by one program,
+# and with the images apart in the backward pass.
+WAYS = {
+    "cut": {"SMALL_GROUP": 0, "WALKED_GROUP": 0, "FORWARD_TILE": {True: 512, False: 256}, "BACKWARD_TILE": 256},
+    "walk": {"SMALL_GROUP": 0, "WALK_TILE": 256},
+    "apart": {"WHOLE_GROUP": 0},
+}
 
 
 @contextlib.contextmanager
-def cut_up(wanted: bool) -> Iterator[None]:
-    """Cuts groups of any size into small tiles, as only those of large images are otherwise."""
-    if not wanted:
+def run_as(way: str) -> Iterator[None]:
+    if not way:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "SMALL_GROUP", 0)
-        patch.setattr(config, "FORWARD_TILE", {True: 512, False: 256})
-        patch.setattr(config, "BACKWARD_TILE", 256)
-        launches._forward_plan.cache_clear()
-        launches._backward_plan.cache_clear()
+        for name, value in WAYS[way].items():
+            patch.setattr(config, name, value)
+        forget_plans()
         yield
+    forget_plans()
+
+
+def forget_plans() -> None:
     launches._forward_plan.cache_clear()
     launches._backward_plan.cache_clear()
+    op._plans.clear()
 
 
 def exact(case: GroupNormCase, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None) -> list:
@@ -110,7 +127,7 @@ def check(case: GroupNormCase, route: Route) -> None:
         pytest.skip("PyTorch's operator for channels-last tensors subtracts large sums from each other")
     tensors = case.tensors(route.device)
     expected = exact(case, *tensors)
-    with _library.implementation("auto" if case.dtype == F64 else route.implementation), cut_up(case.cut):
+    with _library.implementation("auto" if case.dtype == F64 else route.implementation), run_as(case.way):
         actual, again = run(case, *tensors), run(case, *tensors)
     assert actual[0].dtype == case.dtype
     terms = tensors[0].numel() // case.shape[1]

@@ -5,17 +5,13 @@ from .autograd import (
     DenseNoBiasFunc,
     FusedDenseFunc,
     FusedDenseGeluDenseFunc,
-    MlpFunction,
     dense,
     dense_gelu_dense,
     dense_gelu_dense_backward,
     dense_gelu_dense_forward,
-    mlp,
-    mlp_backward,
-    mlp_forward,
-    split_mlp,
 )
 from .op import FAMILY, activation_backward, wgrad_gemm_accum
+from .perceptron import MlpFunction, mlp, mlp_backward, mlp_forward, split_mlp
 
 __all__ = [
     "FAMILY",

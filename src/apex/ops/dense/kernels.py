@@ -54,20 +54,21 @@ def activation_backward(
     BIAS_GRAD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """The gradient before an activation, and sums of it over the rows that a program walks: the bias gradient.
 
     `saved` is the activation's output, for gelu its input. `dz` may be `dy`.
-    A program has BLOCK columns and `rows_per_program` rows (a multiple of ROWS) and writes its own row of `partials`.
-    FULL: no row or column needs a mask.
+    A program has BLOCK columns and `rows_per_program` rows (a multiple of ROWS) and writes its own row of `partials`,
+    which is the bias gradient itself where there is but one. FULL: no row or column needs a mask.
     """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     group = tl.program_id(1)
     first = group * rows_per_program
     last = tl.minimum(first + rows_per_program, rows)
     sums = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in tl.range(first, last, ROWS):
+    for start in tl.range(first, last, ROWS, num_stages=STAGES):
         row = start + tl.arange(0, ROWS)
         offset = row.to(tl.int64)[:, None] * columns + column[None, :]
         mask = None if FULL else (row < rows)[:, None] & (column < columns)[None, :]
@@ -85,7 +86,7 @@ def activation_backward(
             sums += gradient
     if BIAS_GRAD:
         place = partials + group.to(tl.int64) * columns + column
-        tl.store(place, tl.sum(sums, 0), mask=None if FULL else column < columns)
+        tl.store(place, tl.sum(sums, 0).to(partials.dtype.element_ty), mask=None if FULL else column < columns)
 
 
 @kernel

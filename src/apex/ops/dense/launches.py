@@ -28,16 +28,27 @@ def _kernels() -> ModuleType:
     return kernels
 
 
+# Elements of a matrix up to which few programs with many rows are quick enough.
+SMALL_MATRIX = 1 << 25
+
+
 @dataclass(frozen=True)
 class ActivationConfig:
-    """Tiles of `rows` by `block` elements; `groups` programs share the rows of one block of columns."""
+    """Tiles of `rows` by `block` elements, of which `stages` are on their way; `groups` programs share the rows of one
+    block of columns."""
 
     rows: int
     block: int
     groups: int
+    num_warps: int = 4
+    stages: int = 1
 
 
 def activation_config(rows: int, columns: int, device: _device.DeviceFacts) -> ActivationConfig:
+    # Where a program for every 16 columns keeps half of the device busy, it takes all of their rows: one launch, and no
+    # sums to be added, which is what counts where the host is the limit.
+    if 2 * columns >= 15 * device.multiprocessors and rows * columns <= SMALL_MATRIX:
+        return ActivationConfig(min(256, max(16, _device.next_power_of_2(rows))), 16, 1, num_warps=8, stages=3)
     block = min(128, max(16, 1 << (columns - 1).bit_length()))
     column_blocks = -(-columns // block)
     # Eight programs per multiprocessor, but so few groups that their sums are quickly added: of many columns 64.
@@ -52,18 +63,22 @@ class ActivationPlan:
 
     def __init__(self, main: BoundLaunch, sum_groups: BoundLaunch | None, groups: int, columns: int) -> None:
         self._main = main
+        self._bias_grad = bool(groups)
         self._sum_groups = sum_groups
         self._partials_shape = (groups, columns)
         self._columns = columns
 
     def run(self, dy: Tensor, saved: Tensor, dz: Tensor) -> Tensor | None:
         """Fills `dz`, which may be `dy`, and returns the bias gradient, where one was planned."""
-        if self._sum_groups is None:
+        if not self._bias_grad:
             self._main(dy, saved, dz, None)
             return None
+        dbias = dy.new_empty(self._columns)
+        if self._sum_groups is None:
+            self._main(dy, saved, dz, dbias)
+            return dbias
         partials = torch.empty(self._partials_shape, dtype=torch.float32, device=dy.device)
         self._main(dy, saved, dz, partials)
-        dbias = dy.new_empty(self._columns)
         self._sum_groups(partials, dbias)
         return dbias
 
@@ -86,16 +101,16 @@ def _activation_plan(
     main = _kernels().activation_backward.bind(
         (-(-columns // chosen.block), groups),
         (rows, columns, rows_per_program),
-        (ACTIVATIONS.index(activation), bias_grad, chosen.rows, chosen.block, full),
+        (ACTIVATIONS.index(activation), bias_grad, chosen.rows, chosen.block, chosen.stages, full),
         device=device,
-        num_warps=4,
+        num_warps=chosen.num_warps,
     )
     sum_groups = None
-    if bias_grad:
+    if bias_grad and groups > 1:
         sum_groups = _kernels().sum_groups.bind(
             (-(-columns // 64),), (groups, columns), (32, 64), device=device, num_warps=4
         )
-    return ActivationPlan(main, sum_groups, groups, columns)
+    return ActivationPlan(main, sum_groups, groups if bias_grad else 0, columns)
 
 
 def activation_plan(like: Tensor, activation: str, bias_grad: bool) -> ActivationPlan:

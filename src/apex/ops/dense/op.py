@@ -178,6 +178,19 @@ def check_input(input: Tensor) -> int:
     return input.shape[-1]
 
 
+def fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a layer surely is in order: the quick question before those of `check_input` and `check_layer`."""
+    shape, dtype = weight.shape, weight.dtype
+    return (
+        len(shape) == 2
+        and input.dim() > 0
+        and input.shape[-1] == shape[1]
+        and input.dtype == dtype
+        and dtype.is_floating_point
+        and (bias is None or (bias.shape == (shape[0],) and bias.dtype == dtype))
+    )
+
+
 def check_layer(
     input: Tensor,
     width: int,

@@ -8,6 +8,12 @@ from .._device import next_power_of_2
 
 # Elements of a group, its channels rounded up to a power of two, up to which one program takes all of it.
 SMALL_GROUP = 32768
+# Elements of a group in all images up to which one program takes them all in the backward pass, which leaves no sums
+# to be added; for host-bound sizes, where a launch less counts for more than the time of the GPU.
+WHOLE_GROUP = 32768
+# Elements of a group and of a tensor up to which one program walks through all of a group in tiles.
+WALKED_GROUP, WALKED = 1 << 18, 1 << 25
+WALK_TILE, WALK_WARPS, WALK_STAGES = 4096, 8, 2
 # Elements that one program holds of each tensor where groups are cut up, and its warps. On an H200, 8x2560x64x64 in
 # bfloat16: forward 211 us against 240 to 310 for other sizes where channels are last, 139 against 165 where they are
 # not; backward 351 against 385 to 607, and 236 against 252.
@@ -37,6 +43,25 @@ def small_config(positions: int, group_channels: int) -> SmallConfig | None:
     if elements > SMALL_GROUP:
         return None
     return SmallConfig(position_block, channel_block, min(16, max(1, elements // 1024)))
+
+
+@dataclass(frozen=True)
+class WalkConfig:
+    """One program per group of an image, in tiles of `position_block` positions."""
+
+    position_block: int
+    channel_block: int
+    num_warps: int
+    stages: int
+
+
+def walk_config(images: int, positions: int, channels: int, group_channels: int) -> WalkConfig | None:
+    """None where groups are cut up."""
+    channel_block = next_power_of_2(group_channels)
+    if positions * channel_block > WALKED_GROUP or images * positions * channels > WALKED:
+        return None
+    position_block = min(next_power_of_2(positions), max(1, WALK_TILE // channel_block))
+    return WalkConfig(position_block, channel_block, WALK_WARPS, WALK_STAGES)
 
 
 @dataclass(frozen=True)

@@ -219,6 +219,9 @@ def group_norm_backward_small(
     statistics,
     dx,
     scratch,
+    dweight,
+    dbias,
+    images,
     positions,
     channels,
     groups,
@@ -230,35 +233,50 @@ def group_norm_backward_small(
     LAST: tl.constexpr,
     S_BLOCK: tl.constexpr,
     D_BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """One program per group of an image; fills the first part of `scratch`."""
+    """One program per group of an image, which fills the first part of `scratch`; with WHOLE one per group of all
+    images, which writes the gradients of weight and bias."""
     program = tl.program_id(0)
-    image = program // groups
     group = program % groups
     row = tl.arange(0, S_BLOCK)[:, None]
     within = tl.arange(0, D_BLOCK)
     column = within[None, :]
     mask = (row < positions) & (column < D)
-    start = image.to(tl.int64) * positions * channels
-    offset = start + (row * channels + group * D + column if LAST else (group * D + column) * positions + row)
-    mean = tl.load(statistics + program * 2)
-    factor = tl.rsqrt(tl.load(statistics + program * 2 + 1) + eps)
-    values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
-    gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
-    normalised = tl.where(mask, (values - mean) * factor, 0.0)
     channel = group * D + column
     scale = _parameter(weight, channel, column < D, HAS_WEIGHT, 1.0)
-    if SILU:
-        shift = _parameter(bias, channel, column < D, HAS_BIAS, 0.0)
-        gradient = _silu_gradient(gradient, normalised * scale + shift)
-    found = scratch + image.to(tl.int64) * 2 * channels + group * D + within
-    tl.store(found, tl.sum(gradient, 0), within < D)
-    tl.store(found + channels, tl.sum(gradient * normalised, 0), within < D)
-    scaled = gradient * scale
+    shift = _parameter(bias, channel, column < D, HAS_BIAS, 0.0)
     count = positions * D
-    along = tl.sum(scaled * normalised) / count
-    result = factor * (scaled - tl.sum(scaled) / count - normalised * along)
-    tl.store(dx + offset, result.to(dx.dtype.element_ty), mask)
+    first = 0 if WHOLE else program // groups
+    last = images if WHOLE else program // groups + 1
+    plain = tl.zeros((D_BLOCK,), tl.float32)
+    along = tl.zeros((D_BLOCK,), tl.float32)
+    for image in range(first, last):
+        start = tl.cast(image, tl.int64) * positions * channels
+        offset = start + (row * channels + group * D + column if LAST else (group * D + column) * positions + row)
+        found = statistics + (image * groups + group) * 2
+        mean = tl.load(found)
+        factor = tl.rsqrt(tl.load(found + 1) + eps)
+        values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
+        gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
+        normalised = tl.where(mask, (values - mean) * factor, 0.0)
+        if SILU:
+            gradient = _silu_gradient(gradient, normalised * scale + shift)
+        plain += tl.sum(gradient, 0)
+        along += tl.sum(gradient * normalised, 0)
+        scaled = gradient * scale
+        mean_along = tl.sum(scaled * normalised) / count
+        result = factor * (scaled - tl.sum(scaled) / count - normalised * mean_along)
+        tl.store(dx + offset, result.to(dx.dtype.element_ty), mask)
+    if WHOLE:
+        if HAS_WEIGHT:
+            tl.store(dweight + group * D + within, along.to(dweight.dtype.element_ty), within < D)
+        if HAS_BIAS:
+            tl.store(dbias + group * D + within, plain.to(dbias.dtype.element_ty), within < D)
+    else:
+        sums = scratch + (program // groups).to(tl.int64) * 2 * channels + group * D + within
+        tl.store(sums, plain, within < D)
+        tl.store(sums + channels, along, within < D)
 
 
 @kernel

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def _kernels() -> ModuleType:
+def _kernels() -> tuple[ModuleType, ModuleType]:
     """Imported at first use: importing apex needs no Triton."""
-    from . import kernels
+    from . import kernels, kernels_walk
 
-    return kernels
+    return kernels, kernels_walk
 
 
 class _Shape:
@@ -46,24 +46,36 @@ class _Shape:
         self.has_weight, self.has_bias = has_weight, has_bias
         self.group_block = _device.next_power_of_2(self.group_channels)
         self.small = config.small_config(positions, self.group_channels)
+        self.walk = config.walk_config(images, positions, channels, self.group_channels)
 
 
 class ForwardPlan:
-    """Launches of a forward pass: one for small groups, three for others."""
+    """Launches of a forward pass: one where a program takes a whole group, three where groups are cut up."""
 
     def __init__(self, shape: _Shape, device: torch.device) -> None:
-        kernels, spec, small = _kernels(), shape.spec, shape.small
+        (kernels, walks), spec, small, walk = _kernels(), shape.spec, shape.small, shape.walk
+        self.spec = spec
+        self._statistics_shape = (shape.images, shape.groups, 2)
         self._shape, self._device = shape, device
         self._backward: dict[bool, BackwardPlan] = {}
-        self._small: BoundLaunch | None = None
+        self._whole: BoundLaunch | None = None
         sizes = (shape.positions, shape.channels, spec.groups)
         if small is not None:
-            self._small = kernels.group_norm_forward_small.bind(
+            self._whole = kernels.group_norm_forward_small.bind(
                 (shape.images * spec.groups,),
                 (*sizes, float(spec.eps)),
                 (shape.group_channels, *shape.flags, small.position_block, small.channel_block),
                 device=device,
                 num_warps=small.num_warps,
+            )
+            return
+        if walk is not None:
+            self._whole = walks.group_norm_forward_walk.bind(
+                (shape.images * spec.groups,),
+                (*sizes, float(spec.eps)),
+                (shape.group_channels, *shape.flags, walk.position_block, walk.channel_block, walk.stages),
+                device=device,
+                num_warps=walk.num_warps,
             )
             return
         tile = config.tile_config(shape.positions, shape.channels, config.FORWARD_TILE[shape.last], shape.last)
@@ -93,11 +105,10 @@ class ForwardPlan:
 
     def run(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output, laid out as the input, and statistics."""
-        shape = self._shape
         y = torch.empty_like(x)
-        statistics = torch.empty((shape.images, shape.groups, 2), dtype=torch.float32, device=self._device)
-        if self._small is not None:
-            self._small(x, weight, bias, y, statistics)
+        statistics = torch.empty(self._statistics_shape, dtype=torch.float32, device=self._device)
+        if self._whole is not None:
+            self._whole(x, weight, bias, y, statistics)
             return y, statistics
         partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
         self._measure(x, partials)
@@ -114,22 +125,37 @@ class ForwardPlan:
 
 
 class BackwardPlan:
-    """Launches of a backward pass: the input's gradient, then, where wanted, those of the parameters."""
+    """Launches of a backward pass: the input's gradient, then, where wanted, those of the parameters.
+
+    A single launch where one program takes a group of all images.
+    """
 
     def __init__(self, shape: _Shape, param_grads: bool, device: torch.device) -> None:
-        kernels, spec, small = _kernels(), shape.spec, shape.small
+        (kernels, walks), spec, small, walk = _kernels(), shape.spec, shape.small, shape.walk
         self._device = device
         self._param_grads = param_grads and (shape.has_weight or shape.has_bias)
         self._small: BoundLaunch | None = None
+        self._walk: BoundLaunch | None = None
+        self._all_images = False
         sizes = (shape.positions, shape.channels, spec.groups)
         scratch = shape.images * 2 * shape.channels
         if small is not None:
+            elements = shape.images * small.position_block * small.channel_block
+            self._all_images = self._param_grads and elements <= config.WHOLE_GROUP
             self._small = kernels.group_norm_backward_small.bind(
-                (shape.images * spec.groups,),
-                (*sizes, float(spec.eps)),
-                (shape.group_channels, *shape.flags, small.position_block, small.channel_block),
+                ((1 if self._all_images else shape.images) * spec.groups,),
+                (shape.images, *sizes, float(spec.eps)),
+                (shape.group_channels, *shape.flags, small.position_block, small.channel_block, self._all_images),
                 device=device,
                 num_warps=small.num_warps,
+            )
+        elif walk is not None:
+            self._walk = walks.group_norm_backward_walk.bind(
+                (shape.images * spec.groups,),
+                (*sizes, float(spec.eps)),
+                (shape.group_channels, *shape.flags, walk.position_block, walk.channel_block, walk.stages),
+                device=device,
+                num_warps=walk.num_warps,
             )
         else:
             tile = config.tile_config(shape.positions, shape.channels, config.BACKWARD_TILE, shape.last)
@@ -165,18 +191,24 @@ class BackwardPlan:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Gradients of input, weight and bias; `dy` is laid out as the input, weight and bias are contiguous."""
         dx = torch.empty_like(x)
+        dweight = dbias = None
+        if self._param_grads:
+            dweight = None if weight is None else torch.empty_like(weight)
+            dbias = None if bias is None else torch.empty_like(bias)
+            if self._all_images:
+                self._small(x, dy, weight, bias, statistics, dx, None, dweight, dbias)  # type: ignore[misc]
+                return dx, dweight, dbias
         scratch = torch.empty(self._scratch, dtype=torch.float32, device=self._device)
         if self._small is not None:
-            self._small(x, dy, weight, bias, statistics, dx, scratch)
+            self._small(x, dy, weight, bias, statistics, dx, scratch, None, None)
+        elif self._walk is not None:
+            self._walk(x, dy, weight, bias, statistics, dx, scratch)
         else:
             self._measure(x, dy, weight, bias, statistics, scratch)
             self._sums(weight, scratch)
             self._apply(x, dy, weight, bias, statistics, scratch, dx)
-        if not self._param_grads:
-            return dx, None, None
-        dweight = None if weight is None else torch.empty_like(weight)
-        dbias = None if bias is None else torch.empty_like(bias)
-        self._parameters(scratch, dweight, dbias)
+        if self._param_grads:
+            self._parameters(scratch, dweight, dbias)
         return dx, dweight, dbias
 
 
@@ -210,7 +242,7 @@ def forward_plan(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: Gr
 
 def triton_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> tuple[Tensor, Tensor]:
     """Output and statistics of a dense input."""
-    weight, bias = _contiguous(weight), _contiguous(bias)
+    weight, bias = contiguous(weight), contiguous(bias)
     return forward_plan(x, weight, bias, spec).run(x, weight, bias)
 
 
@@ -224,7 +256,7 @@ def triton_backward(
     param_grads: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias."""
-    weight, bias = _contiguous(weight), _contiguous(bias)
+    weight, bias = contiguous(weight), contiguous(bias)
     sizes, dtypes = _facts_of(x, weight, bias)
     if dy.stride() != x.stride():
         dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
@@ -248,5 +280,5 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def _contiguous(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.contiguous()
+def contiguous(parameter: Tensor | None) -> Tensor | None:
+    return parameter if parameter is None or parameter.is_contiguous() else parameter.contiguous()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _library
 from . import reference
-from .launches import dense, forward_plan, triton_backward, triton_forward
+from .launches import ForwardPlan, contiguous, dense, forward_plan, triton_backward, triton_forward
 from .self_check import self_check
 from .spec import GroupNormSpec
 
@@ -36,15 +36,54 @@ def group_norm(
 
     Computed in float32 whatever the dtypes; the output has the input's dtype and layout.
     """
+    if not torch.compiler.is_compiling() and _library.runs_triton(FAMILY, input):
+        plan = _known_plan(input, num_groups, weight, bias, eps, activation)
+        if plan is not None:
+            if torch.is_grad_enabled():
+                return _apply_node(input, weight, bias, plan.spec, plan)
+            return plan.run(input, contiguous(weight), contiguous(bias))[0]
     check(input, num_groups, weight, bias, activation)
     spec = GroupNormSpec(num_groups, eps, bool(activation))
     if not input.numel():
         return reference.forward(input, weight, bias, spec)[0]  # PyTorch's operator leaves gradients undefined
-    if _library.runs_triton(FAMILY, input):
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return GroupNormFunction.apply(dense(input), weight, bias, spec)
-        return triton_forward(dense(input), weight, bias, spec)[0]
-    return _native(input, weight, bias, spec)
+    if not _library.runs_triton(FAMILY, input):
+        return _native(input, weight, bias, spec)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return GroupNormFunction.apply(dense(input), weight, bias, spec, None)
+    return triton_forward(dense(input), weight, bias, spec)[0]
+
+
+def _known_plan(
+    input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str
+) -> ForwardPlan | None:
+    """The plan for arguments like these, kept because the host is the limit for small images.
+
+    None where PyTorch must first make something of the input; raises for arguments that do not fit each other.
+    """
+    key = (
+        input.shape,
+        input.stride(),
+        input.dtype,
+        input.device,
+        num_groups,
+        eps,
+        activation,
+        None if weight is None else (weight.shape, weight.dtype, weight.device),
+        None if bias is None else (bias.shape, bias.dtype, bias.device),
+    )
+    if key in _plans:
+        return _plans[key]
+    check(input, num_groups, weight, bias, activation)
+    plan = None
+    if input.numel() and dense(input) is input:
+        plan = forward_plan(input, weight, bias, GroupNormSpec(num_groups, eps, bool(activation)))
+    if len(_plans) >= 4096:  # a program whose inputs never have the same shape twice
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+_plans: dict[tuple, ForwardPlan | None] = {}
 
 
 def check(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, activation: str) -> None:
@@ -78,7 +117,9 @@ def _native(input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: Gro
     output = torch.nn.functional.group_norm(input.to(dtype), spec.groups, wide_weight, wide_bias, spec.eps)
     if spec.silu:
         output = torch.nn.functional.silu(output)
-    return output.to(input.dtype)
+    output = output.to(input.dtype)
+    # On a GPU it takes channels-last inputs and gives contiguous outputs.
+    return output if output.stride() == input.stride() else _laid_out_like(input, output)
 
 
 def group_norm_forward(
@@ -131,13 +172,20 @@ class GroupNormFunction(torch.autograd.Function):
     """The autograd node of `group_norm` where kernels run; its arguments were checked."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        spec: GroupNormSpec,
+        plan: ForwardPlan | None,
+    ) -> Tensor:
         ctx.plan = None
         if torch.compiler.is_compiling():
             output, statistics = torch.ops.apex.group_norm_forward(input, weight, bias, *spec)
         else:
-            weight, bias = (None if each is None else each.contiguous() for each in (weight, bias))
-            plan = forward_plan(input, weight, bias, spec)
+            weight, bias = contiguous(weight), contiguous(bias)
+            plan = plan or forward_plan(input, weight, bias, spec)
             output, statistics = plan.run(input, weight, bias)
             wanted = ctx.needs_input_grad
             if True in wanted:
@@ -157,17 +205,20 @@ class GroupNormFunction(torch.autograd.Function):
             and dy.stride() == input.stride()
             and dy.dtype == input.dtype
         ):
-            return *plan.run(dy, input, statistics, weight, bias), None
+            return *plan.run(dy, input, statistics, weight, bias), None, None
         spec = ctx.spec
         param_grads = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         if torch.compiler.is_compiling():
             gradients = torch.ops.apex.group_norm_backward(dy, input, statistics, weight, bias, *spec, param_grads)
             dweight, dbias = (_library.none_if_empty(*each) for each in zip(gradients[1:], (weight, bias), strict=True))
-            return gradients[0], dweight, dbias, None
+            return gradients[0], dweight, dbias, None, None
         if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
             statistics = reference.forward(input, weight, bias, spec)[1]
-            return *reference.backward(dy, input, statistics, weight, bias, spec), None
-        return *triton_backward(dy, input, statistics, weight, bias, spec, param_grads), None
+            return *reference.backward(dy, input, statistics, weight, bias, spec), None, None
+        return *triton_backward(dy, input, statistics, weight, bias, spec, param_grads), None, None
+
+
+_apply_node = _library.quick_apply(GroupNormFunction)
 
 
 def _forward(input, weight, bias, groups, eps, silu):
