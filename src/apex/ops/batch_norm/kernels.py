@@ -21,6 +21,10 @@ import triton.language as tl
 
 from .._launch import kernel
 
+# Numbers that differ from shape to shape and would have kernels compiled anew for being 1 or a multiple of 16, which
+# only those of positions and channels need to be known for.
+COUNTS = ["chunks", "units", "programs", "channel_blocks"]
+
 
 @triton.jit
 def _tile(
@@ -72,7 +76,7 @@ def _let_through(gradient, values, y, offset, mask, mean, scale, shift, MASK: tl
 
 
 @kernel
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def batch_norm_measure(
     x,
     partials,
@@ -127,7 +131,7 @@ def batch_norm_measure(
 
 
 @kernel
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def batch_norm_statistics(
     partials,
     mean,
@@ -189,7 +193,7 @@ def batch_norm_statistics(
 
 
 @kernel
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "units", "channel_blocks"])
 def batch_norm_apply(
     x,
     z,
@@ -233,7 +237,7 @@ def batch_norm_apply(
 
 
 @kernel
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def batch_norm_measure_backward(
     x,
     dy,
@@ -293,7 +297,7 @@ def batch_norm_measure_backward(
 
 
 @kernel
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def batch_norm_sums(
     partials,
     plain,
@@ -330,7 +334,7 @@ def batch_norm_sums(
 
 
 @kernel
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "units", "channel_blocks"])
 def batch_norm_apply_backward(
     x,
     dy,

@@ -48,7 +48,7 @@ def local_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of every channel of this input; running statistics move towards them."""
     if not _takes_kernels(input):
-        mean, variance = reference.statistics(input, spec)
+        mean, variance = (native if native.fits(input) else reference).statistics(input, spec)
         if running_mean is not None and running_var is not None and input.numel():
             count = input.numel() // input.shape[spec.channel_dim]
             reference.update_running(running_mean, running_var, mean, variance, count, spec.momentum)
@@ -64,7 +64,7 @@ def local_statistics(
 def statistics_packet(input: Tensor, spec: BatchNormSpec) -> Tensor:
     """[2C + 1]: means, sums of squared deviations and number of values per channel of an input that may be empty."""
     if not _takes_kernels(input):
-        mean, variance = reference.statistics(input, spec)
+        mean, variance = (native if native.fits(input) else reference).statistics(input, spec)
         count = _values(input, spec)
         return torch.cat((mean, variance * count, mean.new_full((1,), count)))
     values = dense(input, spec)

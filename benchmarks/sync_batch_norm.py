@@ -1,0 +1,145 @@
+"""SyncBatchNorm in several processes: apex.parallel beside PyTorch, forward and backward in training.
+
+    python benchmarks/sync_batch_norm.py --output benchmarks/results/aarch64-cpu-sync_batch_norm.json
+    python benchmarks/sync_batch_norm.py --device cuda --processes 8
+
+PyTorch's SyncBatchNorm refuses input on a CPU, for which it has no kernels; there its place is taken by its steps
+written with PyTorch's operators (`apex._bench.cases.sync_batch_norm.ByHand`). In every round all contenders run one
+after the other, so that a drift of the machine hits all alike; a figure is the median over the rounds of what the
+slowest process took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from apex._bench.cases.sync_batch_norm import ByHand
+from apex.parallel import SyncBatchNorm
+
+# images per process, channels, side of an image
+SHAPES = {
+    "cpu": ((8, 64, 56), (8, 256, 28), (8, 512, 14), (2, 64, 14)),
+    "cuda": ((64, 64, 112), (64, 256, 56), (64, 512, 28), (32, 2048, 7)),
+}
+
+
+class HandWritten(nn.BatchNorm2d):
+    """PyTorch's SyncBatchNorm by operators that a CPU has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ByHand.apply(x, self.weight, self.bias, self.running_mean, self.running_var, dist.group.WORLD)
+
+
+def contenders(device: torch.device, channels: int) -> dict[str, nn.Module]:
+    """The norms to compare, by name."""
+    theirs = ("torch", nn.SyncBatchNorm) if device.type == "cuda" else ("torch, by hand", HandWritten)
+    return {name: make(channels).to(device) for name, make in (("ours", SyncBatchNorm), theirs)}
+
+
+def seconds(call: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Seconds per call, in the slowest process."""
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    taken = torch.tensor([(time.perf_counter() - begin) / calls], dtype=torch.float64, device=device)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return taken.item()
+
+
+def measure(shape: tuple[int, int, int], layout: str, device: torch.device, rounds: int, calls: int) -> dict:
+    """Milliseconds of forward and of forward with backward, by contender."""
+    images, channels, side = shape
+    memory_format = torch.channels_last if layout == "nhwc" else torch.contiguous_format
+    x, dy = (torch.randn(images, channels, side, side, device=device).to(memory_format=memory_format) for _ in "xy")
+    norms = contenders(device, channels)
+    samples: dict[str, dict[str, list[float]]] = {name: {"fwd": [], "step": []} for name in norms}
+
+    def step(norm: nn.Module) -> None:
+        norm.zero_grad()
+        norm(x).backward(dy)
+
+    x.requires_grad_()
+    for turn in range(rounds + 1):
+        for name, norm in norms.items():
+            found = (seconds(lambda n=norm: n(x), device, calls), seconds(lambda n=norm: step(n), device, calls))
+            if turn:  # the first round warms up
+                for kind, value in zip(("fwd", "step"), found, strict=True):
+                    samples[name][kind].append(1e3 * value)
+    outputs = [norm(x).detach().double() for norm in norms.values()]
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
+    return {
+        name: {kind: statistics.median(values) for kind, values in kinds.items()} for name, kinds in samples.items()
+    }
+
+
+def work(rank: int, arguments: argparse.Namespace) -> None:
+    """One process."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // arguments.processes))
+    device = torch.device(arguments.device, rank) if arguments.device == "cuda" else torch.device("cpu")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{arguments.store}", rank=rank, world_size=arguments.processes)
+    rows = []
+    for shape in SHAPES[arguments.device]:
+        for layout in ("nchw", "nhwc"):
+            found = measure(shape, layout, device, arguments.rounds, arguments.calls)
+            rows.append({"shape": "x".join(map(str, (*shape, shape[-1]))), "layout": layout, "milliseconds": found})
+            if rank == 0:
+                _print(rows[-1])
+    if rank == 0 and arguments.output:
+        about = {"machine": platform.machine(), "torch": torch.__version__, "processes": arguments.processes}
+        arguments.output.write_text(json.dumps({**about, "backend": backend, "rows": rows}, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+def _print(row: dict) -> None:
+    ours, theirs = row["milliseconds"].values()
+    parts = [
+        f"{kind} {ours[kind]:.3f} ms, torch {theirs[kind]:.3f} ms, {ours[kind] / theirs[kind]:.2f}" for kind in ours
+    ]
+    print(f"{row['shape']} {row['layout']}: {'; '.join(parts)}", flush=True)
+
+
+def main() -> None:
+    """Starts the processes, or is one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=tuple(SHAPES), default="cpu")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        work(arguments.rank, arguments)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        store = ["--store", str(Path(folder, "store"))]
+        started = [
+            subprocess.Popen([sys.executable, *sys.argv, *store, "--rank", str(rank)])
+            for rank in range(arguments.processes)
+        ]
+        codes = [process.wait() for process in started]
+    sys.exit(max(map(abs, codes)))
+
+
+if __name__ == "__main__":
+    main()
