@@ -9,7 +9,7 @@ import torch
 
 from apex._bench import registry
 from apex._bench.cases import attention
-from apex._bench.check import worst_excess
+from apex._bench.check import mean_excess, worst_excess
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -35,3 +35,16 @@ def test_implementations_agree(setting: attention.Setting, direction: str) -> No
     assert set(prepared.implementations) >= {"ours", "sdpa"}
     for make in prepared.implementations.values():
         assert worst_excess(make()(), prepared.expected) <= 1
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_peer_of_half_precision_is_held_against_rounded_inputs(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = attention.Packed.implementations
+    with_peer = lambda self, *where: {**known(self, *where), "varlen": lambda: self.exact}  # noqa: E731
+    monkeypatch.setattr(attention.Packed, "implementations", with_peer)
+    prepared = attention._prepare(attention.Packed(2, 12, 12, 2, 16, torch.float16), direction, CPU)
+    result = prepared.implementations["varlen"]()()
+    assert [tensor.dtype for tensor in result] == [torch.float16]
+    assert mean_excess(result, prepared.expected_of["varlen"]) <= 1 < mean_excess(result, prepared.expected)

@@ -48,6 +48,14 @@ def test_right_implementations_get_a_time(kind):
     assert result.percent_of_copy("ours") == pytest.approx(2 * result.bandwidth("ours"))
 
 
+def test_an_implementation_can_have_expectations_of_its_own():
+    expected, other = ([Expected(value.double(), torch.float32)] for value in (RIGHT, RIGHT + 1))
+    implementations = {"ours": returning(RIGHT), "torch": returning(RIGHT + 1), "liger": returning(RIGHT + 1)}
+    prepared = Prepared(implementations, expected, expected_of={"torch": other})
+    result = runner.run_case(Case("x", 64, lambda device: prepared), "test", CPU, EFFORT, 50.0, None)
+    assert [m.status for m in result.measurements.values()] == ["ok", "ok", "wrong"]
+
+
 @pytest.mark.parametrize("wrong", [RIGHT + 1, RIGHT[:4], RIGHT * torch.nan], ids=["value", "shape", "nan"])
 def test_wrong_results_get_no_time(wrong):
     calls = []

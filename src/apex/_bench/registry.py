@@ -33,12 +33,14 @@ class Prepared:
     `implementations` maps a name ("ours", "torch", "compile", "liger", ...) to a function that makes its `Call`, so
     that a peer which fails to import or compile fails alone. `timed` does the same for the calls that are timed, where
     these are not the ones that are checked: what is timed may be too large to be held against a reference, or may
-    change its own input. Each of them is made, timed and dropped before the next one is made.
+    change its own input. Each of them is made, timed and dropped before the next one is made. `expected_of` has what
+    is right for those that are checked on other inputs than the rest, such as a peer that takes half precision only.
     """
 
     implementations: Mapping[str, Callable[[], Call]]
     expected: Sequence[Expected]
     timed: Mapping[str, Callable[[], Call]] | None = None
+    expected_of: Mapping[str, Sequence[Expected]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

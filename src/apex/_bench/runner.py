@@ -49,14 +49,14 @@ def _measure(case: Case, device: torch.device, effort: timing.Effort) -> dict[st
     for name, prepare in prepared.implementations.items():
         try:
             call = prepare()
-            measurements[name] = _check(name, call, prepared.expected)
+            measurements[name] = _check(name, call, prepared.expected_of.get(name, prepared.expected))
         except Exception as error:  # one implementation's failure is a result, not the end of the run
             measurements[name] = Measurement(name, "failed", error=_describe(error))
         else:
             if measurements[name].status == "ok":
                 makers[name] = prepared.timed[name] if prepared.timed is not None else functools.partial(_same, call)
             del call
-    prepared.expected = ()
+    prepared.expected, prepared.expected_of = (), {}
     _release(device)
     for name, outcome in _time(case, makers, device, effort).items():
         if isinstance(outcome, Exception):

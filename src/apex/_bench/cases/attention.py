@@ -211,7 +211,7 @@ def _expected(setting: Setting, direction: str, device: torch.device) -> list[Ex
     leaves = [wide[index].requires_grad_() for index in with_gradients]
     output = setting.exact(*wide)
     results = [output.detach()] if direction == "fwd" else torch.autograd.grad(output, leaves, gradient.double())
-    return [Expected(result, torch.float32, setting.length) for result in results]
+    return [Expected(result, setting.dtype, setting.length) for result in results]
 
 
 def _prepare(setting: Setting, direction: str, device: torch.device) -> Prepared:
@@ -219,17 +219,19 @@ def _prepare(setting: Setting, direction: str, device: torch.device) -> Prepared
     on_gpu = device.type == "cuda"
     checked = small.implementations(device, False)
     timed = setting.implementations(device, on_gpu)
-    # A peer that takes half precision only is checked in it.
     checked.update({name: maker for name, maker in timed.items() if name not in checked})
+    # A peer that takes half precision only is checked in it, on inputs that were rounded to it.
     half = dataclasses.replace(small, dtype=setting.dtype)
+    others = {name: half for name in checked if name == "varlen"}
 
     def check(name: str, maker: Callable[[], Callable[..., Tensor]]) -> Call:
-        return _call(maker, half if name == "varlen" else small, direction, device)
+        return _call(maker, others.get(name, small), direction, device)
 
     return Prepared(
         {name: functools.partial(check, name, maker) for name, maker in checked.items()},
         _expected(small, direction, device),
         {name: functools.partial(_call, maker, setting, direction, device) for name, maker in timed.items()},
+        {name: _expected(other, direction, device) for name, other in others.items()},
     )
 
 
