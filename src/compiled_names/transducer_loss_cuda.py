@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from apex.ops import transducer as ops
@@ -24,8 +23,10 @@ def forward(
         raise ValueError(f"opt={opt} must be -1, 0 or 1")
     offset = batchOffset if packedInput else None
     ops.check_loss(x, label, fLen, yLen, offset, maxFLen, blankIdx)
-    losses, saved = ops.loss_forward(x, label, fLen, yLen, offset, maxFLen, blankIdx, normalize=False)
-    return [saved.scores[0], saved.scores[1], losses]
+    given = x, label, fLen, yLen, offset, maxFLen, blankIdx
+    losses, _, scores = ops.loss_forward(*given, normalize=False, want_nodes=False, want_scores=True)
+    assert scores is not None
+    return [scores[0], scores[1], losses]
 
 
 def backward(
@@ -46,15 +47,6 @@ def backward(
     """The gradient of the logits behind x, or (not fuseSoftmaxBackward) of the log-probabilities x themselves."""
     offset = batchOffset if packedInput else None
     ops.check_loss(x, label, fLen, yLen, offset, maxFLen, blankIdx)
-    of_blank, of_label = ops.scores_of_words(x, label, fLen, yLen, offset, maxFLen, blankIdx)
-    return ops.loss_backward(
-        lossGrad,
-        x,
-        label,
-        fLen,
-        yLen,
-        offset,
-        blankIdx,
-        ops.LossNodes(torch.stack([alpha, beta]), None, of_blank, of_label),
-        through_softmax=fuseSoftmaxBackward,
-    )
+    given = x, label, fLen, yLen, offset, blankIdx
+    nodes = ops.nodes_of_scores(alpha, beta, *given)
+    return ops.loss_backward(lossGrad, *given, nodes, through_softmax=fuseSoftmaxBackward)

@@ -35,6 +35,6 @@ def record() -> None:
         rows = (16, 300, tokens) if at is None else (16 * 300 * tokens,)
         x, label = _empty(*rows, words, dtype=dtype), _empty(16, tokens - 1)
         given = x, label, *lengths, at
-        losses, saved = launches.triton_loss_forward(*given, (300, tokens), 0, normalize, want_alpha=True)
+        losses, saved, _ = launches.triton_loss_forward(*given, (300, tokens), 0, normalize, True, at is not None)
         launches.triton_loss_backward(losses, *given, 0, saved, normalize)
-    launches.triton_loss_forward(*given, (300, tokens), 0, True, want_alpha=False)
+    launches.triton_loss_forward(*given, (300, tokens), 0, True, want_nodes=False, want_scores=False)

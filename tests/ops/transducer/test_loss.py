@@ -44,17 +44,17 @@ def tensors(case, device: str, packed: bool = False) -> tuple[Tensor, Tensor, Te
 def run(x, label, f_len, y_len, offset, grad, frames: int, blank: int) -> list[Tensor]:
     """Losses, alpha, beta and the gradient of x."""
     given = x, label, f_len, y_len, offset
-    losses, saved = transducer.loss_forward(*given, frames, blank)
+    losses, saved, scores = transducer.loss_forward(*given, frames, blank, want_scores=True)
     gradient = transducer.loss_backward(grad.to(x.dtype), *given, blank, saved)
-    return [losses, *saved.scores.unbind(0), gradient]
+    return [losses, *scores.unbind(0), gradient]
 
 
 def exact(x, label, f_len, y_len, offset, grad, frames: int, blank: int) -> list[Tensor]:
     """`run` by the reference in float64."""
     given = [t if t is None else t.cpu() for t in (x.double(), label, f_len, y_len, offset)]
-    losses, saved = reference_loss.forward(*given, (frames, label.shape[1] + 1), blank, True)
+    losses, saved, scores = reference_loss.forward(*given, (frames, label.shape[1] + 1), blank, True)
     gradient = reference_loss.backward(grad.double().cpu(), *given, blank, saved, True)
-    return [losses, *saved.scores.unbind(0), gradient]
+    return [losses, *scores.unbind(0), gradient]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -148,18 +148,66 @@ def test_words_that_cannot_be(route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
+def test_no_way_to_the_end(route: Route) -> None:
+    """An impossible last blank makes a loss infinite, NaN makes it NaN; the third sequence knows of neither."""
+    x, label, f_len, y_len, _, grad = tensors((2, 2, 5, [2, 2, 1], [2, 1, 1], 0, _F32), route.device)
+    x[0, 1, 2, 0] = float("-inf")
+    x[1, 0, 1, 3] = float("nan")
+    given = x, label, f_len, y_len, None, grad, 2, 0
+    with _library.implementation(route.implementation):
+        found = run(*given)
+    assert found[0][0] == float("inf")
+    assert found[0][1].isnan()
+    assert found[3][:2].isnan().any((1, 2, 3)).all()
+    wanted = exact(*given)
+    for index in (0, 1, 2, 3):
+        assert_close(found[index][2:], wanted[index][2:], reduction=40)
+
+
+@pytest.mark.parametrize("route", [route for route in routes() if route.values[0].implementation == "triton"])
+def test_long_sequences_keep_the_digits_of_float32(route: Route) -> None:
+    """Losses near a thousand: a difference of their float32 logarithms would be off by 1e-4, ten tolerances."""
+    frames = 20
+    x, label, f_len, y_len, _, _ = tensors((frames, 1, 6, [frames], [1], 0, _F32), route.device)
+    x[..., 0] -= 45.0
+    given = x, label, f_len, y_len, None, torch.ones(1), frames, 0
+    with _library.implementation(route.implementation):
+        losses, _, _, gradient = run(*given[:5], torch.ones(1, device=route.device), frames, 0)
+    wanted = exact(*given)
+    assert wanted[0] > 800
+    assert_close(losses, wanted[0], reduction=frames)
+    assert_close(gradient, wanted[3])
+
+
+@pytest.mark.parametrize("route", routes())
+def test_more_tokens_than_frames(route: Route) -> None:
+    """Lattices lie between the kernels by the shorter side."""
+    assert launches.skew(300, 60) == (359 * 60, 60, 1)
+    for frames, tokens in ((3, 7), (7, 3), (4, 4), (1, 5)):
+        skew = launches.skew(frames, tokens)
+        places = {(t + u) * skew.step + skew.sign * u for t in range(frames) for u in range(tokens)}
+        assert len(places) == frames * tokens
+        assert min(places) == 0
+        assert max(places) < skew.places <= 2 * frames * tokens
+    given = *tensors((2, 6, 4, [2, 1], [6, 4], 1, _F32), route.device), 2, 1
+    with _library.implementation(route.implementation):
+        found = run(*given)
+    for actual, wanted in zip(found, exact(*given), strict=True):
+        assert_close(actual, wanted, reduction=80)
+
+
+@pytest.mark.parametrize("route", routes())
 def test_beta_alone_strided_and_empty(route: Route) -> None:
     x, label, f_len, y_len, _, grad = tensors((3, 2, 8, [3, 2], [2, 1], 1, _F32), route.device)
     strided = x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
     lengths = torch.stack([f_len, f_len], 1)[:, 0], y_len.int()
     with _library.implementation(route.implementation):
-        losses, saved = transducer.loss_forward(x, label, f_len, y_len, None, 3, 1, want_alpha=False)
+        losses, *_ = transducer.loss_forward(x, label, f_len, y_len, None, 3, 1, want_nodes=False)
         found = run(strided, label.long().t().contiguous().t(), *lengths, None, grad[:1].expand(2), 3, 1)
         none = torch.empty(0, dtype=torch.int32, device=route.device)
         empty = run(x[:0], label[:0], none, none, None, grad[:0], 3, 1)
     wanted = exact(x, label, f_len, y_len, None, grad[:1].expand(2), 3, 1)
     assert_close(losses, wanted[0], reduction=50)
-    assert_close(saved.scores[-1], wanted[2], reduction=50)
     for actual, expected in zip(found, wanted, strict=True):
         assert_close(actual, expected, reduction=50)
     assert [t.shape for t in empty] == [(0,), (0, 3, 3), (0, 3, 3), (0, 3, 3, 8)]
@@ -173,7 +221,7 @@ def test_log_probabilities_and_logits_of_one_shape_in_turn() -> None:
     found = []
     for _ in range(2):
         for normalize, logits in ((True, x), (False, x.log_softmax(-1))):
-            _, saved = transducer.loss_forward(logits, *given, 3, 1, normalize=normalize)
+            _, saved, _ = transducer.loss_forward(logits, *given, 3, 1, normalize=normalize)
             assert (saved.sums is not None) == normalize
             found.append(transducer.loss_backward(grad, logits, *given, 1, saved))
     for other in found[1:]:
@@ -185,8 +233,8 @@ def test_opcheck(route: Route) -> None:
     x, label, f_len, y_len, offset, grad = tensors((2, 1, 4, [2, 1], [1, 1], 0, _F32), route.device, packed=True)
     given = x, label, f_len, y_len, offset
     with _library.implementation(route.implementation):
-        torch.library.opcheck(torch.ops.apex.transducer_loss.default, (*given, 2, 0))
-        _, saved = transducer.loss_forward(*given, 2, 0)
+        torch.library.opcheck(torch.ops.apex.transducer_loss.default, (*given, 2, 0, True))
+        _, saved, _ = transducer.loss_forward(*given, 2, 0)
         torch.library.opcheck(torch.ops.apex.transducer_loss_backward.default, (grad, *given, 0, *saved))
 
 
@@ -202,7 +250,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     x = torch.randn(2, frames, tokens, words, device="cuda", dtype=_HALF)
     label = torch.randint(1, words, (2, tokens - 1), device="cuda")
     lengths = torch.tensor([frames, 9], device="cuda"), torch.tensor([tokens - 1, 5], device="cuda")
-    losses, saved = transducer.loss_forward(x, label, *lengths, None, frames, 0)
+    losses, saved, _ = transducer.loss_forward(x, label, *lengths, None, frames, 0)
     dx = transducer.loss_backward(torch.ones(2, device="cuda"), x, label, *lengths, None, 0, saved)
     small = x[1:, :9, :6].contiguous(), label[1:, :5], lengths[0][1:], lengths[1][1:], None, torch.ones(1), 9, 0
     wanted = exact(*small)

@@ -19,9 +19,9 @@ def transducer_loss_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """alpha, beta, the gradient of the padded logits x (added to `x.grad`), and the losses in the dtype of x."""
     given = x.detach(), label, f_len, y_len, None
-    losses, saved = reference_loss.forward(*given, (x.shape[1], x.shape[2]), blank_idx, True)
+    losses, saved, scores = reference_loss.forward(*given, (x.shape[1], x.shape[2]), blank_idx, True)
     gradient = reference_loss.backward(loss_grad, *given, blank_idx, saved, True)
-    return saved.scores[0], saved.scores[1], _accumulate(x, gradient), losses
+    return scores[0], scores[1], _accumulate(x, gradient), losses
 
 
 def transducer_joint_reference(

@@ -16,7 +16,7 @@ from .loss import (
     loss_backward_from_saved,
     loss_forward,
     loss_forward_and_save,
-    scores_of_words,
+    nodes_of_scores,
 )
 from .spec import PADDING, JointSpec, LossNodes
 
@@ -36,5 +36,5 @@ __all__ = [
     "loss_backward_from_saved",
     "loss_forward",
     "loss_forward_and_save",
-    "scores_of_words",
+    "nodes_of_scores",
 ]

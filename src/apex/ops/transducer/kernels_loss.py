@@ -1,9 +1,16 @@
 """Triton kernels of the transducer loss.
 
-`spec.py` explains letters and layouts, `reference_loss.py` alpha and beta. Rows of logits are read in tiles of
-GROUPS x ROWS x LANES elements: LANES neighbours are the threads of a warp with 16 bytes each, so that a warp has a row
-of its own and reduces it without the others, and a thread's GROUPS accesses are in flight together. The ROWS are
-neighbouring tokens of one frame.
+`spec.py` explains letters and layouts, `reference_loss.py` alpha and beta. Three kernels make a loss: `words` reads the
+logits once, `walk` goes over the lattices, `shares` puts alpha and beta together for the backward pass.
+
+Rows of logits are read in tiles of GROUPS x ROWS x LANES elements: LANES neighbours are the threads of a warp with 16
+bytes each, so that a warp has a row of its own and reduces it without the others, and a thread's GROUPS accesses are in
+flight together. The ROWS are neighbouring tokens of one frame.
+
+Between the kernels a probability is an int64: its exponent of two above 32 bits of a float32 mantissa from 1 to 2, or 0
+with an exponent below all others. Nothing underflows, and a product of hundreds of words keeps seven digits, where a
+float32 logarithm of the order of a thousand has four behind the point. The nodes of a lattice lie diagonal after
+diagonal, node (t, u) at (t + u) * step + sign * u, which `launches.skew` chooses so that a diagonal is one stretch.
 """
 
 import triton
@@ -17,6 +24,65 @@ LN2 = tl.constexpr(0.6931471805599453)
 # Stands for -inf as the greatest element seen so far: it can be subtracted from itself.
 LOWEST = tl.constexpr(-1.0e38)
 NEVER = tl.constexpr(float("-inf"))
+# Exponents: of zero, and the least of all. A word of less than 2^SMALLEST counts as impossible.
+ZERO_EXPONENT = tl.constexpr(-(1 << 28))
+LEAST_EXPONENT = tl.constexpr(-(1 << 29))
+SMALLEST = tl.constexpr(-float(1 << 27))
+ZERO = tl.constexpr(-(1 << 60))
+ONE = tl.constexpr(0x3F800000)
+
+
+@triton.jit
+def _pack(mantissa, exponent):
+    low = mantissa.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    return (exponent.to(tl.int64) << 32) | low
+
+
+@triton.jit
+def _mantissa(packed):
+    return packed.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exponent(packed):
+    return (packed >> 32).to(tl.int32)
+
+
+@triton.jit
+def _packed_power(logarithm):
+    """e^logarithm, packed; NaN stays NaN."""
+    bits = logarithm * LOG2E
+    impossible = bits < SMALLEST
+    bits = tl.where(impossible, 0.0, bits)
+    whole = tl.floor(bits)
+    mantissa = tl.where(impossible, 0.0, tl.exp2(bits - whole))
+    return _pack(mantissa, tl.where(impossible, ZERO_EXPONENT, whole.to(tl.int32)))
+
+
+@triton.jit
+def _packed_logarithm(packed):
+    mantissa = _mantissa(packed)
+    logarithm = (_exponent(packed).to(tl.float32) + tl.log2(tl.where(mantissa == 0.0, 1.0, mantissa))) * LN2
+    return tl.where(mantissa == 0.0, NEVER, logarithm)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """2^exponent of an exponent that is not positive; zero below 2^-126."""
+    return ((tl.maximum(exponent, -127) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _sum_of_products(a, b, c, d):
+    """a * b + c * d of packed numbers."""
+    first, second = _exponent(a) + _exponent(b), _exponent(c) + _exponent(d)
+    top = tl.maximum(first, second)
+    total = _mantissa(a) * _mantissa(b) * _power_of_two(first - top)
+    total += _mantissa(c) * _mantissa(d) * _power_of_two(second - top)
+    bits = total.to(tl.int32, bitcast=True)
+    exponent = tl.maximum(top + ((bits >> 23) - 127), LEAST_EXPONENT)
+    scaled = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    return _pack(tl.where(total > 0.0, scaled, total), exponent)
 
 
 @triton.jit
@@ -39,12 +105,14 @@ def _next_labels(label, batch, u, tokens, U, V):
 @kernel
 @triton.jit
 def transducer_loss_words(
-    x, label, f_len, y_len, batch_offset, sums, of_blank, of_label, T, U, V, blank,
-    PACKED: tl.constexpr, NORMALIZE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    x, label, f_len, y_len, batch_offset, sums, words, B, T, U, V, blank, places, step, sign,
+    PACKED: tl.constexpr, NORMALIZE: tl.constexpr, WHOLE: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Per node: the logarithm of the sum of exponentials, and the log-probabilities of blank and of the next label.
+    """Per node: the logarithm of the sum of exponentials, and the probabilities of blank and of the next label.
 
-    Zero where there is no node. Without NORMALIZE x has log-probabilities, and only those two are read.
+    The logarithms are zero where there is no node; the probabilities (2 x B x places, packed) are not written there.
+    Without NORMALIZE x has log-probabilities, and only those two are read. WHOLE: a row is one tile.
     """
     batch, t, token = _node(tl.program_id(0), T, U, ROWS)
     frames, tokens, first, stride = sequence(f_len, y_len, batch_offset, batch, T, U, 1, PACKED)
@@ -59,111 +127,177 @@ def transducer_loss_words(
         if NORMALIZE:
             word = tl.arange(0, GROUPS)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
             start = x + row[None, :, None]
-            peak = tl.full([ROWS], LOWEST, tl.float32)
-            powers = tl.zeros([ROWS, LANES], tl.float32)
-            for begin in tl.range(0, V, GROUPS * LANES):
-                inside = exists[None, :, None] & (begin + word < V)
-                values = tl.load(start + (begin + word), mask=inside, other=NEVER).to(tl.float32)
-                higher = tl.maximum(peak, tl.max(tl.max(values, 0), 1))
-                power = tl.exp2(values * LOG2E - (higher * LOG2E)[None, :, None])
-                powers = powers * tl.exp2((peak - higher) * LOG2E)[:, None] + tl.sum(power, 0)
-                peak = higher
-            log_sum = peak + tl.log(tl.sum(powers, 1))
+            if WHOLE:
+                inside = exists[None, :, None] & (word < V)
+                values = tl.load(start + word, mask=inside, other=NEVER).to(tl.float32)
+                peak = tl.maximum(tl.max(tl.max(values, 0), 1), LOWEST)
+                power = tl.exp2(values * LOG2E - (peak * LOG2E)[None, :, None])
+                total = tl.sum(tl.sum(power, 0), 1)
+            else:
+                # Each lane on its own: what lanes exchange, they exchange once.
+                peaks = tl.full([ROWS, LANES], LOWEST, tl.float32)
+                powers = tl.zeros([ROWS, LANES], tl.float32)
+                for begin in tl.range(0, V, GROUPS * LANES):
+                    inside = exists[None, :, None] & (begin + word < V)
+                    values = tl.load(start + (begin + word), mask=inside, other=NEVER).to(tl.float32)
+                    higher = tl.maximum(peaks, tl.max(values, 0))
+                    power = tl.exp2(values * LOG2E - (higher * LOG2E)[None, :, :])
+                    powers = powers * tl.exp2((peaks - higher) * LOG2E) + tl.sum(power, 0)
+                    peaks = higher
+                peak = tl.max(peaks, 1)
+                total = tl.sum(powers * tl.exp2((peaks - peak[:, None]) * LOG2E), 1)
+            log_sum = peak + tl.log(tl.where(exists, total, 1.0))
             tl.store(sums + node, tl.where(exists, log_sum, 0.0), mask=u < U)
             blank_score -= log_sum
             label_score -= log_sum
-        tl.store(of_blank + node, tl.where(exists, blank_score, 0.0), mask=u < U)
-        tl.store(of_label + node, tl.where(exists, label_score, 0.0), mask=u < U)
-    else:
-        zeros = tl.zeros([ROWS], tl.float32)
-        if NORMALIZE:
-            tl.store(sums + node, zeros, mask=u < U)
-        tl.store(of_blank + node, zeros, mask=u < U)
-        tl.store(of_label + node, zeros, mask=u < U)
+        place = words + batch * places + (t + u).to(tl.int64) * step + sign * u
+        tl.store(place, _packed_power(blank_score), mask=exists)
+        tl.store(place + (batch * 0 + B) * places, _packed_power(label_score), mask=exists)
+    elif NORMALIZE:
+        tl.store(sums + node, tl.zeros([ROWS], tl.float32), mask=u < U)
 
 
 @triton.jit
-def _log_add(a, b):
-    """log2(2^a + 2^b), also where both are -inf."""
-    high = tl.maximum(a, b)
-    low = tl.minimum(a, b)
-    return high + tl.log2(1.0 + tl.exp2(tl.where(high == low, 0.0, low - high)))
+def _leading_words(blank_at, label_at, d, i, frames, tokens, last, step, back):
+    """The words that lead to the nodes of diagonal d: blank from the frame before, label from the token before."""
+    s = d - i
+    here = (s >= 0) & (s < frames) & (i < tokens)
+    source = tl.where(back == 1, last - d, d - 1).to(tl.int64) * step
+    blank = tl.load(blank_at + source, mask=here & (s > 0), other=ZERO)
+    label = tl.load(label_at + source, mask=here & (i > 0), other=ZERO)
+    return blank, label
 
 
 @triton.jit
-def _chain(label_a, reached_a, label_b, reached_b):
-    """Two neighbouring stretches of a frame: the score of all their labels, and of reaching their last token."""
-    return label_a + label_b, _log_add(reached_a + label_b, reached_b)
-
-
-@triton.jit
-def _arrivals(of_blank, of_label, step, i, u, frames, tokens, U, back):
-    """The scores, in powers of two, of coming to the tokens of a frame by blank, and by label.
-
-    Walking on from the start a node is reached from the one before it; walking back, its own words lead out of it.
-    """
-    t = tl.where(back == 1, frames - 1 - step, step)
-    here = (i < tokens) & (step < frames)
-    by_blank = tl.load(of_blank + (t - 1 + back) * U + u, mask=here & (t + back > 0), other=0.0)
-    by_label = tl.load(of_label + t * U + u - 1 + back, mask=here & (i > 0), other=NEVER)
-    return by_blank * LOG2E, by_label * LOG2E
+def _next_diagonal(
+    reached, blank, label, out, d, i, begin, frames, tokens, last, step, sign, back,
+    MANY: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Diagonal d from the one before it."""
+    lane = tl.arange(0, TOKENS)
+    target = tl.where(back == 1, last - d, d).to(tl.int64) * step
+    left = tl.gather(reached, tl.maximum(lane - 1, 0), 0)
+    if MANY:
+        before = target + tl.where(back == 1, step + sign, -step - sign)
+        entered = (lane == 0) & (begin > 0) & (begin < tokens) & (d - begin < frames)
+        left = tl.where(lane == 0, tl.load(out + before, mask=entered, other=ZERO), left)
+    reached = _sum_of_products(reached, blank, left, label)
+    tl.store(out + target, reached, mask=(d >= i) & (d - i < frames) & (i < tokens))
+    return reached
 
 
 @kernel
 @triton.jit
 def transducer_loss_walk(
-    of_blank, of_label, f_len, y_len, scores, losses, B, T, U,
+    words, f_len, y_len, states, losses, B, T, U, places, step, sign,
     ALPHA: tl.constexpr, MANY: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """alpha and beta (2 x B x T x U, zero where there is no node) or beta alone, and the losses.
+    """alpha and beta (2 x B x places, packed) or beta alone, and the losses.
 
-    A program walks the frames of one sequence in one direction. A frame's tokens are reached from the frame before by
-    blank and from the token before by label, a linear recurrence in the semiring of log-add and sum, hence a scan. With
-    MANY blocks of tokens each walks all frames, and is entered from what the block before has written.
+    A program walks the diagonals of one sequence from one end. With i tokens and s frames behind it a node is reached
+    from node i of the diagonal before by blank and from node i - 1 by label. Words are loaded four diagonals ahead, so
+    that a walk waits for nothing but its own chain. With MANY blocks of tokens each walks all diagonals it has nodes
+    on, and is entered from what the block before has written.
     """
     program = tl.program_id(0)
     if ALPHA:
         batch, back = (program // 2).to(tl.int64), program % 2
-        out = scores + (back * B + batch) * T * U
+        states += (back * B + batch) * places
     else:
         batch, back = program.to(tl.int64), program * 0 + 1
-        out = scores + batch * T * U
-    of_blank += batch * T * U
-    of_label += batch * T * U
+        states += batch * places
+    words += batch * places
     frames = tl.minimum(tl.load(f_len + batch).to(tl.int32), T)
     tokens = tl.minimum(tl.load(y_len + batch).to(tl.int32) + 1, U)
+    last = frames + tokens - 2
     for begin in tl.range(0, U, TOKENS):
         i = begin + tl.arange(0, TOKENS)
         u = tl.where(back == 1, tokens - 1 - i, i)
-        column = tl.where(i < tokens, u, i)
-        reached = tl.where(i == 0, 0.0, NEVER)
-        by_blank, by_label = _arrivals(of_blank, of_label, 0, i, u, frames, tokens, U, back)
-        next_blank, next_label = _arrivals(of_blank, of_label, 1, i, u, frames, tokens, U, back)
-        for step in tl.range(0, frames):
-            t = tl.where(back == 1, frames - 1 - step, step)
-            # Two frames ahead: a walk waits for nothing but its own chain.
-            third_blank, third_label = _arrivals(of_blank, of_label, step + 2, i, u, frames, tokens, U, back)
-            reached += by_blank
-            if MANY:
-                before = tl.where(back == 1, tokens - begin, begin - 1)
-                entry = tl.load(out + t * U + before, mask=(begin > 0) & (begin < tokens), other=NEVER) * LOG2E
-                reached = tl.where(i == begin, _log_add(reached, entry + by_label), reached)
-            _, reached = tl.associative_scan((by_label, reached), 0, _chain)
-            tl.store(out + t * U + column, tl.where(i < tokens, reached * LN2, 0.0), mask=i < U)
-            by_blank, by_label = next_blank, next_label
-            next_blank, next_label = third_blank, third_label
-        for t in tl.range(frames, T):
-            tl.store(out + t * U + i, tl.zeros([TOKENS], tl.float32), mask=i < U)
-        loss = tl.where(frames > 0, -reached * LN2, float("inf"))
-        tl.store(losses + batch + 0 * i, loss.to(losses.dtype.element_ty), mask=(i == tokens - 1) & (back == 1))
-        if MANY:
-            tl.debug_barrier()
+        blank_at = words + sign * u
+        label_at = words + (batch * 0 + B) * places + sign * (u - 1 + back)
+        out = states + sign * u
+        # The first node: nothing behind it, or the last blank.
+        start = (i == 0) & (frames > 0) & (i < tokens)
+        end = tl.load(blank_at + last.to(tl.int64) * step, mask=start & (back == 1), other=ONE)
+        reached = tl.where(start, end, ZERO)
+        tl.store(out + tl.where(back == 1, last, 0).to(tl.int64) * step, reached, mask=start)
+        first = tl.maximum(begin, 1)
+        blank_a, label_a = _leading_words(blank_at, label_at, first, i, frames, tokens, last, step, back)
+        blank_b, label_b = _leading_words(blank_at, label_at, first + 1, i, frames, tokens, last, step, back)
+        blank_c, label_c = _leading_words(blank_at, label_at, first + 2, i, frames, tokens, last, step, back)
+        blank_d, label_d = _leading_words(blank_at, label_at, first + 3, i, frames, tokens, last, step, back)
+        for d in tl.range(first, last + 1, 4):
+            blank_e, label_e = _leading_words(blank_at, label_at, d + 4, i, frames, tokens, last, step, back)
+            blank_f, label_f = _leading_words(blank_at, label_at, d + 5, i, frames, tokens, last, step, back)
+            blank_g, label_g = _leading_words(blank_at, label_at, d + 6, i, frames, tokens, last, step, back)
+            blank_h, label_h = _leading_words(blank_at, label_at, d + 7, i, frames, tokens, last, step, back)
+            reached = _next_diagonal(reached, blank_a, label_a, out, d, i, begin, frames, tokens, last, step, sign,
+                                     back, MANY, TOKENS)  # fmt: skip
+            reached = _next_diagonal(reached, blank_b, label_b, out, d + 1, i, begin, frames, tokens, last, step, sign,
+                                     back, MANY, TOKENS)  # fmt: skip
+            reached = _next_diagonal(reached, blank_c, label_c, out, d + 2, i, begin, frames, tokens, last, step, sign,
+                                     back, MANY, TOKENS)  # fmt: skip
+            reached = _next_diagonal(reached, blank_d, label_d, out, d + 3, i, begin, frames, tokens, last, step, sign,
+                                     back, MANY, TOKENS)  # fmt: skip
+            blank_a, blank_b, blank_c, blank_d = blank_e, blank_f, blank_g, blank_h
+            label_a, label_b, label_c, label_d = label_e, label_f, label_g, label_h
+        tl.debug_barrier()
+    if back == 1:
+        total = tl.load(states, mask=frames > 0, other=ZERO)
+        tl.store(losses + batch, (-_packed_logarithm(total)).to(losses.dtype.element_ty))
+
+
+@triton.jit
+def _share(alpha, word, beta, total):
+    """alpha * word * beta / total."""
+    mantissa = _mantissa(alpha) * _mantissa(word) * _mantissa(beta) / _mantissa(total)
+    exponent = _exponent(alpha) + _exponent(word) + _exponent(beta) - _exponent(total)
+    return mantissa * tl.exp2(tl.minimum(tl.maximum(exponent, -200), 100).to(tl.float32))
+
+
+@kernel
+@triton.jit
+def transducer_loss_shares(
+    words, states, f_len, y_len, shares, scores, B, T, U, places, step, sign, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Per node: the share of all right ways that goes on from there by blank, and by label (2 x B x T x U).
+
+    `scores`, where there are any, are the logarithms of alpha and beta. Zero where there is no node.
+    """
+    blocks = tl.cdiv(T * U, BLOCK)
+    program = tl.program_id(0)
+    batch = (program // blocks).to(tl.int64)
+    n = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    t, u = n // U, n % U
+    frames = tl.minimum(tl.load(f_len + batch).to(tl.int32), T)
+    tokens = tl.minimum(tl.load(y_len + batch).to(tl.int32) + 1, U)
+    exists = (t < frames) & (u < tokens)
+    last_frame, last_token = t == frames - 1, u == tokens - 1
+    place = batch * places + (t + u).to(tl.int64) * step + sign * u
+    second = (batch * 0 + B) * places
+    beta = states + second
+    total = tl.load(beta + batch * places + 0 * n, mask=exists, other=ONE)
+    here = tl.load(states + place, mask=exists, other=ZERO)
+    blank = tl.load(words + place, mask=exists, other=ZERO)
+    label = tl.load(words + second + place, mask=exists & (u < tokens - 1), other=ZERO)
+    below = tl.load(beta + place + step, mask=exists & (t < frames - 1), other=ZERO)
+    below = tl.where(last_frame & last_token, ONE, below)
+    beside = tl.load(beta + place + step + sign, mask=exists & (u < tokens - 1), other=ZERO)
+    node = (batch * T) * U + n
+    all_nodes = (batch * 0 + B) * T * U
+    inside = n < T * U
+    tl.store(shares + node, tl.where(exists, _share(here, blank, below, total), 0.0), mask=inside)
+    tl.store(shares + all_nodes + node, tl.where(exists, _share(here, label, beside, total), 0.0), mask=inside)
+    if scores is not None:
+        tl.store(scores + node, tl.where(exists, _packed_logarithm(here), 0.0), mask=inside)
+        back = tl.load(beta + place, mask=exists, other=ZERO)
+        tl.store(scores + all_nodes + node, tl.where(exists, _packed_logarithm(back), 0.0), mask=inside)
 
 
 @kernel
 @triton.jit
 def transducer_loss_backward(
-    grad, x, label, f_len, y_len, batch_offset, scores, sums, of_blank, of_label, dx, B, T, U, V, blank,
+    grad, x, label, f_len, y_len, batch_offset, sums, shares, dx, B, T, U, V, blank,
     PACKED: tl.constexpr, SOFTMAX: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the logits, or without SOFTMAX of the log-probabilities; zero where there is no node."""
@@ -179,17 +313,9 @@ def transducer_loss_backward(
         stored = exists if PACKED else u < U
         labels, has_label = _next_labels(label, batch, u, tokens, U, V)
         node = (batch * T + t) * U + u
-        beta = scores + (batch * 0 + B) * T * U
         factor = tl.load(grad + batch).to(tl.float32)
-        total = tl.load(beta + batch * T * U)
-        here = tl.load(scores + node, mask=exists, other=0.0) - total
-        below = tl.load(beta + node + U, mask=exists & (t < frames - 1), other=0.0)
-        beside = tl.load(beta + node + 1, mask=exists & (u < tokens - 1), other=0.0)
-        blank_score = tl.load(of_blank + node, mask=exists, other=0.0)
-        label_score = tl.load(of_label + node, mask=exists & has_label, other=NEVER)
-        goes_on = exists & ((t < frames - 1) | (u == tokens - 1))
-        by_blank = tl.where(goes_on, tl.exp(here + blank_score + below) * factor, 0.0)
-        by_label = tl.where(exists & has_label, tl.exp(here + label_score + beside) * factor, 0.0)
+        by_blank = tl.load(shares + node, mask=exists, other=0.0) * factor
+        by_label = tl.load(shares + (batch * 0 + B) * T * U + node, mask=exists & has_label, other=0.0) * factor
         every = by_blank + by_label
         log_sum = tl.zeros([ROWS], tl.float32)
         if sums is not None:

@@ -84,18 +84,48 @@ class WordTile(NamedTuple):
     num_warps: int
 
 
-def word_tile(tokens: int, words: int, element_size: int, device: _device.DeviceFacts) -> WordTile:
+def reading_tile(tokens: int, words: int, element_size: int, device: _device.DeviceFacts) -> WordTile:
+    """One warp and 1024 elements, 16 bytes a thread in up to four accesses; more rows where short.
+
+    One warp alone, so that a row is reduced without the others however the compiler lays out a tile: where it spread
+    rows over four warps, float16 16x300x60x1024 took 5100 us in place of the 140 of its bytes.
+    """
+    return _word_tile(tokens, words, element_size, 1, device)
+
+
+def writing_tile(tokens: int, words: int, element_size: int, device: _device.DeviceFacts) -> WordTile:
     """4096 elements: a row for each of four warps, 16 bytes a thread in up to four accesses; more rows where short."""
+    return _word_tile(tokens, words, element_size, 4, device)
+
+
+def _word_tile(tokens: int, words: int, element_size: int, warps: int, device: _device.DeviceFacts) -> WordTile:
     vector = 16 // element_size
     lanes = min(_power(words), device.warp_size * vector)
     groups = min(_power(-(-words // lanes)), max(1, 1024 // lanes))
-    rows = min(_power(tokens), max(1, 4096 // (groups * lanes)))
-    return WordTile(groups, rows, lanes, max(1, min(4, groups * rows * lanes // (device.warp_size * vector))))
+    rows = min(_power(tokens), max(1, 1024 * warps // (groups * lanes)))
+    return WordTile(groups, rows, lanes, max(1, min(warps, groups * rows * lanes // (device.warp_size * vector))))
 
 
-# Tokens that a walk takes at once, and how many of them a thread has: a warp alone needs no barriers.
+class Skew(NamedTuple):
+    """How the nodes of a lattice lie between the kernels: (t, u) at (t + u) * step + sign * u, of `places` places."""
+
+    places: int
+    step: int
+    sign: int
+
+
+def skew(frames: int, tokens: int) -> Skew:
+    """A diagonal after the other, each as long as the shorter side: its nodes by token, or by frame."""
+    diagonals = frames + tokens - 1
+    if tokens <= frames:
+        return Skew(diagonals * tokens, tokens, 1)
+    return Skew(diagonals * frames, frames + 1, -1)
+
+
+# Tokens that a walk takes at once, and those that one warp takes: neighbours in a warp exchange without a barrier.
 WALK_TOKENS = 512
-WALK_TOKENS_PER_THREAD = 4
+WALK_TOKENS_PER_WARP = 64
+SHARES_BLOCK = 512
 
 
 @functools.lru_cache(maxsize=4096)
@@ -250,35 +280,48 @@ def _loss_words_plan(
     from . import kernels_loss as kernels
 
     batches, frames, tokens, words = sizes
-    tile = word_tile(tokens, words, x_dtype.itemsize, facts)
+    tile = reading_tile(tokens, words, x_dtype.itemsize, facts)
+    whole = words <= tile.groups * tile.lanes
     return kernels.transducer_loss_words.bind(
         (batches * frames * -(-tokens // tile.rows),),
-        (frames, tokens, words, blank),
-        (packed, normalize, tile.groups, tile.rows, tile.lanes),
+        (*sizes, blank, *skew(frames, tokens)),
+        (packed, normalize, whole, tile.groups, tile.rows, tile.lanes),
         device=device,
         num_warps=tile.num_warps,
     )
+
+
+class WalkPlan(NamedTuple):
+    """The walk over the lattices, and what puts alpha and beta together."""
+
+    walk: BoundLaunch
+    shares: BoundLaunch
 
 
 @functools.lru_cache(maxsize=4096)
 def _loss_walk_plan(
     sizes: tuple[int, int, int],
     alpha: bool,
+    want_scores: bool,
     dtypes: Dtypes,
     device: torch.device,
     facts: _device.DeviceFacts,
-) -> BoundLaunch:
+) -> WalkPlan:
     from . import kernels_loss as kernels
 
     batches, frames, tokens = sizes
     block = min(WALK_TOKENS, max(2, _power(tokens)))
-    return kernels.transducer_loss_walk.bind(
+    numbers = (*sizes, *skew(frames, tokens))
+    walk = kernels.transducer_loss_walk.bind(
         (batches * (2 if alpha else 1),),
-        (batches, frames, tokens),
+        numbers,
         (alpha, tokens > block, block),
         device=device,
-        num_warps=_warps(block, WALK_TOKENS_PER_THREAD, facts),
+        num_warps=max(1, block // WALK_TOKENS_PER_WARP),
     )
+    grid = (batches * -(-frames * tokens // SHARES_BLOCK),)
+    shares = kernels.transducer_loss_shares.bind(grid, numbers, (SHARES_BLOCK,), device=device, num_warps=4)
+    return WalkPlan(walk, shares)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -295,42 +338,14 @@ def _loss_backward_plan(
     from . import kernels_loss as kernels
 
     batches, frames, tokens, words = sizes
-    tile = word_tile(tokens, words, x_dtype.itemsize, facts)
+    tile = writing_tile(tokens, words, x_dtype.itemsize, facts)
     return kernels.transducer_loss_backward.bind(
         (batches * frames * -(-tokens // tile.rows),),
-        (batches, frames, tokens, words, blank),
+        (*sizes, blank),
         (packed, through_softmax, tile.groups, tile.rows, tile.lanes),
         device=device,
         num_warps=tile.num_warps,
     )
-
-
-def triton_loss_words(
-    x: Tensor,
-    label: Tensor,
-    f_len: Tensor,
-    y_len: Tensor,
-    batch_offset: Tensor | None,
-    sizes: tuple[int, int],
-    blank: int,
-    normalize: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """`reference_loss.scores_of_words` of a contiguous x."""
-    plan = _loss_words_plan(
-        (len(f_len), *sizes, x.shape[-1]),
-        blank,
-        batch_offset is not None,
-        normalize,
-        _dtypes(label, f_len, y_len, batch_offset),
-        x.dtype,
-        x.device,
-        _device.facts(x.device),
-    )
-    of_blank = torch.empty(len(f_len), *sizes, dtype=torch.float32, device=x.device)
-    of_label = torch.empty_like(of_blank)
-    sums = torch.empty_like(of_blank) if normalize else None
-    plan(x, label, f_len, y_len, batch_offset, sums, of_blank, of_label)
-    return sums, of_blank, of_label
 
 
 def triton_loss_forward(
@@ -342,23 +357,31 @@ def triton_loss_forward(
     sizes: tuple[int, int],
     blank: int,
     normalize: bool,
-    want_alpha: bool,
-) -> tuple[Tensor, LossNodes]:
-    """`reference_loss.forward` for x with elements; beta alone where alpha is not wanted."""
+    want_nodes: bool,
+    want_scores: bool,
+) -> tuple[Tensor, LossNodes | None, Tensor | None]:
+    """`reference_loss.forward` for x with elements; nodes and scores where they are wanted."""
     x, label = x.contiguous(), label.contiguous()
-    sums, of_blank, of_label = triton_loss_words(x, label, f_len, y_len, batch_offset, sizes, blank, normalize)
-    batches = len(f_len)
-    scores = torch.empty(2 if want_alpha else 1, batches, *sizes, dtype=torch.float32, device=x.device)
-    losses = torch.empty(batches, dtype=x.dtype, device=x.device)
-    plan = _loss_walk_plan(
-        (batches, *sizes),
-        want_alpha,
-        _dtypes(x, f_len, y_len),
-        x.device,
-        _device.facts(x.device),
+    batches, device, facts = len(f_len), x.device, _device.facts(x.device)
+    given = _dtypes(label, f_len, y_len, batch_offset)
+    both = want_nodes or want_scores
+    words_plan = _loss_words_plan(
+        (batches, *sizes, x.shape[-1]), blank, batch_offset is not None, normalize, given, x.dtype, device, facts
     )
-    plan(of_blank, of_label, f_len, y_len, scores, losses)
-    return losses, LossNodes(scores, sums, of_blank, of_label)
+    plan = _loss_walk_plan((batches, *sizes), both, want_scores, _dtypes(x, f_len, y_len), device, facts)
+    places = skew(*sizes).places
+    sums = torch.empty(batches, *sizes, dtype=torch.float32, device=device) if normalize else None
+    words = torch.empty(2, batches, places, dtype=torch.int64, device=device)
+    states = torch.empty_like(words) if both else torch.empty_like(words[0])
+    losses = torch.empty(batches, dtype=x.dtype, device=device)
+    words_plan(x, label, f_len, y_len, batch_offset, sums, words)
+    plan.walk(words, f_len, y_len, states, losses)
+    if not both:
+        return losses, None, None
+    shares = torch.empty(2, batches, *sizes, dtype=torch.float32, device=device)
+    scores = torch.empty_like(shares) if want_scores else None
+    plan.shares(words, states, f_len, y_len, shares, scores)
+    return losses, LossNodes(sums, shares), scores
 
 
 def triton_loss_backward(
@@ -375,7 +398,7 @@ def triton_loss_backward(
     """The gradient of x, which has elements."""
     x, label, grad = x.contiguous(), label.contiguous(), grad.contiguous()
     plan = _loss_backward_plan(
-        (len(f_len), *saved.scores.shape[2:], x.shape[-1]),
+        (len(f_len), *saved.shares.shape[2:], x.shape[-1]),
         blank,
         batch_offset is not None,
         through_softmax,

@@ -36,24 +36,26 @@ def _joint_backward_fake(dh, kept, f_len, g_len, batch_offset, frames, tokens, s
     )
 
 
-def _loss(x, label, f_len, y_len, batch_offset, max_f_len, blank_idx):
-    losses, saved = loss_forward(x, label, f_len, y_len, batch_offset, max_f_len, blank_idx)
-    return losses, *saved
+def _loss(x, label, f_len, y_len, batch_offset, max_f_len, blank_idx, want_scores):
+    losses, nodes, scores = loss_forward(
+        x, label, f_len, y_len, batch_offset, max_f_len, blank_idx, want_scores=want_scores
+    )
+    assert nodes is not None
+    return losses, *nodes, scores if want_scores else x.new_empty(0, dtype=compute_dtype(x))
 
 
-def _loss_fake(x, label, f_len, y_len, batch_offset, max_f_len, blank_idx):
-    nodes = (label.shape[0], max_f_len, label.shape[1] + 1)
-    compute = compute_dtype(x)
-    small = [x.new_empty(nodes, dtype=compute) for _ in range(3)]
-    return x.new_empty(label.shape[0]), x.new_empty((2, *nodes), dtype=compute), *small
+def _loss_fake(x, label, f_len, y_len, batch_offset, max_f_len, blank_idx, want_scores):
+    nodes, compute = (label.shape[0], max_f_len, label.shape[1] + 1), compute_dtype(x)
+    sums, shares = x.new_empty(nodes, dtype=compute), x.new_empty((2, *nodes), dtype=compute)
+    return x.new_empty(label.shape[0]), sums, shares, x.new_empty((2, *nodes) if want_scores else 0, dtype=compute)
 
 
-def _loss_backward(grad, x, label, f_len, y_len, batch_offset, blank_idx, scores, sums, of_blank, of_label):
+def _loss_backward(grad, x, label, f_len, y_len, batch_offset, blank_idx, sums, shares):
     given = grad, x, label, f_len, y_len, batch_offset, blank_idx
-    return loss_backward(*given, LossNodes(scores, sums, of_blank, of_label)).contiguous()
+    return loss_backward(*given, LossNodes(sums, shares)).contiguous()
 
 
-def _loss_backward_fake(grad, x, label, f_len, y_len, batch_offset, blank_idx, scores, sums, of_blank, of_label):
+def _loss_backward_fake(grad, x, label, f_len, y_len, batch_offset, blank_idx, sums, shares):
     return x.new_empty(x.shape)
 
 
@@ -80,13 +82,13 @@ for _schema, _implementation, _fake in (
     ),
     (
         "transducer_loss(Tensor x, Tensor label, Tensor f_len, Tensor y_len, Tensor? batch_offset, SymInt max_f_len, "
-        "int blank_idx) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        "int blank_idx, bool want_scores) -> (Tensor, Tensor, Tensor, Tensor)",
         _loss,
         _loss_fake,
     ),
     (
         "transducer_loss_backward(Tensor grad, Tensor x, Tensor label, Tensor f_len, Tensor y_len, "
-        "Tensor? batch_offset, int blank_idx, Tensor scores, Tensor sums, Tensor of_blank, Tensor of_label) -> Tensor",
+        "Tensor? batch_offset, int blank_idx, Tensor sums, Tensor shares) -> Tensor",
         _loss_backward,
         _loss_backward_fake,
     ),

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import _library
 from . import reference_loss
 from .joint import _SUPPORTED, FAMILY, check_lengths, check_offset
-from .launches import triton_loss_backward, triton_loss_forward, triton_loss_words
+from .launches import triton_loss_backward, triton_loss_forward
 from .spec import LossNodes
 
 # Words of a row and nodes of the lattices are counted in 32 bits by the kernels.
@@ -66,19 +66,24 @@ def loss_forward(
     blank_idx: int,
     *,
     normalize: bool = True,
-    want_alpha: bool = True,
-) -> tuple[Tensor, LossNodes]:
-    """Losses and nodes, without autograd; not `normalize` when x has log-probabilities."""
+    want_nodes: bool = True,
+    want_scores: bool = False,
+) -> tuple[Tensor, LossNodes | None, Tensor | None]:
+    """Losses, what `loss_backward` needs, and alpha and beta (2 x B x T x U); the latter two are None if not wanted.
+
+    Without autograd. Not `normalize` when x has log-probabilities.
+    """
     sizes = (max_f_len, label.shape[1] + 1)
     with torch.no_grad():
         if x.numel() and label.shape[0] and _library.runs_triton(FAMILY, x):
             lengths = f_len.contiguous(), y_len.contiguous()
             offset = None if batch_offset is None else batch_offset.contiguous()
-            return triton_loss_forward(x, label, *lengths, offset, sizes, blank_idx, normalize, want_alpha)
-        if not label.shape[0]:
-            empty = torch.empty(0, *sizes, dtype=reference_loss.compute_dtype(x), device=x.device)
-            return x.new_empty(0), LossNodes(torch.stack([empty, empty]), empty, empty, empty)
-        return reference_loss.forward(x, label, f_len, y_len, batch_offset, sizes, blank_idx, normalize)
+            given = x, label, *lengths, offset, sizes, blank_idx
+            return triton_loss_forward(*given, normalize, want_nodes, want_scores)
+        if label.shape[0]:
+            return reference_loss.forward(x, label, f_len, y_len, batch_offset, sizes, blank_idx, normalize)
+        empty = torch.empty(2, 0, *sizes, dtype=reference_loss.compute_dtype(x), device=x.device)
+        return x.new_empty(0), LossNodes(empty[0].clone() if normalize else None, empty), empty.clone()
 
 
 def loss_backward(
@@ -115,26 +120,21 @@ def loss_backward(
         )
 
 
-def scores_of_words(
+def nodes_of_scores(
+    alpha: Tensor,
+    beta: Tensor,
     log_probabilities: Tensor,
     label: Tensor,
     f_len: Tensor,
     y_len: Tensor,
     batch_offset: Tensor | None,
-    max_f_len: int,
     blank_idx: int,
-) -> tuple[Tensor, Tensor]:
-    """Per node, the log-probabilities of blank and of the next label; zero where there is no node."""
-    sizes = (max_f_len, label.shape[1] + 1)
-    given = log_probabilities.contiguous(), label.contiguous()
+) -> LossNodes:
+    """What `loss_backward` needs, from alpha and beta (B x T x U) of log-probabilities."""
     with torch.no_grad():
-        if log_probabilities.numel() and label.shape[0] and _library.runs_triton(FAMILY, log_probabilities):
-            lengths = f_len.contiguous(), y_len.contiguous()
-            _, of_blank, of_label = triton_loss_words(*given, *lengths, batch_offset, sizes, blank_idx, normalize=False)
-        else:
-            nodes = reference_loss.lattice(f_len, y_len, batch_offset, sizes)
-            _, of_blank, of_label = reference_loss.scores_of_words(*given, nodes, blank_idx, normalize=False)
-    return of_blank, of_label
+        nodes = reference_loss.lattice(f_len, y_len, batch_offset, (alpha.shape[1], alpha.shape[2]))
+        words = reference_loss.scores_of_words(log_probabilities, label, nodes, blank_idx, normalize=False)[1:]
+        return LossNodes(None, reference_loss.shares_of_words(alpha, beta, *words, nodes))
 
 
 def loss_forward_and_save(
@@ -147,20 +147,23 @@ def loss_forward_and_save(
     max_f_len: int,
     blank_idx: int,
     want_scores: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The forward of the loss's autograd Function: losses in x's dtype, and alpha and beta if wanted or needed."""
+) -> tuple[Tensor, Tensor | None]:
+    """The forward of the loss's autograd Function: losses in x's dtype, and alpha and beta if wanted."""
     check_loss(x, label, f_len, y_len, batch_offset, max_f_len, blank_idx)
     given = x, label, f_len, y_len, batch_offset
+    nodes: LossNodes | None
+    scores: Tensor | None
     if torch.compiler.is_compiling():
-        losses, *nodes = torch.ops.apex.transducer_loss(*given, max_f_len, blank_idx)
-        saved = LossNodes(*nodes)
+        losses, *kept, scores = torch.ops.apex.transducer_loss(*given, max_f_len, blank_idx, want_scores)
+        nodes = LossNodes(*kept)
     else:
-        want_alpha = want_scores or ctx.needs_input_grad[0]
-        losses, saved = loss_forward(*given, max_f_len, blank_idx, want_alpha=want_alpha)
-    if ctx.needs_input_grad[0]:
-        ctx.save_for_backward(*given, *saved)
+        losses, nodes, scores = loss_forward(
+            *given, max_f_len, blank_idx, want_nodes=ctx.needs_input_grad[0], want_scores=want_scores
+        )
+    if ctx.needs_input_grad[0] and nodes is not None:
+        ctx.save_for_backward(*given, *nodes)
     ctx.blank_idx = blank_idx
-    return losses, saved.scores
+    return losses, scores
 
 
 def loss_backward_from_saved(ctx: Any, grad: Tensor) -> Tensor:

@@ -123,10 +123,8 @@ def alpha_and_beta(of_blank: Tensor, of_label: Tensor, nodes: Lattice) -> tuple[
     return back(reached[:, :batches], nodes.t + nodes.u, nodes.u), back(reached[:, batches:], t + u, u)
 
 
-def probabilities_of_words(
-    alpha: Tensor, beta: Tensor, of_blank: Tensor, of_label: Tensor, nodes: Lattice
-) -> tuple[Tensor, Tensor]:
-    """Per node: the probability that a way goes on from there by blank, and by label; of all ways that are right."""
+def shares_of_words(alpha: Tensor, beta: Tensor, of_blank: Tensor, of_label: Tensor, nodes: Lattice) -> Tensor:
+    """Per node: the part of all ways that are right that goes on from there by blank, and by label; 2 x B x T x U."""
     total = beta[:, :1, :1]
     last = (nodes.t == nodes.frames - 1) & (nodes.u == nodes.tokens - 1)
     below = torch.nn.functional.pad(beta[:, 1:], (0, 0, 0, 1))
@@ -134,7 +132,8 @@ def probabilities_of_words(
     by_blank = (alpha + of_blank + below - total).exp()
     by_label = (alpha + of_label + beside - total).exp()
     goes_on = nodes.exists & ((nodes.t < nodes.frames - 1) | last)
-    return torch.where(goes_on, by_blank, 0.0), torch.where(nodes.exists & (nodes.u < nodes.tokens - 1), by_label, 0.0)
+    has_label = nodes.exists & (nodes.u < nodes.tokens - 1)
+    return torch.stack([torch.where(goes_on, by_blank, 0.0), torch.where(has_label, by_label, 0.0)])
 
 
 def forward(
@@ -146,12 +145,13 @@ def forward(
     sizes: tuple[int, int],
     blank: int,
     normalize: bool,
-) -> tuple[Tensor, LossNodes]:
-    """Losses in x's dtype, and the nodes."""
+) -> tuple[Tensor, LossNodes, Tensor]:
+    """Losses in x's dtype, what the backward pass needs, and alpha and beta (2 x B x T x U)."""
     nodes = lattice(f_len, y_len, batch_offset, sizes)
     sums, of_blank, of_label = scores_of_words(x, label, nodes, blank, normalize)
-    scores = torch.stack(alpha_and_beta(of_blank, of_label, nodes))
-    return -scores[1, :, 0, 0].to(x.dtype), LossNodes(scores, sums, of_blank, of_label)
+    alpha, beta = alpha_and_beta(of_blank, of_label, nodes)
+    shares = shares_of_words(alpha, beta, of_blank, of_label, nodes)
+    return -beta[:, 0, 0].to(x.dtype), LossNodes(sums, shares), torch.stack([alpha, beta])
 
 
 def backward(
@@ -167,10 +167,9 @@ def backward(
 ) -> Tensor:
     """The gradient of the logits, or (not `through_softmax`) of the log-probabilities; a few rows at a time."""
     compute, words = compute_dtype(x), x.shape[-1]
-    scores, sums, of_blank, of_label = saved
-    nodes = lattice(f_len, y_len, batch_offset, (scores.shape[2], scores.shape[3]))
+    sums, (by_blank, by_label) = saved.sums, saved.shares.unbind(0)
+    nodes = lattice(f_len, y_len, batch_offset, (by_blank.shape[1], by_blank.shape[2]))
     flat = x.reshape(-1, words)
-    by_blank, by_label = probabilities_of_words(scores[0], scores[1], of_blank, of_label, nodes)
     rows = nodes.rows[nodes.exists]
     factor = grad.to(compute)[:, None, None]
 

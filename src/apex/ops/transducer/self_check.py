@@ -42,10 +42,11 @@ def self_check(device: torch.device) -> float:
         x = torch.randn(2, FRAMES, TOKENS, WORDS, generator=generator).to(dtype)
         grad = torch.rand(2, generator=generator).to(dtype)
         given = label.to(device), here[0], here[1] - 1, None
-        losses, saved = loss.loss_forward(x.to(device), *given, FRAMES, 0)
+        losses, saved, _ = loss.loss_forward(x.to(device), *given, FRAMES, 0)
+        assert saved is not None
         dx = loss.loss_backward(grad.to(device), x.to(device), *given, 0, saved)
         exact_given = x.double(), label, f_len, g_len - 1, None
-        wanted_losses, wanted_saved = reference_loss.forward(*exact_given, sizes, 0, True)
+        wanted_losses, wanted_saved, _ = reference_loss.forward(*exact_given, sizes, 0, True)
         note(losses, wanted_losses, FRAMES * TOKENS)
         note(dx, reference_loss.backward(grad.double(), *exact_given, 0, wanted_saved, True), FRAMES * TOKENS)
     return worst

@@ -33,14 +33,13 @@ class JointSpec(NamedTuple):
 class LossNodes(NamedTuple):
     """What the backward pass of a loss needs beside its inputs, per node of B x T x U and zero where there is none.
 
-    `scores` are alpha and beta, 2 x B x T x U (or beta alone, which is enough for a loss); `sums` the logarithms of the
-    sums of the logits' exponentials, None where there were log-probabilities; then the log-probabilities of two words.
+    `sums` are the logarithms of the sums of the logits' exponentials, None where there were log-probabilities.
+    `shares`, 2 x B x T x U, are the parts of the probability of all right alignments that go on from a node by blank,
+    and by label.
     """
 
-    scores: Tensor
     sums: Tensor | None
-    of_blank: Tensor
-    of_label: Tensor
+    shares: Tensor
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
