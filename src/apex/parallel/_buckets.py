@@ -19,7 +19,7 @@ from torch import Tensor
 from .._failures import explained
 from ..ops._transfer import on_host
 from ..ops.multi_tensor import flat, scale
-from ._holders import holders_of, only_param_has_gradient
+from ._holders import HOLDERS_ARE_KNOWN, holders_of, only_param_has_gradient
 
 # Elements from which a call of its own for a tensor costs less than passing over it twice.
 _LARGE = 1 << 14
@@ -99,7 +99,12 @@ class Bucket:
         self._buffer_dtype = arithmetic.travels_as(self.params[0].dtype)
         self._offsets, self.size = self._layout()
         self._places: list[Tensor] = []
+        # Of the pass under way: parameters without a gradient here, and those whose gradient is not in its place.
         self._missing: list[int] = []
+        self._outside: list[int] = []
+        moves = self._buffer_dtype == self.params[0].dtype and on_host(self.params[0]) and not retain
+        # Large gradients on the host; elsewhere one call for all of a bucket costs less.
+        self.takes_early = [moves and param.numel() >= _LARGE for param in self.params]
 
     def __str__(self) -> str:
         first, last = self.names[0], self.names[-1]
@@ -107,14 +112,12 @@ class Bucket:
 
     @torch.no_grad()
     def take(self, index: int) -> None:
-        """Puts a gradient that is there for good in its place at once, while it is in the cache; on the host only.
+        """Puts a gradient that is there for good in its place at once, while it is in the cache.
 
-        Its memory is free for the next gradient then. Elsewhere one call for all of a bucket costs less.
+        Its memory is free for the next gradient then. To be called where `takes_early` says so.
         """
-        param = self.params[index]
-        if not on_host(param) or self._buffer_dtype != param.dtype or self._retain:
-            return
         self._open()
+        param = self.params[index]
         if self._is_inside(index):
             if self._before != 1.0:
                 self._places[index].mul_(self._before)
@@ -134,8 +137,10 @@ class Bucket:
     def start(self, group: Any) -> None:
         """Sends the gradients that there are."""
         self._open()
-        self._missing, gradients, places = [], [], []
+        self._missing, self._outside, gradients, places = [], [], [], []
         for index, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
+            if index in self._taken:
+                continue
             gradient = param.grad
             if gradient is None:
                 place.zero_()
@@ -146,9 +151,10 @@ class Bucket:
                     "gradients only: use sparse=False in embeddings"
                 )
             elif not self._is_inside(index):
+                self._outside.append(index)
                 gradients.append(gradient.detach())
                 places.append(place)
-            elif index not in self._taken and self._before != 1.0:
+            elif self._before != 1.0:
                 place.mul_(self._before)
         multiply(gradients, places, self._before)
         self._present.fill_(1)
@@ -165,11 +171,15 @@ class Bucket:
         self._end()
         # Only who lacks a gradient has to ask the device whether others have it.
         others = self._present.tolist() if self._missing else []
-        absent = {index for index in self._missing if not others[index]}
-        if self._buffer_dtype == self.params[0].dtype:
-            self._give_views(absent)
+        self._outside += [index for index in self._missing if others[index]]
+        if self._retain:
+            self._give_retained()
+        elif self._buffer_dtype == self.params[0].dtype:
+            if self._after != 1.0:
+                self._buffer[: self.size].mul_(self._after)
+            self._give(1.0, views=True)
         else:
-            self._give_cast(absent)
+            self._give(self._after, views=False)
 
     def abandon(self) -> None:
         """Forgets what is under way, without waiting for processes that may never send."""
@@ -216,40 +226,29 @@ class Bucket:
     def _views_of(self, buffer: Tensor) -> list[Tensor]:
         return [flat.view_like(buffer, offset, param) for offset, param in zip(self._offsets, self.params, strict=True)]
 
-    def _give_views(self, absent: set[int]) -> None:
-        if self._after != 1.0:
-            self._buffer[: self.size].mul_(self._after)
-        if self._retain:
-            self.retained = self._buffer[: self.size]
-        written, values = [], []
-        for index, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
-            if index in absent or (not self._retain and self._is_inside(index)):
-                continue
-            if self._retain or param.grad is None or only_param_has_gradient(param):
-                param.grad = place.data  # a tensor of its own, by which the buffer is seen to be in use
-            else:
-                written.append(param.grad.detach())
-                values.append(place)
-        multiply(values, written, 1.0)
-
-    def _give_cast(self, absent: set[int]) -> None:
-        """The sum was of another type than the gradients."""
-        dtype = self.params[0].dtype
-        if self._retain:
-            self.retained = self._buffer[: self.size].mul_(self._after).to(dtype)
-            for index, (param, place) in enumerate(zip(self.params, self._views_of(self.retained), strict=True)):
-                if index not in absent:
-                    param.grad = place
-            return
+    def _give(self, factor: float, views: bool) -> None:
+        """Gives what is in places to gradients elsewhere: with `views` these become the places, unless it shows."""
         places, gradients = [], []
-        for index, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
-            if index in absent:
+        for index in self._outside:
+            param, place = self.params[index], self._places[index]
+            if views and HOLDERS_ARE_KNOWN and (param.grad is None or only_param_has_gradient(param)):
+                param.grad = place.data  # a tensor of its own, by which the buffer is seen to be in use
                 continue
             if param.grad is None:
                 param.grad = torch.empty_like(param)
             places.append(place)
             gradients.append(param.grad.detach())
-        multiply(places, gradients, self._after)
+        multiply(places, gradients, factor)
+
+    def _give_retained(self) -> None:
+        """All gradients become views of the mean."""
+        mean, dtype = self._buffer[: self.size], self.params[0].dtype
+        if self._after != 1.0:
+            mean.mul_(self._after)
+        self.retained = mean.to(dtype)
+        places = self._places if mean.dtype == dtype else self._views_of(self.retained)
+        for index in self._outside:
+            self.params[index].grad = places[index]
 
 
 def plan(

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Missing in PyTorch of before 2.7 that was built without CUDA; nothing is taken for unseen then.
+# Missing in some older PyTorch that was built without CUDA; nothing is taken for unseen then.
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+HOLDERS_ARE_KNOWN = _use_count is not None
 
 
 def holders_of(tensor: Tensor) -> int:

@@ -114,7 +114,7 @@ class Reduction:
             )
         self._arrived.append(index)
         self._waiting_for[number].discard(index)
-        if final:
+        if final and bucket.takes_early[position]:
             bucket.take(position)
         while self._started < len(self.buckets) and not self._waiting_for[self._started]:
             self._send_next()

@@ -42,6 +42,9 @@ __all__ = [
 ]
 
 
+_UNNAMED = contextlib.nullcontext()
+
+
 def _check_process_group(who: str) -> None:
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
@@ -298,9 +301,12 @@ class DistributedDataParallel(nn.Module):
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[attr-defined]
 
     def _gradient_arrived(self, param: Tensor) -> None:
-        if not self._disable_allreduce:
-            with self._lock, self._named("apex: gradient ready"):
+        if self._disable_allreduce:
+            return
+        with self._lock:
+            if not self._in_pass:
                 self._begin_pass()
+            with self._named("apex: gradient ready"):
                 self.comm_ready_buckets(param)
 
     def _end_pass(self) -> None:
@@ -311,7 +317,7 @@ class DistributedDataParallel(nn.Module):
                 self._reduction.finish_pass()
 
     def _named(self, name: str) -> Any:
-        return torch.profiler.record_function(name) if self.prof else contextlib.nullcontext()
+        return torch.profiler.record_function(name) if self.prof else _UNNAMED
 
     # The steps of a reduction, for those who call them one by one ----------------------------------------------------
 
