@@ -28,6 +28,7 @@ from tests.contrib.lamb_problem import (
     share,
     solved,
 )
+from tests.contrib.lamb_resharding import resumes
 from tests.parallel.processes import Check, assert_same_everywhere
 
 STEPS = 4
@@ -489,4 +490,6 @@ CHECKS: dict[str, Check] = {
     "saved_half": saved(torch.float16),
     "saved_views": saved(torch.bfloat16, set_param_views_to_flat_buffer=True, e5m2_allgather=True),
     "refuses": refuses,
+    "resumes": resumes("four", "two", 2, dwu_num_blocks=3),
+    "resumes_of_replicas": resumes("two_by_two", None, 2),
 }

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from tests.contrib.lamb_checks import STEPS, accumulation, clips_before, made, overflow, saved, trains
 from tests.contrib.lamb_problem import assert_solved, distributed_step, parameters
+from tests.contrib.lamb_resharding import saves
 from tests.parallel.processes import Check
 
 
@@ -53,4 +54,6 @@ CHECKS: dict[str, Check] = {
     "overflow": overflow,
     "memory": memory,
     "saved": saved(torch.float32, dwu_group_size=2),
+    "saves": saves("four"),
+    "saves_replicas": saves("two_by_two", dwu_group_size=2, dwu_num_blocks=1),
 }

@@ -17,7 +17,7 @@ from torch import nn
 
 from apex.contrib.optimizers._lamb.communicators import processes_that_divide
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
-from tests.contrib import lamb_checks, lamb_four_checks
+from tests.contrib import lamb_checks, lamb_four_checks, lamb_resharding
 from tests.contrib.lamb_checks import STEPS, made
 from tests.contrib.lamb_problem import assert_solved, averaged, backward, distributed_step, parameters
 from tests.parallel.processes import run_checks
@@ -48,7 +48,8 @@ ALONE = (
 
 
 @pytest.fixture(scope="module")
-def in_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def in_two(tmp_path_factory: pytest.TempPathFactory, in_four: dict[str, str]) -> dict[str, str]:
+    """After four, whose checkpoints they read."""
     return run_checks(lamb_checks.__name__, Path(tmp_path_factory.mktemp("two")))
 
 
@@ -80,6 +81,15 @@ def test_four_processes(name: str, in_four: dict[str, str]) -> None:
 def test_one_process(name: str) -> None:
     torch.manual_seed(0)
     lamb_checks.CHECKS[name](0)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_one_process_after_two(
+    in_two: dict[str, str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not in_two["resumes"]
+    monkeypatch.chdir(tmp_path_factory.mktemp("one"))
+    lamb_resharding.resumes("two", None, 3)(0)
 
 
 def test_no_process_group() -> None:
@@ -131,6 +141,35 @@ def test_a_group_that_comes_late() -> None:
     with pytest.raises(RuntimeError, match="cannot be added"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_parameter_that_leaves_the_buffer_is_noticed() -> None:
+    params = parameters()
+    optimizer = made(params, set_param_views_to_flat_buffer=True)
+    distributed_step(optimizer, params, 0)
+    before = optimizer.state_dict()
+    params[2].data = params[2].data.clone()
+    backward(params, averaged(1, params))
+    with pytest.raises(RuntimeError, match=r"\(3, 4, 2\) is no view"):
+        optimizer.step()
+    assert torch.equal(optimizer.state_dict()["fp32_p"], before["fp32_p"])
+
+
+@pytest.mark.usefixtures("process_group")
+def test_gradients_that_change_after_their_reduction_are_reduced_again() -> None:
+    params = parameters()
+    optimizer = made(params)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        gradients = averaged(step, params)
+        backward(params, [gradient * 0.25 for gradient in gradients])
+        optimizer.complete_reductions()
+        optimizer.set_is_accumulation_step(step % 2 == 0)
+        backward(params, [gradient * 0.75 for gradient in gradients])
+        optimizer.set_is_accumulation_step(False)
+        optimizer.step()
+    assert_solved(params, STEPS)
 
 
 @pytest.mark.usefixtures("process_group")

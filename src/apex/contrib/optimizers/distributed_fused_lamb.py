@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ._lamb.communicators import make_communicators, processes_of_machine, proce
 from ._lamb.reductions import Reductions
 from ._lamb.shards import Shards, make_arena
 from ._lamb.update import Owned, Update
+from ._zero import formats
 from ._zero.collectives import all_reduce
 from ._zero.parameters import ParameterSync
 
@@ -108,7 +110,8 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         self._global_scale: float | Tensor | None = None
         self._param_order = dict(param_order) if param_order else None
         self._hooks: list[Any] = []
-        self._shards: list[Shards] = []
+        self._viewed: list[tuple[int, Tensor]] = []
+        self._states: list[Shards] = []
         self._reductions: Reductions | None = None
         self._update: Update | None = None
         defaults = {
@@ -142,17 +145,26 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         # What is written to `_lr`, or put in its place, is the learning rate of all groups: clients of the original do.
         self._lr: float | Tensor = torch.zeros((), dtype=torch.float32, device=first.device)
         self._untouched_lr = self._lr, self._lr._version
-        # The steps that have been taken, and whether the last gradients kept one from it.
-        self._step = torch.zeros(1, dtype=torch.int32, device=first.device)
+        # Whether the last gradients kept a step from being taken.
+        self._steps = states.StepCount(first.device)
         self._overflow_buf = torch.zeros(1, dtype=torch.int32, device=first.device)
         self._broadcast()
         self._listen()
 
     # Parameters and their layout --------------------------------------------------------------------------------------
 
+    def parameters(self) -> Iterator[Any]:
+        """All parameters, group by group."""
+        return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+
     @property
     def _trained(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+        return [param for param in self.parameters() if param.requires_grad]
+
+    @property
+    def _step(self) -> Tensor:
+        """How many steps have been taken, int32 [1]."""
+        return self._steps.tensor
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, before the first backward pass."""
@@ -165,7 +177,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
     def _broadcast(self) -> None:
         """Parameters take the values of process 0."""
         if not self._groups.is_one:
-            broadcast_from_first([param for group in self.param_groups for param in group["params"]])
+            broadcast_from_first(self.parameters())
 
     def _listen(self) -> None:
         """Hears of gradients, as long as no other optimizer listens to the same parameters, and lives."""
@@ -203,19 +215,30 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
             owners, params = zip(*members, strict=True)
             arena = make_arena(params, owners, self._groups, self._num_buckets)
             self._parameters.add(arena)
-            self._shards.append(Shards(arena, self._e5m2_allgather))
+            self._states.append(Shards(arena, self._e5m2_allgather))
             if self._verbose:
                 layout = arena.layout
                 print(
                     f"DistributedFusedLAMB: {len(params)} parameters of {params[0].dtype} in {layout.size} elements, "
                     f"{len(layout.bucket_sizes)} buckets, {layout.shard_size} elements here"
                 )
-        arenas = [shards.arena for shards in self._shards]
+        arenas = [shards.arena for shards in self._states]
+        if self._set_flat_param_view:
+            self._viewed = [(param.data_ptr(), param) for arena in arenas for param in arena.params]
         overlap = self._overlap_reductions and self._clip_after_ar
         self._reductions = Reductions(arenas, self._communicators, full=self._full_ar, overlap=overlap)
-        self._step = self._step.to(arenas[0].device)
+        self._steps.tensor = self._steps.tensor.to(arenas[0].device)
         self._overflow_buf = self._overflow_buf.to(arenas[0].device)
         return self._reductions
+
+    def _check_views(self) -> None:
+        """Raises if parameters have left the buffer that their values arrive in."""
+        for address, param in self._viewed:
+            if param.data_ptr() != address:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} is no view of the flat buffer any more: with "
+                    "set_param_views_to_flat_buffer, cast or move a model before its first backward pass or step"
+                )
 
     def _lazy_init_stage1(self) -> None:
         """Before the first backward pass, if a client likes to: lays parameters out."""
@@ -254,8 +277,10 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         return bool(self._overflow_buf.item())
 
     def _arrived(self, param: Tensor) -> None:
+        reductions = self._prepare()
+        reductions.is_complete = False
         if not self._is_accumulation_step:
-            self._prepare().arrived(param, may_send=not self._last_step)
+            reductions.arrived(param, may_send=not self._last_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients; those of the last backward pass can still be reduced."""
@@ -309,6 +334,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         if loss_scale is None and grad_scaler is not None:
             loss_scale = grad_scaler._get_scale_async()
         reductions = self._prepare()
+        self._check_views()
         if not reductions.is_complete:
             self._complete(loss_scale)
         reductions.is_complete = False
@@ -322,7 +348,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _take_step(self, loss_scale: float | Tensor | None) -> None:
-        self._step += 1 - self._overflow_buf
+        self._step.add_(1 - self._overflow_buf)
         count = self._step.to(torch.float64).reshape(())
         rate = self._common_rate()
         hyper = [
@@ -340,7 +366,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         ]
         scaled = [bool(self._use_nvlamb or group["weight_decay"]) for group in self.param_groups]
         self._updates()(hyper, (bool(self._adam_w_mode),), scaled, self._overflow_buf, self._factor(loss_scale))
-        for shards in self._shards:
+        for shards in self._states:
             shards.after_update()
 
     def _common_rate(self) -> float | Tensor | None:
@@ -369,10 +395,10 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
             reductions = self._prepare()
             pieces: list[Owned] = []
             count = 0
-            for shards in self._shards:
+            for shards in self._states:
                 pieces.extend(shards.pieces(reductions.local(shards.arena), count))
                 count += len(shards.arena.params)
-            self._update = Update(pieces, count, self._shards[0].arena.device, self._sum_up)
+            self._update = Update(pieces, count, self._states[0].arena.device, self._sum_up)
         return self._update
 
     def _sum_up(self, values: Tensor) -> None:
@@ -390,12 +416,25 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """What this process holds: `step`, `fp32_p`, `fp32_m` and `fp32_v`, as in the original, and the groups."""
         self._prepare()
-        return states.saved(self._step, self._shards, self.param_groups)
+        return states.saved(self._step, self._states, self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned in this process, of as many; load the model's state first."""
         self._prepare()
-        states.load(state_dict, self._step, self._shards, self.param_groups)
+        states.load(state_dict, self._step, self._states, self.param_groups)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The state for `torch.distributed.checkpoint`, of which each process saves and loads its own part.
+
+        Tensors are views of the state where possible: save them before the next step, and after loading into them call
+        `load_sharded_state_dict`. The number of processes may be another then.
+        """
+        self._prepare()
+        return formats.sharded_dict(self)
+
+    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what was loaded into what `sharded_state_dict` gave, parameters included."""
+        formats.load_sharded(self, state_dict)
 
 
 def _check_positive(**numbers: int) -> None:

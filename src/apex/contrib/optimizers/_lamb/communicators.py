@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,8 +11,6 @@ import torch.distributed as dist
 
 from ....ops._transfer import on_host
 from .._zero.groups import Groups
-
-logger = logging.getLogger("apex.contrib.optimizers")
 
 # By world group; then by ranks, number and channels. Optimizers share them: a communicator takes memory on every device
 # and cannot be given back one by one.
@@ -85,7 +82,7 @@ def _own(every: list[list[int]], number: int, channels: int, verbose: bool) -> A
         if key not in made:
             made[key] = dist.new_group(ranks=ranks, pg_options=_options(channels))
             if verbose:
-                logger.info("process group %d of ranks %s", number, ranks)
+                print(f"DistributedFusedLAMB: process group {number} of ranks {ranks}")
         if dist.get_rank() in ranks:
             own = made[key]
     return own

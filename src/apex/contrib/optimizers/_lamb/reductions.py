@@ -93,7 +93,6 @@ class Reductions:
                 "processes: call set_is_accumulation_step(True) before all backward passes of a step but the last, or "
                 "use overlap_reductions=False"
             )
-        self.is_complete = False
         arena.gradients[index] = laid_out_like(param.grad.detach(), param)
         for number in numbers:
             self._waiting[number].discard(index)

@@ -11,6 +11,7 @@ from ....optimizers._base import state_dtype
 from .._zero.arena import ALIGNMENT, Arena, Dtypes
 from .._zero.groups import Groups
 from .._zero.layout import round_up
+from .._zero.state import PARAM
 from .update import Owned
 
 
@@ -28,6 +29,9 @@ class Shards:
 
     With `in_bytes` parameters are sent as 8-bit floats.
     """
+
+    # Of the state, in checkpoints that any number of processes can load.
+    names = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, arena: Arena, in_bytes: bool) -> None:
         self.arena = arena
@@ -73,6 +77,20 @@ class Shards:
         """Brings what is sent up to date where the update did not."""
         if self._bytes is not None:
             self._bytes.copy_(self.master)
+
+    def read(self, name: str) -> Tensor:
+        """A flat shard, not to be changed: of the masters, `PARAM`, or of one of `names`."""
+        return self.master if name == PARAM else getattr(self, name)
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Takes the values of a flat shard."""
+        self.read(name).copy_(values)
+        if name == PARAM:
+            self.fill_outgoing()
+
+    def shards(self) -> dict[str, Tensor]:
+        """All flat shards."""
+        return {name: self.read(name) for name in (PARAM, *self.names)}
 
     def pieces(self, gradients: Sequence[Tensor], first: int) -> list[Owned]:
         """What is updated, with the gradients of `arena.owned`; parameters are numbered from `first`."""
