@@ -57,7 +57,7 @@ def test_dcgan_scales_three_losses(tmp_path: Path) -> None:
 def test_distributed_learns_alike_and_resumes_to_the_bit(tmp_path: Path) -> None:
     def run(folder: str) -> str:
         launcher = ("-m", "apex", "run", "--nproc-per-node", "2")
-        arguments = ("--device", "cpu", "--steps", "60", "--save-every", "30", "--checkpoints", folder)
+        arguments = ("--device", "cpu", "--steps", "60", "--batch", "8", "--save-every", "30", "--checkpoints", folder)
         return run_example("distributed", *arguments, cwd=tmp_path, launcher=launcher)
 
     output = run("whole")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from apex import amp
 from apex.optimizers import FusedAdam
-from apex.parallel import DistributedDataParallel, Reducer
+from apex.parallel import DistributedDataParallel, Reducer, check_replicas
+from apex.parallel.replicas import _checksum
 
 pytestmark = pytest.mark.gpu
 
@@ -95,3 +96,46 @@ def test_a_step_does_not_wait_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(param.grad is not None for param in (*model.parameters(), *net.parameters()))
+
+
+def test_gradients_live_in_buckets() -> None:
+    """In the same memory from pass to pass, unless somebody looks at what was there."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3)).cuda(), message_size=4000)
+
+    def gradients(seed: int) -> list[Tensor]:
+        model.zero_grad()
+        inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)).cuda()
+        model(inputs).square().sum().backward()
+        return [param.grad for param in model.parameters()]
+
+    def addresses(seed: int) -> list[int]:
+        return [gradient.data_ptr() for gradient in gradients(seed)]
+
+    addresses(0)
+    assert addresses(1) == addresses(2)
+    held = gradients(3)
+    values = [gradient.clone() for gradient in held]
+    new = gradients(4)
+    assert not {gradient.data_ptr() for gradient in new} & {gradient.data_ptr() for gradient in held}
+    assert all(map(torch.equal, held, values))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3)).cuda()
+    net.load_state_dict(model.module.state_dict())
+    net(torch.randn(4, 64, generator=torch.Generator().manual_seed(4)).cuda()).square().sum().backward()
+    assert all(map(torch.equal, new, (param.grad for param in net.parameters())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int64], ids=str)
+def test_checksums_are_those_of_the_host(dtype: torch.dtype) -> None:
+    for size in (0, 1, 3, 1000, (1 << 22) + 5):
+        tensor = torch.randint(0, 2 if dtype == torch.bool else 100, (size,)).to(dtype)
+        assert _checksum(tensor.cuda()).item() == _checksum(tensor).item()
+
+
+def test_replicas() -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda()
+    net, optimizer = amp.initialize(net, FusedAdam(net.parameters()), opt_level="O2", verbosity=0)
+    with amp.scale_loss(net(torch.randn(4, 64, device="cuda")).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    check_replicas(net, optimizer)
