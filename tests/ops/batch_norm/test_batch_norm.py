@@ -160,6 +160,8 @@ def check(case: BatchNormCase, route: Route) -> None:
         terms = count if name in ("weight", "bias", "mean", "variance") else 1
         if name == "output" and route.implementation == "torch" and case.addend and case.dtype.itemsize == 2:
             terms = 10**6  # PyTorch rounds before it adds, which shows where the sum is near zero
+        if name == "x" and route == Route("cuda", "torch") and case.dtype.itemsize == 2:
+            terms = 10**6  # and does not keep float32 on its way back where channels are not last
         assert_close(actual[name], wanted, reduction=terms * conditioning, what=name)
     assert_equal_bits(list(actual.values()), list(again.values()))
 
@@ -176,7 +178,7 @@ def test_programs_that_take_several_tiles(route: Route, last: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MEASURE_TILE", "MEASURE_BACKWARD_TILE"):
             patch.setattr(config, name, 128)
-        patch.setattr(config, "measure_programs", lambda units, blocks, multiprocessors: 2)
+        patch.setattr(config, "measure_programs", lambda units, blocks, multiprocessors, unroll: 2)
         patch.setattr(config, "finish_block", lambda parts: (1, 16))
         launches.clear_plans()
         check(BatchNormCase((3, 6, 5, 7), BF16, addend=BF16, last=last), route)

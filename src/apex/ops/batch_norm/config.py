@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .._device import next_power_of_2
@@ -18,9 +19,11 @@ UNROLL, UNROLL_BACKWARD = 4, 2
 WARPS = 4
 # Programs per multiprocessor of a pass that sums: all run at once, and what they leave to add up is little.
 MEASURE_PROGRAMS = 4
-# Kernels that put partial results together read most of them at once, in tiles of so many elements.
-FINISH_TILE = 4096
-FINISH_WARPS = 8
+# Kernels that put partial results together have tiles of so many elements: few, so that many programs share the work.
+FINISH_TILE = 1024
+FINISH_WARPS = 4
+# The most values at once that lie side by side and that a kernel is compiled to know of.
+WIDEST = 16
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,22 @@ def tiling(positions: int, channels: int, last: bool, elements: int) -> Tiling:
     return Tiling(rows, block, -(-positions // rows), -(-channels // block))
 
 
-def measure_programs(units: int, channel_blocks: int, multiprocessors: int) -> int:
-    """How many programs share the tiles of one block of channels."""
-    return max(1, min(units, MEASURE_PROGRAMS * multiprocessors // channel_blocks))
+def alignment(positions: int, last: bool) -> int:
+    """The power of two that divides the positions of an image, which matters where they are contiguous."""
+    return 1 if last else math.gcd(positions, WIDEST)
+
+
+def measure_programs(units: int, channel_blocks: int, multiprocessors: int, unroll: int) -> int:
+    """How many programs share the tiles of one block of channels: none has fewer than it takes at a time."""
+    return max(1, min(-(-units // unroll), MEASURE_PROGRAMS * multiprocessors // channel_blocks))
+
+
+def pitch(channels: int) -> int:
+    """How far apart the partial results of programs lie, which have two values per channel and a count."""
+    return -(-(2 * channels + 1) // WIDEST) * WIDEST
 
 
 def finish_block(parts: int) -> tuple[int, int]:
     """Partial results and channels that a program has in hand which puts results together."""
-    together = min(512, next_power_of_2(parts))
-    return together, min(64, FINISH_TILE // together)
+    together = min(FINISH_TILE, next_power_of_2(parts))
+    return together, min(128, FINISH_TILE // together)

@@ -4,11 +4,13 @@ Legend: a tensor has I images of S positions and C channels, in memory [I, S, C]
 positions of all images) or [I, C, S]. It is cut into tiles of R positions and C_BLOCK channels; the `chunks` tiles of
 an image, of all images in turn, are the units of a block of channels. A pass that sums has P programs per block, each
 of which takes every P-th unit, so that all march through memory together; what they find is put together by a second
-kernel in a fixed order. Forward that is [P, 2C + 1], means, sums of squared deviations and a count. Statistics are
-float32: mean and biased variance.
+kernel in a fixed order. Forward that is a row of means, sums of squared deviations and a count, `pitch` values after
+the row before. Statistics are float32: mean and biased variance.
 
-A packet is what a process tells others: forward a row of such partials, backward [2C + 1] the sums of the gradient, of
-it times the normalised input, and a count.
+A packet is what a process tells others: forward such a row, backward the sums of the gradient, of it times the
+normalised input, and a count; [2C + 1] in both directions.
+
+S is given as `steps` of ALIGN positions, so that loads are as wide as it allows where positions are contiguous.
 
 MASK says what ReLU let through: 0 everything (there is none), 1 where its argument, computed again, is positive (there
 is no addend), 2 where the output is.
@@ -21,24 +23,26 @@ import triton.language as tl
 
 from .._launch import kernel
 
-# Numbers that differ from shape to shape and would have kernels compiled anew for being 1 or a multiple of 16, which
-# only those of positions and channels need to be known for.
-COUNTS = ["chunks", "units", "programs", "channel_blocks"]
+# Numbers that differ from shape to shape and would have kernels compiled anew for being 1 or a multiple of 16, which of
+# all numbers only that of channels need be known for.
+COUNTS = ["steps", "chunks", "units", "channel_blocks"]
 
 
 @triton.jit
 def _tile(
     unit,
     block,
-    positions,
+    steps,
     channels,
     chunks,
     units,
     LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
     """Where the elements of a tile lie, [R, C_BLOCK], which of them exist, and its number of positions."""
+    positions = steps * ALIGN
     image = unit // chunks
     first = (unit % chunks) * R
     row = tl.arange(0, R)[:, None]
@@ -65,10 +69,12 @@ def _parameter(pointer, channel, mask, PRESENT: tl.constexpr, absent: tl.constex
 
 
 @triton.jit
-def _let_through(gradient, values, y, offset, mask, mean, scale, shift, MASK: tl.constexpr):
+def _let_through(gradient, values, x, y, offset, mask, mean, scale, shift, MASK: tl.constexpr):
     """The gradient at the argument of ReLU."""
     if MASK == 1:
-        gradient = tl.where((values - mean[None, :]) * scale[None, :] + shift[None, :] > 0.0, gradient, 0.0)
+        # Rounded as the output was, which may be 0 then.
+        output = ((values - mean[None, :]) * scale[None, :] + shift[None, :]).to(x.dtype.element_ty)
+        gradient = tl.where(output > 0.0, gradient, 0.0)
     elif MASK == 2:
         output = tl.load(y + offset, mask, other=0.0)
         gradient = tl.where(output > 0.0, gradient, 0.0)
@@ -76,17 +82,19 @@ def _let_through(gradient, values, y, offset, mask, mean, scale, shift, MASK: tl
 
 
 @kernel
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=[*COUNTS, "programs"])
 def batch_norm_measure(
     x,
     partials,
-    positions,
+    steps,
     channels,
     chunks,
     units,
     programs,
     channel_blocks,
+    pitch,
     LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -101,7 +109,7 @@ def batch_norm_measure(
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
     # A tile with as many rows as any that follows: only the last one of an image may have fewer.
     first = program if LAST else program // chunks * chunks
-    offset, mask, _rows = _tile(first, block, positions, channels, chunks, units, LAST, R, C_BLOCK)
+    offset, mask, _rows = _tile(first, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
     pivot = tl.load(x + offset, mask, other=0.0)
     total = tl.zeros((R, C_BLOCK), tl.float32)
     squares = tl.zeros((R, C_BLOCK), tl.float32)
@@ -109,7 +117,7 @@ def batch_norm_measure(
     for start in tl.range(program, units, programs * UNROLL):
         for step in tl.static_range(UNROLL):
             offset, mask, rows = _tile(
-                start + step * programs, block, positions, channels, chunks, units, LAST, R, C_BLOCK
+                start + step * programs, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK
             )
             # What is not there differs by nothing.
             away = tl.load(x + offset, mask, other=pivot).to(tl.float32) - pivot.to(tl.float32)
@@ -124,7 +132,7 @@ def batch_norm_measure(
     mean = tl.sum(means * counts[:, None], 0) / number
     away = means - mean[None, :]
     deviations = tl.sum(tl.maximum(squares - total * shift, 0.0) + counts[:, None] * away * away, 0)
-    found = partials + program.to(tl.int64) * (2 * channels + 1)
+    found = partials + program.to(tl.int64) * pitch
     tl.store(found + channel, base + mean, channel < channels)
     tl.store(found + channels + channel, deviations, channel < channels)
     tl.store(found + 2 * channels, number, mask=block == 0)
@@ -140,6 +148,7 @@ def batch_norm_statistics(
     running_variance,
     programs,
     channels,
+    pitch,
     momentum,
     RUNNING: tl.constexpr,
     PACKET: tl.constexpr,
@@ -148,34 +157,32 @@ def batch_norm_statistics(
 ):
     """Mean and variance of every channel from those of its parts, and what they do to the running ones.
 
-    In two passes, the second around the mean that the first has found: as exact as reading the input twice. Parts may
-    be empty; if all are, statistics are 0 and the running ones stay. With PACKET, `mean` is one, and gets everything.
+    P_BLOCK parts at a time, around the mean of these, then by Chan's formula. Parts may be empty; if all are,
+    statistics are 0 and the running ones stay. With PACKET, `mean` is one, and gets everything.
     """
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
-    total = tl.zeros((P_BLOCK, C_BLOCK), tl.float32)
-    numbers = tl.zeros((P_BLOCK,), tl.float32)
+    centre = tl.zeros((C_BLOCK,), tl.float32)
+    sum_of_squares = tl.zeros((C_BLOCK,), tl.float32)
+    values = 0.0
     for first in range(0, programs, P_BLOCK):
         part = first + tl.arange(0, P_BLOCK)
         mask = (part < programs)[:, None] & inside[None, :]
-        begin = partials + part.to(tl.int64) * (2 * channels + 1)
+        begin = partials + part.to(tl.int64) * pitch
         number = tl.load(begin + 2 * channels, part < programs, other=0.0)
         found = begin[:, None] + channel[None, :]
-        total += number[:, None] * tl.load(found, mask, other=0.0)
-        numbers += number
-    values = tl.sum(numbers, 0)
+        means = tl.load(found, mask, other=0.0)
+        deviations = tl.load(found + channels, mask, other=0.0)
+        here = tl.sum(number, 0)
+        mean_here = tl.sum(number[:, None] * means, 0) / tl.maximum(here, 1.0)
+        away = means - mean_here[None, :]
+        squares_here = tl.sum(deviations + number[:, None] * away * away, 0)
+        shift = mean_here - centre
+        share = here / tl.maximum(values + here, 1.0)
+        centre += shift * share
+        sum_of_squares += squares_here + shift * shift * (values * share)
+        values += here
     count = tl.maximum(values, 1.0)
-    centre = tl.sum(total, 0) / count
-    squares = tl.zeros((P_BLOCK, C_BLOCK), tl.float32)
-    for first in range(0, programs, P_BLOCK):
-        part = first + tl.arange(0, P_BLOCK)
-        mask = (part < programs)[:, None] & inside[None, :]
-        begin = partials + part.to(tl.int64) * (2 * channels + 1)
-        number = tl.load(begin + 2 * channels, part < programs, other=0.0)
-        found = begin[:, None] + channel[None, :]
-        away = tl.load(found, mask, other=0.0) - centre[None, :]
-        squares += tl.load(found + channels, mask, other=0.0) + number[:, None] * away * away
-    sum_of_squares = tl.sum(squares, 0)
     tl.store(mean + channel, centre, inside)
     if PACKET:
         tl.store(mean + channels + channel, sum_of_squares, inside)
@@ -193,7 +200,7 @@ def batch_norm_statistics(
 
 
 @kernel
-@triton.jit(do_not_specialize=["chunks", "units", "channel_blocks"])
+@triton.jit(do_not_specialize=COUNTS)
 def batch_norm_apply(
     x,
     z,
@@ -202,7 +209,7 @@ def batch_norm_apply(
     mean,
     variance,
     y,
-    positions,
+    steps,
     channels,
     chunks,
     units,
@@ -213,6 +220,7 @@ def batch_norm_apply(
     HAS_BIAS: tl.constexpr,
     RELU: tl.constexpr,
     LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
@@ -221,7 +229,7 @@ def batch_norm_apply(
     block = tl.program_id(0) % channel_blocks
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
-    offset, mask, _rows = _tile(unit, block, positions, channels, chunks, units, LAST, R, C_BLOCK)
+    offset, mask, _rows = _tile(unit, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
     spread = tl.load(variance + channel, inside, other=0.0).to(tl.float32)
@@ -237,7 +245,7 @@ def batch_norm_apply(
 
 
 @kernel
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=[*COUNTS, "programs"])
 def batch_norm_measure_backward(
     x,
     dy,
@@ -248,7 +256,7 @@ def batch_norm_measure_backward(
     variance,
     dz,
     partials,
-    positions,
+    steps,
     channels,
     chunks,
     units,
@@ -260,6 +268,7 @@ def batch_norm_measure_backward(
     MASK: tl.constexpr,
     WRITE_DZ: tl.constexpr,
     LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -281,12 +290,12 @@ def batch_norm_measure_backward(
     for start in tl.range(program, units, programs * UNROLL):
         for step in tl.static_range(UNROLL):
             offset, mask, _rows = _tile(
-                start + step * programs, block, positions, channels, chunks, units, LAST, R, C_BLOCK
+                start + step * programs, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK
             )
             values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
             # Outside the input the gradient is 0, and so is every term.
             gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
-            gradient = _let_through(gradient, values, y, offset, mask, centre, scale, shift, MASK)
+            gradient = _let_through(gradient, values, x, y, offset, mask, centre, scale, shift, MASK)
             if WRITE_DZ:
                 tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask)
             plain += gradient
@@ -334,7 +343,7 @@ def batch_norm_sums(
 
 
 @kernel
-@triton.jit(do_not_specialize=["chunks", "units", "channel_blocks"])
+@triton.jit(do_not_specialize=COUNTS)
 def batch_norm_apply_backward(
     x,
     dy,
@@ -346,7 +355,7 @@ def batch_norm_apply_backward(
     plain,
     along,
     dx,
-    positions,
+    steps,
     channels,
     chunks,
     units,
@@ -359,6 +368,7 @@ def batch_norm_apply_backward(
     BATCH: tl.constexpr,
     PACKET: tl.constexpr,
     LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
@@ -370,7 +380,7 @@ def batch_norm_apply_backward(
     block = tl.program_id(0) % channel_blocks
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
-    offset, mask, _rows = _tile(unit, block, positions, channels, chunks, units, LAST, R, C_BLOCK)
+    offset, mask, _rows = _tile(unit, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     values = gradient
     if BATCH or MASK == 1:
@@ -379,7 +389,7 @@ def batch_norm_apply_backward(
     factor = tl.rsqrt(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps)
     scale = factor * _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
     shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
-    gradient = _let_through(gradient, values, y, offset, mask, centre, scale, shift, MASK)
+    gradient = _let_through(gradient, values, x, y, offset, mask, centre, scale, shift, MASK)
     if BATCH:
         if PACKET:
             along = plain + channels

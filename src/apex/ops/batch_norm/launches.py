@@ -49,12 +49,12 @@ class Present(NamedTuple):
 class CombinePlan:
     """Statistics of a whole from those of its parts, in one launch."""
 
-    def __init__(self, parts: int, channels: int, momentum: float | None, device: torch.device) -> None:
+    def __init__(self, parts: int, channels: int, pitch: int, momentum: float | None, device: torch.device) -> None:
         part_block, channel_block = config.finish_block(parts)
         self._device, self._channels = device, (channels,)
         self._statistics = _kernels().batch_norm_statistics.bind(
             (-(-channels // channel_block),),
-            (parts, channels, 0.0 if momentum is None else float(momentum)),
+            (parts, channels, pitch, 0.0 if momentum is None else float(momentum)),
             (momentum is not None, False, part_block, channel_block),
             device=device,
             num_warps=config.FINISH_WARPS,
@@ -73,8 +73,9 @@ class MeasurePlan:
 
     def __init__(self, geometry: Geometry, momentum: float | None, device: torch.device, multiprocessors: int) -> None:
         self._measure, programs = _bound_measure(geometry, device, multiprocessors)
-        self._device, self._partials = device, (programs, 2 * geometry.channels + 1)
-        self._combine = CombinePlan(programs, geometry.channels, momentum, device)
+        pitch = config.pitch(geometry.channels)
+        self._device, self._partials = device, programs * pitch
+        self._combine = CombinePlan(programs, geometry.channels, pitch, momentum, device)
 
     def run(self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mean and biased variance; moves the running ones towards them where the plan has a momentum."""
@@ -89,11 +90,11 @@ class PacketPlan:
     def __init__(self, geometry: Geometry, device: torch.device, multiprocessors: int) -> None:
         self._measure, programs = _bound_measure(geometry, device, multiprocessors)
         part_block, channel_block = config.finish_block(programs)
-        self._device, self._row = device, 2 * geometry.channels + 1
-        self._partials = (programs, self._row)
+        pitch = config.pitch(geometry.channels)
+        self._device, self._partials, self._packet = device, programs * pitch, 2 * geometry.channels + 1
         self._finish = _kernels().batch_norm_statistics.bind(
             (-(-geometry.channels // channel_block),),
-            (programs, geometry.channels, 0.0),
+            (programs, geometry.channels, pitch, 0.0),
             (False, True, part_block, channel_block),
             device=device,
             num_warps=config.FINISH_WARPS,
@@ -102,7 +103,7 @@ class PacketPlan:
     def run(self, x: Tensor) -> Tensor:
         """Means, sums of squared deviations and a count: [2C + 1]."""
         partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
-        packet = torch.empty(self._row, dtype=torch.float32, device=self._device)
+        packet = torch.empty(self._packet, dtype=torch.float32, device=self._device)
         self._measure(x, partials)
         self._finish(partials, packet, None, None, None)
         return packet
@@ -112,11 +113,13 @@ def _bound_measure(geometry: Geometry, device: torch.device, multiprocessors: in
     """The pass over the input that finds statistics of parts, and how many parts these are."""
     tiles = config.tiling(geometry.positions, geometry.channels, geometry.last, config.MEASURE_TILE)
     units = geometry.images * tiles.chunks
-    programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors)
+    programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors, config.UNROLL)
+    align = config.alignment(geometry.positions, geometry.last)
+    steps, pitch = geometry.positions // align, config.pitch(geometry.channels)
     bound = _kernels().batch_norm_measure.bind(
         (programs * tiles.channel_blocks,),
-        (geometry.positions, geometry.channels, tiles.chunks, units, programs, tiles.channel_blocks),
-        (geometry.last, tiles.rows, tiles.channel_block, config.UNROLL),
+        (steps, geometry.channels, tiles.chunks, units, programs, tiles.channel_blocks, pitch),
+        (geometry.last, align, tiles.rows, tiles.channel_block, config.UNROLL),
         device=device,
         num_warps=config.WARPS,
     )
@@ -132,10 +135,12 @@ class ApplyPlan:
         tiles = config.tiling(geometry.positions, geometry.channels, geometry.last, config.APPLY_TILE)
         units = geometry.images * tiles.chunks
         has_weight, has_bias = (each is not None for each in present)
+        align = config.alignment(geometry.positions, geometry.last)
+        steps = geometry.positions // align
         self._apply = _kernels().batch_norm_apply.bind(
             (units * tiles.channel_blocks,),
-            (geometry.positions, geometry.channels, tiles.chunks, units, tiles.channel_blocks, float(eps)),
-            (has_z, has_weight, has_bias, relu, geometry.last, tiles.rows, tiles.channel_block),
+            (steps, geometry.channels, tiles.chunks, units, tiles.channel_blocks, float(eps)),
+            (has_z, has_weight, has_bias, relu, geometry.last, align, tiles.rows, tiles.channel_block),
             device=device,
             num_warps=config.WARPS,
         )
@@ -172,19 +177,22 @@ class SumsPlan:
         kernels, channels = _kernels(), geometry.channels
         tiles = config.tiling(geometry.positions, channels, geometry.last, config.MEASURE_BACKWARD_TILE)
         units = geometry.images * tiles.chunks
-        programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors)
+        programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors, config.UNROLL_BACKWARD)
+        align = config.alignment(geometry.positions, geometry.last)
+        steps = geometry.positions // align
         has_weight, has_bias = (each is not None for each in present)
         self._device, self._channels, self._write_dz = device, (channels,), write_dz
         self._partials, self._packet = (programs, 2, channels), 2 * channels + 1 if packet else None
         self._measure = kernels.batch_norm_measure_backward.bind(
             (programs * tiles.channel_blocks,),
-            (geometry.positions, channels, tiles.chunks, units, programs, tiles.channel_blocks, float(eps)),
+            (steps, channels, tiles.chunks, units, programs, tiles.channel_blocks, float(eps)),
             (
                 has_weight,
                 has_bias,
                 mask,
                 write_dz,
                 geometry.last,
+                align,
                 tiles.rows,
                 tiles.channel_block,
                 config.UNROLL_BACKWARD,
@@ -240,10 +248,11 @@ class InputGradientPlan:
         tiles = config.tiling(geometry.positions, geometry.channels, geometry.last, config.APPLY_BACKWARD_TILE)
         units = geometry.images * tiles.chunks
         has_weight, has_bias = (each is not None for each in present)
+        align = config.alignment(geometry.positions, geometry.last)
         self._apply = _kernels().batch_norm_apply_backward.bind(
             (units * tiles.channel_blocks,),
             (
-                geometry.positions,
+                geometry.positions // align,
                 geometry.channels,
                 tiles.chunks,
                 units,
@@ -258,6 +267,7 @@ class InputGradientPlan:
                 training,
                 inverse_count is None,
                 geometry.last,
+                align,
                 tiles.rows,
                 tiles.channel_block,
             ),
@@ -292,7 +302,7 @@ def _measure_plan(geometry, momentum, dtypes, device, facts):
 
 @functools.lru_cache(maxsize=4096)
 def _combine_plan(parts, channels, momentum, dtypes, device):
-    return CombinePlan(parts, channels, momentum, device)
+    return CombinePlan(parts, channels, 2 * channels + 1, momentum, device)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -40,6 +40,19 @@ def combine(means: Tensor, variances: Tensor, counts: Tensor) -> tuple[Tensor, T
     return mean, (weights * (variances + (means - mean).square())).sum(0)
 
 
+def joined(packets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and sum of squared deviations of every channel of a whole, and how many values it has.
+
+    `packets` [P, 2C + 1] has for each part, which may be empty, its means, sums of squared deviations and number of
+    values per channel.
+    """
+    channels = packets.shape[1] // 2
+    means, deviations, counts = packets[:, :channels], packets[:, channels:-1], packets[:, -1:]
+    count = counts.sum()
+    mean = (counts * means).sum(0) / count.clamp(min=1)
+    return mean, (deviations + counts * (means - mean).square()).sum(0), count
+
+
 def update_running(
     running_mean: Tensor, running_var: Tensor, mean: Tensor, variance: Tensor, count: int, momentum: float
 ) -> None:

@@ -79,14 +79,15 @@ def joined_statistics(
     `parts` [P, 2C + 1] are packets. Nothing waits for the device.
     """
     if not _takes_kernels(parts):
-        means, deviations, counts = parts.split((parts.shape[1] // 2, parts.shape[1] // 2, 1), 1)
-        mean, variance = reference.combine(means, deviations / counts.clamp(min=1), counts[:, 0])
+        mean, deviations, count = reference.joined(parts)
         if running_mean is not None and running_var is not None:
-            count = counts.sum()
-            unbiased, share = variance * (count / (count - 1).clamp(min=1)), momentum * count.clamp(max=1)
-            for running, value in ((running_mean, mean), (running_var, unbiased)):
-                running.copy_(running.to(value.dtype).lerp(value, share))
-        return mean, variance
+            share = momentum * count.clamp(max=1)
+            for running, value in ((running_mean, mean), (running_var, deviations / (count - 1).clamp(min=1))):
+                if running.dtype == value.dtype:
+                    running.lerp_(value, share)
+                else:
+                    running.copy_(running.to(value.dtype).lerp(value, share))
+        return mean, deviations / count.clamp(min=1)
     if running_mean is None or running_var is None:
         return triton_combine(parts)
     with _contiguous_places(running_mean, running_var) as places:
@@ -225,7 +226,7 @@ def joined_input_gradient(
     """The same, the sums and the number of values being those of a packet summed over all processes."""
     if _takes_kernels(input):
         return _kernel_gradient(gradient, input, output, mean, variance, weight, bias, (packet, None, None), spec)
-    plain, along = (packet[:-1] / packet[-1:].clamp(min=1)).chunk(2)
+    plain, along = (packet[:-1] / packet[-1].clamp(min=1)).chunk(2)
     return input_gradient(gradient, input, output, mean, variance, weight, bias, plain, along, 1.0, spec)
 
 
