@@ -80,8 +80,9 @@ def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
 
 
 @torch.no_grad()
-def broadcast_from_first(tensors: Iterable[Tensor]) -> None:
-    """Gives tensors of any types the values that they have in the process of rank 0."""
+def broadcast_from_first(tensors: Iterable[Tensor], group: Any = None) -> None:
+    """Gives tensors of any types the values that they have in the first process, of all or of a group."""
+    first = 0 if group is None else dist.get_global_rank(group, 0)
     for bucket in split_by_type(tensors).values():
         while bucket:
             chunk: list[Tensor] = []
@@ -91,6 +92,6 @@ def broadcast_from_first(tensors: Iterable[Tensor]) -> None:
                 chunk.append(bucket.pop(0))
             # As bytes: no backend knows all types.
             coalesced = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-            dist.broadcast(coalesced.view(torch.uint8), 0)
+            dist.broadcast(coalesced.view(torch.uint8), first, group=group)
             for tensor, synced in zip(chunk, unflatten(coalesced, chunk), strict=True):
                 tensor.copy_(synced)

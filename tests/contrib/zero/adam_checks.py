@@ -242,9 +242,50 @@ def later_group(rank: int) -> None:
     before = net.scale.item()
     train(net, optimizer, rank, range(1, 3))
     assert torch.equal(net.last.weight, frozen)
+    net.last.weight.requires_grad_(True)
+    train(net, optimizer, rank, range(3, 5))
+    assert not torch.equal(net.last.weight, frozen)
     assert net.scale.item() != before
-    assert len(optimizer.state_dict()["state"]) == 1 + 4
+    assert len(optimizer.state_dict()["state"]) == 1 + 5
     assert_same_everywhere(list(net.parameters()))
+
+
+def replaced(rank: int) -> None:
+    """Of two optimizers of the same parameters the one that was made last has the gradients."""
+    net, twin = Net(), Net()
+    first = DistributedFusedAdam(net.parameters(), lr=1.0)
+    second = DistributedFusedAdam(groups_of(net), lr=0.01)
+    train(net, second, rank)
+    train(twin, DistributedFusedAdam(groups_of(twin), lr=0.01), rank)
+    assert all(map(torch.equal, net.parameters(), twin.parameters()))
+    assert not first._places
+
+
+def order(rank: int) -> None:
+    """Buckets are sent in the order in which they become complete in the first process, not in that of the layout."""
+    net = Net()
+    optimizer = DistributedFusedAdam(net.parameters(), bucket_cap_mb=0.0001)
+    optimizer.init_params(net.parameters())  # first ones first: the wrong way round
+    sync = optimizer._gradients
+    places = [[numbers for numbers, _ in sorted(sync._number.items(), key=lambda item: item[1])]]
+    for step in range(2):
+        optimizer.zero_grad()
+        net(batch(step, 0, rank)).backward()
+        optimizer.step()
+        places.append([numbers for numbers, _ in sorted(sync._number.items(), key=lambda item: item[1])])
+    if dist.get_world_size() > 1:
+        assert places[0] != places[1] == places[2]
+        number = {key: place for place, key in enumerate(places[1])}
+        last, first = (
+            max(number[0, bucket] for bucket in buckets_of(sync, layer.weight)) for layer in (net.last, net.first)
+        )
+        assert last < first
+
+
+def buckets_of(sync: Any, param: Tensor) -> tuple[int, ...]:
+    arena = sync.arenas[0]
+    index = next(index for index, other in enumerate(arena.params) if other is param)
+    return arena.layout.buckets_of[index]
 
 
 def overlapping_parameters(rank: int) -> None:
@@ -339,6 +380,8 @@ CHECKS: dict[str, Check] = {
     "memory": memory,
     "buffers": buffers,
     "later_group": later_group,
+    "replaced": replaced,
+    "order": order,
     "overlapping_parameters": overlapping_parameters,
     "init_by_hand": init_by_hand,
 }

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger("apex.contrib.optimizers")
+
+# By process group and device.
+_pools: WeakKeyDictionary[Any, dict[torch.device, Any]] = WeakKeyDictionary()
 
 
 def allocator(group: Any, device: torch.device, registered: bool) -> Callable[..., Tensor]:
@@ -34,14 +37,16 @@ def _backend(group: Any, device: torch.device) -> Any:
     return None if group is None or device.type != "cuda" else group._get_backend(device)
 
 
-@functools.cache
 def _pool(group: Any, device: torch.device) -> Any:
     """PyTorch's pool of memory that NCCL has allocated; None, with a word about it, where there is none."""
     backend = _backend(group, device)
     if not hasattr(torch.cuda, "MemPool") or not hasattr(backend, "mem_allocator"):
         logger.info("nccl_ub: no NCCL allocator for buffers on %s; they are allocated as usual", device)
         return None
-    return torch.cuda.MemPool(backend.mem_allocator)
+    pools = _pools.setdefault(group, {})
+    if device not in pools:
+        pools[device] = torch.cuda.MemPool(backend.mem_allocator)
+    return pools[device]
 
 
 def _register(group: Any, device: torch.device, pool: Any) -> None:

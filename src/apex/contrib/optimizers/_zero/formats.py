@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -31,7 +31,7 @@ def _keys(optimizer: Any) -> dict[Tensor, int]:
     return {param: index for index, param in enumerate(optimizer.parameters())}
 
 
-def _load_groups(optimizer: Any, saved: list[dict[str, Any]]) -> None:
+def _load_groups(optimizer: Any, saved: Sequence[dict[str, Any]]) -> None:
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         for name, value in options.items():
             if name in ("params", "step"):
@@ -42,7 +42,7 @@ def _load_groups(optimizer: Any, saved: list[dict[str, Any]]) -> None:
                 group[name] = value
 
 
-def _check_groups(optimizer: Any, saved: list[dict[str, Any]]) -> None:
+def _check_groups(optimizer: Any, saved: Sequence[dict[str, Any]]) -> None:
     """Raises unless there are as many parameters as were saved."""
     sizes = [[len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved)]
     if sizes[0] != sizes[1]:
@@ -188,9 +188,11 @@ def sharded_dict(optimizer: Any) -> dict[str, Any]:
     return {
         "state": sharded(optimizer._states, lambda param: str(keys[param])),
         "step": optimizer._steps.settle(),
-        "param_groups": packed_groups(optimizer),
+        # Tuples, which torch.distributed.checkpoint takes as one value each. It takes lists apart in another way where
+        # a rank has no part of some tensor, and does not find them then.
+        "param_groups": tuple(packed_groups(optimizer)),
         # Elements are saved in the order in which they lie in memory.
-        "strides": [list(param.stride()) for param in optimizer.parameters()],
+        "strides": tuple(param.stride() for param in optimizer.parameters()),
     }
 
 
@@ -199,7 +201,7 @@ def load_sharded(optimizer: Any, saved: dict[str, Any]) -> None:
     _check_groups(optimizer, saved["param_groups"])
     keys = _keys(optimizer)
     for index, (param, strides) in enumerate(zip(optimizer.parameters(), saved["strides"], strict=True)):
-        if list(param.stride()) != list(strides):
+        if param.stride() != tuple(strides):
             raise ValueError(
                 f"parameter {index} has strides {param.stride()}, its state was saved with {tuple(strides)}; give it "
                 "the memory format that it had"

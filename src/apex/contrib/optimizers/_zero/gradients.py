@@ -1,10 +1,11 @@
 """From gradients of parameters to sums over all processes, bucket by bucket, while backward passes go on.
 
-A round sends every bucket of every arena once, in the order of the layout, so that all processes send the same whatever
-their backward passes produced: a bucket goes out when the gradients of all its parameters, and all buckets before it,
-are there. What is not complete is sent when a second gradient of a parameter arrives, which is one of a new backward
-pass, or when the sums are wanted; with zeros for what is missing. Sums of several rounds add up. Gradients that are
-added to before they are sent add up in the dtype that they travel in.
+A round sends every bucket of every arena once, in the same order in all processes, whatever their backward passes
+produced: the order of the layout at first, then that in which the first round's buckets became complete. A bucket goes
+out when the gradients of all its parameters, and all buckets before it, are there. What is not complete is sent when a
+second gradient of a parameter arrives, which is one of a new backward pass, or when the sums are wanted; with zeros for
+what is missing. Sums of several rounds add up; there must be as many rounds in all processes. Gradients that are added
+to before they are sent add up in the dtype that they travel in.
 
 With one process nothing is sent and nothing copied: the gradients themselves are what `local` returns.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ....ops._transfer import on_host
@@ -26,6 +28,7 @@ from ....parallel._reduction import on_stream
 from .arena import Arena, laid_out_like
 from .collectives import Done, Work, all_reduce, reduce_scatter
 from .groups import Groups
+from .layout import Piece
 
 _dtype = operator.attrgetter("dtype")
 _grad_of = operator.attrgetter("grad")
@@ -73,12 +76,13 @@ class GradientSync:
         # Grows whenever gradients change.
         self.version = 0
         # All buckets in the order in which they are sent, and the number of the next one.
-        self._order: list[tuple[Arena, int]] = []
+        self._order: list[tuple[int, int]] = []
         self._next = 0
         self._missing: list[int] = []
         self._seen: list[set[int]] = []
         self._number: dict[tuple[int, int], int] = {}
-        self._expected: list[tuple[int, int, int]] = []
+        # Buckets in the order in which they became complete, until all processes have agreed on one.
+        self._completed: list[int] | None = []
         self._under_way: deque[_Sent] = deque()
         # Buckets that have been sent, and gradients that are sums made here: these may be added to in place.
         self._filled: set[int] = set()
@@ -88,23 +92,16 @@ class GradientSync:
 
     # Arenas and buffers -----------------------------------------------------------------------------------------------
 
-    def add(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
-        """Takes care of one more arena.
-
-        `positions` says in which order gradients of parameters of all arenas are expected; without it, arena by arena.
-        """
+    def add(self, arena: Arena) -> None:
+        """Takes care of one more arena; between two rounds, in all processes."""
         self.finish()
         place = len(self.arenas)
         self.arenas.append(arena)
         self._seen.append(set())
-        for bucket, pieces in enumerate(arena.layout.pieces):
-            last = max(positions[piece.param] for piece in pieces) if positions else 0
-            self._expected.append((last if positions else len(self._expected), place, bucket))
-        filled = {(self.arenas.index(arena), bucket) for arena, bucket in map(self._order.__getitem__, self._filled)}
-        ordered = sorted(self._expected)
-        self._order = [(self.arenas[place], bucket) for _, place, bucket in ordered]
-        self._number = {(place, bucket): number for number, (_, place, bucket) in enumerate(ordered)}
-        self._filled = {self._number[key] for key in filled}
+        for bucket in range(len(arena.layout.bucket_sizes)):
+            self._number[place, bucket] = len(self._order)
+            self._order.append((place, bucket))
+        self._completed = []
         self._start_round()
         if self.contiguous:
             self.make_buffer(arena)
@@ -183,7 +180,10 @@ class GradientSync:
         self.take(place, index)
         self._seen[place].add(index)
         for bucket in self.arenas[place].layout.buckets_of[index]:
-            self._missing[self._number[place, bucket]] -= 1
+            number = self._number[place, bucket]
+            self._missing[number] -= 1
+            if self._completed is not None and not self._missing[number]:
+                self._completed.append(number)
         while self._next < len(self._order) and not self._missing[self._next]:
             self._send()
         if self._next == len(self._order):
@@ -195,14 +195,29 @@ class GradientSync:
         self._next = 0
         for seen in self._seen:
             seen.clear()
-        self._missing = [len({piece.param for piece in arena.layout.pieces[bucket]}) for arena, bucket in self._order]
+        self._missing = [len(self.arenas[place].layout.pieces[bucket]) for place, bucket in self._order]
 
     def _send_rest(self) -> None:
         """Ends a round."""
         while self._next < len(self._order):
             self._send()
+        if self._completed is not None:
+            self._agree_on_order(self._completed)
         self._start_round()
         self.is_complete = True
+
+    def _agree_on_order(self, completed: list[int]) -> None:
+        """Sends buckets, from now on, in the order in which the first round completed them in the first process."""
+        self.finish()
+        completed = list(dict.fromkeys([*completed, *range(len(self._order))]))
+        order = torch.tensor(completed, dtype=torch.int64, device=self.arenas[0].device)
+        dist.broadcast(order, self.groups.root, group=self.groups.process_group)
+        agreed = order.tolist()
+        new = {number: place for place, number in enumerate(agreed)}
+        self._order = [self._order[number] for number in agreed]
+        self._number = {key: new[number] for key, number in self._number.items()}
+        self._filled = {new[number] for number in self._filled}
+        self._completed = None
 
     def synchronize(self) -> None:
         """Sends what there is unless all has been, and waits."""
@@ -213,10 +228,11 @@ class GradientSync:
 
     @torch.no_grad()
     def _send(self) -> None:
-        arena, number = self._order[self._next]
+        place, number = self._order[self._next]
+        arena = self.arenas[place]
         while len(self._under_way) >= self.in_flight:
             self._finish_first()
-        bucket = self._filled_bucket(arena, number)
+        bucket = self._filled_bucket(place, number)
         shard = arena.shard(self.shards(arena), number)
         adds = self._next in self._filled
         if adds:
@@ -225,13 +241,12 @@ class GradientSync:
         self._under_way.append(_Sent(arena, self._next, bucket, shard, self._reduce(bucket, shard), adds))
         self._next += 1
 
-    def _filled_bucket(self, arena: Arena, number: int) -> Tensor:
-        """A bucket with the gradients that there are, which are let go of, and zeros elsewhere."""
+    def _filled_bucket(self, place: int, number: int) -> Tensor:
+        """A bucket with the gradients that there are, and zeros elsewhere."""
+        arena = self.arenas[place]
         pieces = arena.layout.pieces[number]
-        last = {piece.param for piece in pieces if piece.stop == arena.layout.sizes[piece.param]}
         if arena.gradient_buffer is not None:
-            for index in last:
-                arena.gradients[index] = None
+            self._let_go(place, pieces)
             return arena.bucket(arena.gradient_buffer, number)
         bucket = torch.zeros(arena.layout.bucket_sizes[number], dtype=arena.dtypes.gradients, device=arena.device)
         sources, places = [], []
@@ -242,11 +257,16 @@ class GradientSync:
                 places.append(bucket[piece.offset : piece.offset + piece.size])
         if sources:
             torch._foreach_copy_(places, sources)
-        place = self.arenas.index(arena)
-        for index in last:
-            arena.gradients[index] = None
-            self._own.discard((place, index))
+        self._let_go(place, pieces)
         return bucket
+
+    def _let_go(self, place: int, pieces: Sequence[Piece]) -> None:
+        """Forgets gradients of which no part is left to be sent."""
+        arena = self.arenas[place]
+        for piece in pieces:
+            if all(self._number[place, bucket] <= self._next for bucket in arena.layout.buckets_of[piece.param]):
+                arena.gradients[piece.param] = None
+                self._own.discard((place, piece.param))
 
     def _reduce(self, bucket: Tensor, shard: Tensor) -> Work:
         groups = self.groups
@@ -275,8 +295,8 @@ class GradientSync:
         sent = self._under_way.popleft()
         sent.work.wait()
         if sent.adds:
-            arena, number = self._order[sent.number]
-            arena.shard(self.shards(arena), number).add_(sent.shard)
+            bucket = self._order[sent.number][1]
+            sent.arena.shard(self.shards(sent.arena), bucket).add_(sent.shard)
         if sent.arena.gradient_buffer is not None:
             sent.bucket.zero_()  # further rounds add to it
 

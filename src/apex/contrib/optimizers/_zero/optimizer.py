@@ -9,19 +9,19 @@ import contextlib
 import functools
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ....ops.multi_tensor import Lists
+from ....parallel._flat import broadcast_from_first
 from .arena import Arena, Dtypes
 from .buffers import allocator
 from .gradients import GradientSync
 from .groups import Groups
+from .hooks import Listener
 from .norms import Norms
 from .parameters import ParameterSync
 from .pending import is_pending, postpone, release
@@ -92,7 +92,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._states: list[ArenaState | ScaledState] = []
         # Where each parameter is: the number of its arena, and its own in it.
         self._places: dict[Tensor, tuple[int, int]] = {}
-        self._hooked: set[Tensor] = set()
+        self._listener = Listener(self, ZeroOptimizer._gradient_arrived)
         # The autograd engine runs hooks in threads of its own.
         self._lock = threading.RLock()
         self._made = False
@@ -105,7 +105,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._norms = Norms(self._gradients, first.device)
         self._steps = Steps(self.state, first.device, capturable)
         self._take_params_of_root(list(self.parameters()))
-        self._add_hooks()
+        self._listener.listen(self.parameters())
 
     # What a subclass provides -----------------------------------------------------------------------------------------
 
@@ -135,23 +135,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
         if self._made:
             self._take_params_of_root(group["params"])
-            self._add_hooks()
+            self._listener.listen(group["params"])
+            if self._places:
+                self.init_params()  # now, while processes are at the same place
 
     @torch.no_grad()
     def _take_params_of_root(self, params: Iterable[Tensor]) -> None:
         if not self._groups.is_one:
-            group = self.process_group
-            works = [dist.broadcast(param.detach(), self.process_group_root, group, async_op=True) for param in params]
-            for work in works:
-                work.wait()
-
-    def _add_hooks(self) -> None:
-        """Has backward passes say when they have added to a gradient."""
-        hook = _quiet_caller(self, ZeroOptimizer._gradient_arrived)
-        for param in self.parameters():
-            if param.requires_grad and param not in self._hooked:
-                param.register_post_accumulate_grad_hook(hook)
-                self._hooked.add(param)
+            broadcast_from_first(params, self.process_group)
 
     def init_params(
         self,
@@ -198,18 +189,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     "parameters and state of a process are on one device"
                 )
             kinds.setdefault(param.dtype, []).append(param)
-        positions = {param: len(self._places) + number for number, param in enumerate(chosen)}
         size = None if bucket_cap_mb is None else bucket_cap_mb * 1024 * 1024
         for members in kinds.values():
             groups = [owners[param] for param in members]
             allocate = allocator(self._groups.process_group, self.device, self.nccl_ub)
             arena = Arena(members, groups, dtypes, self._groups, size, allocate)
             self._parameters.add(arena)
-            self._gradients.add(arena, [positions[param] for param in members])
+            self._gradients.add(arena)
             self._states.append(self._new_state(arena))
             self._places.update({param: (len(self._states) - 1, index) for index, param in enumerate(members)})
             self._arena_added(arena)
-        self._add_hooks()
+        self._listener.listen(chosen)
 
     def _new_state(self, arena: Arena) -> ArenaState | ScaledState:
         if self.with_scaled_states:
@@ -235,8 +225,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self.greedy_grad_copy:
             return
         with self._lock:
-            if param not in self._places:
+            if not self._places:
                 self.init_params()
+            if param not in self._places:
+                return  # unfrozen since: `grad_sync` takes its gradient, where all processes are at the same place
             place, index = self._places[param]
             if self.overlap_grad_sync:
                 self._gradients.arrived(place, index)
@@ -259,8 +251,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def grad_sync(self) -> None:
         """Sends all gradients that have not been, and waits for the sums. All processes must call it."""
         with self._lock:
-            self.init_params()
-            self._gradients.synchronize()
+            if self._places:
+                self._gradients.synchronize()
+            if len(self._places) != self._count:
+                known = len(self._states)
+                self.init_params()
+                if len(self._states) != known:
+                    self._gradients.synchronize()
 
     @torch.no_grad()
     def grad_buffer_view(self, param: Tensor) -> Tensor:
@@ -350,9 +347,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _step(self, grad_scaler: Any) -> None:
         with self._lock:
-            self.init_params()
             self.param_sync()
-            self._gradients.synchronize()
+            self.grad_sync()
             noop = self._norms.flag_of(self, grad_scaler)
             scale = self._norms.given_scale
             count = self._steps.next(noop)
@@ -404,15 +400,3 @@ def _check_device(wanted: Any, found: torch.device) -> None:
     device = torch.device(wanted)
     if device.type != found.type or device.index not in (None, found.index):
         raise ValueError(f"device={device} is not where the parameters are: {found}")
-
-
-def _quiet_caller(optimizer: ZeroOptimizer, method: Callable[..., None]) -> Callable[[Tensor], None]:
-    """A hook that does not keep the optimizer alive."""
-    reference = weakref.ref(optimizer)
-
-    def call(param: Tensor) -> None:
-        owner = reference()
-        if owner is not None:
-            method(owner, param)
-
-    return call

@@ -12,6 +12,7 @@ from torch import Tensor
 from ....ops.multi_tensor.torch_lists import flat
 from .arena import Arena
 from .collectives import all_gather
+from .layout import LocalPiece
 from .state import PARAM
 
 
@@ -33,6 +34,14 @@ Stretch = tuple[Tensor, str, int, Tensor]
 def names_of(state: State) -> tuple[str, ...]:
     """All that is saved of a parameter."""
     return PARAM, *state.names
+
+
+def by_param(parts: Iterable[LocalPiece]) -> dict[int, list[LocalPiece]]:
+    """The parts of each parameter that has any."""
+    found: dict[int, list[LocalPiece]] = {}
+    for part in parts:
+        found.setdefault(part.param, []).append(part)
+    return found
 
 
 def like_param(saved: Tensor, param: Tensor) -> Tensor:
@@ -80,10 +89,7 @@ class Restoring:
             for number, state in enumerate(states)
             for index, param in enumerate(state.arena.params)
         }
-        self._parts = [
-            [[part for part in state.arena.parts if part.param == index] for index in range(len(state.arena.params))]
-            for state in states
-        ]
+        self._parts = [by_param(state.arena.parts) for state in states]
         self._values: dict[tuple[int, str], Tensor] = {}
         self._covered: dict[tuple[int, str], int] = {}
 
@@ -97,7 +103,7 @@ class Restoring:
             if key not in self._values:
                 self._values[key] = torch.zeros_like(state.read(name))
                 self._covered[key] = 0
-            for part in self._parts[number][index]:
+            for part in self._parts[number].get(index, ()):
                 begin, end = max(part.start, start), min(part.stop, start + len(saved))
                 if begin < end:
                     at = part.flat + begin - part.start

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .arena import Arena
 from .layout import LocalPiece, joined
-from .saved import Restoring, State, Stretch, names_of
+from .saved import Restoring, State, Stretch, by_param, names_of
 
 
 def sharded(states: Sequence[State], key_of: Callable[[Tensor], str]) -> dict[str, dict[str, Any]]:
@@ -23,11 +23,11 @@ def sharded(states: Sequence[State], key_of: Callable[[Tensor], str]) -> dict[st
     found: dict[str, dict[str, Any]] = {}
     for state in states:
         arena = state.arena
-        everywhere = [joined(arena.layout.owned_by(rank)) for rank in range(arena.groups.ranks)]
+        everywhere = [by_param(joined(arena.layout.owned_by(rank))) for rank in range(arena.groups.ranks)]
         for name in names_of(state):
             values = state.read(name)
             for index, param in enumerate(arena.params):
-                of_param = [[part for part in parts if part.param == index] for parts in everywhere]
+                of_param = [parts.get(index, []) for parts in everywhere]
                 found.setdefault(key_of(param), {})[name] = _tensor(arena, index, of_param, values)
     return found
 
@@ -35,8 +35,10 @@ def sharded(states: Sequence[State], key_of: Callable[[Tensor], str]) -> dict[st
 def _tensor(arena: Arena, index: int, parts: Sequence[Sequence[LocalPiece]], values: Tensor) -> Any:
     size = arena.layout.sizes[index]
     mine = parts[arena.groups.rank]
+    if not size:
+        return values[:0]
     if arena.groups.ranks == 1:
-        return values[mine[0].flat : mine[0].flat + size] if size else values[:0]
+        return values[mine[0].flat : mine[0].flat + size]
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
     from torch.distributed._shard.sharding_spec import ShardMetadata
 

@@ -1,0 +1,64 @@
+"""Checkpoints of DistributedFusedAdam in four processes, and of other optimizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
+from apex.optimizers import FusedAdam
+from tests.contrib.zero import checkpoint_checks
+from tests.parallel.processes import run_checks
+
+
+@pytest.fixture(scope="module")
+def in_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_checks(checkpoint_checks.__name__, Path(tmp_path_factory.mktemp("four")), processes=4)
+
+
+@pytest.mark.parametrize("name", checkpoint_checks.CHECKS)
+def test_four_processes(name: str, in_four: dict[str, str]) -> None:
+    assert not in_four[name], in_four[name]
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, torch.optim.AdamW])
+def test_state_of_other_optimizers(kind: type) -> None:
+    torch.manual_seed(0)
+    net, twin = nn.Linear(5, 3), nn.Linear(5, 3)
+    before = kind(net.parameters(), lr=0.01, weight_decay=0.1)
+    for _ in range(3):
+        before.zero_grad()
+        net(torch.ones(2, 5)).square().mean().backward()
+        before.step()
+    twin.load_state_dict(net.state_dict())
+    after = DistributedFusedAdam(twin.parameters(), lr=1.0)
+    after.load_state_dict(before.state_dict())
+    assert after.param_groups[0]["lr"] == 0.01
+    for model, optimizer in ((net, before), (twin, after)):
+        optimizer.zero_grad()
+        model(torch.ones(2, 5)).square().mean().backward()
+        optimizer.step()
+    for param, other in zip(twin.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(param, other)
+
+
+def test_state_that_does_not_fit() -> None:
+    optimizer = DistributedFusedAdam(nn.Linear(5, 3).parameters())
+    other = DistributedFusedAdam(nn.Linear(5, 4).parameters())
+    state = other.state_dict()
+    before = optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"shape \(3, 5\) has shape \(4, 5\)"):
+        optimizer.load_state_dict(state)
+    more = DistributedFusedAdam(nn.Sequential(nn.Linear(5, 3), nn.Linear(2, 2)).parameters())
+    with pytest.raises(ValueError, match=r"groups of \[4\] parameters, the optimizer of \[2\]"):
+        optimizer.load_state_dict(more.state_dict())
+    state = optimizer.state_dict()
+    del state["state"][1]
+    with pytest.raises(ValueError, match="it lacks parameters"):
+        optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="state_dict_format=3"):
+        optimizer.state_dict(state_dict_format=3)
+    assert torch.equal(optimizer.state_dict()["state"][0]["param"], before["state"][0]["param"])
