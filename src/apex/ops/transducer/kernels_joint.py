@@ -37,7 +37,7 @@ def _finish(
         values = tl.where(values <= 0.0, 0.0, values)
     kept = exists
     if DROPOUT == "seed":
-        kept = exists & ((word.to(tl.uint32, bitcast=True) >> 8).to(tl.int32) >= threshold)
+        kept = exists & (word.to(tl.int32) >= threshold)
     elif DROPOUT == "bytes":
         kept = exists & (tl.load(noise + place, mask=stored, other=0) != 0)
     if DROPOUT != "none":
@@ -49,50 +49,74 @@ def _finish(
         tl.store(mask + place, bits.to(tl.uint8), mask=stored)
 
 
+@triton.jit
+def _four_frames(
+    f, g, word_a, word_b, word_c, word_d, noise, h, mask, batch, t, u, c, frames, tokens, first, stride, T, U, H,
+    threshold, scale, PACKED: tl.constexpr, RELU: tl.constexpr, DROPOUT: tl.constexpr, WRITE_MASK: tl.constexpr,
+):  # fmt: skip
+    """Writes the tiles of the frames t to t + 3."""
+    column = (batch * T + t) * H + c
+    f_a = tl.load(f + column, mask=(t < frames) & (c < H), other=0.0).to(tl.float32)
+    f_b = tl.load(f + column + H, mask=(t + 1 < frames) & (c < H), other=0.0).to(tl.float32)
+    f_c = tl.load(f + column + 2 * H, mask=(t + 2 < frames) & (c < H), other=0.0).to(tl.float32)
+    f_d = tl.load(f + column + 3 * H, mask=(t + 3 < frames) & (c < H), other=0.0).to(tl.float32)
+    # After f: Triton 3.6 needs 140 registers in place of 86 the other way round.
+    g_tile = tl.load(g + (batch * U + u) * H + c, mask=(u < tokens) & (c < H), other=0.0).to(tl.float32)
+    _finish(f_a, g_tile, word_a, noise, h, mask, t, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
+            PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
+    _finish(f_b, g_tile, word_b, noise, h, mask, t + 1, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
+            PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
+    _finish(f_c, g_tile, word_c, noise, h, mask, t + 2, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
+            PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
+    _finish(f_d, g_tile, word_d, noise, h, mask, t + 3, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
+            PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
+
+
 @kernel
 @triton.jit
 def transducer_joint_forward(
     f, g, f_len, g_len, batch_offset, noise, h, mask, T, U, H, threshold, scale,
     PACKED: tl.constexpr, RELU: tl.constexpr, DROPOUT: tl.constexpr, WRITE_MASK: tl.constexpr,
-    TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+    FRAMES: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """h of four frames that share a tile of g; padding is -1. One call of Philox makes the words of all four.
+    """h of four or eight frames that share a tile of g; padding is -1.
 
-    DROPOUT: "none", by a "seed" (24 bits of a word are compared with the threshold), or by "bytes", zero where dropped.
+    DROPOUT: "none", by a "seed", or by "bytes", zero where dropped. Of a seed one call of Philox makes four words,
+    which decide eight frames: 16 bits are compared with the threshold. Seven rounds are enough for random bits of the
+    quality of ten (Salmon et al. 2011).
     """
     program = tl.program_id(0)
     features, blocks = tl.cdiv(H, FEATURES), tl.cdiv(U, TOKENS)
-    quads = tl.cdiv(T, 4)
+    groups = tl.cdiv(T, FRAMES)
     c = (program % features) * FEATURES + tl.arange(0, FEATURES)[None, :]
     program = program // features
     u = (program % blocks) * TOKENS + tl.arange(0, TOKENS)[:, None]
     first_token = (program % blocks) * TOKENS
     program = program // blocks
-    batch = (program // quads).to(tl.int64)
-    t = (program % quads) * 4
+    batch = (program // groups).to(tl.int64)
+    t = (program % groups) * FRAMES
     frames, tokens, first, stride = sequence(f_len, g_len, batch_offset, batch, T, U, 0, PACKED)
     if PACKED:
         works = (t < frames) & (first_token < tokens)
     else:
         works = t < T  # always: padding is written too
     if works:
-        column = (batch * T + t) * H + c
-        f_a = tl.load(f + column, mask=(t < frames) & (c < H), other=0.0).to(tl.float32)
-        f_b = tl.load(f + column + H, mask=(t + 1 < frames) & (c < H), other=0.0).to(tl.float32)
-        f_c = tl.load(f + column + 2 * H, mask=(t + 2 < frames) & (c < H), other=0.0).to(tl.float32)
-        f_d = tl.load(f + column + 3 * H, mask=(t + 3 < frames) & (c < H), other=0.0).to(tl.float32)
-        g_tile = tl.load(g + (batch * U + u) * H + c, mask=(u < tokens) & (c < H), other=0.0).to(tl.float32)
-        a, b, e, d = 0, 0, 0, 0
         if DROPOUT == "seed":
-            a, b, e, d = tl.randint4x(tl.load(noise), ((batch * quads + t // 4) * U + u) * H + c)
-        _finish(f_a, g_tile, a, noise, h, mask, t, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
-                PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
-        _finish(f_b, g_tile, b, noise, h, mask, t + 1, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
-                PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
-        _finish(f_c, g_tile, e, noise, h, mask, t + 2, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
-                PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
-        _finish(f_d, g_tile, d, noise, h, mask, t + 3, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
-                PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
+            word_a, word_b, word_c, word_d = tl.randint4x(
+                tl.load(noise), ((batch * groups + t // FRAMES) * U + u) * H + c, 7
+            )
+            word_a, word_b = word_a.to(tl.uint32, bitcast=True), word_b.to(tl.uint32, bitcast=True)
+            word_c, word_d = word_c.to(tl.uint32, bitcast=True), word_d.to(tl.uint32, bitcast=True)
+            _four_frames(f, g, word_a & 0xFFFF, word_b & 0xFFFF, word_c & 0xFFFF, word_d & 0xFFFF, noise, h, mask,
+                         batch, t, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
+                         PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
+            _four_frames(f, g, word_a >> 16, word_b >> 16, word_c >> 16, word_d >> 16, noise, h, mask,
+                         batch, t + 4, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
+                         PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
+        else:
+            _four_frames(f, g, 0, 0, 0, 0, noise, h, mask,
+                         batch, t, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
+                         PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
 
 
 @kernel
@@ -141,11 +165,12 @@ def transducer_joint_backward(
 
 @kernel
 @triton.jit
-def transducer_joint_sum(parts, result, count, many, BLOCK: tl.constexpr):
-    """result = the sum of `many` arrays of `count` elements, in order."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
+def transducer_joint_sum(parts, result, count, many, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """result = the sum of `many` arrays of `count` elements, PARTS of them in flight together."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.range(0, many):
-        total += tl.load(parts + (part * count + index), mask=inside, other=0.0)
-    tl.store(result + index, total.to(result.dtype.element_ty), mask=inside)
+    for first in tl.range(0, many, PARTS):
+        part = first + tl.arange(0, PARTS)[:, None]
+        total += tl.sum(tl.load(parts + (part * count + index), mask=(part < many) & (index < count), other=0.0), 0)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(result + index, total.to(result.dtype.element_ty), mask=index < count)

@@ -158,31 +158,28 @@ def transducer_loss_words(
 
 
 @triton.jit
-def _leading_words(blank_at, label_at, d, i, frames, tokens, last, step, back):
-    """The words that lead to the nodes of diagonal d: blank from the frame before, label from the token before."""
-    s = d - i
-    here = (s >= 0) & (s < frames) & (i < tokens)
-    source = tl.where(back == 1, last - d, d - 1).to(tl.int64) * step
-    blank = tl.load(blank_at + source, mask=here & (s > 0), other=ZERO)
-    label = tl.load(label_at + source, mask=here & (i > 0), other=ZERO)
-    return blank, label
+def _within(s, limit):
+    """0 <= s < limit, in one comparison."""
+    return s.to(tl.uint32, bitcast=True) < limit.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _next_diagonal(
-    reached, blank, label, out, d, i, begin, frames, tokens, last, step, sign, back,
-    MANY: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Diagonal d from the one before it."""
+def _leading_words(blank_at, label_at, s, blank_limit, label_limit):
+    """The words that lead to the nodes of a diagonal: blank from the frame before, label from the token before."""
+    blank = tl.load(blank_at, mask=_within(s - 1, blank_limit), other=ZERO)
+    return blank, tl.load(label_at, mask=_within(s, label_limit), other=ZERO)
+
+
+@triton.jit
+def _next_diagonal(reached, blank, label, out, entry, s, limit, MANY: tl.constexpr, TOKENS: tl.constexpr):
+    """A diagonal from the one before it; `entry` is where the node before the first of a block of tokens is."""
     lane = tl.arange(0, TOKENS)
-    target = tl.where(back == 1, last - d, d).to(tl.int64) * step
     left = tl.gather(reached, tl.maximum(lane - 1, 0), 0)
     if MANY:
-        before = target + tl.where(back == 1, step + sign, -step - sign)
-        entered = (lane == 0) & (begin > 0) & (begin < tokens) & (d - begin < frames)
-        left = tl.where(lane == 0, tl.load(out + before, mask=entered, other=ZERO), left)
+        entered = (lane == 0) & _within(s, limit)
+        left = tl.where(lane == 0, tl.load(entry, mask=entered, other=ZERO), left)
     reached = _sum_of_products(reached, blank, left, label)
-    tl.store(out + target, reached, mask=(d >= i) & (d - i < frames) & (i < tokens))
+    tl.store(out, reached, mask=_within(s, limit))
     return reached
 
 
@@ -207,38 +204,50 @@ def transducer_loss_walk(
         batch, back = program.to(tl.int64), program * 0 + 1
         states += batch * places
     words += batch * places
-    frames = tl.minimum(tl.load(f_len + batch).to(tl.int32), T)
+    frames = tl.maximum(tl.minimum(tl.load(f_len + batch).to(tl.int32), T), 0)
     tokens = tl.minimum(tl.load(y_len + batch).to(tl.int32) + 1, U)
     last = frames + tokens - 2
+    hop = tl.where(back == 1, -step, step).to(tl.int64)
+    before = tl.where(back == 1, sign, -sign)
     for begin in tl.range(0, U, TOKENS):
         i = begin + tl.arange(0, TOKENS)
         u = tl.where(back == 1, tokens - 1 - i, i)
-        blank_at = words + sign * u
-        label_at = words + (batch * 0 + B) * places + sign * (u - 1 + back)
-        out = states + sign * u
+        limit = tl.where(i < tokens, frames, 0)
+        blank_limit = tl.maximum(limit - 1, 0)
+        label_limit = tl.where(i > 0, limit, 0)
         # The first node: nothing behind it, or the last blank.
-        start = (i == 0) & (frames > 0) & (i < tokens)
-        end = tl.load(blank_at + last.to(tl.int64) * step, mask=start & (back == 1), other=ONE)
+        start = (i == 0) & (limit > 0)
+        corner = sign * u + tl.where(back == 1, last, 0).to(tl.int64) * step
+        end = tl.load(words + corner, mask=start & (back == 1), other=ONE)
         reached = tl.where(start, end, ZERO)
-        tl.store(out + tl.where(back == 1, last, 0).to(tl.int64) * step, reached, mask=start)
+        tl.store(states + corner, reached, mask=start)
         first = tl.maximum(begin, 1)
-        blank_a, label_a = _leading_words(blank_at, label_at, first, i, frames, tokens, last, step, back)
-        blank_b, label_b = _leading_words(blank_at, label_at, first + 1, i, frames, tokens, last, step, back)
-        blank_c, label_c = _leading_words(blank_at, label_at, first + 2, i, frames, tokens, last, step, back)
-        blank_d, label_d = _leading_words(blank_at, label_at, first + 3, i, frames, tokens, last, step, back)
-        for d in tl.range(first, last + 1, 4):
-            blank_e, label_e = _leading_words(blank_at, label_at, d + 4, i, frames, tokens, last, step, back)
-            blank_f, label_f = _leading_words(blank_at, label_at, d + 5, i, frames, tokens, last, step, back)
-            blank_g, label_g = _leading_words(blank_at, label_at, d + 6, i, frames, tokens, last, step, back)
-            blank_h, label_h = _leading_words(blank_at, label_at, d + 7, i, frames, tokens, last, step, back)
-            reached = _next_diagonal(reached, blank_a, label_a, out, d, i, begin, frames, tokens, last, step, sign,
-                                     back, MANY, TOKENS)  # fmt: skip
-            reached = _next_diagonal(reached, blank_b, label_b, out, d + 1, i, begin, frames, tokens, last, step, sign,
-                                     back, MANY, TOKENS)  # fmt: skip
-            reached = _next_diagonal(reached, blank_c, label_c, out, d + 2, i, begin, frames, tokens, last, step, sign,
-                                     back, MANY, TOKENS)  # fmt: skip
-            reached = _next_diagonal(reached, blank_d, label_d, out, d + 3, i, begin, frames, tokens, last, step, sign,
-                                     back, MANY, TOKENS)  # fmt: skip
+        s = first - i
+        out = states + corner + first * hop
+        # Walking on, words lead from the nodes of the diagonal before; walking back, from the nodes themselves.
+        blank_at = words + corner + (first - 1 + back) * hop
+        label_at = blank_at + (batch * 0 + B) * places + tl.where(back == 1, 0, before)
+        blank_a, label_a = _leading_words(blank_at, label_at, s, blank_limit, label_limit)
+        blank_b, label_b = _leading_words(blank_at + hop, label_at + hop, s + 1, blank_limit, label_limit)
+        blank_c, label_c = _leading_words(blank_at + 2 * hop, label_at + 2 * hop, s + 2, blank_limit, label_limit)
+        blank_d, label_d = _leading_words(blank_at + 3 * hop, label_at + 3 * hop, s + 3, blank_limit, label_limit)
+        for _ in tl.range(first, last + 1, 4):
+            blank_at += 4 * hop
+            label_at += 4 * hop
+            blank_e, label_e = _leading_words(blank_at, label_at, s + 4, blank_limit, label_limit)
+            blank_f, label_f = _leading_words(blank_at + hop, label_at + hop, s + 5, blank_limit, label_limit)
+            blank_g, label_g = _leading_words(blank_at + 2 * hop, label_at + 2 * hop, s + 6, blank_limit, label_limit)
+            blank_h, label_h = _leading_words(blank_at + 3 * hop, label_at + 3 * hop, s + 7, blank_limit, label_limit)
+            entry = out - hop + before
+            reached = _next_diagonal(reached, blank_a, label_a, out, entry, s, limit, MANY, TOKENS)
+            out += hop
+            reached = _next_diagonal(reached, blank_b, label_b, out, entry + hop, s + 1, limit, MANY, TOKENS)
+            out += hop
+            reached = _next_diagonal(reached, blank_c, label_c, out, entry + 2 * hop, s + 2, limit, MANY, TOKENS)
+            out += hop
+            reached = _next_diagonal(reached, blank_d, label_d, out, entry + 3 * hop, s + 3, limit, MANY, TOKENS)
+            out += hop
+            s += 4
             blank_a, blank_b, blank_c, blank_d = blank_e, blank_f, blank_g, blank_h
             label_a, label_b, label_c, label_d = label_e, label_f, label_g, label_h
         tl.debug_barrier()
@@ -262,36 +271,40 @@ def transducer_loss_shares(
 ):  # fmt: skip
     """Per node: the share of all right ways that goes on from there by blank, and by label (2 x B x T x U).
 
-    `scores`, where there are any, are the logarithms of alpha and beta. Zero where there is no node.
+    `scores`, where there are any, are the logarithms of alpha and beta. Zero where there is no node. Place after place,
+    so that what is read lies side by side.
     """
-    blocks = tl.cdiv(T * U, BLOCK)
+    blocks = tl.cdiv(places, BLOCK)
     program = tl.program_id(0)
     batch = (program // blocks).to(tl.int64)
-    n = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-    t, u = n // U, n % U
+    place = (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    width = tl.minimum(T, U)
+    diagonal = (place // width).to(tl.int32)
+    column = (place % width).to(tl.int32)
+    u = tl.where(sign > 0, column, diagonal - column)
+    t = diagonal - u
     frames = tl.minimum(tl.load(f_len + batch).to(tl.int32), T)
     tokens = tl.minimum(tl.load(y_len + batch).to(tl.int32) + 1, U)
-    exists = (t < frames) & (u < tokens)
-    last_frame, last_token = t == frames - 1, u == tokens - 1
-    place = batch * places + (t + u).to(tl.int64) * step + sign * u
+    inside = (t >= 0) & (t < T) & (u >= 0) & (u < U)
+    exists = inside & (t < frames) & (u < tokens)
+    place += batch * places
     second = (batch * 0 + B) * places
     beta = states + second
-    total = tl.load(beta + batch * places + 0 * n, mask=exists, other=ONE)
+    total = tl.load(beta + batch * places)
     here = tl.load(states + place, mask=exists, other=ZERO)
     blank = tl.load(words + place, mask=exists, other=ZERO)
     label = tl.load(words + second + place, mask=exists & (u < tokens - 1), other=ZERO)
     below = tl.load(beta + place + step, mask=exists & (t < frames - 1), other=ZERO)
-    below = tl.where(last_frame & last_token, ONE, below)
+    below = tl.where((t == frames - 1) & (u == tokens - 1), ONE, below)
     beside = tl.load(beta + place + step + sign, mask=exists & (u < tokens - 1), other=ZERO)
-    node = (batch * T) * U + n
-    all_nodes = (batch * 0 + B) * T * U
-    inside = n < T * U
+    node = (batch * T + t) * U + u
+    nodes = (batch * 0 + B) * T * U
     tl.store(shares + node, tl.where(exists, _share(here, blank, below, total), 0.0), mask=inside)
-    tl.store(shares + all_nodes + node, tl.where(exists, _share(here, label, beside, total), 0.0), mask=inside)
+    tl.store(shares + nodes + node, tl.where(exists, _share(here, label, beside, total), 0.0), mask=inside)
     if scores is not None:
         tl.store(scores + node, tl.where(exists, _packed_logarithm(here), 0.0), mask=inside)
         back = tl.load(beta + place, mask=exists, other=ZERO)
-        tl.store(scores + all_nodes + node, tl.where(exists, _packed_logarithm(back), 0.0), mask=inside)
+        tl.store(scores + nodes + node, tl.where(exists, _packed_logarithm(back), 0.0), mask=inside)
 
 
 @kernel

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 # The sizes below follow from what the compiler makes of the kernels for compute capability 9.0 (16-byte accesses, no
 # spilled registers) and from what was measured of like kernels here; of these themselves nothing is measured yet.
 
-# 24 bits of a random word are compared with the probability to drop.
-WORD = 1 << 24
-SUM_BLOCK = 1024
+# 16 bits of a random word are compared with the probability to drop.
+WORD = 1 << 16
+SUM_BLOCK = 512
+SUM_PARTS = 8
 
 
 Dtypes = tuple[torch.dtype | None, ...]
@@ -45,34 +46,42 @@ class Tile(NamedTuple):
     features: int
     num_warps: int
     num_stages: int = 1
+    frames: int = 1
 
 
-def joint_forward_tile(tokens: int, features: int, device: _device.DeviceFacts) -> Tile:
-    """4096 elements of each of four frames, 16 bytes a thread in four accesses; wide, to write long stretches."""
+def joint_forward_tile(tokens: int, features: int, seeded: bool, device: _device.DeviceFacts) -> Tile:
+    """4096 elements of each of four frames, 16 bytes a thread in four accesses; wide, to write long stretches.
+
+    Half as many of eight frames where random words are made: a thread holds four of them for each of its elements.
+    """
+    elements = 2048 if seeded else 4096
     wide = min(1024, _power(features))
-    tall = min(_power(tokens), max(1, 4096 // wide))
-    return Tile(tall, wide, _warps(tall * wide, 32, device))
+    tall = min(_power(tokens), max(1, elements // wide))
+    return Tile(tall, wide, _warps(tall * wide, elements // 128, device), frames=8 if seeded else 4)
 
 
-def joint_backward_tile(tokens: int, features: int, device: _device.DeviceFacts) -> Tile:
-    """All tokens of up to 128, so that the sum over them is complete, and 4096 elements; two tiles are loaded ahead."""
+def joint_backward_tile(tokens: int, features: int, masked: bool, device: _device.DeviceFacts) -> Tile:
+    """All tokens of up to 128, so that the sum over them is complete, and 4096 elements; two tiles are loaded ahead.
+
+    Two warps, since fewer exchange less for that sum; four where the mask is loaded beside dh, for their registers.
+    float16 16x300x60x512: 87 us, four warps 133; with a mask 170 and 161.
+    """
     tall = min(128, _power(tokens))
     wide = min(_power(features), max(16, 4096 // tall))
-    return Tile(tall, wide, _warps(tall * wide, 32, device), 3)
+    return Tile(tall, wide, _warps(tall * wide, 32 if masked else 64, device), num_stages=3)
 
 
 def _warps(elements: int, per_thread: int, device: _device.DeviceFacts) -> int:
     return max(1, min(8, elements // per_thread // device.warp_size))
 
 
-def frame_chunks(frames: int, programs: int, device: _device.DeviceFacts) -> int:
+def frame_chunks(frames: int, programs: int, per_multiprocessor: int, device: _device.DeviceFacts) -> int:
     """In how many chunks the frames are walked by `programs` each.
 
-    Five programs on every multiprocessor: the 88 registers that compute capability 9.0 needs per thread leave room for
-    no more, and a few programs left over would run alone. Each chunk costs a float32 copy of g's gradient, written and
-    read, so that a chunk has at least 16 frames.
+    As many programs as a multiprocessor has registers for, in one wave: a few left over would run alone. Each chunk
+    costs a float32 copy of g's gradient, written and read, so that a chunk has at least 16 frames.
     """
-    return max(1, min(5 * device.multiprocessors // programs, frames // 16))
+    return max(1, min(per_multiprocessor * device.multiprocessors // programs, frames // 16))
 
 
 class WordTile(NamedTuple):
@@ -81,29 +90,29 @@ class WordTile(NamedTuple):
     groups: int
     rows: int
     lanes: int
-    num_warps: int
+    num_warps: int = 1
 
 
 def reading_tile(tokens: int, words: int, element_size: int, device: _device.DeviceFacts) -> WordTile:
-    """One warp and 1024 elements, 16 bytes a thread in up to four accesses; more rows where short.
+    """One warp and 2048 elements: a row is reduced without other warps however the compiler lays out a tile.
 
-    One warp alone, so that a row is reduced without the others however the compiler lays out a tile: where it spread
-    rows over four warps, float16 16x300x60x1024 took 5100 us in place of the 140 of its bytes.
+    float16 16x300x60x1024 in 155 us; 1024 elements 183, 4096 170, two warps side by side 200. Triton 3.6 spreads the
+    groups of a tile of four warps over them and exchanges every element: 5100.
     """
-    return _word_tile(tokens, words, element_size, 1, device)
+    return _word_tile(tokens, words, element_size, 2048, 1024, device)
 
 
 def writing_tile(tokens: int, words: int, element_size: int, device: _device.DeviceFacts) -> WordTile:
-    """4096 elements: a row for each of four warps, 16 bytes a thread in up to four accesses; more rows where short."""
-    return _word_tile(tokens, words, element_size, 4, device)
+    """One warp and 512 elements: float16 16x300x60x1024 in 315 us. 1024 elements 365, four warps with as many: 440."""
+    return _word_tile(tokens, words, element_size, 512, 512, device)
 
 
-def _word_tile(tokens: int, words: int, element_size: int, warps: int, device: _device.DeviceFacts) -> WordTile:
-    vector = 16 // element_size
-    lanes = min(_power(words), device.warp_size * vector)
-    groups = min(_power(-(-words // lanes)), max(1, 1024 // lanes))
-    rows = min(_power(tokens), max(1, 1024 * warps // (groups * lanes)))
-    return WordTile(groups, rows, lanes, max(1, min(warps, groups * rows * lanes // (device.warp_size * vector))))
+def _word_tile(
+    tokens: int, words: int, element_size: int, elements: int, of_a_row: int, device: _device.DeviceFacts
+) -> WordTile:
+    lanes = min(_power(words), device.warp_size * 16 // element_size)
+    groups = min(_power(-(-words // lanes)), max(1, of_a_row // lanes))
+    return WordTile(groups, min(_power(tokens), max(1, elements // (groups * lanes))), lanes)
 
 
 class Skew(NamedTuple):
@@ -142,12 +151,12 @@ def _joint_forward_plan(
     from . import kernels_joint as kernels  # at first use: importing apex needs no Triton
 
     batches, frames, tokens, features = sizes
-    tile = joint_forward_tile(tokens, features, facts)
-    grid = batches * -(-frames // 4) * -(-tokens // tile.tokens) * -(-features // tile.features)
+    tile = joint_forward_tile(tokens, features, dropout == "seed", facts)
+    grid = batches * -(-frames // tile.frames) * -(-tokens // tile.tokens) * -(-features // tile.features)
     return kernels.transducer_joint_forward.bind(
         (grid,),
         (frames, tokens, features, round(spec.dropout * WORD), spec.scale),
-        (packed, spec.relu, dropout, want_mask, tile.tokens, tile.features),
+        (packed, spec.relu, dropout, want_mask, tile.frames, tile.tokens, tile.features),
         device=device,
         num_warps=tile.num_warps,
     )
@@ -208,10 +217,10 @@ def _joint_backward_plan(
     from . import kernels_joint as kernels
 
     batches, frames, tokens, features = sizes
-    tile = joint_backward_tile(tokens, features, facts)
+    tile = joint_backward_tile(tokens, features, masked, facts)
     blocks = -(-tokens // tile.tokens)
     programs = batches * blocks * -(-features // tile.features)
-    chunk = -(-frames // frame_chunks(frames, programs, facts))
+    chunk = -(-frames // frame_chunks(frames, programs, 5 if masked else 6, facts))
     chunks = -(-frames // chunk)
     main = kernels.transducer_joint_backward.bind(
         (programs * chunks,),
@@ -226,7 +235,8 @@ def _joint_backward_plan(
         if parts == 1:
             return None
         grid = (-(-count // SUM_BLOCK),)
-        return kernels.transducer_joint_sum.bind(grid, (count, parts), (SUM_BLOCK,), device=device, num_warps=4)
+        constants = (min(SUM_PARTS, _power(parts)), SUM_BLOCK)
+        return kernels.transducer_joint_sum.bind(grid, (count, parts), constants, device=device, num_warps=4)
 
     rows = batches * features
     return JointBackwardPlan(main, blocks, chunks, add(blocks, rows * frames), add(chunks, rows * tokens))
@@ -319,7 +329,7 @@ def _loss_walk_plan(
         device=device,
         num_warps=max(1, block // WALK_TOKENS_PER_WARP),
     )
-    grid = (batches * -(-frames * tokens // SHARES_BLOCK),)
+    grid = (batches * -(-skew(frames, tokens).places // SHARES_BLOCK),)
     shares = kernels.transducer_loss_shares.bind(grid, numbers, (SHARES_BLOCK,), device=device, num_warps=4)
     return WalkPlan(walk, shares)
 
