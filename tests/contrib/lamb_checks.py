@@ -282,7 +282,7 @@ def accumulation_undeclared(rank: int) -> None:
 def unused(rank: int) -> None:
     """A parameter without gradient in some processes, or in all, has zeros there."""
     params = parameters()
-    optimizer = made(params)
+    optimizer = made(params, dwu_num_blocks=8)
 
     def left_out(step: int, process: int) -> set[int]:
         return {0, 3} if step == 1 else {4} if step == 2 and process == 0 else set()
@@ -303,6 +303,10 @@ def unused(rank: int) -> None:
         own = share(step, params)
         used = [index for index in range(len(params)) if index not in left_out(step, rank)]
         backward([params[index] for index in used], [own[index] for index in used])
+        # What a script may do in between, when this process has sent more, or less, than others.
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        assert total.tolist() == [dist.get_world_size()] * 3
         optimizer.step()
     expected = solved(FusedLAMB, torch.float32, STEPS, gradients=gradients)
     for found, truth in zip(params, expected, strict=True):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._env import processes_on_machine
 from ...optimizers._base import check_betas, check_hyperparameters
@@ -21,10 +19,8 @@ from ._lamb.shards import Shards, make_arena
 from ._lamb.update import Owned, Update
 from ._zero import formats
 from ._zero.collectives import all_reduce
+from ._zero.hooks import Listener
 from ._zero.parameters import ParameterSync
-
-# The optimizer that listens to a parameter's gradients: of several that had it, the last.
-_listening: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class DistributedFusedLAMB(torch.optim.Optimizer):
@@ -109,7 +105,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         self._last_step = False
         self._global_scale: float | Tensor | None = None
         self._param_order = dict(param_order) if param_order else None
-        self._hooks: list[Any] = []
+        self._listener: Listener | None = None
         self._viewed: list[tuple[int, Tensor]] = []
         self._states: list[Shards] = []
         self._reductions: Reductions | None = None
@@ -148,8 +144,10 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         # Whether the last gradients kept a step from being taken.
         self._steps = states.StepCount(first.device)
         self._overflow_buf = torch.zeros(1, dtype=torch.int32, device=first.device)
-        self._broadcast()
-        self._listen()
+        if not self._groups.is_one:
+            broadcast_from_first(self.parameters())
+        self._listener = Listener(self, DistributedFusedLAMB._arrived)
+        self._listener.listen(self.parameters())
 
     # Parameters and their layout --------------------------------------------------------------------------------------
 
@@ -171,30 +169,8 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         if self._reductions is not None:
             raise RuntimeError("a parameter group cannot be added after the first backward pass or step")
         super().add_param_group(param_group)
-        if self._hooks:
-            self._listen()
-
-    def _broadcast(self) -> None:
-        """Parameters take the values of process 0."""
-        if not self._groups.is_one:
-            broadcast_from_first(self.parameters())
-
-    def _listen(self) -> None:
-        """Hears of gradients, as long as no other optimizer listens to the same parameters, and lives."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        this = weakref.ref(self)
-
-        def arrived(param: Tensor) -> None:
-            optimizer = this()
-            if optimizer is not None and _listening.get(param) is this:
-                optimizer._arrived(param)
-
-        for param in self._trained:
-            _listening[param] = this
-            self._hooks.append(param.register_post_accumulate_grad_hook(arrived))
-        weakref.finalize(self, _remove, self._hooks)
+        if self._listener is not None:
+            self._listener.listen(self.parameters())
 
     @torch.no_grad()
     def _prepare(self) -> Reductions:
@@ -441,8 +417,3 @@ def _check_positive(**numbers: int) -> None:
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name}={number} is not positive")
-
-
-def _remove(hooks: list[Any]) -> None:
-    for hook in hooks:
-        hook.remove()

@@ -70,11 +70,13 @@ def make_communicators(
 
 
 def _own(every: list[list[int]], number: int, channels: int, verbose: bool) -> Any:
-    """This process's group among `every`; number 0 of all processes is the world group."""
+    """This process's group among `every`.
+
+    Never the world group: clients use that between a backward pass and its step, when processes with all gradients have
+    sent more than those that lack some, and a communicator needs the same order everywhere.
+    """
     world = dist.group.WORLD
     assert world is not None
-    if number == 0 and len(every[0]) == dist.get_world_size():
-        return world
     made = _made.setdefault(world, {})
     own = None
     for ranks in every:

@@ -8,7 +8,7 @@ process 0 everywhere, while the backward pass goes on. What has no gradient when
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,14 @@ from .._zero.arena import Arena, laid_out_like
 from .._zero.collectives import Done, Work, all_reduce, reduce_scatter
 from .communicators import Communicators
 from .lists import FixedLists
+
+
+class _Target(NamedTuple):
+    """Where a parameter's gradient, or these of its elements, go."""
+
+    param: int
+    place: Tensor
+    elements: slice | None
 
 
 class Reductions:
@@ -43,8 +51,6 @@ class Reductions:
         self._full = full
         self._overlap = overlap and not self._groups.is_one
         self._buckets = [(arena, number) for arena in self.arenas for number in range(len(arena.layout.bucket_sizes))]
-        self._places = {id(param): (arena, i) for arena in self.arenas for i, param in enumerate(arena.params)}
-        self._numbers = {(id(arena), bucket): number for number, (arena, bucket) in enumerate(self._buckets)}
         self._needs = [{piece.param for piece in arena.layout.pieces[bucket]} for arena, bucket in self._buckets]
         # Numbers of buckets in the order in which they are sent; None until it is known.
         self._order: list[int] | None = None
@@ -56,7 +62,25 @@ class Reductions:
             arena.gradient_buffer = arena.allocate(arena.layout.size, dtype=arena.dtypes.gradients, device=arena.device)
             if not self._in_place:
                 arena.gradient_shard = arena.new_shard(arena.dtypes.gradients)
+        # Of every parameter its arena, its number there, and the numbers of its buckets.
+        numbers = {(id(arena), bucket): number for number, (arena, bucket) in enumerate(self._buckets)}
+        self._places = {
+            id(param): (arena, index, [numbers[id(arena), bucket] for bucket in arena.layout.buckets_of[index]])
+            for arena in self.arenas
+            for index, param in enumerate(arena.params)
+        }
+        self._targets = [self._targets_of(arena, bucket) for arena, bucket in self._buckets]
         self._start_round()
+
+    def _targets_of(self, arena: Arena, number: int) -> list[_Target]:
+        """Where gradients go in a bucket: views that are made once, which takes longer than copying."""
+        bucket = arena.bucket(self._buffer(arena), number)
+        return [
+            _Target(piece.param, arena.view(self._buffer(arena), piece.param), None)
+            if piece.size == arena.layout.sizes[piece.param]
+            else _Target(piece.param, bucket[piece.offset : piece.offset + piece.size], slice(piece.start, piece.stop))
+            for piece in arena.layout.pieces[number]
+        ]
 
     def _start_round(self) -> None:
         # How many buckets have been sent, and which.
@@ -79,21 +103,20 @@ class Reductions:
         if self._sealed:
             self._finish()
             self._start_round()
-        arena, index = place
+        arena, index, numbers = place
         assert param.grad is not None
         if param.grad.layout != torch.strided:
             raise RuntimeError(
                 f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; only dense ones are divided "
                 "among processes: use sparse=False in embeddings"
             )
-        numbers = [self._numbers[id(arena), bucket] for bucket in arena.layout.buckets_of[index]]
         if not self._gone.isdisjoint(numbers):
             raise RuntimeError(
                 f"the gradient of a parameter of shape {tuple(param.shape)} changed after it had been sent to other "
                 "processes: call set_is_accumulation_step(True) before all backward passes of a step but the last, or "
                 "use overlap_reductions=False"
             )
-        arena.gradients[index] = laid_out_like(param.grad.detach(), param)
+        arena.gradients[index] = laid_out_like(param.grad, param)
         for number in numbers:
             self._waiting[number].discard(index)
             if not self._waiting[number] and number not in self._finished:
@@ -158,7 +181,7 @@ class Reductions:
         for arena in self.arenas:
             for index, param in enumerate(arena.params):
                 if arena.gradients[index] is None and param.grad is not None:
-                    arena.gradients[index] = laid_out_like(param.grad.detach(), param)
+                    arena.gradients[index] = laid_out_like(param.grad, param)
 
     def _agree_on_order(self) -> None:
         """The order in which buckets were complete in process 0, then the others; from the last if none was."""
@@ -199,23 +222,21 @@ class Reductions:
         self._gone.add(number)
         arena, index = self._buckets[number]
         if not filled:
-            self._fill(arena, index)
+            self._fill(arena, number)
         bucket = arena.bucket(self._buffer(arena), index)
         shard = bucket if self._in_place else arena.shard(self._shard(arena), index)
         self._works.append(self._reduce(bucket, shard, number, factor))
 
-    def _fill(self, arena: Arena, index: int) -> None:
+    def _fill(self, arena: Arena, number: int) -> None:
         """Copies gradients to their places in a bucket."""
-        bucket = arena.bucket(self._buffer(arena), index)
         sources, places, missing = [], [], []
-        for piece in arena.layout.pieces[index]:
-            place = bucket[piece.offset : piece.offset + piece.size]
-            gradient = arena.gradients[piece.param]
+        for target in self._targets[number]:
+            gradient = arena.gradients[target.param]
             if gradient is None:
-                missing.append(place)
+                missing.append(target.place)
             else:
-                sources.append(flat(gradient)[piece.start : piece.stop])
-                places.append(place)
+                sources.append(gradient if target.elements is None else flat(gradient)[target.elements])
+                places.append(target.place)
         if sources:
             torch._foreach_copy_(places, sources)
         if missing:
