@@ -192,19 +192,38 @@ def overflow(rank: int) -> None:
         torch.testing.assert_close(param, other)
 
 
+# For docs/zero.md: dtype of parameters, options, bytes per element that are divided among processes, and those of one.
+MEMORY: list[tuple[torch.dtype, dict[str, Any], int, int]] = [
+    (torch.float32, {}, 12, 8),
+    (torch.bfloat16, {"param_sync_dtype": torch.bfloat16}, 14, 12),
+    (
+        torch.bfloat16,
+        {"param_sync_dtype": torch.bfloat16, "store_params": False, "store_param_remainders": True},
+        12,
+        12,
+    ),
+    (torch.bfloat16, {"param_sync_dtype": torch.bfloat16, "store_params": False}, 10, 8),
+    (torch.float16, {"dtype": torch.float16, "with_scaled_states": True}, 8, 8),
+]
+
+
 def memory(rank: int) -> None:
     """State per rank is a part of that of one process: bytes are counted."""
-    net = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 77))
-    elements = sum(param.numel() for param in net.parameters())
-    optimizer = DistributedFusedAdam(net.parameters(), bucket_cap_mb=0.1)
-    optimizer.init_params()
-    tensors = [shard for state in optimizer._states for shard in state.shards().values()]
-    found = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     size = dist.get_world_size()
-    per_element = 8 if size == 1 else 12  # one process needs no second copy of float32 parameters
-    padding = 128 * per_element * (1 + len(optimizer.state["buckets"]))
-    assert per_element * elements / size <= found <= per_element * elements / size + padding
-    assert sum(bucket.exp_avg_shard.numel() for bucket in optimizer.state["buckets"]) * 4 * (per_element // 4) == found
+    for kind, options, divided, alone in MEMORY:
+        net = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 77)).to(kind)
+        elements = sum(param.numel() for param in net.parameters())
+        optimizer = DistributedFusedAdam(net.parameters(), bucket_cap_mb=0.1, **options)
+        net(torch.ones(1, 300, dtype=kind)).sum().backward()
+        optimizer.step()
+        tensors = [shard for state in optimizer._states for shard in state.shards().values()]
+        tensors += [shard for state in optimizer._states for shard in state.arena.outgoing]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        bytes_each = alone if size == 1 else divided
+        expected = bytes_each * elements / size
+        # Parameters start at multiples of 128 bytes of gradients, buckets are divided at such.
+        assert expected <= sum(storages.values()) <= expected + 128 * bytes_each * 6, (kind, options)
+        assert sum(len(bucket.exp_avg_shard) for bucket in optimizer.state["buckets"]) >= elements / size
 
 
 def buffers(rank: int) -> None:

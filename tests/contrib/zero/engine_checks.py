@@ -162,9 +162,9 @@ def grid(rank: int) -> None:
 
 CHECKS: dict[str, Check] = {
     "collectives": collectives,
-    "rounds": rounds(contiguous=False, in_flight=1),
-    "rounds_contiguous": rounds(contiguous=True, in_flight=3),
-    "parameters": parameters(contiguous=False, dtype=torch.float32),
-    "parameters_contiguous": parameters(contiguous=True, dtype=torch.bfloat16),
-    "grid": grid,
+    "engine_rounds": rounds(contiguous=False, in_flight=1),
+    "engine_rounds_contiguous": rounds(contiguous=True, in_flight=3),
+    "engine_parameters": parameters(contiguous=False, dtype=torch.float32),
+    "engine_parameters_contiguous": parameters(contiguous=True, dtype=torch.bfloat16),
+    "engine_grid": grid,
 }

@@ -1,8 +1,30 @@
-"""Optimizers in their first form: gradients, copies and scale are given to `step`, mostly by FP16_Optimizer."""
+"""Optimizers with divided state (`Distributed...`), and others in their first form.
+
+The latter are given gradients, copies and scale in `step`, mostly by FP16_Optimizer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 from .fp16_optimizer import FP16_Optimizer
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
 from .fused_sgd import FusedSGD
 
-__all__ = ["FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"]
+__all__ = ["DistributedFusedAdam", "DistributedFusedLAMB", "FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"]
+
+# Imported at first use: they need torch.distributed.
+_LATER = {
+    "DistributedFusedAdam": "distributed_fused_adam",
+    "DistributedFusedLAMB": "distributed_fused_lamb",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    if name in _LATER.values():
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

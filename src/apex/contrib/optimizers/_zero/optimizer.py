@@ -35,6 +35,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # torch.amp.GradScaler then leaves gradients, and its flag, to `step`.
     _step_supports_amp_scaling = True
+    # Beside parameters, names of what belongs to all of them are keys.
+    state: Any
     _custom_amp_unscale_grads = True
 
     def __init__(

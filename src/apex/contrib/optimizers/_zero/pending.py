@@ -44,8 +44,8 @@ _BLIND = {
         for name in ("device", "dtype", "grad", "is_leaf", "layout", "ndim", "requires_grad")
     ),
     *(getattr(Tensor, name).__get__ for name in ("is_cpu", "is_cuda", "is_meta", "is_sparse", "shape")),
-    Tensor.grad.__set__,  # type: ignore[attr-defined]
-    Tensor.grad.__delete__,  # type: ignore[attr-defined]
+    Tensor.grad.__set__,  # type: ignore[union-attr]
+    Tensor.grad.__delete__,  # type: ignore[union-attr]
     *(Tensor.dim, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.numel, Tensor.size, Tensor.stride),
 }
 

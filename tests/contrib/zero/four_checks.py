@@ -1,0 +1,6 @@
+"""What four processes do."""
+
+from tests.contrib.zero import checkpoint_checks, engine_checks
+from tests.parallel.processes import Check
+
+CHECKS: dict[str, Check] = {**engine_checks.CHECKS, **checkpoint_checks.CHECKS}

@@ -1,0 +1,6 @@
+"""What two processes do."""
+
+from tests.contrib.zero import adam_checks, engine_checks
+from tests.parallel.processes import Check
+
+CHECKS: dict[str, Check] = {**engine_checks.CHECKS, **adam_checks.CHECKS}
