@@ -107,14 +107,14 @@ OF_ALGORITHM = ("use_nvlamb", "adam_w_mode", "bias_correction", "grad_averaging"
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_as_fused_lamb(options: dict[str, Any], dtype: torch.dtype) -> None:
     compare(options, dtype)
 
 
 @pytest.mark.usefixtures("busy_alone")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_collectives(options: dict[str, Any], dtype: torch.dtype) -> None:
     compare(options, dtype)
 
