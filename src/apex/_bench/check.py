@@ -16,7 +16,8 @@ def worst_excess(actual: Sequence[Tensor], expected: Sequence[Expected]) -> floa
     if len(actual) != len(expected):
         return math.inf
     return max(
-        (excess(a.detach(), e.value, e.dtype, e.reduction) for a, e in zip(actual, expected, strict=True)), default=0.0
+        (excess(a.detach(), e.value, e.dtype, e.reduction, e.slack) for a, e in zip(actual, expected, strict=True)),
+        default=0.0,
     )
 
 
@@ -39,5 +40,5 @@ def _mean_excess(actual: Tensor, expected: Expected) -> float:
     rtol, atol = tolerance(expected.dtype, expected.reduction)
     error = (actual.double() - expected.value).square().mean().sqrt()
     size = expected.value.square().mean().sqrt()
-    ratio = float(error / (atol + rtol * size))
+    ratio = float(error / (atol + expected.slack + rtol * size))
     return math.inf if math.isnan(ratio) else ratio

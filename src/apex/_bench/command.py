@@ -108,7 +108,7 @@ def _run(selection: Selection, device: torch.device, quick: bool, console: Conso
         try:
             for family, case in selection.timed:
                 progress.update(task, description=case.name)
-                known = recorded.get(case.name)
+                known = recorded.get(case.recorded_as or case.name)
                 report.cases.append(run_case(case, family, device, effort, report.copy_bandwidth, known))
                 progress.advance(task)
             for family, memory_case in selection.memory:

@@ -19,11 +19,15 @@ Call = Callable[[], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Expected:
-    """One right result: its values in float64, the dtype it is delivered in and how many terms each element sums."""
+    """One right result: its values in float64, the dtype it is delivered in and how many terms each element sums.
+
+    `slack` is an absolute error beyond the tolerance for these, for arithmetic that is known to have it.
+    """
 
     value: Tensor
     dtype: torch.dtype
     reduction: int = 1
+    slack: float = 0.0
 
 
 @dataclass
@@ -49,7 +53,8 @@ class Case:
 
     `bytes_moved` counts each input once and each output once. `timing` is "device" for the time of the work on the
     device with a cold cache, "wall" for the time per iteration of a loop as a training script sees it, host included.
-    `note` is what a reader of the results must know beyond the name.
+    `note` is what a reader of the results must know beyond the name. `recorded_as` is the name under which times of
+    peers were recorded, where it is not this one.
     """
 
     name: str
@@ -57,6 +62,7 @@ class Case:
     make: Callable[[torch.device], Prepared]
     timing: Literal["device", "wall"] = "device"
     note: str | None = None
+    recorded_as: str | None = None
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,28 @@ def tolerance(dtype: torch.dtype, reduction: int = 1) -> tuple[float, float]:
     return rtol, atol * math.sqrt(max(1, reduction))
 
 
-def excess(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None, reduction: int = 1) -> float:
-    """The largest error as a multiple of its tolerance: above 1 is wrong, NaN counts as infinitely wrong."""
+def tensor_core_error(terms: int) -> float:
+    """How far tensor cores may be from the sum of `terms` products of order one, though they add in float32.
+
+    They add sixteen products at a time to one sum of order sqrt(terms), and cut off what does not fit instead of
+    rounding it: errors of up to 2^-23 of the sum, all towards zero. On an H200, 16.8 million sums of 8192 products had
+    errors of up to 5.0e-3, an emulation of this way of adding 5.4e-3; this gives 5.5e-3. Rounding would leave 3.6e-4.
+    """
+    return terms / 16 * math.sqrt(terms) * 2**-23
+
+
+def excess(
+    actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None, reduction: int = 1, slack: float = 0.0
+) -> float:
+    """The largest error as a multiple of its tolerance: above 1 is wrong, NaN counts as infinitely wrong.
+
+    `slack` is an absolute error beyond the table's, for arithmetic that is known to have it.
+    """
     if actual.shape != expected.shape:
         return math.inf
     if not actual.numel():
         return 0.0
     rtol, atol = tolerance(dtype or actual.dtype, reduction)
     wanted = expected.double()
-    error = (actual.double() - wanted).abs() / (atol + rtol * wanted.abs())
+    error = (actual.double() - wanted).abs() / (atol + slack + rtol * wanted.abs())
     return math.inf if bool(error.isnan().any()) else float(error.max())

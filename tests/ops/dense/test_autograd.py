@@ -171,6 +171,7 @@ def test_float64_keeps_its_precision(route: Route) -> None:
 def test_small_layers_are_left_to_pytorch(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the widest layer; what is asked for is done at any size."""
     monkeypatch.setattr("apex.ops.dense.op.SMALL", 4 * 8)
+    monkeypatch.setattr("apex.ops.dense.op.SMALL_BETWEEN_LAYERS", 4 * 8)
     monkeypatch.setattr(_library, "runs_triton", lambda family, tensor: implementation != "torch")
     with _library.implementation(implementation):
         for rows, node in ((4, implementation != "torch"), (3, implementation == "triton")):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from apex.ops import _library, dense
+from apex.ops._tolerance import excess, tensor_core_error
 from apex.ops.dense import op, reference
 from apex.ops.dense.perceptron import composed_mlp
 from tests.harness import Route, assert_close, assert_equal_bits, routes
@@ -71,7 +72,7 @@ def test_reference_is_what_autograd_computes(activation: str) -> None:
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("activation", ["relu", "sigmoid", "gelu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-@pytest.mark.parametrize("shape", [(1, 1), (64, 256), (70, 37), (3, 300), (200, 9)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (64, 256), (70, 37), (3, 300), (2100, 9)], ids=str)
 def test_gradients_of_activation_and_bias(
     shape: tuple[int, int], dtype: torch.dtype, activation: str, route: Route
 ) -> None:
@@ -325,6 +326,18 @@ def test_accumulation_by_pytorch_and_by_the_kernel_agree() -> None:
         assert (total.double() - expected).norm() <= 1e-5 * expected.norm()
         totals.append(total)
     assert (totals[0].double() - totals[1].double()).norm() <= 1e-5 * totals[1].double().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["auto", "triton"])
+def test_accumulation_is_as_exact_as_tensor_cores_are(implementation: str) -> None:
+    """Element by element in float32: a product that was rounded to bfloat16 would be off by 0.1."""
+    x, dy = (torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    total = torch.ones(512, 512, device="cuda")
+    with _library.implementation(implementation):
+        dense.wgrad_gemm_accum(x, dy, total)
+    expected = 1 + dy.double().t() @ x.double()
+    assert excess(total, expected, reduction=8192, slack=tensor_core_error(8192)) <= 1
 
 
 @pytest.mark.gpu

@@ -80,9 +80,10 @@ CASES = [
 
 # What makes groups of any size run as only those of larger images do: cut into tiles, walked through by one program,
 # and with the images apart in the backward pass.
+NONE = {"forward": 0, "backward": 0}
 WAYS = {
-    "cut": {"SMALL_GROUP": 0, "WALKED_GROUP": 0, "FORWARD_TILE": {True: 512, False: 256}, "BACKWARD_TILE": 256},
-    "walk": {"SMALL_GROUP": 0, "WALK_TILE": 256},
+    "cut": {"SMALL_GROUP": NONE, "WALKED_GROUP": 0, "FORWARD_TILE": {True: 512, False: 256}, "BACKWARD_TILE": 256},
+    "walk": {"SMALL_GROUP": NONE, "WALK": {"forward": (256, 4, 2), "backward": (256, 4, 1)}},
     "apart": {"WHOLE_GROUP": 0},
 }
 
@@ -317,8 +318,11 @@ def test_cuda_graph_capture() -> None:
 
 
 def test_large_groups_are_cut_up() -> None:
-    assert config.small_config(64, 80) is not None
-    assert config.small_config(4096, 10) is None
+    for direction in ("forward", "backward"):
+        assert config.small_config(64, 80, direction) is not None
+        assert config.small_config(4096, 10, direction) is None
+        assert config.walk_config(2, 4096, 320, 10, direction) is not None
+        assert config.walk_config(8, 4096, 320, 10, direction) is None
     for last in (True, False):
         tile = config.tile_config(4097, 320, 8192, last)
         assert tile.rows * tile.chunks >= 4097

@@ -161,7 +161,7 @@ def dense_gelu_dense(
     needs_graph = torch.is_grad_enabled()
     elements = input.numel() // max(1, input.shape[-1]) * weight1.shape[0]
     # Without gradients always: there is no node, and fewer operators.
-    if not _library.runs_triton(FAMILY, input) or (needs_graph and not is_large(elements)):
+    if not _library.runs_triton(FAMILY, input) or (needs_graph and not is_large(elements, between_layers=True)):
         return composed_dense_gelu_dense(*arguments)
     arguments = cast_like_autocast(dtype, arguments)
     return _apply_node(*arguments) if needs_graph else _infer_dense_gelu_dense(*arguments)

@@ -6,17 +6,21 @@ from dataclasses import dataclass
 
 from .._device import next_power_of_2
 
-# Elements of a group, its channels rounded up to a power of two, up to which one program takes all of it.
-SMALL_GROUP = 32768
+# Elements of a group, its channels rounded up to a power of two, up to which one program holds all of it. Times in
+# microseconds are those of an H200, in bfloat16, channels last: the gradients of 8x960x32x32, 32768 elements a group,
+# took 143 held at once and 55 in tiles.
+SMALL_GROUP = {"forward": 32768, "backward": 16384}
 # Elements of a group in all images up to which one program takes them all in the backward pass, which leaves no sums
 # to be added; for host-bound sizes, where a launch less counts for more than the time of the GPU.
 WHOLE_GROUP = 32768
-# Elements of a group and of a tensor up to which one program walks through all of a group in tiles.
-WALKED_GROUP, WALKED = 1 << 18, 1 << 25
-WALK_TILE, WALK_WARPS, WALK_STAGES = 4096, 8, 2
-# Elements that one program holds of each tensor where groups are cut up, and its warps. On an H200, 8x2560x64x64 in
-# bfloat16: forward 211 us against 240 to 310 for other sizes where channels are last, 139 against 165 where they are
-# not; backward 351 against 385 to 607, and 236 against 252.
+# Elements of a group and of a tensor up to which one program walks through all of a group in tiles. 2x320x64x64, where
+# the host is the limit: 39 forward and 146 backward in one and two launches, 77 and 203 in three and four, though
+# these keep the GPU busy for 17 and 23 only. 8x320x64x64: 55 and 149 against 35 and 127.
+WALKED_GROUP, WALKED = 1 << 18, 1 << 23
+WALK = {"forward": (4096, 8, 2), "backward": (8192, 16, 1)}  # elements of a tile, warps, tiles on their way
+# Elements that one program holds of each tensor where groups are cut up, and its warps. 8x2560x64x64: forward 211
+# against 240 to 310 for other sizes where channels are last, 139 against 165 where they are not; backward 351 against
+# 385 to 607, and 236 against 252.
 FORWARD_TILE = {True: 8192, False: 4096}
 FORWARD_WARPS = 4
 BACKWARD_TILE = 2048
@@ -36,11 +40,11 @@ class SmallConfig:
     num_warps: int
 
 
-def small_config(positions: int, group_channels: int) -> SmallConfig | None:
-    """None where a group is too large for one program."""
+def small_config(positions: int, group_channels: int, direction: str) -> SmallConfig | None:
+    """None where a group is too large to be held by one program."""
     position_block, channel_block = next_power_of_2(positions), next_power_of_2(group_channels)
     elements = position_block * channel_block
-    if elements > SMALL_GROUP:
+    if elements > SMALL_GROUP[direction]:
         return None
     return SmallConfig(position_block, channel_block, min(16, max(1, elements // 1024)))
 
@@ -55,13 +59,14 @@ class WalkConfig:
     stages: int
 
 
-def walk_config(images: int, positions: int, channels: int, group_channels: int) -> WalkConfig | None:
+def walk_config(images: int, positions: int, channels: int, group_channels: int, direction: str) -> WalkConfig | None:
     """None where groups are cut up."""
     channel_block = next_power_of_2(group_channels)
     if positions * channel_block > WALKED_GROUP or images * positions * channels > WALKED:
         return None
-    position_block = min(next_power_of_2(positions), max(1, WALK_TILE // channel_block))
-    return WalkConfig(position_block, channel_block, WALK_WARPS, WALK_STAGES)
+    elements, num_warps, stages = WALK[direction]
+    position_block = min(next_power_of_2(positions), max(1, elements // channel_block))
+    return WalkConfig(position_block, channel_block, num_warps, stages)
 
 
 @dataclass(frozen=True)

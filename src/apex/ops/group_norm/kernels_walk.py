@@ -69,7 +69,7 @@ def group_norm_forward_walk(
         mask = (tile * S_BLOCK + row < positions) & (column < D)
         values = tl.load(x + begin + (offset + tile * S_BLOCK * step), mask, other=0.0).to(tl.float32)
         away = tl.where(mask, values - means, 0.0)
-        means += away / (tile + 1)
+        means += away * (1.0 / (tile + 1))
         squares += away * (values - means)
     seen = tl.where((row < positions) & (column < D), (positions - row + S_BLOCK - 1) // S_BLOCK, 0).to(tl.float32)
     count = 1.0 * positions * D

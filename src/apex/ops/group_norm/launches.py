@@ -45,15 +45,20 @@ class _Shape:
         self.flags = (has_weight, has_bias, spec.silu, last)
         self.has_weight, self.has_bias = has_weight, has_bias
         self.group_block = _device.next_power_of_2(self.group_channels)
-        self.small = config.small_config(positions, self.group_channels)
-        self.walk = config.walk_config(images, positions, channels, self.group_channels)
+
+    def small(self, direction: str) -> config.SmallConfig | None:
+        return config.small_config(self.positions, self.group_channels, direction)
+
+    def walk(self, direction: str) -> config.WalkConfig | None:
+        return config.walk_config(self.images, self.positions, self.channels, self.group_channels, direction)
 
 
 class ForwardPlan:
     """Launches of a forward pass: one where a program takes a whole group, three where groups are cut up."""
 
     def __init__(self, shape: _Shape, device: torch.device) -> None:
-        (kernels, walks), spec, small, walk = _kernels(), shape.spec, shape.small, shape.walk
+        (kernels, walks), spec = _kernels(), shape.spec
+        small, walk = shape.small("forward"), shape.walk("forward")
         self.spec = spec
         self._statistics_shape = (shape.images, shape.groups, 2)
         self._shape, self._device = shape, device
@@ -131,7 +136,8 @@ class BackwardPlan:
     """
 
     def __init__(self, shape: _Shape, param_grads: bool, device: torch.device) -> None:
-        (kernels, walks), spec, small, walk = _kernels(), shape.spec, shape.small, shape.walk
+        (kernels, walks), spec = _kernels(), shape.spec
+        small, walk = shape.small("backward"), shape.walk("backward")
         self._device = device
         self._param_grads = param_grads and (shape.has_weight or shape.has_bias)
         self._small: BoundLaunch | None = None

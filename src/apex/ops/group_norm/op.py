@@ -36,7 +36,8 @@ def group_norm(
 
     Computed in float32 whatever the dtypes; the output has the input's dtype and layout.
     """
-    if not torch.compiler.is_compiling() and _library.runs_triton(FAMILY, input):
+    runs_triton = _library.runs_triton(FAMILY, input)
+    if runs_triton and not torch.compiler.is_compiling():
         plan = _known_plan(input, num_groups, weight, bias, eps, activation)
         if plan is not None:
             if torch.is_grad_enabled():
@@ -46,7 +47,7 @@ def group_norm(
     spec = GroupNormSpec(num_groups, eps, bool(activation))
     if not input.numel():
         return reference.forward(input, weight, bias, spec)[0]  # PyTorch's operator leaves gradients undefined
-    if not _library.runs_triton(FAMILY, input):
+    if not runs_triton:
         return _native(input, weight, bias, spec)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return GroupNormFunction.apply(dense(input), weight, bias, spec, None)
@@ -113,11 +114,16 @@ def check(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | 
 def _native(input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> Tensor:
     """PyTorch's operators, in float32 because they round statistics to the dtype of their input."""
     dtype = reference.compute_dtype(input, weight, bias)
-    wide_weight, wide_bias = (None if each is None else each.to(dtype) for each in (weight, bias))
-    output = torch.nn.functional.group_norm(input.to(dtype), spec.groups, wide_weight, wide_bias, spec.eps)
+    wide = input if input.dtype == dtype else input.to(dtype)
+    if weight is not None and weight.dtype != dtype:
+        weight = weight.to(dtype)
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
+    output = torch.group_norm(wide, spec.groups, weight, bias, spec.eps)
     if spec.silu:
         output = torch.nn.functional.silu(output)
-    output = output.to(input.dtype)
+    if output.dtype != input.dtype:
+        output = output.to(input.dtype)
     # On a GPU it takes channels-last inputs and gives contiguous outputs.
     return output if output.stride() == input.stride() else _laid_out_like(input, output)
 
