@@ -10,7 +10,7 @@ flight together. The ROWS are neighbouring tokens of one frame.
 Between the kernels a probability is an int64: its exponent of two above 32 bits of a float32 mantissa from 1 to 2, or 0
 with an exponent below all others. Nothing underflows, and a product of hundreds of words keeps seven digits, where a
 float32 logarithm of the order of a thousand has four behind the point. The nodes of a lattice lie diagonal after
-diagonal, node (t, u) at (t + u) * step + sign * u, which `launches.skew` chooses so that a diagonal is one stretch.
+diagonal, node (t, u) at (t + u) * step + sign * u, which `config.skew` chooses so that a diagonal is one stretch.
 """
 
 import triton

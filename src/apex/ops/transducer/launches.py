@@ -1,4 +1,4 @@
-"""From tensors to kernel launches: launch configuration, allocation, tensors in kernel order.
+"""From tensors to kernel launches: allocation, tensors in kernel order.
 
 What depends on shapes and dtypes alone is planned once and cached; a call then allocates its results and launches.
 """
@@ -12,18 +12,11 @@ import torch
 from torch import Tensor
 
 from .. import _device
+from . import config
 from .spec import JointSpec, LossNodes
 
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
-
-# The sizes below follow from what the compiler makes of the kernels for compute capability 9.0 (16-byte accesses, no
-# spilled registers) and from what was measured of like kernels here; of these themselves nothing is measured yet.
-
-# 16 bits of a random word are compared with the probability to drop.
-WORD = 1 << 16
-SUM_BLOCK = 512
-SUM_PARTS = 8
 
 
 Dtypes = tuple[torch.dtype | None, ...]
@@ -32,109 +25,6 @@ Dtypes = tuple[torch.dtype | None, ...]
 def _dtypes(*tensors: Tensor | None) -> Dtypes:
     """The part of a plan's key that says which tensors there are, and of which dtypes."""
     return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
-
-
-def _power(size: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, size - 1).bit_length()
-
-
-class Tile(NamedTuple):
-    """What a program of a joint's kernel works on at a time."""
-
-    tokens: int
-    features: int
-    num_warps: int
-    num_stages: int = 1
-    frames: int = 1
-
-
-def joint_forward_tile(tokens: int, features: int, seeded: bool, device: _device.DeviceFacts) -> Tile:
-    """4096 elements of each of four frames, 16 bytes a thread in four accesses; wide, to write long stretches.
-
-    Half as many of eight frames where random words are made: a thread holds four of them for each of its elements.
-    """
-    elements = 2048 if seeded else 4096
-    wide = min(1024, _power(features))
-    tall = min(_power(tokens), max(1, elements // wide))
-    return Tile(tall, wide, _warps(tall * wide, elements // 128, device), frames=8 if seeded else 4)
-
-
-def joint_backward_tile(tokens: int, features: int, masked: bool, device: _device.DeviceFacts) -> Tile:
-    """All tokens of up to 128, so that the sum over them is complete, and 4096 elements; two tiles are loaded ahead.
-
-    Two warps, since fewer exchange less for that sum; four where the mask is loaded beside dh, for their registers.
-    float16 16x300x60x512: 87 us, four warps 133; with a mask 170 and 161.
-    """
-    tall = min(128, _power(tokens))
-    wide = min(_power(features), max(16, 4096 // tall))
-    return Tile(tall, wide, _warps(tall * wide, 32 if masked else 64, device), num_stages=3)
-
-
-def _warps(elements: int, per_thread: int, device: _device.DeviceFacts) -> int:
-    return max(1, min(8, elements // per_thread // device.warp_size))
-
-
-def frame_chunks(frames: int, programs: int, per_multiprocessor: int, device: _device.DeviceFacts) -> int:
-    """In how many chunks the frames are walked by `programs` each.
-
-    As many programs as a multiprocessor has registers for, in one wave: a few left over would run alone. Each chunk
-    costs a float32 copy of g's gradient, written and read, so that a chunk has at least 16 frames.
-    """
-    return max(1, min(per_multiprocessor * device.multiprocessors // programs, frames // 16))
-
-
-class WordTile(NamedTuple):
-    """What a program of the loss's kernels works on at a time."""
-
-    groups: int
-    rows: int
-    lanes: int
-    num_warps: int = 1
-
-
-def reading_tile(tokens: int, words: int, element_size: int, device: _device.DeviceFacts) -> WordTile:
-    """One warp and 2048 elements: a row is reduced without other warps however the compiler lays out a tile.
-
-    float16 16x300x60x1024 in 155 us; 1024 elements 183, 4096 170, two warps side by side 200. Triton 3.6 spreads the
-    groups of a tile of four warps over them and exchanges every element: 5100.
-    """
-    return _word_tile(tokens, words, element_size, 2048, 1024, device)
-
-
-def writing_tile(tokens: int, words: int, element_size: int, device: _device.DeviceFacts) -> WordTile:
-    """One warp and 512 elements: float16 16x300x60x1024 in 315 us. 1024 elements 365, four warps with as many: 440."""
-    return _word_tile(tokens, words, element_size, 512, 512, device)
-
-
-def _word_tile(
-    tokens: int, words: int, element_size: int, elements: int, of_a_row: int, device: _device.DeviceFacts
-) -> WordTile:
-    lanes = min(_power(words), device.warp_size * 16 // element_size)
-    groups = min(_power(-(-words // lanes)), max(1, of_a_row // lanes))
-    return WordTile(groups, min(_power(tokens), max(1, elements // (groups * lanes))), lanes)
-
-
-class Skew(NamedTuple):
-    """How the nodes of a lattice lie between the kernels: (t, u) at (t + u) * step + sign * u, of `places` places."""
-
-    places: int
-    step: int
-    sign: int
-
-
-def skew(frames: int, tokens: int) -> Skew:
-    """A diagonal after the other, each as long as the shorter side: its nodes by token, or by frame."""
-    diagonals = frames + tokens - 1
-    if tokens <= frames:
-        return Skew(diagonals * tokens, tokens, 1)
-    return Skew(diagonals * frames, frames + 1, -1)
-
-
-# Tokens that a walk takes at once, and those that one warp takes: neighbours in a warp exchange without a barrier.
-WALK_TOKENS = 512
-WALK_TOKENS_PER_WARP = 64
-SHARES_BLOCK = 512
 
 
 @functools.lru_cache(maxsize=4096)
@@ -151,11 +41,11 @@ def _joint_forward_plan(
     from . import kernels_joint as kernels  # at first use: importing apex needs no Triton
 
     batches, frames, tokens, features = sizes
-    tile = joint_forward_tile(tokens, features, dropout == "seed", facts)
+    tile = config.joint_forward_tile(tokens, features, dropout == "seed", facts)
     grid = batches * -(-frames // tile.frames) * -(-tokens // tile.tokens) * -(-features // tile.features)
     return kernels.transducer_joint_forward.bind(
         (grid,),
-        (frames, tokens, features, round(spec.dropout * WORD), spec.scale),
+        (frames, tokens, features, round(spec.dropout * config.WORD), spec.scale),
         (packed, spec.relu, dropout, want_mask, tile.frames, tile.tokens, tile.features),
         device=device,
         num_warps=tile.num_warps,
@@ -217,10 +107,10 @@ def _joint_backward_plan(
     from . import kernels_joint as kernels
 
     batches, frames, tokens, features = sizes
-    tile = joint_backward_tile(tokens, features, masked, facts)
+    tile = config.joint_backward_tile(tokens, features, masked, facts)
     blocks = -(-tokens // tile.tokens)
     programs = batches * blocks * -(-features // tile.features)
-    chunk = -(-frames // frame_chunks(frames, programs, 5 if masked else 6, facts))
+    chunk = -(-frames // config.frame_chunks(frames, programs, 5 if masked else 6, facts))
     chunks = -(-frames // chunk)
     main = kernels.transducer_joint_backward.bind(
         (programs * chunks,),
@@ -234,8 +124,8 @@ def _joint_backward_plan(
     def add(parts: int, count: int) -> BoundLaunch | None:
         if parts == 1:
             return None
-        grid = (-(-count // SUM_BLOCK),)
-        constants = (min(SUM_PARTS, _power(parts)), SUM_BLOCK)
+        grid = (-(-count // config.SUM_BLOCK),)
+        constants = (min(config.SUM_PARTS, _device.next_power_of_2(parts)), config.SUM_BLOCK)
         return kernels.transducer_joint_sum.bind(grid, (count, parts), constants, device=device, num_warps=4)
 
     rows = batches * features
@@ -290,11 +180,11 @@ def _loss_words_plan(
     from . import kernels_loss as kernels
 
     batches, frames, tokens, words = sizes
-    tile = reading_tile(tokens, words, x_dtype.itemsize, facts)
+    tile = config.reading_tile(tokens, words, x_dtype.itemsize, facts)
     whole = words <= tile.groups * tile.lanes
     return kernels.transducer_loss_words.bind(
         (batches * frames * -(-tokens // tile.rows),),
-        (*sizes, blank, *skew(frames, tokens)),
+        (*sizes, blank, *config.skew(frames, tokens)),
         (packed, normalize, whole, tile.groups, tile.rows, tile.lanes),
         device=device,
         num_warps=tile.num_warps,
@@ -320,17 +210,17 @@ def _loss_walk_plan(
     from . import kernels_loss as kernels
 
     batches, frames, tokens = sizes
-    block = min(WALK_TOKENS, max(2, _power(tokens)))
-    numbers = (*sizes, *skew(frames, tokens))
+    tile = config.walk_tile(tokens)
+    numbers = (*sizes, *config.skew(frames, tokens))
     walk = kernels.transducer_loss_walk.bind(
         (batches * (2 if alpha else 1),),
         numbers,
-        (alpha, tokens > block, block),
+        (alpha, tokens > tile.tokens, tile.tokens),
         device=device,
-        num_warps=max(1, block // WALK_TOKENS_PER_WARP),
+        num_warps=tile.num_warps,
     )
-    grid = (batches * -(-skew(frames, tokens).places // SHARES_BLOCK),)
-    shares = kernels.transducer_loss_shares.bind(grid, numbers, (SHARES_BLOCK,), device=device, num_warps=4)
+    grid = (batches * -(-config.skew(frames, tokens).places // config.SHARES_BLOCK),)
+    shares = kernels.transducer_loss_shares.bind(grid, numbers, (config.SHARES_BLOCK,), device=device, num_warps=4)
     return WalkPlan(walk, shares)
 
 
@@ -348,7 +238,7 @@ def _loss_backward_plan(
     from . import kernels_loss as kernels
 
     batches, frames, tokens, words = sizes
-    tile = writing_tile(tokens, words, x_dtype.itemsize, facts)
+    tile = config.writing_tile(tokens, words, x_dtype.itemsize, facts)
     return kernels.transducer_loss_backward.bind(
         (batches * frames * -(-tokens // tile.rows),),
         (*sizes, blank),
@@ -379,7 +269,7 @@ def triton_loss_forward(
         (batches, *sizes, x.shape[-1]), blank, batch_offset is not None, normalize, given, x.dtype, device, facts
     )
     plan = _loss_walk_plan((batches, *sizes), both, want_scores, _dtypes(x, f_len, y_len), device, facts)
-    places = skew(*sizes).places
+    places = config.skew(*sizes).places
     sums = torch.empty(batches, *sizes, dtype=torch.float32, device=device) if normalize else None
     words = torch.empty(2, batches, places, dtype=torch.int64, device=device)
     states = torch.empty_like(words) if both else torch.empty_like(words[0])
