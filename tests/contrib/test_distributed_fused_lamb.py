@@ -20,6 +20,7 @@ from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from tests.contrib import lamb_checks, lamb_four_checks, lamb_resharding
 from tests.contrib.lamb_checks import STEPS, made
 from tests.contrib.lamb_problem import assert_solved, averaged, backward, distributed_step, parameters
+from tests.optimizers.references import Lamb
 from tests.parallel.processes import run_checks
 
 ALONE = (
@@ -183,6 +184,26 @@ def test_a_saved_state_is_a_copy() -> None:
     assert torch.equal(saved["fp32_m"], before["fp32_m"])
     assert torch.equal(saved["step"], before["step"])
     assert not torch.equal(optimizer.state_dict()["fp32_m"], before["fp32_m"])
+
+
+@pytest.mark.usefixtures("process_group")
+def test_double_precision() -> None:
+    params = parameters(torch.float64)
+    optimizer = made(params, max_grad_norm=0.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for param, gradient in zip(params, averaged(step, params), strict=True):
+            param.grad = gradient.double()
+        optimizer.step()
+    exact = lamb_checks.solved(Lamb, torch.float64, STEPS, max_grad_norm=0.0)
+    for found, truth in zip(params, exact, strict=True):
+        torch.testing.assert_close(found.detach(), truth, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(TypeError, match="parameter 1 is torch"):
+        made([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, dtype=torch.complex64))])._lazy_init_stage1()
 
 
 @pytest.mark.usefixtures("process_group")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..._env import processes_on_machine
 from ...optimizers._base import check_betas, check_hyperparameters
+from ...optimizers._buckets import check_parameter
 from ...parallel._flat import broadcast_from_first
 from ._lamb import state as states
 from ._lamb.communicators import make_communicators, processes_of_machine, processes_that_divide
@@ -184,6 +185,8 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
                     kinds.setdefault((param.dtype, param.device), []).append((number, param))
         if not kinds:
             raise RuntimeError("no parameter requires a gradient")
+        for index, param in enumerate(self.parameters()):
+            check_parameter(param, index)
         order = self._param_order
         for members in kinds.values():
             if order is not None:
