@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import apex.parallel
+from apex.ops import _library
 from apex.parallel import SyncBatchNorm, convert_syncbn_model, optimized_sync_batchnorm, sync_batchnorm
 from apex.parallel.optimized_sync_batchnorm_kernel import SyncBatchnormFunction
+from tests.harness import Route, assert_close, routes
 from tests.parallel import sync_batchnorm_checks
 from tests.parallel.processes import run_checks
 
@@ -61,6 +65,62 @@ def test_the_function_without_processes() -> None:
         assert torch.autograd.gradcheck(called, (x, z, weight, bias))
     expected = nn.functional.batch_norm(x, mean.clone(), variance.clone(), weight, bias, False, 0.1, 1e-5)
     torch.testing.assert_close(called(x, z, weight, bias), (expected + z).relu())
+
+
+@pytest.fixture
+def alone(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
+    """The group of this process, which is connected with itself."""
+    backend = "nccl" if request.getfixturevalue("route").device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("layout", ["first", "last", "torch_last", "strided"])
+@pytest.mark.parametrize("addend", [False, True])
+def test_the_function_in_a_group_of_one(route: Route, alone: dist.ProcessGroup, layout: str, addend: bool) -> None:
+    x, z, dy = (torch.randn(4, 6, 5, 3, device=route.device) for _ in range(3))
+    weight, bias = (torch.rand(6, device=route.device) + 0.5 for _ in range(2))
+    wide = [each.cpu().double().requires_grad_() for each in (x, z, weight, bias)]
+    running = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
+    expected = nn.functional.batch_norm(wide[0], *running, *wide[2:], training=True)
+    expected = (expected + wide[1] if addend else expected).relu()
+    dy = dy * (expected.detach().abs() > 1e-4).to(dy)
+    right = torch.autograd.grad(expected, wide if addend else [wide[0], *wide[2:]], dy.cpu().double())
+
+    def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+        if layout == "last":
+            return tensor.movedim(1, -1).contiguous()
+        if layout == "strided":
+            return tensor.repeat_interleave(2, 3)[..., ::2]
+        return tensor.to(memory_format=torch.channels_last) if layout == "torch_last" else tensor
+
+    images = [laid_out(each).requires_grad_() for each in ((x, z) if addend else (x,))]
+    mean, variance = torch.zeros(6, device=route.device), torch.ones(6, device=route.device)
+    leaves = [*images, weight.requires_grad_(), bias.requires_grad_()]
+    with _library.implementation(route.implementation):
+        output = SyncBatchnormFunction.apply(
+            images[0],
+            images[1] if addend else None,
+            weight,
+            bias,
+            mean,
+            variance,
+            1e-5,
+            True,
+            0.1,
+            alone,
+            layout == "last",
+            True,
+        )
+        found = torch.autograd.grad(output, leaves, laid_out(dy))
+    back = lambda tensor: tensor.movedim(-1, 1) if layout == "last" and tensor.dim() == 4 else tensor  # noqa: E731
+    assert_close(back(output), expected)
+    assert_close(mean, running[0], reduction=60)
+    assert_close(variance, running[1], reduction=60)
+    for actual, wanted in zip(found, right, strict=True):
+        assert_close(back(actual), wanted, reduction=60)
 
 
 def test_converted_models_keep_their_tensors() -> None:

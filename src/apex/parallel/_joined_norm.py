@@ -14,9 +14,11 @@ from torch.autograd.function import once_differentiable
 
 from ..ops.batch_norm import (
     BatchNormSpec,
+    direct_norm,
     gradient_packet,
     joined_input_gradient,
     joined_statistics,
+    laid_out_like,
     local_statistics,
     normalise,
     statistics_packet,
@@ -35,12 +37,16 @@ def joined_forward(
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, and mean and biased variance of the joined batch, towards which the running ones move."""
+    norm = direct_norm(input, weight, bias, spec)
     if group is None:
         mean, variance = local_statistics(input, spec, running_mean, running_var)
     else:
-        parts = gathered(statistics_packet(input, spec), group)
-        mean, variance = joined_statistics(parts, spec.momentum, running_mean, running_var)
-    return normalise(input, z, mean, variance, weight, bias, spec), mean, variance
+        packet = statistics_packet(input, spec) if norm is None else norm.packet(input)
+        mean, variance = joined_statistics(gathered(packet, group), spec.momentum, running_mean, running_var)
+    if norm is None:
+        return normalise(input, z, mean, variance, weight, bias, spec), mean, variance
+    z = None if z is None else laid_out_like(input, z)
+    return norm.apply(input, z, mean, variance, weight, bias), mean, variance
 
 
 class JoinedGradients(NamedTuple):
@@ -72,6 +78,13 @@ def joined_gradients(
 ) -> JoinedGradients:
     """All gradients. `output` says what ReLU let through where something was added, and is None otherwise."""
     statistics = (mean, variance, weight, bias)
+    norm = direct_norm(input, weight, bias, spec)
+    if norm is not None and mean.is_contiguous() and variance.is_contiguous():
+        dy = laid_out_like(input, dy)
+        output = None if output is None else laid_out_like(input, output)
+        found = norm.gradients(dy, input, output, *statistics, wants_z, lambda packet: summed(packet, group))
+        assert found[4] is not None  # exchanged
+        return JoinedGradients(*found[:4], found[4])
     kept, plain, along, packet = gradient_packet(dy, input, output, *statistics, spec, wants_z)
     summed(packet, group)
     if wants_z and kept is not None:

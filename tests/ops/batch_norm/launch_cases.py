@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops.batch_norm import BatchNormSpec, launches
+from apex.ops.batch_norm import BatchNormSpec
+from apex.ops.batch_norm.kernel_norm import combine, kernel_norm
 
 # channels last, dtype, dtype of the parameters, addend
 _CASES = [
@@ -22,20 +23,16 @@ def record() -> None:
         running = torch.empty(256, device="meta")
         z = x if addend else None
         spec = BatchNormSpec(relu=True)
-        geometry = launches.geometry_of(x, spec)
-        mean, variance = launches.triton_statistics(x, geometry, running, running, 0.1)
-        launches.triton_combine(launches.triton_packet(x, geometry)[None], running, running, 0.1)
-        y = launches.triton_apply(x, geometry, z, mean, variance, weight, weight, spec)
+        norm = kernel_norm(x, weight, weight, spec)
+        mean, variance = norm.statistics(x, running, running, 0.1)
+        combine(norm.packet(x)[None], running, running, 0.1)
+        y = norm.apply(x, z, mean, variance, weight, weight)
         output = y if addend else None
         keep = output is not None
-        dz, plain, along, _ = launches.triton_sums(y, x, geometry, output, mean, variance, weight, weight, spec, keep)
-        if keep:
-            assert dz is not None
-            y, output, spec = dz, None, spec._replace(relu=False)
-        launches.triton_input_gradient(
-            y, x, geometry, output, mean, variance, weight, weight, plain, along, 1 / geometry.values, spec
-        )
-        given = (y, x, geometry, output, mean, variance, weight, weight)
-        *_, packet = launches.triton_sums(*given, spec, False, packet=True)
+        given = (mean, variance, weight, weight)
+        dz, plain, along, packet = norm.sums(y, x, output, *given, keep, True)
         assert packet is not None
-        launches.triton_input_gradient(*given, packet, None, None, spec)
+        dy = y if dz is None else dz
+        inverse = 1 / norm.geometry.values
+        norm.input_gradient(dy, x, None, *given, plain, along, inverse, keep)
+        norm.input_gradient(dy, x, None, *given, packet, None, None, keep)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from apex.ops import _library
-from apex.ops.batch_norm import BatchNormSpec, batch_norm, config, launches, reference, stages
+from apex.ops.batch_norm import BatchNormSpec, batch_norm, config, kernel_norm, reference, stages
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -180,9 +180,9 @@ def test_programs_that_take_several_tiles(route: Route, last: bool) -> None:
             patch.setattr(config, name, 128)
         patch.setattr(config, "measure_programs", lambda units, blocks, multiprocessors, unroll: 2)
         patch.setattr(config, "finish_block", lambda parts: (1, 16))
-        launches.clear_plans()
+        kernel_norm.clear_plans()
         check(BatchNormCase((3, 6, 5, 7), BF16, addend=BF16, last=last), route)
-    launches.clear_plans()
+    kernel_norm.clear_plans()
 
 
 @pytest.mark.gpu

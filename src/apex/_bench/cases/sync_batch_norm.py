@@ -127,7 +127,7 @@ def _prepare(
         return lambda: torch.autograd.grad(output, given, gradient, retain_graph=True)
 
     wide = [each.detach().double().requires_grad_() for each in given]
-    output = functional.batch_norm(wide[0], None, None, *wide[1:], training=True, eps=EPS)
+    output = functional.batch_norm(wide[0], None, None, wide[1], wide[2], training=True, eps=EPS)
     if direction == "fwd":
         expected = [Expected(output.detach(), dtype)]
     else:

@@ -1,9 +1,11 @@
 """Batch norm, with an addend and ReLU behind it."""
 
+from .layout import laid_out_like
 from .op import BatchNormFunction, average_factor, batch_norm, batch_norm_with_statistics
 from .spec import BatchNormSpec, BatchStatistics
 from .stages import (
     FAMILY,
+    direct_norm,
     gradient_packet,
     gradient_sums,
     gradients,
@@ -23,12 +25,14 @@ __all__ = [
     "average_factor",
     "batch_norm",
     "batch_norm_with_statistics",
+    "direct_norm",
     "gradient_packet",
     "gradient_sums",
     "gradients",
     "input_gradient",
     "joined_input_gradient",
     "joined_statistics",
+    "laid_out_like",
     "local_statistics",
     "normalise",
     "statistics_packet",

@@ -1,4 +1,4 @@
-"""From tensors to launches: what shapes and dtypes decide is planned once and cached."""
+"""From tensors to launches: plans of everything that shapes and dtypes decide."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _device
 from . import config
-from .spec import BatchNormSpec
+from .layout import Geometry
 
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
@@ -23,20 +22,6 @@ def _kernels() -> ModuleType:
     from . import kernels
 
     return kernels
-
-
-class Geometry(NamedTuple):
-    """Images, positions of each and channels, as they lie in memory; images are one where channels are last."""
-
-    images: int
-    positions: int
-    channels: int
-    last: bool
-
-    @property
-    def values(self) -> int:
-        """Values per channel."""
-        return self.images * self.positions
 
 
 class Present(NamedTuple):
@@ -51,7 +36,7 @@ class CombinePlan:
 
     def __init__(self, parts: int, channels: int, pitch: int, momentum: float | None, device: torch.device) -> None:
         part_block, channel_block = config.finish_block(parts)
-        self._device, self._channels = device, (channels,)
+        self._channels = channels
         self._statistics = _kernels().batch_norm_statistics.bind(
             (-(-channels // channel_block),),
             (parts, channels, pitch, 0.0 if momentum is None else float(momentum)),
@@ -62,8 +47,7 @@ class CombinePlan:
 
     def run(self, parts: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mean and biased variance; moves the running ones towards them where the plan has a momentum."""
-        mean = torch.empty(self._channels, dtype=torch.float32, device=self._device)
-        variance = torch.empty(self._channels, dtype=torch.float32, device=self._device)
+        mean, variance = parts.new_empty(self._channels), parts.new_empty(self._channels)
         self._statistics(parts, mean, variance, running_mean, running_var)
         return mean, variance
 
@@ -103,7 +87,7 @@ class PacketPlan:
     def run(self, x: Tensor) -> Tensor:
         """Means, sums of squared deviations and a count: [2C + 1]."""
         partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
-        packet = torch.empty(self._packet, dtype=torch.float32, device=self._device)
+        packet = partials.new_empty(self._packet)
         self._measure(x, partials)
         self._finish(partials, packet, None, None, None)
         return packet
@@ -181,7 +165,7 @@ class SumsPlan:
         align = config.alignment(geometry.positions, geometry.last)
         steps = geometry.positions // align
         has_weight, has_bias = (each is not None for each in present)
-        self._device, self._channels, self._write_dz = device, (channels,), write_dz
+        self._device, self._channels, self._write_dz = device, channels, write_dz
         self._partials, self._packet = (programs, 2, channels), 2 * channels + 1 if packet else None
         self._measure = kernels.batch_norm_measure_backward.bind(
             (programs * tiles.channel_blocks,),
@@ -222,11 +206,8 @@ class SumsPlan:
         """What ReLU lets through of the gradient, where it is to be written, the sums, in float32, and a packet."""
         dz = torch.empty_like(dy) if self._write_dz else None
         partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
-        plain = torch.empty(self._channels, dtype=torch.float32, device=self._device)
-        along = torch.empty(self._channels, dtype=torch.float32, device=self._device)
-        packet = None
-        if self._packet is not None:
-            packet = torch.empty(self._packet, dtype=torch.float32, device=self._device)
+        plain, along = partials.new_empty(self._channels), partials.new_empty(self._channels)
+        packet = None if self._packet is None else partials.new_empty(self._packet)
         self._measure(x, dy, y, weight, bias, mean, variance, dz, partials)
         self._sums(partials, plain, along, packet)
         return dz, plain, along, packet
@@ -291,179 +272,3 @@ class InputGradientPlan:
         dx = torch.empty_like(x)
         self._apply(x, dy, y, weight, bias, mean, variance, plain, along, dx)
         return dx
-
-
-# `dtypes`, of tensors that are not among the other arguments, are part of the keys because a bound launch is for one
-# set of them; `facts` because launch rules ask them.
-@functools.lru_cache(maxsize=4096)
-def _measure_plan(geometry, momentum, dtypes, device, facts):
-    return MeasurePlan(geometry, momentum, device, facts.multiprocessors)
-
-
-@functools.lru_cache(maxsize=4096)
-def _combine_plan(parts, channels, momentum, dtypes, device):
-    return CombinePlan(parts, channels, 2 * channels + 1, momentum, device)
-
-
-@functools.lru_cache(maxsize=4096)
-def _apply_plan(geometry, present, eps, relu, dtypes, device, facts):
-    return ApplyPlan(geometry, present, dtypes[1] is not None, eps, relu, device)
-
-
-@functools.lru_cache(maxsize=4096)
-def _packet_plan(geometry, dtype, device, facts):
-    return PacketPlan(geometry, device, facts.multiprocessors)
-
-
-@functools.lru_cache(maxsize=4096)
-def _sums_plan(geometry, present, mask, write_dz, packet, eps, dtypes, device, facts):
-    return SumsPlan(geometry, present, mask, write_dz, packet, eps, device, facts.multiprocessors)
-
-
-@functools.lru_cache(maxsize=4096)
-def _input_gradient_plan(geometry, present, mask, training, eps, inverse_count, dtypes, device, facts):
-    return InputGradientPlan(geometry, present, mask, training, eps, inverse_count, device)
-
-
-def clear_plans() -> None:
-    """Forgets every plan, after a change of launch rules."""
-    for cache in (_measure_plan, _combine_plan, _packet_plan, _apply_plan, _sums_plan, _input_gradient_plan):
-        cache.cache_clear()
-
-
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
-
-
-def triton_statistics(
-    x: Tensor,
-    geometry: Geometry,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    momentum: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of a dense input; with a momentum, running statistics (contiguous) are updated."""
-    dtypes = (x.dtype, _dtype(running_mean), _dtype(running_var))
-    plan = _measure_plan(geometry, momentum, dtypes, x.device, _device.facts(x.device))
-    return plan.run(x, running_mean, running_var)
-
-
-def triton_packet(x: Tensor, geometry: Geometry) -> Tensor:
-    """Means, sums of squared deviations and number of values of a dense input."""
-    return _packet_plan(geometry, x.dtype, x.device, _device.facts(x.device)).run(x)
-
-
-def triton_combine(
-    parts: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, momentum: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance from those of parts, as kernels leave them; otherwise as `triton_statistics`."""
-    dtypes = (_dtype(running_mean), _dtype(running_var))
-    plan = _combine_plan(parts.shape[0], parts.shape[1] // 2, momentum, dtypes, parts.device)
-    return plan.run(parts, running_mean, running_var)
-
-
-def triton_apply(
-    x: Tensor,
-    geometry: Geometry,
-    z: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    spec: BatchNormSpec,
-) -> Tensor:
-    """The output, given statistics; `z` is laid out as `x`, everything else contiguous."""
-    present = Present(_dtype(weight), _dtype(bias))
-    dtypes = (x.dtype, _dtype(z), mean.dtype, variance.dtype)
-    plan = _apply_plan(geometry, present, spec.eps, spec.relu, dtypes, x.device, _device.facts(x.device))
-    return plan.run(x, z, mean, variance, weight, bias)
-
-
-def triton_sums(
-    dy: Tensor,
-    x: Tensor,
-    geometry: Geometry,
-    y: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    spec: BatchNormSpec,
-    write_dz: bool,
-    packet: bool = False,
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-    """What ReLU lets through (where it is to be written), its sums, and these as a packet with the count (likewise).
-
-    `dy` and `y` are laid out as `x`.
-    """
-    present = Present(_dtype(weight), _dtype(bias))
-    dtypes = (x.dtype, dy.dtype, _dtype(y), mean.dtype, variance.dtype)
-    flags = (_mask(spec, y), write_dz, packet, spec.eps)
-    plan = _sums_plan(geometry, present, *flags, dtypes, x.device, _device.facts(x.device))
-    return plan.run(dy, x, y, mean, variance, weight, bias)
-
-
-def triton_input_gradient(
-    dy: Tensor,
-    x: Tensor,
-    geometry: Geometry,
-    y: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    plain: Tensor,
-    along: Tensor | None,
-    inverse_count: float | None,
-    spec: BatchNormSpec,
-) -> Tensor:
-    """The input's gradient, given the sums over everything that was normalised together.
-
-    `plain` may be a packet: then `along` and `inverse_count` are None.
-    """
-    present = Present(_dtype(weight), _dtype(bias))
-    dtypes = (x.dtype, dy.dtype, _dtype(y), mean.dtype, variance.dtype)
-    plan = _input_gradient_plan(
-        geometry,
-        present,
-        _mask(spec, y),
-        spec.training,
-        spec.eps,
-        inverse_count,
-        dtypes,
-        x.device,
-        _device.facts(x.device),
-    )
-    return plan.run(dy, x, y, mean, variance, weight, bias, plain, along)
-
-
-def _mask(spec: BatchNormSpec, y: Tensor | None) -> int:
-    """How the kernels learn what ReLU let through."""
-    return 0 if not spec.relu else 1 if y is None else 2
-
-
-def geometry_of(tensor: Tensor, spec: BatchNormSpec) -> Geometry:
-    """The geometry of a dense tensor."""
-    channels = tensor.shape[spec.channel_dim]
-    count = tensor.numel() // channels
-    if spec.channel_dim == -1 or count == tensor.shape[0] or not tensor.is_contiguous():
-        return Geometry(1, count, channels, True)
-    return Geometry(tensor.shape[0], count // tensor.shape[0], channels, False)
-
-
-def dense(tensor: Tensor, spec: BatchNormSpec) -> Tensor:
-    """The tensor as the kernels take it: contiguous in one of the two layouts."""
-    if tensor.is_contiguous() or (
-        spec.channel_dim == 1 and tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    ):
-        return tensor
-    if spec.channel_dim == 1 and tensor.stride(1) == 1:
-        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
-    return tensor.contiguous()
-
-
-def laid_out_like(x: Tensor, tensor: Tensor) -> Tensor:
-    """`tensor` in the memory layout of `x`, its own dtype kept."""
-    if tensor.stride() == x.stride():
-        return tensor
-    return torch.empty_like(x, dtype=tensor.dtype).copy_(tensor)

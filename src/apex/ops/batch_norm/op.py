@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _library
 from . import reference, stages
-from .launches import dense, laid_out_like
+from .layout import dense, laid_out_like
 from .spec import BatchNormSpec, BatchStatistics
 from .stages import FAMILY
 
@@ -228,18 +228,22 @@ class BatchNormFunction(torch.autograd.Function):
         spec: BatchNormSpec,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
+        norm = stages.direct_norm(input, weight, bias, spec)
         if spec.training:
             mean, variance = stages.local_statistics(input, spec, running_mean, running_var)
             ctx.mark_non_differentiable(mean, variance)
         else:
             assert running_mean is not None  # checked
             assert running_var is not None
-            mean, variance = running_mean, running_var
-        output = stages.normalise(input, z, mean, variance, weight, bias, spec)
+            mean, variance = running_mean.contiguous(), running_var.contiguous()
+        if norm is None:
+            output = stages.normalise(input, z, mean, variance, weight, bias, spec)
+        else:
+            output = norm.apply(input, z, mean, variance, weight, bias)
         # Without an addend what ReLU let through is computed again, so that the output need not be kept or read.
         kept = output if spec.relu and z is not None else None
         ctx.save_for_backward(input, kept, mean, variance, weight, bias)
-        ctx.spec, ctx.z_dtype = spec, None if z is None else z.dtype
+        ctx.spec, ctx.norm, ctx.z_dtype = spec, norm, None if z is None else z.dtype
         return (output, mean, variance) if spec.training else (output, None, None)
 
     @staticmethod
@@ -249,8 +253,12 @@ class BatchNormFunction(torch.autograd.Function):
         dz: Tensor | None
         if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
             dx, dz, dweight, dbias = _differentiable_gradients(dy, input, output, mean, variance, weight, bias, spec)
-        else:
+        elif ctx.norm is None:
             dx, dz, dweight, dbias = stages.gradients(dy, input, output, mean, variance, weight, bias, spec, wants_z)
+        else:
+            dx, dz, dbias, dweight, _ = ctx.norm.gradients(
+                laid_out_like(input, dy), input, output, mean, variance, weight, bias, wants_z
+            )
         return (
             dx,
             dz.to(ctx.z_dtype) if wants_z and dz is not None else None,

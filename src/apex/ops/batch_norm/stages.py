@@ -7,25 +7,12 @@ processes and are part of what is exchanged.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from .. import _library
-from . import native, reference
-from .launches import (
-    dense,
-    geometry_of,
-    laid_out_like,
-    triton_apply,
-    triton_combine,
-    triton_input_gradient,
-    triton_packet,
-    triton_statistics,
-    triton_sums,
-)
+from . import kernel_norm, native, reference
+from .layout import dense, laid_out_like
 from .self_check import self_check
 from .spec import BatchNormSpec
 
@@ -43,6 +30,20 @@ FAMILY = _library.register_family(
 )
 
 
+def direct_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: BatchNormSpec
+) -> kernel_norm.KernelNorm | None:
+    """The stages by kernels, where these run and take the tensors as they are: what stages do without looking twice."""
+    if (
+        _takes_kernels(input)
+        and dense(input, spec) is input
+        and (weight is None or weight.is_contiguous())
+        and (bias is None or bias.is_contiguous())
+    ):
+        return kernel_norm.kernel_norm(input, weight, bias, spec)
+    return None
+
+
 def local_statistics(
     input: Tensor, spec: BatchNormSpec, running_mean: Tensor | None = None, running_var: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -54,11 +55,11 @@ def local_statistics(
             reference.update_running(running_mean, running_var, mean, variance, count, spec.momentum)
         return mean, variance
     values = dense(input, spec)
-    geometry = geometry_of(values, spec)
+    norm = kernel_norm.kernel_norm(values, None, None, spec)
     if running_mean is None or running_var is None:
-        return triton_statistics(values, geometry)
-    with _contiguous_places(running_mean, running_var) as places:
-        return triton_statistics(values, geometry, *places, spec.momentum)
+        return norm.statistics(values, None, None, None)
+    with contiguous_places(running_mean, running_var) as places:
+        return norm.statistics(values, *places, spec.momentum)
 
 
 def statistics_packet(input: Tensor, spec: BatchNormSpec) -> Tensor:
@@ -68,7 +69,7 @@ def statistics_packet(input: Tensor, spec: BatchNormSpec) -> Tensor:
         count = _values(input, spec)
         return torch.cat((mean, variance * count, mean.new_full((1,), count)))
     values = dense(input, spec)
-    return triton_packet(values, geometry_of(values, spec))
+    return kernel_norm.kernel_norm(values, None, None, spec).packet(values)
 
 
 def joined_statistics(
@@ -89,9 +90,9 @@ def joined_statistics(
                     running.copy_(running.to(value.dtype).lerp(value, share))
         return mean, deviations / count.clamp(min=1)
     if running_mean is None or running_var is None:
-        return triton_combine(parts)
-    with _contiguous_places(running_mean, running_var) as places:
-        return triton_combine(parts, *places, momentum)
+        return kernel_norm.combine(parts)
+    with contiguous_places(running_mean, running_var) as places:
+        return kernel_norm.combine(parts, *places, momentum)
 
 
 def normalise(
@@ -110,7 +111,7 @@ def normalise(
     values = dense(input, spec)
     mean, variance, weight, bias = mean.contiguous(), variance.contiguous(), _contiguous(weight), _contiguous(bias)
     z = None if z is None else laid_out_like(values, z)
-    return triton_apply(values, geometry_of(values, spec), z, mean, variance, weight, bias, spec)
+    return kernel_norm.kernel_norm(values, weight, bias, spec).apply(values, z, mean, variance, weight, bias)
 
 
 def gradient_sums(
@@ -176,10 +177,8 @@ def _sums(
     dy = laid_out_like(values, dy)
     output = None if output is None else laid_out_like(values, output)
     mean, variance, weight, bias = mean.contiguous(), variance.contiguous(), _contiguous(weight), _contiguous(bias)
-    geometry = geometry_of(values, spec)
-    kept, plain, along, told = triton_sums(
-        dy, values, geometry, output, mean, variance, weight, bias, spec, keep and spec.relu, packet
-    )
+    norm = kernel_norm.kernel_norm(values, weight, bias, spec)
+    kept, plain, along, told = norm.sums(dy, values, output, mean, variance, weight, bias, keep and spec.relu, packet)
     return dy if keep and not spec.relu else kept, plain, along, told
 
 
@@ -245,8 +244,8 @@ def _kernel_gradient(
     gradient = laid_out_like(values, gradient)
     output = None if output is None else laid_out_like(values, output)
     mean, variance, weight, bias = mean.contiguous(), variance.contiguous(), _contiguous(weight), _contiguous(bias)
-    geometry = geometry_of(values, spec)
-    return triton_input_gradient(gradient, values, geometry, output, mean, variance, weight, bias, *sums, spec)
+    norm = kernel_norm.kernel_norm(values, weight, bias, spec)
+    return norm.input_gradient(gradient, values, output, mean, variance, weight, bias, *sums)
 
 
 def gradients(
@@ -270,14 +269,20 @@ def gradients(
     return dx, kept if has_z else None, along, plain
 
 
-@contextlib.contextmanager
-def _contiguous_places(running_mean: Tensor, running_var: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Running statistics as kernels can write them."""
-    places = (running_mean.contiguous(), running_var.contiguous())
-    yield places
-    for running, updated in zip((running_mean, running_var), places, strict=True):
-        if updated is not running:
-            running.copy_(updated)
+class contiguous_places:
+    """A context with running statistics as kernels can write them."""
+
+    def __init__(self, running_mean: Tensor, running_var: Tensor) -> None:
+        self._running = (running_mean, running_var)
+
+    def __enter__(self) -> tuple[Tensor, Tensor]:
+        self._places = (self._running[0].contiguous(), self._running[1].contiguous())
+        return self._places
+
+    def __exit__(self, *error: object) -> None:
+        for running, updated in zip(self._running, self._places, strict=True):
+            if updated is not running:
+                running.copy_(updated)
 
 
 def _values(input: Tensor, spec: BatchNormSpec) -> int:
