@@ -1,7 +1,8 @@
 """float32 numbers kept as a bfloat16 and the 16 bits that it lacks.
 
 The bfloat16 is the float32 rounded to the nearest, halves away from zero: its bits are the upper half, plus one when
-the lower half, read as a signed number, is negative.
+the lower half, read as a signed number, is negative. So the float32's bits, read as a number, are 65536 times those of
+the bfloat16, plus the remainder.
 """
 
 from __future__ import annotations
@@ -13,17 +14,14 @@ from torch import Tensor, bfloat16, float32, int16, int32
 
 def join(params: Tensor, remainders: Tensor) -> Tensor:
     """The float32 numbers."""
-    low = remainders.to(int32)
-    high = params.detach().view(int16).to(int32) - (low < 0).to(int32)
-    return ((high << 16) | (low & 0xFFFF)).view(float32)
+    return remainders.to(int32).add_(params.detach().view(int16), alpha=1 << 16).view(float32)
 
 
 def split(values: Tensor, params: Tensor, remainders: Tensor) -> None:
     """Into `params` and `remainders`."""
     bits = values.view(int32)
-    low = bits.to(int16)  # wraps around
-    remainders.copy_(low)
-    params.copy_(((bits >> 16) + (low < 0).to(int32)).to(int16).view(bfloat16))
+    remainders.copy_(bits)  # wraps around
+    params.view(int16).copy_((bits - remainders).bitwise_right_shift_(16))
 
 
 def check(

@@ -132,9 +132,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._count += len(group["params"])
-        if self.capturable and not isinstance(group["lr"], Tensor):
+        if self.capturable:
             device = group["params"][0].device
-            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
         if self._made:
             self._take_params_of_root(group["params"])
             self._listener.listen(group["params"])
@@ -348,6 +348,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
     @torch.no_grad()
     def _step(self, grad_scaler: Any) -> None:
+        self._check_capture()
         with self._lock:
             self.param_sync()
             self.grad_sync()
@@ -366,6 +367,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._parameters.start()
             else:
                 self._parameters.synchronize()
+
+    def _check_capture(self) -> None:
+        """Refuses to record into a CUDA graph what a replay would get wrong."""
+        if self.capturable or not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
+            return
+        raise RuntimeError(
+            f"a step of {type(self).__name__} cannot be captured in a CUDA graph: its step count is on the host, and "
+            "every replay would be the same step; make the optimizer with capturable=True"
+        )
 
     # Parameters on their way ------------------------------------------------------------------------------------------
 
