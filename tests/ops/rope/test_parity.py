@@ -237,3 +237,25 @@ def test_more_than_two_to_the_31_elements() -> None:
     strided = t.view(128, 8200, 8, 256).permute(1, 2, 3, 0)
     output = rope.rotary_embedding(strided, freqs)
     assert_close(output[last], plain(strided[last].double().cpu(), exact_freqs, RopeSpec("sbhd")))
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("tokens", [11, 3000])  # by the plain formula, in pieces
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_lies_outside_of_sequences_is_copied_as_it_is(route: Route, tokens: int, dtype: torch.dtype) -> None:
+    """Infinity and NaN do not spread to the channels that they would be rotated with."""
+    if tokens > 11 and route == Route("cpu", "triton"):
+        pytest.skip("slow, and no different")
+    t = torch.randn(tokens, 4, 16, device=route.device).to(dtype)
+    for row, value in ((0, torch.nan), (1, torch.inf), (tokens - 2, -torch.inf), (tokens - 1, torch.nan)):
+        t[row, :, 3] = value
+    edges = torch.tensor([2, 6, tokens - 2], dtype=torch.int32, device=route.device)
+    freqs = torch.rand(tokens, 1, 1, 16, device=route.device)
+    leaf = t.clone().requires_grad_()
+    with _library.implementation(route.implementation):
+        output = rope.rotary_embedding(leaf, freqs, cu_seqlens=edges)
+        (gradient,) = torch.autograd.grad(output, leaf, t)
+    for result in (output, gradient):
+        assert torch.equal(result[[0, 1, -2, -1]].nan_to_num(7), t[[0, 1, -2, -1]].nan_to_num(7))
+        assert result[2:-2].isfinite().all()
+        assert not torch.equal(result[3:-2], t[3:-2])

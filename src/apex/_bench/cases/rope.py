@@ -40,7 +40,7 @@ class Kind:
 
     @property
     def name(self) -> str:
-        dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[self.dtype]
+        dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.dtype]
         sizes = [str(size) for size in self.shape]
         if self.key_heads:
             sizes[2] += f"+{self.key_heads}"
@@ -212,7 +212,7 @@ def _prepare(kind: Kind, device: torch.device) -> Prepared:
     return Prepared(calls, expected_results(problem), timed)
 
 
-_BF16, _F32 = torch.bfloat16, torch.float32
+_BF16, _HALF, _F32 = torch.bfloat16, torch.float16, torch.float32
 _GPU = [
     Kind("sbhd", _BF16, (4096, 4, 32, 128)),
     Kind("cached", _BF16, (4096, 4, 32, 128)),
@@ -236,7 +236,10 @@ _CPU = [
         ("thd", (1024, 8, 128)),
         ("2d", (2, 16, 32, 8, 128)),
     )
-] + [Kind("sbhd", dtype, (64, 2, 8, 64), "step") for dtype in (_F32, _BF16)]
+] + [
+    Kind("sbhd", _HALF, (512, 2, 8, 128)),
+    *(Kind("sbhd", dtype, (64, 2, 8, 64), "step") for dtype in (_F32, _BF16, _HALF)),
+]
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:

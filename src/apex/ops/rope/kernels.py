@@ -23,12 +23,8 @@ IMAGE: tl.constexpr = tl.constexpr(2)  # one table by its row in the image, anot
 def _look_up(table, table_across, offset, known, chunk, POSITIONS: tl.constexpr):
     """Entries of a table as float32; NaN where they are not known. Of images, upper chunks are in the second table."""
     if POSITIONS == IMAGE:
-        lower = tl.load(table + offset, mask=known & (chunk < 2), other=0.0).to(tl.float32)
-        upper = tl.load(table_across + offset, mask=known & (chunk >= 2), other=0.0).to(tl.float32)
-        entries = lower + upper
-    else:
-        entries = tl.load(table + offset, mask=known, other=float("nan")).to(tl.float32)
-    return entries
+        table = tl.where(chunk < 2, table, table_across)
+    return tl.load(table + offset, mask=known, other=float("nan")).to(tl.float32)
 
 
 @triton.jit
@@ -52,7 +48,7 @@ def _cos_sin(
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Factors of a chunk and of its partner: tokens x 1 x chunks x columns.
+    """Factors of a chunk and of its partner: tokens x 1 x chunks x columns; and which tokens belong to no sequence.
 
     They are computed in three dimensions, so that Triton keeps the layout in which angles are loaded, about one per
     thread, and only then spreads them over the tile: in its layout every thread would compute all that it needs.
@@ -70,8 +66,8 @@ def _cos_sin(
             low = tl.where(reached, middle, low)
             high = tl.where(reached, high, middle - 1)
         start = tl.load(cu_seqlens + low).to(tl.int32)
-        outside = ((token < start) | (low == sequences_or_width))[:, None, None]
-        position = tl.where(outside, 0, (token - start)[:, None, None])
+        outside = (token < start) | (low == sequences_or_width)
+        position = tl.where(outside, 0, token - start)[:, None, None]
         known = position < table_rows
     elif POSITIONS == IMAGE:
         index = token[:, None, None]
@@ -99,12 +95,13 @@ def _cos_sin(
         cos = tl.cos(cos)
     sin = tl.where((chunk & 1) == (1 if INVERSE else 0), -sin, sin)
     if POSITIONS == PACKED:
-        cos = tl.where(outside, 1.0, cos)
-        sin = tl.where(outside, 0.0, sin)
+        cos = tl.where(outside[:, None, None], 1.0, cos)
+    else:
+        outside = token < 0
     if ROTATED != CHUNKS_BLOCK:
         cos = tl.where(chunk < ROTATED, cos, 1.0)
         sin = tl.where(chunk < ROTATED, sin, 0.0)
-    return cos[:, None], sin[:, None]
+    return cos[:, None], sin[:, None], outside
 
 
 @triton.jit
@@ -183,7 +180,7 @@ def _tile(
             rest_mask = rest_mask & rows
         copied = tl.load(source + rest.to(tl.int64) * channel_stride, mask=rest_mask)
         tl.store(target + rest, copied, mask=rest_mask)
-    cos, sin = _cos_sin(
+    cos, sin, outside = _cos_sin(
         token,
         cosines,
         sines,
@@ -203,7 +200,10 @@ def _tile(
         BLOCK,
         TOKENS,
     )
-    result = own.to(tl.float32) * cos + partner.to(tl.float32) * sin
+    turned = partner.to(tl.float32) * sin
+    if POSITIONS == PACKED:
+        turned = tl.where(outside[:, None, None, None], 0.0, turned)  # whatever lies there, NaN too
+    result = own.to(tl.float32) * cos + turned
     tl.store(target + here, result.to(output.dtype.element_ty), mask=mask)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _device
 from . import config
-from .spec import DIMENSIONS, RopeSpec, Signature, Sizes, checked_sizes, empty_result
+from .spec import DIMENSIONS, RopeSpec, Signature, Sizes, checked_sizes, empty_result, memory_is_swapped
 
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
@@ -103,11 +103,32 @@ def _shared_arguments(
 class Plan:
     """The launch for tensors of one shape: of one of them, or of two that share their tables."""
 
-    def __init__(self, launch: BoundLaunch, swap_memory: bool, tables: int, to_cosines: bool) -> None:
+    def __init__(
+        self,
+        launch: BoundLaunch,
+        swap_memory: bool,
+        tables: int,
+        to_cosines: bool,
+        result_strides: tuple[tuple[int, ...], ...],
+        inverse_specs: list[RopeSpec],
+        inverse: Callable[[RopeSpec], Plan | None],
+    ) -> None:
         self._launch = launch
         self._swap_memory = swap_memory
         self._absent = (None,) * (4 - tables)
         self._to_cosines = to_cosines
+        self.result_strides = result_strides
+        self.inverse_specs = inverse_specs
+        self._inverse = inverse
+
+    @functools.cached_property
+    def inverse(self) -> Plan | None:
+        """The plan that takes gradients with the strides of the results back to the memory order of the inputs.
+
+        None where the inputs differ in that.
+        """
+        first = self.inverse_specs[0]
+        return self._inverse(first) if self.inverse_specs[-1] == first else None
 
     def run(self, tensors: tuple[Tensor, ...], tables: Sequence[Tensor], cu_seqlens: Tensor | None) -> list[Tensor]:
         """The rotated tensors."""
@@ -164,7 +185,22 @@ def _plan(
         device=device,
         num_warps=max(side.tile.num_warps for side in sides),
     )
-    return Plan(launch, spec.swap_memory, tables_given, to_cosines)
+    results = tuple(_result_strides(size, spec) for size in sizes)
+    return Plan(
+        launch,
+        spec.swap_memory,
+        tables_given,
+        to_cosines,
+        results,
+        [inverse_of(spec, shape, stride) for shape, stride in zip(shapes, strides, strict=True)],
+        lambda back: _plan(back, shapes, results, dtype, device, tables, cu_seqlens, facts),
+    )
+
+
+def inverse_of(spec: RopeSpec, shape: Sequence[int], strides: tuple[int, ...]) -> RopeSpec:
+    """What takes the gradient of a result back, to lie in memory as the tensor with this shape and strides does."""
+    swap = memory_is_swapped(torch.empty_strided(shape, strides, device="meta"))
+    return spec._replace(swap_memory=swap, inverse=not spec.inverse)
 
 
 def launchable(sizes: Sizes) -> bool:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .reference import compute_dtype, cosines_and_sines
+from .reference import compute_dtype, cosines_and_sines, outside_sequences
 from .spec import DIMENSIONS, RopeSpec, empty_result
 
 # Below this many elements the number of operators counts, and the plain formula has the fewest.
 _SMALL = 1 << 17
 # Elements of a piece in half precision, per thread: their float32 copies stay in a core's cache.
 _PIECE = 1 << 17
+# On Arm PyTorch has a slow way between contiguous float16 and float32 (131072 elements: 252 us, back 408) and a quick
+# one for tensors that are not contiguous, such as halves of channels (47, back 58). bfloat16 has no slow one.
+_BY_HALVES = platform.machine() in ("aarch64", "arm64")
+_SMALL_HALF = 1 << 13
 
 
 def takes_operators(t: Tensor, spec: RopeSpec) -> bool:
@@ -34,7 +39,7 @@ def takes_operators(t: Tensor, spec: RopeSpec) -> bool:
 def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
     """The rotated tensor, without autograd."""
     check_lengths(tables[0], cu_seqlens)
-    if t.numel() < _SMALL:
+    if t.numel() < (_SMALL_HALF if t.dtype == torch.float16 and _BY_HALVES else _SMALL):
         return reference.rotate(t, tables, spec, cu_seqlens)
     compute = compute_dtype(t)
     cos, sin = cosines_and_sines(t, tables, spec, cu_seqlens, compute)
@@ -49,21 +54,36 @@ def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tens
         tokens = t.shape[token_dim]
         on_cpu = t.device.type == "cpu"
         step = max(1, _PIECE * torch.get_num_threads() * tokens // t.numel()) if on_cpu else tokens
-        pieces = [tensor.split(step, token_dim) for tensor in (t[..., :rotated], result[..., :rotated], cos, sin)]
+        whole = [t, result, cos, sin]
+        if rotated < t.shape[-1]:
+            whole[:2] = t[..., :rotated], result[..., :rotated]
+        pieces = [(tensor,) if step >= tokens else tensor.split(step, token_dim) for tensor in whole]
         wide = torch.empty(pieces[0][0].shape, dtype=compute, device=t.device)
         turned = torch.empty_like(wide)
         for source, target, cosines, sines in zip(*pieces, strict=True):
             if source.shape[token_dim] < wide.shape[token_dim]:  # the last one
                 wide, turned = (tensor.narrow(token_dim, 0, source.shape[token_dim]) for tensor in (wide, turned))
-            wide.copy_(source)
+            _convert(source, wide)
             if parts is None:
                 _rotate_piece(wide, turned, cosines, sines, spec.inverse)
             else:
                 _rotate_piece(wide.unflatten(-1, parts), turned.unflatten(-1, parts), cosines, sines, spec.inverse)
-            target.copy_(turned)
+            _convert(turned, target)
     if rotated < t.shape[-1]:
         result[..., rotated:] = t[..., rotated:]
+    outside = None if cu_seqlens is None else outside_sequences(t.shape[0], cu_seqlens)
+    if outside is not None:
+        torch.where(outside[:, None, None], t, result, out=result)
     return result
+
+
+def _convert(source: Tensor, target: Tensor) -> None:
+    """Copies from one dtype to another."""
+    if _BY_HALVES and torch.float16 in (source.dtype, target.dtype) and source.device.type == "cpu":
+        for part, half in zip(source.chunk(2, -1), target.chunk(2, -1), strict=True):
+            half.copy_(part)
+    else:
+        target.copy_(source)
 
 
 def _rotate_piece(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _library
 from . import native, reference
-from .launches import plan
+from .launches import Plan, plan
 from .self_check import self_check
 from .spec import RopeSpec, checked_sizes, memory_is_swapped, signature
 
@@ -88,12 +88,24 @@ def rotate_pair(
     return rotate_pair_now(query, key, tables, spec, cu_seqlens)
 
 
+def _planned(
+    tensors: tuple[Tensor, ...], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None
+) -> Plan | None:
+    """The launch for these tensors; None where there is no kernel for them."""
+    first = tensors[0]
+    if not _library.runs_triton(FAMILY, first) or torch.jit.is_tracing():
+        return None
+    for other in tensors[1:]:
+        if other.dtype != first.dtype or other.device != first.device or type(other) is not type(first):
+            return None
+    return plan(tensors, tables, spec, cu_seqlens)
+
+
 def rotate_now(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
     """The rotation without autograd."""
-    if _library.runs_triton(FAMILY, t) and not torch.jit.is_tracing():
-        planned = plan((t,), tables, spec, cu_seqlens)
-        if planned is not None:
-            return planned.run((t,), tables, cu_seqlens)[0]
+    planned = _planned((t,), tables, spec, cu_seqlens)
+    if planned is not None:
+        return planned.run((t,), tables, cu_seqlens)[0]
     return _by_operators(t, tables, spec, cu_seqlens)
 
 
@@ -101,17 +113,10 @@ def rotate_pair_now(
     query: Tensor, key: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The rotation of two tensors without autograd."""
-    if (
-        _library.runs_triton(FAMILY, query)
-        and query.dtype == key.dtype
-        and query.device == key.device
-        and type(query) is type(key)
-        and not torch.jit.is_tracing()
-    ):
-        planned = plan((query, key), tables, spec, cu_seqlens)
-        if planned is not None:
-            first, second = planned.run((query, key), tables, cu_seqlens)
-            return first, second
+    planned = _planned((query, key), tables, spec, cu_seqlens)
+    if planned is not None:
+        first, second = planned.run((query, key), tables, cu_seqlens)
+        return first, second
     return rotate_now(query, tables, spec, cu_seqlens), rotate_now(key, tables, spec, cu_seqlens)
 
 
@@ -134,15 +139,22 @@ def forward_and_save(
     ctx: Any, t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None
 ) -> Tensor:
     """The forward of every autograd Function of one tensor."""
-    tables = _save(ctx, (t,), tables, spec, cu_seqlens)
     if torch.compiler.is_compiling():
+        tables = _save(ctx, (t,), tables, spec, cu_seqlens)
         return torch.ops.apex.rope(t, list(tables), cu_seqlens, *spec)
-    return rotate_now(t, tables, spec, cu_seqlens)
+    planned = _planned((t,), tables, spec, cu_seqlens)
+    tables = _save(ctx, (t,), tables, spec, cu_seqlens, planned)
+    if planned is not None:
+        return planned.run((t,), tables, cu_seqlens)[0]
+    return _by_operators(t, tables, spec, cu_seqlens)
 
 
 def backward_from_saved(ctx: Any, dy: Tensor) -> Tensor:
     """The backward of every autograd Function of one tensor: a gradient laid out in memory as the input was."""
     cu_seqlens, *tables = ctx.saved_tensors
+    back, strides = ctx.back
+    if back is not None and (dy.stride(),) == strides and not torch.is_grad_enabled():
+        return back.run((dy,), tables, cu_seqlens)[0]
     return rotate(dy, tuple(tables), ctx.specs[0], cu_seqlens)
 
 
@@ -152,14 +164,25 @@ def _save(
     tables: tuple[Tensor, ...],
     spec: RopeSpec,
     cu_seqlens: Tensor | None,
+    planned: Plan | None = None,
 ) -> tuple[Tensor, ...]:
     """Saves what the way back needs, and returns the tables to use: operators would compute cosines a second time."""
     _warn_of_gradients(tables)
-    if len(tables) == 1 and not torch.compiler.is_compiling() and not _library.runs_triton(FAMILY, tensors[0]):
+    # Planned here, for gradients laid out as the results are: autograd's thread is slow at Python.
+    ctx.back = (None, None) if planned is None else (planned.inverse, planned.result_strides)
+    if (
+        planned is None
+        and len(tables) == 1
+        and not torch.compiler.is_compiling()
+        and not _library.runs_triton(FAMILY, tensors[0])
+    ):
         _check(tensors[0], tables, spec, cu_seqlens)
         tables = tuple(reference.as_cosines(tables, reference.compute_dtype(tensors[0])))
     ctx.save_for_backward(cu_seqlens, *tables)
-    ctx.specs = [spec._replace(swap_memory=memory_is_swapped(t), inverse=not spec.inverse) for t in tensors]
+    if planned is not None:
+        ctx.specs = planned.inverse_specs
+    else:
+        ctx.specs = [spec._replace(swap_memory=memory_is_swapped(t), inverse=not spec.inverse) for t in tensors]
     return tables
 
 
@@ -189,8 +212,11 @@ class RotatePairFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, spec, cu_seqlens, *tables):  # type: ignore[override]
-        tables = _save(ctx, (query, key), tables, spec, cu_seqlens)
+        planned = _planned((query, key), tables, spec, cu_seqlens)
+        tables = _save(ctx, (query, key), tables, spec, cu_seqlens, planned)
         ctx.set_materialize_grads(False)
+        if planned is not None:
+            return tuple(planned.run((query, key), tables, cu_seqlens))
         return rotate_pair_now(query, key, tables, spec, cu_seqlens)
 
     @staticmethod
@@ -199,7 +225,11 @@ class RotatePairFunction(torch.autograd.Function):
         tables, (first, second) = tuple(saved), ctx.specs
         wanted = ctx.needs_input_grad
         if dquery is not None and dkey is not None and wanted[0] and wanted[1] and first == second:
-            dquery, dkey = rotate_pair(dquery, dkey, tables, first, cu_seqlens)
+            back, strides = ctx.back
+            if back is not None and (dquery.stride(), dkey.stride()) == strides and not torch.is_grad_enabled():
+                dquery, dkey = back.run((dquery, dkey), tables, cu_seqlens)
+            else:
+                dquery, dkey = rotate_pair(dquery, dkey, tables, first, cu_seqlens)
         else:
             dquery = rotate(dquery, tables, first, cu_seqlens) if wanted[0] and dquery is not None else None
             dkey = rotate(dkey, tables, second, cu_seqlens) if wanted[1] and dkey is not None else None

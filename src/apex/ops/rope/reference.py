@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import _transfer
 from .spec import RopeSpec
 
 
@@ -34,6 +35,9 @@ def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tens
         result = _turned(wide, cos, sin, spec.inverse)
     else:
         result = torch.cat((_turned(wide[..., :rotated], cos, sin, spec.inverse), wide[..., rotated:]), -1)
+    outside = None if cu_seqlens is None else outside_sequences(t.shape[0], cu_seqlens)
+    if outside is not None:  # not the formula's, in which infinity and NaN would spread from channel to channel
+        result = torch.where(outside[:, None, None], wide, result)
     if dtype != compute:
         result = result.to(dtype)
     return result.transpose(0, 1).contiguous().transpose(0, 1) if spec.swap_memory else result.contiguous()
@@ -77,6 +81,15 @@ def cosines_and_sines(
     if spec.layout == "bshd":
         return [table.reshape(1, -1, 1, table.shape[-1]) for table in tables]
     return [table[:, None, None] for table in tables] if tables[0].dim() == 2 else tables
+
+
+def outside_sequences(tokens: int, cu_seqlens: Tensor) -> Tensor | None:
+    """True for tokens of no sequence; None where it is known, without waiting for a device, that there are none."""
+    known = _transfer.on_host(cu_seqlens) and type(cu_seqlens) is Tensor and not torch.jit.is_tracing()
+    if known and int(cu_seqlens[0]) <= 0 and int(cu_seqlens[-1]) >= tokens:
+        return None
+    token = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return (token < cu_seqlens[0]) | (token >= cu_seqlens[-1])
 
 
 def _of_packed(tables: Sequence[Tensor], tokens: int, cu_seqlens: Tensor) -> list[Tensor]:
