@@ -34,7 +34,9 @@ def record_problem(problem: Problem, added_dtype: torch.dtype) -> None:
 
 
 def record() -> None:
-    """Plans and (under `recording`) collects a biased attention with all parts, an odd one, and packed sequences."""
+    """Plans and (under `recording`) collects attentions: with all parts, an odd one, packed ones."""
     record_problem(Problem(256, 4, 256, 256, 32, torch.bfloat16, inf=1e9, mask_group=1, bias_group=256), torch.bfloat16)
     record_problem(Problem(64, 8, 131, 67, 24, torch.float32, inf=1e9, mask_group=64), torch.float32)
     record_problem(Problem(32, 16, 512, 512, 64, torch.float16, total=9000, tail=True, dropout_p=0.1), torch.float16)
+    filled = Problem(16, 16, 512, 512, 128, torch.bfloat16, total=8192, filled=True)
+    record_problem(filled, torch.bfloat16)

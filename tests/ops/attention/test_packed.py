@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library
-from apex.ops.attention import native, packed, packed_attention, reference
+from apex.ops.attention import dense, native, packed, packed_attention, reference
 from tests.harness import Route, assert_equal_bits, routes
 from tests.ops.attention.cases import LARGE_PACKED_CASES, PACKED_CASES, PackedCase, assert_close
 
@@ -120,6 +120,75 @@ def test_dropout_keeps_its_share_everywhere(dropout_p: float) -> None:
             shifted = centred.roll(distance, dimension)
             correlation = (centred * shifted).mean() / deviation**2
             assert abs(correlation) < 6 / keep.numel() ** 0.5
+
+
+def dense_by_formula(qkv: Tensor, sequences: int, length: int, saves: bool) -> tuple[Tensor, Tensor]:
+    """What `dense.forward` gets from cuDNN."""
+    query, key, value = qkv.unflatten(0, (sequences, length)).permute(2, 0, 3, 1, 4).float()
+    logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    output = (logits.softmax(-1) @ value).transpose(1, 2).flatten(0, 1).to(qkv.dtype)
+    return output.contiguous(), logits.logsumexp(-1) if saves else qkv.new_empty(0)
+
+
+KERNELS = [route for route in routes() if route.id in ("interpreter", "gpu-triton")]
+
+
+@pytest.mark.parametrize("route", KERNELS)
+@pytest.mark.parametrize("lengths", [(20, 20, 20), (20, 3, 20), (0, 20, 0)], ids=str)
+def test_as_many_rows_as_if_all_had_the_greatest_length(
+    route: Route, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are taken for a batch first; the kernel finds out whether they are one."""
+    case = PackedCase("", lengths, 2, 16, tail=60 - sum(lengths))
+    qkv, bounds, dout = case.tensors(route.device)
+    expected, expected_gradient = exact(case, qkv, bounds, dout)
+    asked = []
+    monkeypatch.setattr(dense, "takes", lambda qkv, sequences, length: asked.append((sequences, length)) or True)
+    monkeypatch.setattr(dense, "forward", dense_by_formula)
+    end = sum(lengths)
+    leaf = qkv.requires_grad_()
+    with _library.implementation(route.implementation):
+        output = packed_attention(leaf, bounds, 20, zero_tail=False)
+        (gradient,) = torch.autograd.grad(output, leaf, dout)
+        with torch.no_grad():
+            unsaved = packed_attention(leaf, bounds, 20, zero_tail=False)
+            parts = packed.forward(qkv, bounds, None, 20, 0.0, False)
+            apart = packed.backward(dout, qkv, bounds, None, *parts, 20, 0.0, False)
+    assert asked[0] == (3, 20)
+    assert_close(apart[:end], expected_gradient[:end], "gradient from statistics as they are elsewhere")
+    assert_close(output[:end], expected[:end], "output")
+    assert_close(unsaved[:end], expected[:end], "output without gradient")
+    assert_close(gradient[:end], expected_gradient[:end], "gradient")
+
+
+def test_a_batch_is_looked_for_where_nobody_asks_for_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows to be zeroed are rows behind the last sequence; dropout is the kernel's own."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dense, "takes", lambda *arguments: pytest.fail("asked"))
+    qkv, bounds = torch.randn(8, 3, 1, 16), torch.tensor([0, 4, 8])
+    with _library.implementation("triton"):
+        packed_attention(qkv, bounds, 4)
+        packed_attention(qkv, bounds, 4, 0.5, zero_tail=False)
+
+
+def test_when_cudnn_is_asked() -> None:
+    assert not dense.takes(torch.zeros(512, 3, 2, 64, dtype=torch.float16), 2, 256)  # not here
+    assert not dense.takes(torch.zeros(511, 3, 2, 64, dtype=torch.float16), 2, 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head", [64, 128])
+def test_a_batch_through_cudnn(dtype: torch.dtype, head: int) -> None:
+    for lengths in ((512, 512), (512, 100)):
+        case = PackedCase("", lengths, 2, head, 1024 - sum(lengths), dtype)
+        qkv, bounds, dout = case.tensors("cuda")
+        expected, expected_gradient = exact(case, qkv, bounds, dout)
+        leaf, end = qkv.requires_grad_(), sum(lengths)
+        output = packed_attention(leaf, bounds, 512, zero_tail=False)
+        (gradient,) = torch.autograd.grad(output, leaf, dout)
+        assert_close(output[:end], expected[:end], "output")
+        assert_close(gradient[:end], expected_gradient[:end], "gradient")
 
 
 @pytest.mark.parametrize("route", routes())

@@ -17,6 +17,9 @@ LARGE_SHARED_MEMORY = 160 << 10
 # Bytes of gradients of logits that are stored at a time; more only if a single batch has more, as many as its bias.
 STORED_BYTES = 512 << 20
 
+# Programs of a launch that has most likely nothing to do: as many as run at the same time.
+REPAIRS_PER_MULTIPROCESSOR = 3
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -41,22 +44,24 @@ def largest_head(element_size: int, device: DeviceFacts) -> int:
 
 def forward_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
     block = head_block(head_dim)
-    # Biased: 75 (128 queries: 81), in float32 243 (64 queries: 270). Packed: 216 (8 warps: 223, 128 keys: 257).
+    # Biased: 75 (128 queries: 81), in float32 243 (64 queries: 270). Packed: 189 (8 warps: 187, 64 queries: 200); 16
+    # sequences with heads of 128: 108 (128 queries: 112).
     if element_size == 4:
         tile = Tile(128, 32, 4, 2) if block <= 32 else Tile(64, 32, 4, 2) if block <= 64 else Tile(32, 32, 4, 1)
-    elif block <= 32:
-        tile = Tile(64, 64, 4, 3)
+    elif block <= 128:
+        tile = Tile(128, 64, 4, 3) if block == 64 else Tile(64, 64, 4, 3)
     else:
-        tile = Tile(128, 64, 4 if block <= 64 else 8, 3) if block <= 128 else Tile(64, 32, 4, 2)
+        tile = Tile(64, 32, 4, 2)
     return _fitted(tile, rows, columns, block, device)
 
 
 def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
     """For the gradient of the queries."""
     block = head_block(head_dim)
-    # Biased: 104 (128 queries: 113), in float32 326 (32 keys: 342). Packed: 299 (128 queries: 311).
+    # Biased: 104 (128 queries: 113), in float32 326 (32 keys: 342). Packed: 299 (128 queries: 311); 16 sequences in
+    # float32: 633 (64 keys: 727, 32 queries: 741); 16 sequences with heads of 128: 151 (128 queries: 178).
     if element_size == 4:
-        tile = Tile(64, 64, 4, 2) if block <= 32 else Tile(32, 32, 4, 2 if block <= 64 else 1)
+        tile = Tile(64, 64, 4, 2) if block <= 32 else Tile(64, 32, 4, 2) if block <= 64 else Tile(32, 32, 4, 1)
     else:
         tile = Tile(64, 64, 4, 2) if block <= 128 else Tile(32, 32, 4, 2)
     return _fitted(tile, rows, columns, block, device)
@@ -65,11 +70,14 @@ def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, devi
 def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
     """For the gradients of keys and values."""
     block = head_block(head_dim)
-    # Two accumulators: larger tiles run out of registers. Packed: 408 (64 queries: 463, 64 by 64: 495).
+    # Two accumulators: larger tiles run out of registers. Packed: 408 (64 queries: 463, 64 by 64: 495); 16 sequences in
+    # float32: 885 (32 by 64: 902, 32 by 32: 972); 16 sequences with heads of 128: 208 (32 by 128: 251, 64 by 64: 366).
     if element_size == 4:
-        tile = Tile(32, 64, 4, 2) if block <= 32 else Tile(32, 32, 4, 2 if block <= 64 else 1)
+        tile = Tile(32, 64, 4, 2) if block <= 32 else Tile(64, 32, 4, 2) if block <= 64 else Tile(32, 32, 4, 1)
+    elif block <= 64:
+        tile = Tile(32, 128, 4, 2)
     else:
-        tile = Tile(32, 128, 4 if block <= 64 else 8, 2) if block <= 128 else Tile(32, 32, 4, 2)
+        tile = Tile(32, 64, 4, 2) if block <= 128 else Tile(32, 32, 4, 2)
     return _fitted(tile, rows, columns, block, device)
 
 

@@ -21,11 +21,18 @@ Strides = tuple[int, int, int]
 
 
 @functools.cache
-def _kernels() -> ModuleType:
+def _forward_kernels() -> ModuleType:
     """Imported at first use: importing apex needs no Triton."""
-    from . import kernels
+    from . import kernels_forward
 
-    return kernels
+    return kernels_forward
+
+
+@functools.cache
+def _backward_kernels() -> ModuleType:
+    from . import kernels_backward
+
+    return kernels_backward
 
 
 class Problem(NamedTuple):
@@ -33,7 +40,8 @@ class Problem(NamedTuple):
 
     `mask_group` and `bias_group` are how many batches share a mask or a bias, 0 where there is none. `total` is the
     number of rows of packed sequences, 0 where none are packed; `batch` then counts the sequences, and `tail` says that
-    rows after the last one are to be zeros.
+    rows after the last one are to be zeros. `filled` says that an attention for sequences of the same length has been
+    computed already, which is right if they have `rows` each and fill all rows.
     """
 
     batch: int
@@ -48,6 +56,7 @@ class Problem(NamedTuple):
     total: int = 0
     tail: bool = False
     dropout_p: float = 0.0
+    filled: bool = False
 
     @property
     def is_packed(self) -> bool:
@@ -64,6 +73,8 @@ class Problem(NamedTuple):
 
     def _statistics_strides(self) -> tuple[int, int, int]:
         """Of batch and head, and from plane to plane."""
+        if self.filled:  # as [batch, heads, rows]: kernels add the first row of a sequence, which is batch * rows
+            return (self.heads - 1) * self.rows, self.rows, self.heads * self.total
         if self.is_packed:
             return 0, self.total, self.heads * self.total
         return self.heads * self.rows, self.rows, self.batch * self.heads * self.rows
@@ -114,8 +125,13 @@ def forward(
     """Takes q, k, v, mask, bias, cu, seed, out, statistics; the last is written if it `saves`."""
     sizes = problem.head_dim, problem.dtype.itemsize, problem.rows, problem.columns
     tile = config.forward_tile(*sizes, facts)
-    return _kernels().attention_forward.bind(
-        (problem._programs(problem.rows, tile.queries),),
+    programs = problem._programs(problem.rows, tile.queries)
+    if problem.filled:
+        programs = min(programs, config.REPAIRS_PER_MULTIPROCESSOR * facts.multiprocessors)
+    kernels = _forward_kernels()
+    kernel = kernels.attention_repair if problem.filled else kernels.attention_forward
+    return kernel.bind(
+        (programs,),
         (*problem._sizes(), *q, *k, *v, *out, *problem._statistics_strides(), *problem._options()),
         (*problem._flags(), saves, *problem._tiling(tile, facts)),
         device=device,
@@ -140,7 +156,7 @@ def backward_queries(
     sizes = problem.head_dim, problem.dtype.itemsize, problem.rows, problem.columns
     tile = config.queries_tile(*sizes, facts)
     strides = (*q, *k, *v, *out, *dout, *dq, *problem._statistics_strides())
-    return _kernels().attention_backward_queries.bind(
+    return _backward_kernels().attention_backward_queries.bind(
         (problem._programs(problem.rows, tile.queries),),
         (*problem._sizes(), *strides, *problem._options()),
         (*problem._flags(), *problem._tiling(tile, facts)),
@@ -172,7 +188,7 @@ def backward_keys(
     tile = config.keys_tile(*sizes, facts)
     strides = (*q, *k, *v, *out, *dout, *dk, *dv, *problem._statistics_strides())
     first, count = batches or (0, problem.batch)
-    return _kernels().attention_backward_keys.bind(
+    return _backward_kernels().attention_backward_keys.bind(
         (problem._replace(batch=count)._programs(problem.columns, tile.keys),),
         (*problem._sizes(), *strides, *problem._options(), first),
         (*problem._flags(), batches is not None, *problem._tiling(tile, facts)),
@@ -195,7 +211,7 @@ def backward_stored(
     tile = config.stored_tile(problem.head_dim, problem.dtype.itemsize, problem.rows, problem.columns, facts)
     _, heads, rows, columns, head_dim, _ = problem._sizes()
     first, count = batches
-    return _kernels().attention_backward_stored.bind(
+    return _backward_kernels().attention_backward_stored.bind(
         (count * heads * -(-rows // tile.queries),),
         (heads, rows, columns, head_dim, *k, *dq, problem._options()[3], first),
         problem._tiling(tile, facts),
@@ -203,6 +219,18 @@ def backward_stored(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
+
+def parts_of_batches(problem: Problem) -> list[tuple[int, int]]:
+    """Which batches' gradients of logits are stored at a time, each part as its first one and their number."""
+    at_once, group = batches_at_once(problem), problem.bias_group
+    if at_once >= group:
+        return [(first, min(at_once, problem.batch - first)) for first in range(0, problem.batch, at_once)]
+    return [
+        (start + first, min(at_once, group - first))
+        for start in range(0, problem.batch, group)
+        for first in range(0, group, at_once)
+    ]
 
 
 def batches_at_once(problem: Problem) -> int:

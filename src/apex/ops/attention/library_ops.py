@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from .. import _library
-from . import biased, packed
+from . import biased, packed, plans
 
 
 def _statistics_fake(query, planes, shape):
@@ -25,7 +25,7 @@ def _forward_fake(query, key, value, mask, bias, inf):
     for size in lead:
         batch = batch * size
     planes = 1 if mask is None and bias is None else 2
-    return biased.fake_like(query), _statistics_fake(query, planes, (batch, heads, rows))
+    return plans.empty_like(query), _statistics_fake(query, planes, (batch, heads, rows))
 
 
 def _backward(dout, query, key, value, mask, bias, output, statistics, inf, bias_grad):
@@ -35,7 +35,7 @@ def _backward(dout, query, key, value, mask, bias, output, statistics, inf, bias
 
 def _backward_fake(dout, query, key, value, mask, bias, output, statistics, inf, bias_grad):
     dbias = query.new_empty(0) if bias is None or not bias_grad else bias.new_empty(bias.shape)
-    return *(biased.fake_like(tensor) for tensor in (query, key, value)), dbias
+    return *(plans.empty_like(tensor) for tensor in (query, key, value)), dbias
 
 
 def _setup_context(ctx, inputs, output):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _device, _library, _transfer
-from . import launches, native
+from . import dense, launches, native
 from .family import FAMILY, autocast_dtype, takes_head
 
 
@@ -85,51 +85,113 @@ def check(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float) ->
             raise ValueError(f"max_s={max_seqlen} is less than the longest sequence, which has {max(lengths)} rows")
 
 
+class Plan:
+    """The launches for packed sequences of one shape: everything but their tensors."""
+
+    def __init__(
+        self,
+        problem: launches.Problem,
+        strides: tuple[int, ...],
+        device: torch.device,
+        facts: _device.DeviceFacts,
+    ) -> None:
+        heads, head_dim, total = problem.heads, problem.head_dim, problem.total
+        given = (0, strides[2], strides[0])
+        made = (0, head_dim, 3 * heads * head_dim)
+        out = (0, head_dim, heads * head_dim)
+        where = device, facts
+        self._filled = problem.filled
+        self._sequences, self._length = problem.batch, problem.rows
+        self._out_shape = total, heads, head_dim
+        self._statistics_shape = problem.statistics_shape
+        self._unsaved = launches.forward(problem, given, given, given, out, False, *where)
+        self._saved = launches.forward(problem, given, given, given, out, True, *where)
+        self._of_queries = launches.backward_queries(problem, given, given, given, out, out, made, *where)
+        self._of_keys = launches.backward_keys(problem, given, given, given, out, out, made, made, None, *where)
+
+    def forward(self, qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, saves: bool) -> tuple[Tensor, Tensor]:
+        """Output and statistics, which are empty unless it `saves` them; for `backward` of the same plan."""
+        if self._filled:
+            output, statistics = dense.forward(qkv, self._sequences, self._length, saves)
+        else:
+            output = qkv.new_empty(self._out_shape)
+            statistics = qkv.new_empty(self._statistics_shape if saves else (0,), dtype=torch.float32)
+        launch = self._saved if saves else self._unsaved
+        launch(*qkv.unbind(1), None, None, cu_seqlens, seed, output, statistics)
+        return output, statistics
+
+    def backward(
+        self, dout: Tensor, qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, output: Tensor, statistics: Tensor
+    ) -> Tensor:
+        """The gradient of qkv."""
+        dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+        delta = torch.empty_like(statistics)
+        queries, keys, values = qkv.unbind(1)
+        dqueries, dkeys, dvalues = dqkv.unbind(1)
+        dout = dout.contiguous()
+        self._of_queries(queries, keys, values, None, None, cu_seqlens, seed, output, dout, statistics, delta, dqueries)
+        self._of_keys(
+            queries, keys, values, None, None, cu_seqlens, seed, output, dout, statistics, delta, None, dkeys, dvalues
+        )
+        return dqkv
+
+
 @functools.lru_cache(maxsize=4096)
-def _launches(
-    shape: tuple[int, ...],
+def _plan(
+    shape: torch.Size,
     strides: tuple[int, ...],
     dtype: torch.dtype,
     sequences: int,
     max_seqlen: int,
     dropout_p: float,
     zero_tail: bool,
+    filled: bool,
     device: torch.device,
     facts: _device.DeviceFacts,
-) -> tuple[launches.Problem, Any, Any, Any, Any]:
-    """The problem; the forward launch with and without statistics; the backward launches."""
+) -> Plan:
     total, _, heads, head_dim = shape
     problem = launches.Problem(
-        sequences, heads, max_seqlen, max_seqlen, head_dim, dtype, total=total, tail=zero_tail, dropout_p=dropout_p
+        sequences,
+        heads,
+        max_seqlen,
+        max_seqlen,
+        head_dim,
+        dtype,
+        total=total,
+        tail=zero_tail,
+        dropout_p=dropout_p,
+        filled=filled,
     )
-    given = (0, strides[2], strides[0])
-    made = (0, head_dim, 3 * heads * head_dim)
-    out = (0, head_dim, heads * head_dim)
-    where = device, facts
-    return (
-        problem,
-        launches.forward(problem, given, given, given, out, False, *where),
-        launches.forward(problem, given, given, given, out, True, *where),
-        launches.backward_queries(problem, given, given, given, out, out, made, *where),
-        launches.backward_keys(problem, given, given, given, out, out, made, made, None, *where),
-    )
+    return Plan(problem, strides, device, facts)
 
 
 def _planned(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, zero_tail: bool
-) -> tuple[launches.Problem, Any, Any, Any, Any]:
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, zero_tail: bool, may_ask_cudnn: bool
+) -> tuple[Plan, Tensor, Tensor]:
+    """A plan, and what it takes: qkv and cu_seqlens, copied where they lie in an order that kernels do not walk in.
+
+    One that asks cuDNN first has statistics in an order of its own, which are for its own `backward` only.
+    """
+    if qkv.stride(3) != 1:
+        qkv = qkv.contiguous()
+    if not cu_seqlens.is_contiguous():
+        cu_seqlens = cu_seqlens.contiguous()
     device = qkv.device
-    return _launches(
-        tuple(qkv.shape),
+    sequences = cu_seqlens.shape[0] - 1
+    filled = may_ask_cudnn and not zero_tail and dropout_p == 0 and dense.takes(qkv, sequences, max_seqlen)
+    plan = _plan(
+        qkv.shape,
         qkv.stride(),
         qkv.dtype,
-        cu_seqlens.shape[0] - 1,
+        sequences,
         max_seqlen,
         dropout_p,
         zero_tail,
+        filled,
         device,
         _device.facts(device),
     )
+    return plan, qkv, cu_seqlens
 
 
 def forward(
@@ -142,19 +204,13 @@ def forward(
     *,
     saves: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Output and statistics, which are empty unless it `saves` them."""
-    total, _, heads, head_dim = qkv.shape
+    """Output and statistics [1, H, total], which are empty unless it `saves` them."""
     if not runs_kernels(qkv, cu_seqlens, max_seqlen):
         output = native.packed_attention(qkv, cu_seqlens, max_seqlen, dropout_p, seed)
+        total, _, heads, _ = qkv.shape
         return output.contiguous(), qkv.new_zeros((1, heads, total), dtype=torch.float32)
-    if qkv.stride(3) != 1:
-        qkv = qkv.contiguous()
-    problem, unsaved, saved, _, _ = _planned(qkv, cu_seqlens, max_seqlen, dropout_p, zero_tail)
-    output = qkv.new_empty((total, heads, head_dim))
-    statistics = qkv.new_empty(problem.statistics_shape if saves else (0,), dtype=torch.float32)
-    launch = saved if saves else unsaved
-    launch(*qkv.unbind(1), None, None, cu_seqlens.contiguous(), seed, output, statistics)
-    return output, statistics
+    plan, qkv, cu_seqlens = _planned(qkv, cu_seqlens, max_seqlen, dropout_p, zero_tail, may_ask_cudnn=not saves)
+    return plan.forward(qkv, cu_seqlens, seed, saves)
 
 
 def backward(
@@ -171,18 +227,8 @@ def backward(
     """Gradient of qkv."""
     if not runs_kernels(qkv, cu_seqlens, max_seqlen):
         return native.padded_backward(dout, qkv, cu_seqlens, max_seqlen, dropout_p, seed)
-    if qkv.stride(3) != 1:
-        qkv = qkv.contiguous()
-    dout, output, cu_seqlens = dout.contiguous(), output.contiguous(), cu_seqlens.contiguous()
-    _, _, _, of_queries, of_keys = _planned(qkv, cu_seqlens, max_seqlen, dropout_p, zero_tail)
-    dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    delta = statistics.new_empty(statistics.shape[1:])
-    queries, keys, values = qkv.unbind(1)
-    dqueries, dkeys, dvalues = dqkv.unbind(1)
-    given = queries, keys, values, None, None, cu_seqlens, seed
-    of_queries(*given, output, dout, statistics, delta, dqueries)
-    of_keys(*given, output, dout, statistics, delta, None, dkeys, dvalues)
-    return dqkv
+    plan, qkv, cu_seqlens = _planned(qkv, cu_seqlens, max_seqlen, dropout_p, zero_tail, may_ask_cudnn=False)
+    return plan.backward(dout, qkv, cu_seqlens, seed, output.contiguous(), statistics)
 
 
 def forward_and_save(
@@ -196,24 +242,30 @@ def forward_and_save(
 ) -> Tensor:
     """The forward of every packed attention's autograd Function; arguments were checked."""
     ctx.options = options = max_seqlen, dropout_p, zero_tail
-    ctx.graph = None
-    statistics = None
+    ctx.graph = ctx.plan = statistics = None
+    given = qkv, cu_seqlens
     if torch.compiler.is_compiling():
         output, statistics = torch.ops.apex.packed_attention_forward(qkv, cu_seqlens, seed, *options)
-    elif runs_kernels(qkv, cu_seqlens, max_seqlen) or not ctx.needs_input_grad[0]:
-        output, statistics = forward(qkv, cu_seqlens, seed, *options)
-    else:
+    elif runs_kernels(qkv, cu_seqlens, max_seqlen):
+        # Kept for the way back, because autograd's thread runs Python at 0.6 times the speed.
+        ctx.plan, *given = _planned(qkv, cu_seqlens, *options, may_ask_cudnn=True)
+        output, statistics = ctx.plan.forward(*given, seed, True)
+    elif ctx.needs_input_grad[0]:
         ctx.graph = native.Graph(
             lambda qkv: native.packed_attention(qkv, cu_seqlens, max_seqlen, dropout_p, seed), [qkv], [True]
         )
         output = ctx.graph.output
-    ctx.save_for_backward(qkv, cu_seqlens, seed, output, statistics)
+    else:
+        output, statistics = forward(qkv, cu_seqlens, seed, *options)
+    ctx.save_for_backward(*given, seed, output, statistics)
     return output
 
 
 def backward_from_saved(ctx: Any, dout: Tensor) -> Tensor:
     """The backward of every packed attention's autograd Function."""
     qkv, cu_seqlens, seed, output, statistics = ctx.saved_tensors
+    if ctx.plan is not None and not torch.is_grad_enabled():
+        return ctx.plan.backward(dout, qkv, cu_seqlens, seed, output, statistics)
     if torch.compiler.is_compiling():
         return torch.ops.apex.packed_attention_backward(dout, qkv, cu_seqlens, seed, output, statistics, *ctx.options)
     if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable

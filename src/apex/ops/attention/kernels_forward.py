@@ -1,0 +1,157 @@
+"""Attention forward, for Triton; `kernels_common` says what the letters mean."""
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+from .kernels_common import LN2, LOG2E, bias_tile, dot, is_kept, key_of_head, key_terms, locate, mix, store_tile, tile
+
+
+@triton.jit
+def _forward_tiles(
+    result, largest, norm, qs, k, v, mask, bias, keys, begin, end, partners, m_left, columns, head_dim, k_n, v_n,
+    threshold, scale, inf,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
+    FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Adds keys `begin` to `end` to what one tile of queries has seen so far."""
+    r = tl.arange(0, BM)
+    n = tl.arange(0, BN)
+    k += begin.to(tl.int64) * k_n
+    v += begin.to(tl.int64) * v_n
+    for column in range(begin, end, BN):
+        left = partners - column
+        ks = tile(k, left, k_n, head_dim, BN, BD, WHOLE_N, FULL_D)
+        products = dot(qs, tl.trans(ks), None, PRECISION)
+        if HAS_MASK or HAS_BIAS:
+            logits = products * (scale * LOG2E)
+            if HAS_BIAS:
+                biases = bias_tile(bias + column, r[:, None], n[None, :], m_left, left, columns, WHOLE_M and WHOLE_N)
+                logits += biases.to(tl.float32) * LOG2E
+            if HAS_MASK:
+                logits += key_terms(mask + column, n, left, inf)[None, :]
+            if not WHOLE_N:
+                logits = tl.where(n[None, :] < left, logits, float("-inf"))
+            new = tl.maximum(largest, tl.max(logits, 1))
+            if HAS_BIAS:
+                new = tl.where(new == float("-inf"), 0.0, new)  # a bias may hold -inf for whole tiles
+            p = tl.exp2(logits - new[:, None])
+        else:
+            if not WHOLE_N:
+                products = tl.where(n[None, :] < left, products, float("-inf"))
+            # The scale is positive: multiplied in one instruction with the subtraction.
+            new = tl.maximum(largest, tl.max(products, 1) * (scale * LOG2E))
+            p = tl.exp2(products * (scale * LOG2E) - new[:, None])
+        correction = tl.exp2(largest - new)
+        norm = norm * correction + tl.sum(p, 1)
+        result = result * correction[:, None]
+        if DROPS:
+            p = tl.where(is_kept(keys[:, None], (column + n)[None, :], threshold), p, 0.0)
+        vs = tile(v, left, v_n, head_dim, BN, BD, WHOLE_N, FULL_D)
+        result = dot(p.to(vs.dtype), vs, result, PRECISION)
+        largest = new
+        k += BN * k_n
+        v += BN * v_n
+    return result, largest, norm
+
+
+@triton.jit
+def _forward_program(
+    program, q, k, v, mask, bias, cu, seed, out, statistics,
+    batch, heads, rows, columns, head_dim, total,
+    q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane,
+    mask_group, bias_group, threshold, scale, inf, kept,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
+    SAVES: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    z, h, first, start, count, partners = locate(program, cu, batch, heads, rows, columns, total, PACKED, TAIL, BM)
+    row = start + first
+    left = count - first
+    qs = tile(q + z * q_z + h * q_h + row * q_m, left, q_m, head_dim, BM, BD, FULL_M, FULL_D)
+    k += z * k_z + h * k_h + start * k_n
+    v += z * v_z + h * v_h + start * v_n
+    if HAS_MASK:
+        mask += (z // mask_group) * columns
+    if HAS_BIAS:
+        bias += (((z // bias_group) * heads + h) * rows + first) * columns
+    r = tl.arange(0, BM)
+    keys = r.to(tl.uint32)
+    if DROPS:
+        keys = mix(key_of_head(seed, z * heads + h) ^ (first + r).to(tl.uint32))
+    largest = tl.full((BM,), float("-inf"), tl.float32)
+    norm = tl.zeros((BM,), tl.float32)
+    result = tl.zeros((BM, BD), tl.float32)
+    whole = partners // BN * BN
+    if FULL_N:
+        # At least one: where a compiler must expect none, it makes the matrix units wait for each product.
+        whole = tl.maximum(whole, BN)
+    result, largest, norm = _forward_tiles(
+        result, largest, norm, qs, k, v, mask, bias, keys, whole * 0, whole, partners, left, columns, head_dim, k_n,
+        v_n, threshold, scale, inf, HAS_MASK, HAS_BIAS, DROPS, FULL_M, True, FULL_D, PRECISION, BM, BN, BD,
+    )  # fmt: skip
+    if not FULL_N:
+        result, largest, norm = _forward_tiles(
+            result, largest, norm, qs, k, v, mask, bias, keys, whole, partners, partners, left, columns, head_dim, k_n,
+            v_n, threshold, scale, inf, HAS_MASK, HAS_BIAS, DROPS, FULL_M, False, FULL_D, PRECISION, BM, BN, BD,
+        )  # fmt: skip
+    reciprocal = 1.0 / norm
+    if PACKED:
+        reciprocal = tl.where(partners > 0, reciprocal, 0.0)
+    weight = reciprocal * kept if DROPS else reciprocal
+    store_tile(out + z * o_z + h * o_h + row * o_m, result * weight[:, None], left, o_m, head_dim, BM, BD)
+    if SAVES:
+        statistics += z * s_z + h * s_h + row
+        if HAS_MASK or HAS_BIAS:
+            tl.store(statistics + r, largest, mask=r < left)
+            tl.store(statistics + plane + r, reciprocal, mask=r < left)
+        else:
+            tl.store(statistics + r, (largest + tl.log2(norm)) * LN2, mask=r < left)
+
+
+@kernel
+@triton.jit
+def attention_forward(
+    q, k, v, mask, bias, cu, seed, out, statistics,
+    batch, heads, rows, columns, head_dim, total,
+    q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane,
+    mask_group, bias_group, threshold, scale, inf, kept,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
+    SAVES: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Output and statistics, a tile of queries per program."""
+    _forward_program(
+        tl.program_id(0), q, k, v, mask, bias, cu, seed, out, statistics,
+        batch, heads, rows, columns, head_dim, total,
+        q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane,
+        mask_group, bias_group, threshold, scale, inf, kept,
+        HAS_MASK, HAS_BIAS, PACKED, TAIL, DROPS, SAVES, FULL_M, FULL_N, FULL_D, PRECISION, BM, BN, BD,
+    )  # fmt: skip
+
+
+@kernel
+@triton.jit
+def attention_repair(
+    q, k, v, mask, bias, cu, seed, out, statistics,
+    batch, heads, rows, columns, head_dim, total,
+    q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane,
+    mask_group, bias_group, threshold, scale, inf, kept,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
+    SAVES: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """The same where packed sequences do not fill all rows; where they do, what is there already is right.
+
+    Few programs, which end at once or take all tiles.
+    """
+    filled = tl.load(cu + batch) == total
+    tiles = tl.where(filled, 0, batch * heads * tl.cdiv(rows, BM))
+    for program in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        _forward_program(
+            program, q, k, v, mask, bias, cu, seed, out, statistics,
+            batch, heads, rows, columns, head_dim, total,
+            q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane,
+            mask_group, bias_group, threshold, scale, inf, kept,
+            HAS_MASK, HAS_BIAS, PACKED, TAIL, DROPS, SAVES, FULL_M, FULL_N, FULL_D, PRECISION, BM, BN, BD,
+        )  # fmt: skip
