@@ -92,16 +92,16 @@ def added_logits(mask: Mask | None, heads: int, dtype: torch.dtype, folded: bool
     kind, tensor = mask or (None, None)
     if tensor is None:
         return None
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if kind is MaskKind.TIME:
         return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device).masked_fill_(hidden(tensor), -torch.inf)
     batch, keys = tensor.shape
-    repeats = heads if folded else 1
     if kind is MaskKind.ADDITIVE:
         if tensor.is_cuda and keys % 128 == 64:
             tensor = _from_zero(tensor)
-        added = tensor.to(dtype)[:, None, :].expand(batch, repeats, keys)
-    else:
-        zeros = torch.zeros((batch, repeats, keys), dtype=dtype, device=tensor.device)
-        added = zeros.masked_fill_(hidden(tensor)[:, None, :], -torch.inf)
-    return added.reshape((1, batch * heads, 1, keys) if folded else (batch, 1, 1, keys))
+        added = tensor.to(dtype)[:, None, None, :]
+        return added.expand(batch, heads, 1, keys).reshape(1, batch * heads, 1, keys) if folded else added
+    zeros = torch.zeros((batch, heads if folded else 1, 1, keys), dtype=dtype, device=tensor.device)
+    added = zeros.masked_fill_(hidden(tensor)[:, None, None, :], -torch.inf)
+    return added.view(1, batch * heads, 1, keys) if folded else added
