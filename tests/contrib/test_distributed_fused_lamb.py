@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from apex.contrib.optimizers._lamb.communicators import processes_that_divide
+from apex.contrib.optimizers._lamb.communicators import processes_that_divide, timeout_of
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from tests.contrib import lamb_checks, lamb_four_checks, lamb_resharding
 from tests.contrib.lamb_checks import STEPS, made
@@ -23,6 +24,7 @@ from tests.contrib.lamb_problem import assert_solved, averaged, backward, distri
 from tests.optimizers.references import Lamb
 from tests.parallel.processes import run_checks
 
+PATIENCE = timedelta(seconds=41)
 ALONE = (
     "default",
     "unclipped",
@@ -61,7 +63,7 @@ def in_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=PATIENCE)
     yield
     dist.destroy_process_group()
 
@@ -129,6 +131,13 @@ def test_an_optimizer_that_is_replaced_is_let_go() -> None:
     del second
     gc.collect()
     assert not any(param._post_accumulate_grad_hooks for param in params)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_groups_are_as_patient_as_the_world() -> None:
+    optimizer = made(parameters())
+    assert optimizer._groups.distributed is not dist.group.WORLD
+    assert timeout_of(optimizer._groups.distributed) == timeout_of(dist.group.WORLD) == PATIENCE
 
 
 @pytest.mark.usefixtures("process_group")

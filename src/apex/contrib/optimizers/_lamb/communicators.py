@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -78,11 +79,12 @@ def _own(every: list[list[int]], number: int, channels: int, verbose: bool) -> A
     world = dist.group.WORLD
     assert world is not None
     made = _made.setdefault(world, {})
+    timeout = timeout_of(world)
     own = None
     for ranks in every:
         key = (tuple(ranks), number, channels)
         if key not in made:
-            made[key] = dist.new_group(ranks=ranks, pg_options=_options(channels))
+            made[key] = dist.new_group(ranks=ranks, timeout=timeout, pg_options=_options(channels, timeout))
             if verbose:
                 print(f"DistributedFusedLAMB: process group {number} of ranks {ranks}")
         if dist.get_rank() in ranks:
@@ -90,11 +92,21 @@ def _own(every: list[list[int]], number: int, channels: int, verbose: bool) -> A
     return own
 
 
-def _options(channels: int) -> Any:
+def timeout_of(group: Any) -> timedelta | None:
+    """How long a process waits for others; None if the backend does not tell."""
+    try:
+        return group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        return None
+
+
+def _options(channels: int, timeout: timedelta | None) -> Any:
     """Options of NCCL with at most so many channels, each of which takes a multiprocessor; None for other backends."""
     kind = getattr(dist, "ProcessGroupNCCL", None)
     if not channels or kind is None or dist.get_backend() != "nccl":
         return None
     options = kind.Options()
     options.config.max_ctas = channels
+    if timeout is not None:
+        options._timeout = timeout
     return options
