@@ -53,9 +53,9 @@ class ParameterSync:
 
     def add(self, arena: Arena) -> None:
         """Takes care of one more arena."""
-        self.arenas.append(arena)
         if self.contiguous:
             self.make_buffer(arena)
+        self.arenas.append(arena)
 
     @torch.no_grad()
     def make_buffer(self, arena: Arena) -> None:

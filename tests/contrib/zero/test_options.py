@@ -1,0 +1,158 @@
+"""DistributedFusedAdam in a world of one without torch.distributed: options, layouts of memory, and bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import apex
+from apex.contrib.optimizers import DistributedFusedAdam
+from apex.optimizers import FusedAdam
+
+
+def test_it_is_reachable() -> None:
+    assert apex.contrib.optimizers.distributed_fused_adam.DistributedFusedAdam is DistributedFusedAdam
+    with pytest.raises(AttributeError, match="no_such_optimizer"):
+        _ = apex.contrib.optimizers.no_such_optimizer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1.0 is negative"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\]=1.0"),
+        ({"dtype": torch.float64}, "dtype=torch.float64 is not supported"),
+        ({"grad_sync_dtype": torch.int8}, "grad_sync_dtype=torch.int8"),
+        ({"store_param_remainders": True}, "takes the place of store_params"),
+        ({"store_param_remainders": True, "store_params": False}, "param_sync_dtype bfloat16, not"),
+        ({"with_scaled_states": True}, "needs store_params=True and dtype float16 or bfloat16"),
+        ({"capturable": True, "with_scaled_states": True, "dtype": torch.float16}, "capturable works with neither"),
+        ({"nccl_ub": True}, "contiguous_grad_buffer=True"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
+        ({"pipeline_size": 0}, "pipeline_size=0"),
+        ({"device": "meta"}, "device=meta is not where the parameters are"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DistributedFusedAdam(nn.Linear(2, 2).parameters(), **options)
+
+
+def test_bad_calls() -> None:
+    net = nn.Linear(2, 2)
+    optimizer = DistributedFusedAdam(net.parameters(), contiguous_param_buffer=True, param_sync_dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"contiguous_param_buffer needs param_sync_dtype=torch\.float32"):
+        optimizer.init_params()
+    optimizer = DistributedFusedAdam(net.parameters())
+    with pytest.raises(ValueError, match="in no parameter group"):
+        optimizer.init_params([torch.zeros(2)])
+    with pytest.raises(ValueError, match="max_norm=0"):
+        optimizer.clip_grad_norm(0)
+    with pytest.raises(ValueError, match=r"norm_type=1\.0"):
+        optimizer.grad_norm(norm_type=1)
+    with pytest.raises(ValueError, match="not parameters of this optimizer"):
+        optimizer.grad_norm([torch.zeros(2)])
+    with pytest.raises(RuntimeError, match="contiguous_grad_buffer=True only"):
+        optimizer.grad_buffer_view(net.weight)
+    with pytest.raises(ValueError, match="needs inv_scale, or grad_scaler"):
+        optimizer.unscale_grads()
+    with pytest.raises(TypeError, match="a ParameterFragment, or two numbers"):
+        optimizer.parameter("weight")
+    net.weight.grad = torch.eye(2).to_sparse()
+    with pytest.raises(RuntimeError, match=r"shape \(2, 2\) is sparse"):
+        optimizer.step()
+
+
+def test_unscaling_by_hand() -> None:
+    net, twin = nn.Linear(3, 2), nn.Linear(3, 2)
+    twin.load_state_dict(net.state_dict())
+    optimizer, plain = DistributedFusedAdam(net.parameters(), eps=0.1), FusedAdam(twin.parameters(), eps=0.1)
+    (net(torch.ones(1, 3)).sum() * 8).backward()
+    flags = optimizer.unscale_grads(torch.tensor(0.125))
+    assert [flag.item() for flag in flags.values()] == [0.0]
+    twin(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    plain.step()
+    assert all(map(torch.equal, net.parameters(), twin.parameters()))
+
+
+@pytest.mark.parametrize("options", [{}, {"contiguous_param_buffer": True, "contiguous_grad_buffer": True}], ids=str)
+def test_strided_parameters(options: dict[str, Any]) -> None:
+    """Channels last and transposed, with gradients that lie otherwise; one without elements; a closure."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+            self.turned = nn.Parameter(torch.randn(5, 7).t())
+            self.empty = nn.Parameter(torch.empty(0, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.turned @ self.conv(x).mean((2, 3)).t()).square().mean() + self.empty.sum()
+
+    net, twin = Net(), Net()
+    optimizer = DistributedFusedAdam(net.parameters(), lr=0.01, **options)
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.01, weight_decay=0.0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(torch.ones(2, 3, 6, 6) * optimizer.state["step"])
+        loss.backward()
+        return loss
+
+    for step in range(3):
+        plain.zero_grad()
+        loss = twin(torch.ones(2, 3, 6, 6) * step)
+        loss.backward()
+        plain.step()
+        torch.testing.assert_close(optimizer.step(closure), loss)
+    for param, other in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param, other)
+        assert param.stride() == other.stride()
+    state = optimizer.state_dict()["state"]
+    for index, other in enumerate(twin.parameters()):
+        torch.testing.assert_close(state[index]["exp_avg_sq"], plain.state[other]["exp_avg_sq"])
+    loaded = DistributedFusedAdam(Net().parameters(), **options)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert all(map(torch.equal, loaded.parameters(), net.parameters()))
+
+
+@pytest.mark.parametrize("options", [{"amsgrad": True}, {"adam_w_mode": False}, {"bias_correction": False}], ids=str)
+def test_as_fused_adam(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net, twin = nn.Linear(4, 3), nn.Linear(4, 3)
+    twin.load_state_dict(net.state_dict())
+    optimizer = DistributedFusedAdam(net.parameters(), lr=0.01, weight_decay=0.1, **options)
+    plain = FusedAdam(twin.parameters(), lr=0.01, weight_decay=0.1, **options)
+    for step in range(4):
+        for model, each in ((net, optimizer), (twin, plain)):
+            each.zero_grad()
+            model(torch.full((2, 4), float(step))).square().sum().backward()
+            each.step()
+    assert all(map(torch.equal, net.parameters(), twin.parameters()))
+
+
+def test_small_updates_are_not_lost() -> None:
+    """Of bfloat16 parameters, where updates are far below the last bit: kept in the state, lost without."""
+    options = {"param_sync_dtype": torch.bfloat16, "lr": 1e-4}
+    moved = {}
+    for name, more in {
+        "stored": {},
+        "remainders": {"store_params": False, "store_param_remainders": True},
+        "lost": {"store_params": False},
+    }.items():
+        param = nn.Parameter(torch.full((8,), 1.0, dtype=torch.bfloat16))
+        optimizer = DistributedFusedAdam([param], **options, **more)
+        for _ in range(60):
+            optimizer.zero_grad()
+            param.float().sum().backward()
+            optimizer.step()
+        moved[name] = param.detach().float()
+    expected = torch.full((8,), 1 - 60 * 1e-4).bfloat16().float()
+    assert torch.equal(moved["stored"], expected)
+    assert torch.equal(moved["remainders"], expected)
+    assert torch.equal(moved["lost"], torch.ones(8))
