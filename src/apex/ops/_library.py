@@ -218,7 +218,7 @@ def quick_apply(function: type[torch.autograd.Function]) -> Callable:
     directly = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(*args):  # type: ignore[no-untyped-def]
-        if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return function.apply(*args)
         return directly(*args)
 

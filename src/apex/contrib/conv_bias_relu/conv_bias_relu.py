@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...ops._library import autocast_dtype
+from ...ops._library import autocast_dtype, quick_apply
 from ...ops.conv import (
     ConvSpec,
     conv_bias,
@@ -33,11 +33,11 @@ def _autocast_off(tensor: Tensor) -> contextlib.AbstractContextManager:
 
 def _cast(*tensors: Tensor) -> list[Tensor]:
     dtype = autocast_dtype(tensors[0])
-    return [tensor if dtype is None else tensor.to(dtype) for tensor in tensors]
+    return list(tensors) if dtype is None else [tensor.to(dtype) for tensor in tensors]
 
 
 def _back(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if gradient is None else gradient.to(dtype)
+    return gradient if gradient is None or gradient.dtype == dtype else gradient.to(dtype)
 
 
 def _relu_forward(
@@ -67,7 +67,7 @@ def _relu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, 
     with _autocast_off(x):
         gradients = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, bias_grad, wanted, scale, ctx.plan)
     dx, dweight, dbias = (_back(each, dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True))
-    return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape)
+    return dx, dweight, dbias if dbias is None or dbias.shape == ctx.bias_shape else dbias.view(ctx.bias_shape)
 
 
 class ConvBiasReLU_(torch.autograd.Function):
@@ -134,7 +134,7 @@ class ConvBias_(torch.autograd.Function):
         return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape), None, None
 
 
-ConvBiasReLU = ConvBiasReLU_.apply
-ConvBiasMaskReLU = ConvBiasMaskReLU_.apply
-ConvFrozenScaleBiasReLU = ConvFrozenScaleBiasReLU_.apply
-ConvBias = ConvBias_.apply
+ConvBiasReLU = quick_apply(ConvBiasReLU_)
+ConvBiasMaskReLU = quick_apply(ConvBiasMaskReLU_)
+ConvFrozenScaleBiasReLU = quick_apply(ConvFrozenScaleBiasReLU_)
+ConvBias = quick_apply(ConvBias_)

@@ -23,8 +23,8 @@ def torch_group_norm(x: Tensor, g: int, w: Tensor | None, b: Tensor | None, eps:
 class GroupNorm(nn.Module):
     """Group norm of [N, C, ...], then `act`: "" or None for nothing, "silu" or "swish".
 
-    Tensors in a channels-last format take one fused pass, others PyTorch's operator. Statistics are float32; input and
-    parameters may have different dtypes, and the output has the input's.
+    Statistics are float32; input and parameters may have different dtypes, and the output has the dtype and the layout
+    of the input.
     """
 
     def __init__(

@@ -89,7 +89,8 @@ def plan_gradients(output: Tensor, bias_grad: bool) -> ActivationPlan | None:
     """How `conv_bias_relu_gradients` will run, planned ahead because autograd's thread runs Python more slowly."""
     if not output.is_contiguous(memory_format=torch.channels_last):
         return None
-    return plan_activation_backward(output.movedim(1, -1).reshape(-1, output.shape[1]), "relu", bias_grad)
+    channels = output.shape[1]
+    return plan_activation_backward(output, "relu", bias_grad, (output.numel() // max(1, channels), channels))
 
 
 def conv_bias_gradients(
@@ -137,7 +138,7 @@ def _conv_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     if not any(wanted):
         return None, None
-    dx, dweight, _ = torch.ops.aten.convolution_backward(
+    dx, dweight, _ = torch.ops.aten.convolution_backward.default(
         dz, input, weight, None, [spec.stride] * 2, [spec.padding] * 2, [1, 1], False, [0, 0], 1, [*wanted, False]
     )
     return dx if wanted[0] else None, dweight if wanted[1] else None

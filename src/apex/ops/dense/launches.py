@@ -115,9 +115,11 @@ def _activation_plan(
     return ActivationPlan(main, sum_groups, groups if bias_grad else 0, columns)
 
 
-def activation_plan(like: Tensor, activation: str, bias_grad: bool) -> ActivationPlan:
-    """The plan for gradients like `like`, a matrix with elements."""
-    rows, columns = like.shape
+def activation_plan(
+    like: Tensor, activation: str, bias_grad: bool, shape: tuple[int, int] | None = None
+) -> ActivationPlan:
+    """The plan for gradients like `like`, a matrix with elements, or what is one of `shape` in memory."""
+    rows, columns = shape or like.shape
     device = like.device
     return _activation_plan(rows, columns, like.dtype, activation, bias_grad, device, _device.facts(device))
 

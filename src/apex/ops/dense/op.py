@@ -84,11 +84,16 @@ def activated_linear(input: Tensor, weight: Tensor, bias: Tensor | None, activat
     return output.sigmoid_() if activation == "sigmoid" else gelu(output)
 
 
-def plan_activation_backward(output: Tensor, activation: str, bias_grad: bool) -> ActivationPlan | None:
-    """How `activation_backward` will run for gradients like `output`, where that is by a kernel."""
+def plan_activation_backward(
+    output: Tensor, activation: str, bias_grad: bool, shape: tuple[int, int] | None = None
+) -> ActivationPlan | None:
+    """How `activation_backward` will run for gradients like `output`, where that is by a kernel.
+
+    With `shape` for those that are such a matrix in memory, whatever their dimensions.
+    """
     if activation == "none" or not output.numel() or torch.compiler.is_compiling():
         return None
-    return activation_plan(output, activation, bias_grad) if _library.runs_triton(FAMILY, output) else None
+    return activation_plan(output, activation, bias_grad, shape) if _library.runs_triton(FAMILY, output) else None
 
 
 def activation_backward(
