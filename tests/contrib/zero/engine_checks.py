@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from apex.contrib.optimizers._zero import collectives as module_of_collectives
 from apex.contrib.optimizers._zero.arena import Arena, Dtypes
 from apex.contrib.optimizers._zero.collectives import all_gather, all_reduce, reduce_scatter
 from apex.contrib.optimizers._zero.gradients import GradientSync
@@ -160,6 +162,16 @@ def grid(rank: int) -> None:
         Groups(None, across, None)
 
 
+def native(rank: int) -> None:
+    """The collectives that devices use; Gloo has them in later versions."""
+    if not hasattr(dist, "reduce_scatter_single"):
+        return
+    with mock.patch.object(module_of_collectives, "on_host", return_value=False):
+        rounds(contiguous=False, in_flight=2)(rank)
+        parameters(contiguous=True, dtype=torch.bfloat16)(rank)
+        parameters(contiguous=False, dtype=torch.float32)(rank)
+
+
 CHECKS: dict[str, Check] = {
     "collectives": collectives,
     "engine_rounds": rounds(contiguous=False, in_flight=1),
@@ -167,4 +179,5 @@ CHECKS: dict[str, Check] = {
     "engine_parameters": parameters(contiguous=False, dtype=torch.float32),
     "engine_parameters_contiguous": parameters(contiguous=True, dtype=torch.bfloat16),
     "engine_grid": grid,
+    "engine_native": native,
 }
