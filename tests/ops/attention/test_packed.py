@@ -225,8 +225,12 @@ def test_gradcheck() -> None:
 
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
-def test_second_derivative(route: Route, dropout_p: float) -> None:
-    qkv = torch.randn(6, 3, 2, 3, device=route.device, requires_grad=True)
+@pytest.mark.parametrize("strided", [False, True])
+def test_second_derivative(route: Route, dropout_p: float, strided: bool) -> None:
+    qkv = torch.randn(6, 3, 2, 3, device=route.device)
+    if strided:  # in an order that kernels need a copy of
+        qkv = qkv.transpose(2, 3).contiguous().transpose(2, 3)
+    qkv.requires_grad_()
     bounds = torch.tensor([0, 2, 6], device=route.device)
     seed = packed.draw_seed(qkv.device) if dropout_p else None
 

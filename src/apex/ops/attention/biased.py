@@ -100,11 +100,11 @@ def backward(
             output.shape, plan.query.result_strides, dtype=output.dtype, device=output.device
         ).copy_(output)
     planned = plan.backward(dout.stride(), bias_grad and bias is not None)
-    *gradients, dbias = planned.run(dout, query, key, value, of_keys, added, output, statistics)
+    dquery, dkey, dvalue, dbias = planned.run(dout, query, key, value, of_keys, added, output, statistics)
     if dbias is None or bias is None:
-        return *gradients, None
+        return dquery, dkey, dvalue, None
     dbias = _reduced(dbias, bias, query, key)
-    return *gradients, torch.empty_like(bias, memory_format=torch.contiguous_format).copy_(dbias)
+    return dquery, dkey, dvalue, torch.empty_like(bias, memory_format=torch.contiguous_format).copy_(dbias)
 
 
 def _reduced(dbias: Tensor, bias: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -96,8 +96,9 @@ class Plan:
         facts: _device.DeviceFacts,
     ) -> None:
         heads, head_dim, total = problem.heads, problem.head_dim, problem.total
-        given = (0, strides[2], strides[0])
         made = (0, head_dim, 3 * heads * head_dim)
+        self._copies = strides[3] != 1
+        given = made if self._copies else (0, strides[2], strides[0])
         out = (0, head_dim, heads * head_dim)
         where = device, facts
         self._filled = problem.filled
@@ -109,8 +110,13 @@ class Plan:
         self._of_queries = launches.backward_queries(problem, given, given, given, out, out, made, *where)
         self._of_keys = launches.backward_keys(problem, given, given, given, out, out, made, made, None, *where)
 
+    def _taken(self, qkv: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        """What the kernels take, copied where they cannot walk through it."""
+        return qkv.contiguous() if self._copies else qkv, cu_seqlens.contiguous()
+
     def forward(self, qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, saves: bool) -> tuple[Tensor, Tensor]:
         """Output and statistics, which are empty unless it `saves` them; for `backward` of the same plan."""
+        qkv, cu_seqlens = self._taken(qkv, cu_seqlens)
         if self._filled:
             output, statistics = dense.forward(qkv, self._sequences, self._length, saves)
         else:
@@ -124,6 +130,7 @@ class Plan:
         self, dout: Tensor, qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, output: Tensor, statistics: Tensor
     ) -> Tensor:
         """The gradient of qkv."""
+        qkv, cu_seqlens = self._taken(qkv, cu_seqlens)
         dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
         delta = torch.empty_like(statistics)
         queries, keys, values = qkv.unbind(1)
@@ -167,19 +174,15 @@ def _plan(
 
 def _planned(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, zero_tail: bool, may_ask_cudnn: bool
-) -> tuple[Plan, Tensor, Tensor]:
-    """A plan, and what it takes: qkv and cu_seqlens, copied where they lie in an order that kernels do not walk in.
+) -> Plan:
+    """The plan for tensors like these.
 
     One that asks cuDNN first has statistics in an order of its own, which are for its own `backward` only.
     """
-    if qkv.stride(3) != 1:
-        qkv = qkv.contiguous()
-    if not cu_seqlens.is_contiguous():
-        cu_seqlens = cu_seqlens.contiguous()
     device = qkv.device
     sequences = cu_seqlens.shape[0] - 1
     filled = may_ask_cudnn and not zero_tail and dropout_p == 0 and dense.takes(qkv, sequences, max_seqlen)
-    plan = _plan(
+    return _plan(
         qkv.shape,
         qkv.stride(),
         qkv.dtype,
@@ -191,7 +194,6 @@ def _planned(
         device,
         _device.facts(device),
     )
-    return plan, qkv, cu_seqlens
 
 
 def forward(
@@ -209,7 +211,7 @@ def forward(
         output = native.packed_attention(qkv, cu_seqlens, max_seqlen, dropout_p, seed)
         total, _, heads, _ = qkv.shape
         return output.contiguous(), qkv.new_zeros((1, heads, total), dtype=torch.float32)
-    plan, qkv, cu_seqlens = _planned(qkv, cu_seqlens, max_seqlen, dropout_p, zero_tail, may_ask_cudnn=not saves)
+    plan = _planned(qkv, cu_seqlens, max_seqlen, dropout_p, zero_tail, may_ask_cudnn=not saves)
     return plan.forward(qkv, cu_seqlens, seed, saves)
 
 
@@ -227,7 +229,7 @@ def backward(
     """Gradient of qkv."""
     if not runs_kernels(qkv, cu_seqlens, max_seqlen):
         return native.padded_backward(dout, qkv, cu_seqlens, max_seqlen, dropout_p, seed)
-    plan, qkv, cu_seqlens = _planned(qkv, cu_seqlens, max_seqlen, dropout_p, zero_tail, may_ask_cudnn=False)
+    plan = _planned(qkv, cu_seqlens, max_seqlen, dropout_p, zero_tail, may_ask_cudnn=False)
     return plan.backward(dout, qkv, cu_seqlens, seed, output.contiguous(), statistics)
 
 
@@ -243,13 +245,12 @@ def forward_and_save(
     """The forward of every packed attention's autograd Function; arguments were checked."""
     ctx.options = options = max_seqlen, dropout_p, zero_tail
     ctx.graph = ctx.plan = statistics = None
-    given = qkv, cu_seqlens
     if torch.compiler.is_compiling():
         output, statistics = torch.ops.apex.packed_attention_forward(qkv, cu_seqlens, seed, *options)
     elif runs_kernels(qkv, cu_seqlens, max_seqlen):
         # Kept for the way back, because autograd's thread runs Python at 0.6 times the speed.
-        ctx.plan, *given = _planned(qkv, cu_seqlens, *options, may_ask_cudnn=True)
-        output, statistics = ctx.plan.forward(*given, seed, True)
+        ctx.plan = _planned(qkv, cu_seqlens, *options, may_ask_cudnn=True)
+        output, statistics = ctx.plan.forward(qkv, cu_seqlens, seed, True)
     elif ctx.needs_input_grad[0]:
         ctx.graph = native.Graph(
             lambda qkv: native.packed_attention(qkv, cu_seqlens, max_seqlen, dropout_p, seed), [qkv], [True]
@@ -257,7 +258,7 @@ def forward_and_save(
         output = ctx.graph.output
     else:
         output, statistics = forward(qkv, cu_seqlens, seed, *options)
-    ctx.save_for_backward(*given, seed, output, statistics)
+    ctx.save_for_backward(qkv, cu_seqlens, seed, output, statistics)
     return output
 
 
