@@ -15,7 +15,6 @@ from .._device import next_power_of_2 as _power
 WORD = 1 << 16
 SUM_BLOCK = 512
 SUM_PARTS = 8
-SHARES_BLOCK = 512
 WALK_TOKENS = 512
 WALK_TOKENS_PER_WARP = 64
 
@@ -123,3 +122,16 @@ def walk_tile(tokens: int) -> WalkTile:
     """All tokens where they are not too many; neighbours in one warp exchange without a barrier."""
     block = min(WALK_TOKENS, max(2, _power(tokens)))
     return WalkTile(block, max(1, block // WALK_TOKENS_PER_WARP))
+
+
+class SharesTile(NamedTuple):
+    """Nodes of neighbouring diagonals."""
+
+    diagonals: int
+    columns: int
+
+
+def shares_tile(frames: int, tokens: int) -> SharesTile:
+    """512 nodes, of whole diagonals where those are shorter."""
+    columns = min(512, _power(min(frames, tokens)))
+    return SharesTile(512 // columns, columns)

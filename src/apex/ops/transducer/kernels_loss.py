@@ -267,27 +267,28 @@ def _share(alpha, word, beta, total):
 @kernel
 @triton.jit
 def transducer_loss_shares(
-    words, states, f_len, y_len, shares, scores, B, T, U, places, step, sign, BLOCK: tl.constexpr,
+    words, states, f_len, y_len, shares, scores, B, T, U, places, step, sign,
+    DIAGONALS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Per node: the share of all right ways that goes on from there by blank, and by label (2 x B x T x U).
 
-    `scores`, where there are any, are the logarithms of alpha and beta. Zero where there is no node. Place after place,
-    so that what is read lies side by side.
+    `scores`, where there are any, are the logarithms of alpha and beta. Zero where there is no node. Diagonal by
+    diagonal, so that what is read lies side by side.
     """
-    blocks = tl.cdiv(places, BLOCK)
-    program = tl.program_id(0)
-    batch = (program // blocks).to(tl.int64)
-    place = (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     width = tl.minimum(T, U)
-    diagonal = (place // width).to(tl.int32)
-    column = (place % width).to(tl.int32)
+    blocks, rows = tl.cdiv(width, COLUMNS), tl.cdiv(T + U - 1, DIAGONALS)
+    program = tl.program_id(0)
+    column = (program % blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    program = program // blocks
+    diagonal = (program % rows) * DIAGONALS + tl.arange(0, DIAGONALS)[:, None]
+    batch = (program // rows).to(tl.int64)
     u = tl.where(sign > 0, column, diagonal - column)
     t = diagonal - u
     frames = tl.minimum(tl.load(f_len + batch).to(tl.int32), T)
     tokens = tl.minimum(tl.load(y_len + batch).to(tl.int32) + 1, U)
-    inside = (t >= 0) & (t < T) & (u >= 0) & (u < U)
+    inside = (column < width) & (t >= 0) & (t < T) & (u >= 0) & (u < U)
     exists = inside & (t < frames) & (u < tokens)
-    place += batch * places
+    place = batch * places + diagonal.to(tl.int64) * width + column
     second = (batch * 0 + B) * places
     beta = states + second
     total = tl.load(beta + batch * places)

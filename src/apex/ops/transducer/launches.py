@@ -219,8 +219,9 @@ def _loss_walk_plan(
         device=device,
         num_warps=tile.num_warps,
     )
-    grid = (batches * -(-config.skew(frames, tokens).places // config.SHARES_BLOCK),)
-    shares = kernels.transducer_loss_shares.bind(grid, numbers, (config.SHARES_BLOCK,), device=device, num_warps=4)
+    part = config.shares_tile(frames, tokens)
+    grid = batches * -(-(frames + tokens - 1) // part.diagonals) * -(-min(frames, tokens) // part.columns)
+    shares = kernels.transducer_loss_shares.bind((grid,), numbers, tuple(part), device=device, num_warps=4)
     return WalkPlan(walk, shares)
 
 
