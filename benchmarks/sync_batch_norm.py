@@ -40,6 +40,7 @@ class HandWritten(nn.BatchNorm2d):
     """PyTorch's SyncBatchNorm by operators that a CPU has."""
 
     def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(1)
         return ByHand.apply(x, self.weight, self.bias, self.running_mean, self.running_var, dist.group.WORLD)
 
 

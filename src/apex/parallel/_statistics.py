@@ -21,9 +21,9 @@ def process_count(group: dist.ProcessGroup | None) -> int:
 
 def connected(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group, that of all processes where none is given; None where processes are not connected."""
-    if not process_count(group):
-        return None
-    return dist.group.WORLD if group is None else group
+    if group is None:
+        return dist.group.WORLD if dist.is_available() else None
+    return group if process_count(group) else None
 
 
 def gathered(packet: Tensor, group: dist.ProcessGroup | None) -> Tensor:

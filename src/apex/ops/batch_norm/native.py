@@ -72,7 +72,7 @@ def input_gradient(
     weight: Tensor | None,
     plain: Tensor,
     along: Tensor,
-    inverse_count: float,
+    inverse_count: float | Tensor,
     spec: BatchNormSpec,
 ) -> Tensor:
     """The input's gradient, given what ReLU let through and its sums over everything that was normalised together."""
@@ -80,10 +80,11 @@ def input_gradient(
     scale = inverse if weight is None else inverse * weight
     if not spec.training:
         return gradient * _spread(scale, input, spec)
-    values = input - _spread(mean, input, spec)
-    values.mul_(_spread(along * inverse * scale * -inverse_count, input, spec))
+    share = scale * inverse_count
+    values = _spread(mean, input, spec) - input
+    values.mul_(_spread(along * inverse * share, input, spec))
     values.addcmul_(gradient, _spread(scale, input, spec))
-    return values.sub_(_spread(plain * scale * inverse_count, input, spec))
+    return values.sub_(_spread(plain * share, input, spec))
 
 
 def _spread(parameter: Tensor, input: Tensor, spec: BatchNormSpec) -> Tensor:

@@ -192,7 +192,7 @@ def input_gradient(
     bias: Tensor | None,
     plain: Tensor,
     along: Tensor,
-    inverse_count: float,
+    inverse_count: float | Tensor,
     spec: BatchNormSpec,
 ) -> Tensor:
     """The input's gradient from `gradient`, which is `dy`, or what ReLU lets through of it if `spec` has no ReLU.
@@ -201,7 +201,7 @@ def input_gradient(
     values that were per channel.
     """
     if _takes_kernels(input):
-        sums = (plain.contiguous(), along.contiguous(), inverse_count)
+        sums = (plain.contiguous(), along.contiguous(), float(inverse_count))
         return _kernel_gradient(gradient, input, output, mean, variance, weight, bias, sums, spec)
     if spec.relu:
         if output is None:
@@ -225,8 +225,9 @@ def joined_input_gradient(
     """The same, the sums and the number of values being those of a packet summed over all processes."""
     if _takes_kernels(input):
         return _kernel_gradient(gradient, input, output, mean, variance, weight, bias, (packet, None, None), spec)
-    plain, along = (packet[:-1] / packet[-1].clamp(min=1)).chunk(2)
-    return input_gradient(gradient, input, output, mean, variance, weight, bias, plain, along, 1.0, spec)
+    channels = packet.numel() // 2
+    plain, along, inverse_count = packet[:channels], packet[channels:-1], packet[-1].clamp(min=1).reciprocal()
+    return input_gradient(gradient, input, output, mean, variance, weight, bias, plain, along, inverse_count, spec)
 
 
 def _kernel_gradient(
