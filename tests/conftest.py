@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from . import quick_interpreter
+
 GPU = torch.cuda.is_available()
 
 # Processes that tests start in other folders find a source tree that was given by relative paths.
@@ -15,6 +17,7 @@ if os.environ.get("PYTHONPATH"):
 # Before anything imports triton: kernels become interpreted functions at import.
 if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    quick_interpreter.install()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
