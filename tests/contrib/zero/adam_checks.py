@@ -7,9 +7,11 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.optimizers import FusedAdam
@@ -139,6 +141,56 @@ def several_synced_passes(rank: int) -> None:
         torch.testing.assert_close(param, other)
 
 
+def processes_that_differ(rank: int) -> None:
+    """Passes that send do not use what others use; clients have collectives of their own in between."""
+    size = dist.get_world_size()
+    net, reference = Net(), Net()
+    optimizer = DistributedFusedAdam(groups_of(net), lr=0.01, bucket_cap_mb=0.0003, pipeline_size=1)
+    plain = torch.optim.AdamW(groups_of(reference), lr=0.01, weight_decay=0.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        for param in reference.parameters():
+            param.grad = torch.zeros_like(param)
+        for micro in range(2):
+            used = [(step + micro + other) % 2 == 0 for other in range(size)]
+            net(batch(step, micro, rank), used[rank]).backward()
+            total = torch.tensor([1.0])
+            dist.all_reduce(total)
+            assert total.item() == size
+            for other in range(size):
+                (reference(batch(step, micro, other), used[other]) / size).backward()
+        optimizer.step()
+        plain.step()
+    for param, other in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param, other)
+
+
+def checkpointed(rank: int) -> None:
+    """Reentrant checkpoints have backward passes inside the backward pass; a shared layer's gradients arrive twice."""
+    size = dist.get_world_size()
+
+    def loss(net: Net, x: Tensor) -> Tensor:
+        hidden = net.first(x)
+        for _ in range(2):
+            hidden = checkpoint(lambda value: net.sometimes(value).tanh(), hidden, use_reentrant=True)
+        return checkpoint(net.last, hidden, use_reentrant=True).square().mean()
+
+    net, reference = Net(), Net()
+    optimizer = DistributedFusedAdam(groups_of(net), lr=0.01, bucket_cap_mb=0.0003)
+    plain = torch.optim.AdamW(groups_of(reference), lr=0.01, weight_decay=0.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(net, batch(step, 0, rank)).backward()
+        optimizer.step()
+        for param in reference.parameters():
+            param.grad = torch.zeros_like(param)
+        for other in range(size):
+            (loss(reference, batch(step, 0, other)) / size).backward()
+        plain.step()
+    for param, other in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param, other)
+
+
 def norms(rank: int) -> None:
     net, whole = Net(), Net()
     optimizer = DistributedFusedAdam(net.parameters(), bucket_cap_mb=0.001)
@@ -171,6 +223,9 @@ def overflow(rank: int) -> None:
         scaler.scale(loss * torch.inf if (step, rank) == (1, last) else loss).backward()
         if step % 2:
             scaler.unscale_(optimizer)  # finds no gradients, which are the optimizer's
+        if step == 4:
+            optimizer.unscale_grads(grad_scaler=scaler)
+            assert optimizer.clip_grad_norm(100.0) < 10
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
@@ -179,6 +234,10 @@ def overflow(rank: int) -> None:
     assert scales == [2.0**10, 2.0**9, 2.0**9, 2.0**10, 2.0**10]
     assert optimizer.state_dict()["state"]["step"] == 4
     assert_same_everywhere([*net.parameters(), torch.tensor(scales)])
+    scaler.unscale_(optimizer)
+    optimizer.clip_grad_norm(1.0)
+    with pytest.raises(RuntimeError, match=r"call optimizer\.unscale_grads\(grad_scaler=scaler\)"):
+        scaler.step(optimizer)
     reference = Net()
     plain = FusedAdam(reference.parameters(), lr=0.01)
     for step in (0, 2, 3, 4):
@@ -394,6 +453,8 @@ CHECKS: dict[str, Check] = {
         tolerance={"rtol": 1e-2, "atol": 2e-3},
     ),
     "several_synced_passes": several_synced_passes,
+    "processes_that_differ": processes_that_differ,
+    "checkpointed": checkpointed,
     "norms": norms,
     "overflow": overflow,
     "memory": memory,

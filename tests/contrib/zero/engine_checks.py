@@ -89,6 +89,8 @@ def rounds(contiguous: bool, in_flight: int) -> Check:
                         lists[place].params[index].grad = values[number].clone()
                         if arrives:
                             sync.arrived(place, index)
+            if arrives and sync.has_begun:  # what the end of a backward pass does
+                sync.end_round()
 
         for epoch in range(2):
             contribute(10 * epoch, [0, 1, 2, 3, 4, 5], arrives=True)

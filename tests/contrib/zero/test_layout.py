@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,6 +65,14 @@ def test_buckets_shards_and_flat_shards(layout: Layout) -> None:
         assert ends[-1] <= layout.shard_size
         for piece in pieces:
             assert piece.flat == layout.shard_starts[piece.bucket] + piece.offset
+
+
+@settings(max_examples=100, deadline=None)
+@given(LAYOUTS)
+def test_cut_buckets(layout: Layout) -> None:
+    for number, (size, pieces) in enumerate(zip(layout.bucket_sizes, layout.pieces, strict=True)):
+        views = layout.cut(torch.arange(size), number)
+        assert [(view[0].item(), len(view)) for view in views] == [(piece.offset, piece.size) for piece in pieces]
 
 
 @settings(max_examples=100, deadline=None)

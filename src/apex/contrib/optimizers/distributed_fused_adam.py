@@ -13,7 +13,7 @@ from ...optimizers._base import check_betas, check_hyperparameters
 from ...optimizers.fused_adam import hyperparameters
 from ._zero import formats
 from ._zero.arena import Arena, Dtypes
-from ._zero.groups import Groups
+from ._zero.groups import Groups, own_world
 from ._zero.layout import Piece
 from ._zero.optimizer import ZeroOptimizer
 
@@ -24,10 +24,10 @@ class DistributedFusedAdam(ZeroOptimizer):
     """`apex.optimizers.FusedAdam` with its state divided among processes; the same numbers on averaged gradients.
 
     Parameters are laid out in buckets, and each process owns an equal part of every bucket: it sums up the gradients of
-    that part, keeps its state and updates it, and sends the result to the others. Backward passes take gradients away
-    from parameters: `param.grad` is None after them. A gradient that is missing counts as zeros. All processes must
-    take the same steps, and none needs torch.nn.parallel.DistributedDataParallel. Where torch.distributed is not
-    initialised, or has one process, nothing is sent.
+    that part, keeps its state and updates it, and sends the result to the others; models are not wrapped. Backward
+    passes take gradients away from parameters: `param.grad` is None after them. A gradient that is missing counts as
+    zeros. All processes must take as many backward passes and steps. Where torch.distributed is not initialised, or has
+    one process, nothing is sent.
 
     - `dtype`, `grad_sync_dtype`, `param_sync_dtype`: of the state, and of gradients and parameters that are sent, which
       are `dtype` unless given;
@@ -37,7 +37,8 @@ class DistributedFusedAdam(ZeroOptimizer):
     - `average_grad_sync`: whether gradients are averaged, not summed;
     - `overlap_grad_sync`: whether buckets of gradients are sent during backward passes;
     - `overlap_param_sync`: whether `step` returns before parameters have arrived: each is waited for at its first use;
-    - `bucket_cap_mb`: the size of a bucket of gradients; `pipeline_size`: how many may be on their way at once;
+    - `bucket_cap_mb`: the size of a bucket of gradients; `pipeline_size`: how many are on their way at once outside of
+      backward passes;
     - `contiguous_param_buffer`, `contiguous_grad_buffer`: parameters (from `init_param_buffer` or the first step on)
       and gradients (from `zero_grad` on) are views of buffers that stay, in which they are sent without copies;
     - `store_params`: whether the state has the parameters in `dtype`, where theirs is another; without it updates are
@@ -134,7 +135,7 @@ class DistributedFusedAdam(ZeroOptimizer):
         super().__init__(
             params,
             defaults,
-            Groups(process_group, distributed_process_group, redundant_process_group),
+            Groups(process_group or own_world(), distributed_process_group, redundant_process_group),
             dtypes,
             device=device,
             average_grad_sync=average_grad_sync,

@@ -26,12 +26,19 @@ class Work(Protocol):
     def wait(self) -> Any:
         """Has what is queued from now on (on the host: the caller) wait until it is done."""
 
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+
 
 class Done:
     """Nothing is under way."""
 
     def wait(self) -> None:
         """Returns at once."""
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
 
 
 class _AddedUp:
@@ -44,6 +51,9 @@ class _AddedUp:
         self._work.wait()
         total = torch.sum(self._received, 0, dtype=torch.promote_types(self._received.dtype, torch.float32))
         self._output.copy_(total.mul_(self._factor) if self._factor != 1.0 else total)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -2,10 +2,10 @@
 
 A round sends every bucket of every arena once, in the same order in all processes, whatever their backward passes
 produced: the order of the layout at first, then that in which the first round's buckets became complete. A bucket goes
-out when the gradients of all its parameters, and all buckets before it, are there. What is not complete is sent when a
-second gradient of a parameter arrives, which is one of a new backward pass, or when the sums are wanted; with zeros for
-what is missing. Sums of several rounds add up; there must be as many rounds in all processes. Gradients that are added
-to before they are sent add up in the dtype that they travel in.
+out when the gradients of all its parameters, and all buckets before it, are there; at the end of the backward pass the
+others follow, with zeros for what is missing. So a pass is a round. Nothing waits for other processes before its end:
+they may have got less far, and wait for this one in a collective of their own. Sums of several rounds add up. Gradients
+that are added to before they are sent add up in the dtype that they travel in.
 
 With one process nothing is sent and nothing copied: the gradients themselves are what `local` returns.
 """
@@ -61,8 +61,8 @@ class _Unit(Protocol):
 class GradientSync:
     """The gradients of some arenas.
 
-    `in_flight` buckets may be under way at a time; each takes its whole size in memory, unless `contiguous`: then
-    gradients are views of a buffer that stays.
+    A bucket that is under way takes its whole size in memory, unless `contiguous`: then gradients are views of a buffer
+    that stays. When a round is ended `in_flight` buckets at most are under way at a time.
     """
 
     def __init__(self, groups: Groups, *, average: bool = True, in_flight: int = 2, contiguous: bool = False) -> None:
@@ -141,7 +141,7 @@ class GradientSync:
         arena = self.arenas[place]
         numbers = () if self.groups.is_one else [self._number[place, n] for n in arena.layout.buckets_of[index]]
         if self._next and any(number < self._next for number in numbers):
-            self._send_rest()  # a part of it, or all, is gone: this belongs to the next round
+            self.end_round()  # a part of it, or all, is gone: this belongs to the next round
         param.grad = None
         self.is_complete = False
         self.version += 1
@@ -172,14 +172,12 @@ class GradientSync:
 
     def arrived(self, place: int, index: int) -> None:
         """Takes the gradient that a backward pass has finished with; sends what is complete."""
-        if self.groups.is_one:
-            self.take(place, index)
-            return
-        if index in self._seen[place]:
-            self._send_rest()
         self.take(place, index)
+        buckets = self.arenas[place].layout.buckets_of[index]
+        if self.groups.is_one or not buckets or index in self._seen[place]:
+            return
         self._seen[place].add(index)
-        for bucket in self.arenas[place].layout.buckets_of[index]:
+        for bucket in buckets:
             number = self._number[place, bucket]
             self._missing[number] -= 1
             if self._completed is not None and not self._missing[number]:
@@ -187,7 +185,12 @@ class GradientSync:
         while self._next < len(self._order) and not self._missing[self._next]:
             self._send()
         if self._next == len(self._order):
-            self._send_rest()
+            self.end_round()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether gradients of the present round have arrived."""
+        return any(self._seen)
 
     # Rounds -----------------------------------------------------------------------------------------------------------
 
@@ -197,9 +200,11 @@ class GradientSync:
             seen.clear()
         self._missing = [len(self.arenas[place].layout.pieces[bucket]) for place, bucket in self._order]
 
-    def _send_rest(self) -> None:
-        """Ends a round."""
+    def end_round(self) -> None:
+        """Sends what has not been, with zeros for what is missing; all processes must."""
         while self._next < len(self._order):
+            while len(self._under_way) >= self.in_flight:
+                self._finish_first()
             self._send()
         if self._completed is not None:
             self._agree_on_order(self._completed)
@@ -223,14 +228,14 @@ class GradientSync:
         """Sends what there is unless all has been, and waits."""
         self.take_all()
         if not self.is_complete and not self.groups.is_one:
-            self._send_rest()
+            self.end_round()
         self.finish()
 
     @torch.no_grad()
     def _send(self) -> None:
         place, number = self._order[self._next]
         arena = self.arenas[place]
-        while len(self._under_way) >= self.in_flight:
+        while self._under_way and self._under_way[0].work.is_completed():
             self._finish_first()
         bucket = self._filled_bucket(place, number)
         shard = arena.shard(self.shards(arena), number)
@@ -250,11 +255,12 @@ class GradientSync:
             return arena.bucket(arena.gradient_buffer, number)
         bucket = torch.zeros(arena.layout.bucket_sizes[number], dtype=arena.dtypes.gradients, device=arena.device)
         sources, places = [], []
-        for piece in pieces:
+        for piece, view in zip(pieces, arena.layout.cut(bucket, number), strict=True):
             gradient = arena.gradients[piece.param]
             if gradient is not None:
-                sources.append(flat(gradient)[piece.start : piece.stop])
-                places.append(bucket[piece.offset : piece.offset + piece.size])
+                whole = flat(gradient)
+                sources.append(whole if piece.size == len(whole) else whole[piece.start : piece.stop])
+                places.append(view)
         if sources:
             torch._foreach_copy_(places, sources)
         self._let_go(place, pieces)
@@ -350,3 +356,6 @@ class _Then:
     def wait(self) -> None:
         self._first.wait()
         all_reduce(self._shard, self._group, self._average).wait()
+
+    def is_completed(self) -> bool:
+        return False

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+
+# By world group: optimizers share it, because a communicator takes memory on every device.
+_own: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def own_world() -> Any:
+    """A group of all processes that clients do not use; None where torch.distributed is not initialised.
+
+    During a backward pass processes with all gradients have sent more than those that lack some. Were a client's
+    collectives of the same pass in between, on the same communicator, their order would not be the same everywhere.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    world = dist.group.WORLD
+    if world not in _own:
+        _own[world] = dist.new_group(timeout=_timeout_of(world))
+    return _own[world]
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """How long a process waits for others; None if the backend does not tell."""
+    try:
+        return group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        return None
 
 
 class Groups:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,22 @@ class Layout:
             for piece in pieces:
                 found[piece.param].append(piece.bucket)
         return tuple(map(tuple, found))
+
+    @functools.cached_property
+    def _cuts(self) -> list[list[int]]:
+        """For each bucket: the sizes of a gap, a piece, a gap, ..., a gap."""
+        found = []
+        for size, pieces in zip(self.bucket_sizes, self.pieces, strict=True):
+            cuts, end = [], 0
+            for piece in pieces:
+                cuts += [piece.offset - end, piece.size]
+                end = piece.offset + piece.size
+            found.append([*cuts, size - end])
+        return found
+
+    def cut(self, bucket: Any, number: int) -> Sequence[Any]:
+        """The pieces of a bucket, given as a tensor, in order: one call, where a slice for each takes many times it."""
+        return bucket.split(self._cuts[number])[1::2]
 
     def owned_by(self, rank: int) -> tuple[LocalPiece, ...]:
         """What a rank owns, in the order of its flat shard; a parameter may have several pieces."""

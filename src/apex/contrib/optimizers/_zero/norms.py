@@ -124,7 +124,13 @@ class Norms:
             return None
         state = grad_scaler._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED and not state["found_inf_per_device"]:
-            state["stage"] = OptState.READY  # GradScaler.unscale_ found no gradients: they are here
+            if self.given_scale is not None:
+                raise RuntimeError(
+                    "gradients were clipped or scaled after scaler.unscale_(optimizer), which finds none, because the "
+                    "optimizer has taken them, and unscales nothing; call "
+                    "optimizer.unscale_grads(grad_scaler=scaler) in its place"
+                )
+            state["stage"] = OptState.READY
         if state["stage"] is OptState.READY:
             return self.unscale(optimizer, None, grad_scaler)[self._device]
         state["found_inf_per_device"] = {self._device: self._flag()}

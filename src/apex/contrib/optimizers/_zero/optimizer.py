@@ -98,6 +98,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # The autograd engine runs hooks in threads of its own.
         self._lock = threading.RLock()
         self._made = False
+        self._in_pass = False
         self._count = 0
         super().__init__(params, defaults)
         self._made = True
@@ -233,9 +234,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 return  # unfrozen since: `grad_sync` takes its gradient, where all processes are at the same place
             place, index = self._places[param]
             if self.overlap_grad_sync:
+                self._begin_pass()
                 self._gradients.arrived(place, index)
             else:
                 self._gradients.take(place, index)
+
+    def _begin_pass(self) -> None:
+        """Has the backward pass that is going on end its round.
+
+        A pass inside another one, of a reentrant checkpoint, in which the first gradient of all arrives ends one of its
+        own: sums add up.
+        """
+        if not self._in_pass and not self._groups.is_one:
+            self._in_pass = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[attr-defined]
+
+    def _end_pass(self) -> None:
+        with self._lock:
+            self._in_pass = False
+            if self._gradients.has_begun:
+                self._gradients.end_round()
 
     @contextlib.contextmanager
     def no_sync(self, greedy_grad_copy: bool = False) -> Iterator[None]:
@@ -278,6 +296,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.init_params()
         self._gradients.clear()
         self._norms.reset()
+        self._in_pass = False  # where a backward pass has failed
         # A parameter that still waits for its values does not need them for this.
         with torch._C.DisableTorchFunctionSubclass():
             for param in self.parameters():

@@ -31,7 +31,6 @@ class _Copy:
 
     addresses: list[int]
     places: list[Tensor] = field(default_factory=list)
-    ranges: list[tuple[int, int]] = field(default_factory=list)
 
 
 class ParameterSync:
@@ -135,9 +134,9 @@ class ParameterSync:
         gathered = self._under_way.popleft()
         gathered.work.wait()
         if self.arenas[gathered.key[0]].parameter_buffer is None:
-            copy = self._copy_of(gathered.key)
-            if copy.places:
-                torch._foreach_copy_(copy.places, [gathered.bucket[start:stop] for start, stop in copy.ranges])
+            place, number = gathered.key
+            pieces = self.arenas[place].layout.cut(gathered.bucket, number)
+            torch._foreach_copy_(self._copy_of(gathered.key).places, list(pieces))
 
     def _copy_of(self, key: _Key) -> _Copy:
         place, number = key
@@ -150,5 +149,4 @@ class ParameterSync:
             flats = arena.flat_params()
             for piece in pieces:
                 copy.places.append(flats[piece.param][piece.start : piece.stop])
-                copy.ranges.append((piece.offset, piece.offset + piece.size))
         return copy
