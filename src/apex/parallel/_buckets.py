@@ -99,6 +99,7 @@ class Bucket:
         self._buffer_dtype = arithmetic.travels_as(self.params[0].dtype)
         self._offsets, self.size = self._layout()
         self._places: list[Tensor] = []
+        self._own_holders = 0
         # Of the pass under way: parameters without a gradient here, and those whose gradient is not in its place.
         self._missing: list[int] = []
         self._outside: list[int] = []

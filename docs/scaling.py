@@ -1,0 +1,124 @@
+"""What a rank sends, and keeps in memory, when there are many: the formulas and tables of scaling.md.
+
+    python docs/scaling.py
+
+Legend: P parameters, N ranks, b bytes of a gradient on its way. Sent is what one rank sends in one step, with the ring
+algorithms that move the least: an all-reduce of n bytes among N sends 2 n (N - 1) / N, a reduce-scatter or an
+all-gather half of that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+RANKS = (1, 2, 8, 64, 256, 1024)
+# A step of a model of 7 billion parameters in bfloat16, with Adam's state and master weights in float32.
+PARAMETERS = 7_000_000_000
+# ResNet-50 has 53 batch norms with 26,560 channels.
+LAYERS, CHANNELS = 53, 26_560
+# Per rank: 50 GB/s is one 400 Gb/s network card for each GPU; 10 microseconds from one machine to another.
+BANDWIDTH, LATENCY = 50e9, 10e-6
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one rank and one step: bytes sent, messages (collective calls), and bytes in memory between steps."""
+
+    sent: float
+    messages: int
+    memory: float
+
+    def seconds(self, ranks: int, bandwidth: float = BANDWIDTH, latency: float = LATENCY) -> float:
+        """At least: bytes at full speed, and for each message a way up and down a tree of the ranks."""
+        return self.sent / bandwidth + self.messages * 2 * math.ceil(math.log2(ranks)) * latency
+
+
+def all_reduce(count: float, ranks: int) -> float:
+    return 2 * count * (ranks - 1) / ranks
+
+
+def half_of_it(count: float, ranks: int) -> float:
+    """A reduce-scatter, or an all-gather, of `count` bytes in all."""
+    return count * (ranks - 1) / ranks
+
+
+def ddp(parameters: int, ranks: int, *, gradient: int = 2, weight: int = 2, state: int = 12) -> Cost:
+    """`DistributedDataParallel(message_size=10_000_000)`: gradients stay in their buckets, the state is whole."""
+    sent = all_reduce(parameters * gradient, ranks)
+    return Cost(sent, math.ceil(parameters / 10_000_000), parameters * (weight + gradient + state))
+
+
+def zero(
+    parameters: int,
+    ranks: int,
+    *,
+    redundant: int = 1,
+    gradient: int = 2,
+    sent_weight: int = 2,
+    weight: int = 2,
+    state: int = 12,
+    bucket: int = 100 * 2**20,
+    in_flight: int = 2,
+) -> Cost:
+    """`DistributedFusedAdam(bucket_cap_mb=100, pipeline_size=2)`: state divided by ranks / redundant.
+
+    Gradients are scattered among the ranks that divide the state, then summed among those that repeat it; parameters
+    are gathered among the first. Buckets on their way are whole.
+    """
+    divided = ranks // redundant
+    sent = half_of_it(parameters * (gradient + sent_weight), divided)
+    sent += all_reduce(parameters * gradient / divided, redundant)
+    buckets = math.ceil(parameters * gradient / bucket)
+    calls = (2 if divided > 1 else 0) + (1 if redundant > 1 else 0)
+    on_the_way = min(in_flight, buckets) * bucket if ranks > 1 else 0
+    return Cost(sent, buckets * calls, parameters * (weight + (gradient + state) / divided) + on_the_way)
+
+
+def sync_batchnorm(layers: int, channels: int, ranks: int) -> Cost:
+    """Forward an all-gather of 2 C + 1 float32 values per layer, backward an all-reduce of as many."""
+    values = 4 * (2 * channels + layers)
+    sent = half_of_it(values * ranks, ranks) + all_reduce(values, ranks)
+    return Cost(sent, 2 * layers, values * ranks)
+
+
+def table(rows: list[tuple[str, list[str]]]) -> str:
+    head = ["ranks", *(f"{ranks}" for ranks in RANKS)]
+    lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def tables() -> dict[str, str]:
+    """By name, as they are in scaling.md."""
+
+    def rows(costs: list[Cost]) -> list[tuple[str, list[str]]]:
+        times = [cost.seconds(ranks) for cost, ranks in zip(costs, RANKS, strict=True)]
+        return [
+            ("sent, GB", [f"{cost.sent / 1e9:.2f}" for cost in costs]),
+            ("messages", [f"{cost.messages}" if ranks > 1 else "0" for cost, ranks in zip(costs, RANKS, strict=True)]),
+            ("memory, GB", [f"{cost.memory / 1e9:.1f}" for cost in costs]),
+            ("time, ms", [f"{1e3 * seconds:.0f}" for seconds in times]),
+        ]
+
+    batch_norm = [sync_batchnorm(LAYERS, CHANNELS, ranks) for ranks in RANKS]
+    grouped = [sync_batchnorm(LAYERS, CHANNELS, min(8, ranks)) for ranks in RANKS]
+    return {
+        "ddp": table(rows([ddp(PARAMETERS, ranks) for ranks in RANKS])),
+        "zero": table(rows([zero(PARAMETERS, ranks) for ranks in RANKS])),
+        "zero, redundant": table(
+            rows([zero(PARAMETERS, ranks, redundant=max(1, ranks // 8)) for ranks in RANKS]),
+        ),
+        "batch norm": table(
+            [
+                ("sent, MB", [f"{cost.sent / 1e6:.2f}" for cost in batch_norm]),
+                ("gathered at once by the widest layer, MB", [f"{4 * 4097 * n / 1e6:.2f}" for n in RANKS]),
+                ("sent in groups of 8, MB", [f"{cost.sent / 1e6:.2f}" for cost in grouped]),
+                ("messages", ["0", *(f"{cost.messages}" for cost in batch_norm[1:])]),
+            ]
+        ),
+    }
+
+
+if __name__ == "__main__":
+    for name, text in tables().items():
+        print(f"{name}\n\n{text}\n")

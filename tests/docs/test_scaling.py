@@ -1,0 +1,75 @@
+"""docs/scaling.md has the numbers that its formulas give, and the formulas are those of the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from apex.contrib.optimizers._zero.layout import Layout
+from apex.ops.batch_norm import BatchNormSpec, statistics_packet
+from apex.parallel._buckets import plan
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def scaling() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("scaling", DOCS / "scaling.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["scaling"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_has_what_the_formulas_give(scaling: ModuleType) -> None:
+    page = (DOCS / "scaling.md").read_text()
+    found = dict(re.findall(r"<!-- ([\w, ]+) -->\n\n((?:\|.*\n)+)", page))
+    assert found == {name: text + "\n" for name, text in scaling.tables().items()}
+
+
+def test_sums_in_the_text(scaling: ModuleType) -> None:
+    ranks = 1024
+    cost = scaling.ddp(scaling.PARAMETERS, ranks)
+    latency = cost.seconds(ranks) - cost.sent / scaling.BANDWIDTH
+    assert 0.18 < latency / cost.seconds(ranks) < 0.22  # "a fifth of the time"
+    leaving = scaling.all_reduce(scaling.PARAMETERS * 2 / 8, ranks // 8)
+    assert f"{leaving / 1e9:.1f}" == "3.5"
+    assert f"{365 * 24 / ranks:.1f}" == "8.6"
+
+
+def test_buckets_of_ddp(scaling: ModuleType) -> None:
+    """The formula is what equal small tensors need, and never less than what others do."""
+    sizes = [1_000_000] * 95 + [3_000_001] * 7 + [20_000_000]
+    params = [torch.empty(size, device="meta") for size in sizes]
+    count = len(plan(params, range(len(params)), 10_000_000, None))
+    assert count <= scaling.ddp(sum(sizes), 2).messages
+    equal = params[:95]
+    assert len(plan(equal, range(95), 10_000_000, None)) == scaling.ddp(95_000_000, 2).messages == 10
+
+
+@pytest.mark.parametrize(("ranks", "redundant"), [(2, 1), (8, 1), (64, 8), (1024, 1), (1024, 128)])
+def test_shards_and_buckets_of_zero(scaling: ModuleType, ranks: int, redundant: int) -> None:
+    sizes = [4096 * 4096] * 40 + [4096] * 40
+    divided = ranks // redundant
+    bucket = 100 * 2**20
+    layout = Layout(sizes, divided, bucket // 2, 64)
+    cost = scaling.zero(sum(sizes), ranks, redundant=redundant)
+    assert cost.messages == len(layout.bucket_sizes) * (3 if redundant > 1 else 2)
+    state = 14 * layout.shard_size
+    assert cost.memory == pytest.approx(2 * sum(sizes) + state + 2 * bucket, rel=1e-3)
+
+
+def test_packets_of_batch_norm(scaling: ModuleType) -> None:
+    packet = statistics_packet(torch.randn(4, 6, 2, 2), BatchNormSpec())
+    assert packet.dtype == torch.float32
+    one = scaling.sync_batchnorm(1, 6, 2)
+    assert one.memory == packet.nbytes * 2
+    assert one.sent == packet.nbytes + packet.nbytes  # to the other one, forward and backward
