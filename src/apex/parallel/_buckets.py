@@ -84,6 +84,10 @@ class Bucket:
     With `retain` all gradients become views, and each pass has a buffer of its own.
     """
 
+    _buffer: Tensor
+    # The end of it, with an element for each parameter.
+    _present: Tensor
+
     def __init__(self, params: Sequence[Tensor], names: Sequence[str], arithmetic: Arithmetic, retain: bool) -> None:
         self.params = list(params)
         self.names = list(names)
@@ -93,7 +97,6 @@ class Bucket:
         self._taken: set[int] = set()
         # The mean of the last pass, where it is to be kept.
         self.retained: Tensor | None = None
-        self._arithmetic = arithmetic
         self._retain = retain
         self._before, self._after = arithmetic.factors(dist.get_world_size(), self.params[0].dtype)
         self._buffer_dtype = arithmetic.travels_as(self.params[0].dtype)
@@ -103,9 +106,10 @@ class Bucket:
         # Of the pass under way: parameters without a gradient here, and those whose gradient is not in its place.
         self._missing: list[int] = []
         self._outside: list[int] = []
-        moves = self._buffer_dtype == self.params[0].dtype and on_host(self.params[0]) and not retain
+        self._gives_views = HOLDERS_ARE_KNOWN and self._buffer_dtype == self.params[0].dtype and not retain
         # Large gradients on the host; elsewhere one call for all of a bucket costs less.
-        self.takes_early = [moves and param.numel() >= _LARGE for param in self.params]
+        early = self._gives_views and on_host(self.params[0])
+        self.takes_early = [early and param.numel() >= _LARGE for param in self.params]
 
     def __str__(self) -> str:
         first, last = self.names[0], self.names[-1]
@@ -122,10 +126,9 @@ class Bucket:
         if self._is_inside(index):
             if self._before != 1.0:
                 self._places[index].mul_(self._before)
-        elif only_param_has_gradient(param):
-            assert param.grad is not None
+        elif param.grad is not None and only_param_has_gradient(param):
             multiply([param.grad], [self._places[index]], self._before)
-            param.grad = self._places[index].data
+            self._moves_in(index)
         else:
             return
         self._taken.add(index)
@@ -135,8 +138,12 @@ class Bucket:
         return self._work is not None or index in self._taken
 
     @torch.no_grad()
-    def start(self, group: Any) -> None:
-        """Sends the gradients that there are."""
+    def start(self, group: Any, on_own_stream: bool = False) -> None:
+        """Sends the gradients that there are.
+
+        Those that can become views of the buffer do so now, and their memory is free for others; with `on_own_stream`
+        only when all is over, since it is still being read.
+        """
         self._open()
         self._missing, self._outside, gradients, places = [], [], [], []
         for index, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
@@ -158,6 +165,9 @@ class Bucket:
             elif self._before != 1.0:
                 place.mul_(self._before)
         multiply(gradients, places, self._before)
+        gradient, gradients = None, []  # nothing here may hold what is asked about next
+        if self._gives_views and not on_own_stream:
+            self._outside = [index for index in self._outside if not self._moves_in(index)]
         self._present.fill_(1)
         for index in self._missing:
             self._present[index] = 0
@@ -175,12 +185,12 @@ class Bucket:
         self._outside += [index for index in self._missing if others[index]]
         if self._retain:
             self._give_retained()
-        elif self._buffer_dtype == self.params[0].dtype:
+        elif self._gives_views:
             if self._after != 1.0:
                 self._buffer[: self.size].mul_(self._after)
-            self._give(1.0, views=True)
+            self._write([index for index in self._outside if not self._moves_in(index)], 1.0)
         else:
-            self._give(self._after, views=False)
+            self._write(self._outside, self._after)
 
     def abandon(self) -> None:
         """Forgets what is under way, without waiting for processes that may never send."""
@@ -227,19 +237,22 @@ class Bucket:
     def _views_of(self, buffer: Tensor) -> list[Tensor]:
         return [flat.view_like(buffer, offset, param) for offset, param in zip(self._offsets, self.params, strict=True)]
 
-    def _give(self, factor: float, views: bool) -> None:
-        """Gives what is in places to gradients elsewhere: with `views` these become the places, unless it shows."""
-        places, gradients = [], []
-        for index in self._outside:
-            param, place = self.params[index], self._places[index]
-            if views and HOLDERS_ARE_KNOWN and (param.grad is None or only_param_has_gradient(param)):
-                param.grad = place.data  # a tensor of its own, by which the buffer is seen to be in use
-                continue
+    def _moves_in(self, index: int) -> bool:
+        """Makes a gradient the view of its place, where nobody can notice; returns whether it is now."""
+        param = self.params[index]
+        if param.grad is not None and not only_param_has_gradient(param):
+            return False
+        param.grad = self._places[index].data  # a tensor of its own, by which the buffer is seen to be in use
+        return True
+
+    def _write(self, indices: Sequence[int], factor: float) -> None:
+        """Gives what is in places to gradients elsewhere."""
+        gradients = []
+        for param in (self.params[index] for index in indices):
             if param.grad is None:
                 param.grad = torch.empty_like(param)
-            places.append(place)
             gradients.append(param.grad.detach())
-        multiply(places, gradients, factor)
+        multiply([self._places[index] for index in indices], gradients, factor)
 
     def _give_retained(self) -> None:
         """All gradients become views of the mean."""

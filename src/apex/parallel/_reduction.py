@@ -151,8 +151,9 @@ class Reduction:
     def _send_next(self) -> None:
         number = self._started
         self._started += 1
-        with on_stream(self._streams[number % len(self._streams)]):
-            self.buckets[number].start(self._groups[number % len(self._groups)])
+        stream = self._streams[number % len(self._streams)]
+        with on_stream(stream):
+            self.buckets[number].start(self._groups[number % len(self._groups)], on_own_stream=stream is not None)
 
 
 @contextlib.contextmanager
