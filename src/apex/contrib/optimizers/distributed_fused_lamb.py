@@ -138,6 +138,8 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
             verbose=verbose,
         )
         self._groups = self._communicators.groups
+        if self._groups.is_one:
+            self._clip_after_ar = True  # there is no mean to shorten gradients before
         self._parameters = ParameterSync(self._communicators.gather, contiguous=set_param_views_to_flat_buffer)
         # What is written to `_lr`, or put in its place, is the learning rate of all groups: clients of the original do.
         self._lr: float | Tensor = torch.zeros((), dtype=torch.float32, device=first.device)
@@ -377,12 +379,8 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
             for shards in self._states:
                 pieces.extend(shards.pieces(reductions.local(shards.arena), count))
                 count += len(shards.arena.params)
-            self._update = Update(pieces, count, self._states[0].arena.device, self._sum_up)
+            self._update = Update(pieces, count, self._states[0].arena.device, self._groups)
         return self._update
-
-    def _sum_up(self, values: Tensor) -> None:
-        if self._groups.ranks > 1:
-            all_reduce(values, self._groups.distributed).wait()
 
     def param_sync(self) -> None:
         """Sends updated parameters to the other processes; `step` does unless `skip_allgather`."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....ops._transfer import on_host
-from ....ops.multi_tensor import l2norm, rules, scale
+from ....ops.multi_tensor import l2norm, rules, scale, zero
 from ....ops.multi_tensor.torch_lists import flat
 from ....parallel._reduction import on_stream
 from .._zero.arena import Arena, laid_out_like
@@ -58,6 +58,8 @@ class Reductions:
         self._stream = None if on_host(self.arenas[0].params[0]) else torch.Stream(self.arenas[0].device)
         self._works: list[Work] = []
         self._measured: list[FixedLists] | None = None
+        # By arena, the places of whole gradients.
+        self._wholes: list[list[Tensor]] | None = None
         for arena in self.arenas:
             arena.gradient_buffer = arena.allocate(arena.layout.size, dtype=arena.dtypes.gradients, device=arena.device)
             if not self._in_place:
@@ -192,20 +194,22 @@ class Reductions:
 
     def _copy_measuring(self, fused: bool) -> Tensor:
         """Copies all gradients to their places; the norm of all, in the same pass if `fused`."""
+        if self._wholes is None:
+            self._wholes = [
+                [arena.view(self._buffer(arena), index) for index in range(len(arena.params))] for arena in self.arenas
+            ]
         sources: list[Tensor] = []
         places: list[Tensor] = []
-        for arena in self.arenas:
-            buffer = self._buffer(arena)
-            missing = []
-            for index, gradient in enumerate(arena.gradients):
-                place = buffer[arena.layout.starts[index] :][: arena.layout.sizes[index]]
+        missing: list[Tensor] = []
+        for arena, wholes in zip(self.arenas, self._wholes, strict=True):
+            for gradient, place in zip(arena.gradients, wholes, strict=True):
                 if gradient is None:
                     missing.append(place)
                 else:
-                    sources.append(flat(gradient))
+                    sources.append(gradient)
                     places.append(place)
-            if missing:
-                torch._foreach_zero_(missing)
+        if missing:
+            zero(missing)
         if fused and sources:
             return l2norm(sources, outputs=places, of_inputs=True)[0]
         if sources:

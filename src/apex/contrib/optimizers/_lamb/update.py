@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ....ops.multi_tensor import rules
+from .._zero.collectives import all_reduce
+from .._zero.groups import Groups
 from .lists import FixedLists
 
 
@@ -42,14 +44,12 @@ class _Batch:
 
 
 class Update:
-    """The update of all pieces that this process owns; `sum_up` adds a tensor up over the processes, in place."""
+    """The update of all pieces that this process owns, of `params` parameters that `groups` divide."""
 
-    def __init__(
-        self, pieces: Sequence[Owned], params: int, device: torch.device, sum_up: Callable[[Tensor], None]
-    ) -> None:
+    def __init__(self, pieces: Sequence[Owned], params: int, device: torch.device, groups: Groups) -> None:
         self._device = device
         self._params = params
-        self._sum_up = sum_up
+        self._groups = groups
         kinds: dict[tuple[Any, ...], list[Owned]] = {}
         for piece in pieces:
             kinds.setdefault(piece.kind, []).append(piece)
@@ -88,7 +88,8 @@ class Update:
         nothing = torch.zeros(1, 2, dtype=torch.float32, device=self._device)
         each = torch.cat([*squares, nothing])
         whole = each[self._table(scaled)].sum(1)
-        self._sum_up(whole)
+        if self._groups.ranks > 1:
+            all_reduce(whole, self._groups.distributed).wait()
         return whole
 
     def _table(self, scaled: tuple[int, ...]) -> Tensor:
