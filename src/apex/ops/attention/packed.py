@@ -114,16 +114,20 @@ class Plan:
         """What the kernels take, copied where they cannot walk through it."""
         return qkv.contiguous() if self._copies else qkv, cu_seqlens.contiguous()
 
-    def forward(self, qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, saves: bool) -> tuple[Tensor, Tensor]:
-        """Output and statistics, which are empty unless it `saves` them; for `backward` of the same plan."""
+    def forward(
+        self, qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, saves: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output and, if it `saves` them, statistics, for `backward` of the same plan."""
         qkv, cu_seqlens = self._taken(qkv, cu_seqlens)
         if self._filled:
-            output, statistics = dense.forward(qkv, self._sequences, self._length, saves)
+            parts = dense.split(qkv, self._sequences, self._length)
+            output, statistics = dense.forward(*parts, saves)
         else:
+            parts = qkv.unbind(1)
             output = qkv.new_empty(self._out_shape)
-            statistics = qkv.new_empty(self._statistics_shape if saves else (0,), dtype=torch.float32)
+            statistics = qkv.new_empty(self._statistics_shape, dtype=torch.float32) if saves else None
         launch = self._saved if saves else self._unsaved
-        launch(*qkv.unbind(1), None, None, cu_seqlens, seed, output, statistics)
+        launch(*parts, None, None, cu_seqlens, seed, output, statistics)
         return output, statistics
 
     def backward(
@@ -205,8 +209,8 @@ def forward(
     zero_tail: bool,
     *,
     saves: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Output and statistics [1, H, total], which are empty unless it `saves` them."""
+) -> tuple[Tensor, Tensor | None]:
+    """Output and, if it `saves` them, statistics [1, H, total]."""
     if not runs_kernels(qkv, cu_seqlens, max_seqlen):
         output = native.packed_attention(qkv, cu_seqlens, max_seqlen, dropout_p, seed)
         total, _, heads, _ = qkv.shape
