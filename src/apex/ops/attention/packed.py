@@ -120,14 +120,14 @@ class Plan:
         """Output and, if it `saves` them, statistics, for `backward` of the same plan."""
         qkv, cu_seqlens = self._taken(qkv, cu_seqlens)
         if self._filled:
-            parts = dense.split(qkv, self._sequences, self._length)
-            output, statistics = dense.forward(*parts, saves)
+            query, key, value = dense.split(qkv, self._sequences, self._length)
+            output, statistics = dense.forward(query, key, value, saves)
         else:
-            parts = qkv.unbind(1)
+            query, key, value = qkv.unbind(1)
             output = qkv.new_empty(self._out_shape)
             statistics = qkv.new_empty(self._statistics_shape, dtype=torch.float32) if saves else None
         launch = self._saved if saves else self._unsaved
-        launch(*parts, None, None, cu_seqlens, seed, output, statistics)
+        launch(query, key, value, None, None, cu_seqlens, seed, output, statistics)
         return output, statistics
 
     def backward(
