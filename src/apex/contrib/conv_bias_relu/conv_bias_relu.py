@@ -1,7 +1,7 @@
 """Convolutions of images, followed by bias, ReLU, mask or a frozen scale, as functions.
 
 `bias` and `scale` have a value per channel, as [C] or [1, C, 1, 1]. Inside `torch.autocast` (or `apex.amp`) everything
-but a mask is cast to its dtype. A second derivative is not available.
+but a mask is cast to its dtype. Only what PyTorch's operators compute has a second derivative.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from torch.autograd.function import once_differentiable
 from ...ops._library import autocast_dtype, quick_apply
 from ...ops.conv import (
     ConvSpec,
+    composed_conv_bias_relu,
     conv_bias,
     conv_bias_gradients,
     conv_bias_relu,
     conv_bias_relu_gradients,
     plan_gradients,
+    small_with_gradients,
 )
 
 
@@ -134,7 +136,22 @@ class ConvBias_(torch.autograd.Function):
         return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape), None, None
 
 
-ConvBiasReLU = quick_apply(ConvBiasReLU_)
+_apply_relu = quick_apply(ConvBiasReLU_)
+
+
+def ConvBiasReLU(x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int) -> Tensor:
+    """relu(conv(x, weight) + bias)."""
+    if not torch.compiler.is_compiling():
+        spec = ConvSpec(padding, stride)
+        if small_with_gradients(x, weight, bias, spec):
+            return composed_conv_bias_relu(x, weight, bias, spec)
+    return _apply_relu(x, weight, bias, padding, stride)
+
+
 ConvBiasMaskReLU = quick_apply(ConvBiasMaskReLU_)
 ConvFrozenScaleBiasReLU = quick_apply(ConvFrozenScaleBiasReLU_)
-ConvBias = quick_apply(ConvBias_)
+
+
+def ConvBias(x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int) -> Tensor:
+    """conv(x, weight) + bias: PyTorch's convolution, to which nothing is left to add."""
+    return conv_bias(x, weight, bias, ConvSpec(padding, stride))

@@ -26,11 +26,12 @@ from .self_check import self_check
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# Elements of a layer below which PyTorch's operators with their own autograd are as quick or quicker, because the host
-# is the limit. In microseconds on an H200, forward and backward: the perceptron 4096x[1024]*4 took 107 and 424 in our
-# node, 144 and 554 as operators; dense_gelu_dense 4096x1024x4096 (2^24 elements) 172 and 289 in our node, 128 and 294
-# as operators, and 8192x4096x16384 (2^27) 3390 and 6780 in our node, 3470 and 6870 as operators.
-SMALL = 1 << 22
+# Elements of a layer below which PyTorch's operators with their own autograd are left to it, because the host is the
+# limit. In microseconds on an H200, forward and backward: the perceptron 64x[256]*4 took 15 and 301 in our node, 22 and
+# 354 as operators, 4096x[1024]*4 50 and 135 against 66 and 155, and smaller ones were not measured. dense_gelu_dense
+# 4096x1024x4096 (2^24 elements) took 172 and 289 in our node, 128 and 294 as operators, 8192x1024x4096 (2^25) 227 and
+# 452 against 233 and 476, 8192x4096x16384 (2^27) 3390 and 6780 against 3470 and 6870.
+SMALL = 1 << 14
 SMALL_BETWEEN_LAYERS = 1 << 25  # of dense_gelu_dense
 
 FAMILY = _library.register_family(
@@ -64,7 +65,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def gelu(input: Tensor) -> Tensor:
     """The tanh form, as the BLAS libraries have it, without autograd."""
-    if is_large(input.numel()) and not torch.compiler.is_compiling() and _library.runs_triton(FAMILY, input):
+    if (
+        is_large(input.numel(), between_layers=True)
+        and not torch.compiler.is_compiling()
+        and _library.runs_triton(FAMILY, input)
+    ):
         return triton_gelu(input)
     return functional.gelu(input, approximate="tanh")
 

@@ -18,10 +18,12 @@ from . import native, reference
 from .launches import plan
 from .op import FAMILY
 
-# Logits of a chunk: an eighth of all, within these limits of elements (256 and 512 MiB in half precision). Smaller
-# chunks make slower matrix products: 8192x2048x131072 on an H200 took 24.3 ms in chunks of 512 rows, 22.8 ms of 1024
-# and 21.5 ms of 2048, where a linear layer and PyTorch's loss took 22.8 ms.
-CHUNK_ELEMENTS = (1 << 27, 1 << 28)
+# Logits of a chunk: a tenth of all, within these limits of elements (192 and 512 MiB in half precision). Smaller chunks
+# make slower matrix products: 8192x2048x131072 on an H200 took 24.3 ms in chunks of 512 rows, 22.8 of 1024 and 21.5 of
+# 2048, where a linear layer and PyTorch's loss took 22.8. In another run chunks of 768 rows took 23.3, of 832 and 896
+# 25.4, of 1024 24.0, and PyTorch 23.7: they need 736 MiB, under an eighth of PyTorch's 6144, and 1024 rows need 800.
+CHUNK_ELEMENTS = (3 << 25, 1 << 28)
+CHUNKS = 10
 # Chunks have a multiple of so many rows, which is a tile of a matrix product.
 ROW_MULTIPLE = 128
 # Chunks whose sum may be rounded to bfloat16 each time: 0.3% in the mean square, a single rounding being 0.1%.
@@ -45,7 +47,7 @@ def chunk_size(rows: int, classes: int, asked: int | None = None) -> int:
     if asked is not None:
         return max(1, min(asked, rows))
     fewest, most = CHUNK_ELEMENTS
-    most = max(1, min(most, max(fewest, rows * classes // 8)) // classes)
+    most = max(1, min(most, max(fewest, rows * classes // CHUNKS)) // classes)
     if rows <= most:
         return max(1, rows)
     chunks = -(-rows // most)
