@@ -424,7 +424,7 @@ def test_what_is_left_to_torch() -> None:
     """Plain norms and small inputs, unless kernels are asked for."""
     from apex.ops.batch_norm.op import _runs_kernels
 
-    small, large = torch.empty(2, 4, 8, 8), torch.empty(1, 1, 1, 1).expand(32, 64, 32, 32)
+    small, large = torch.empty(2, 4, 8, 8), torch.empty(1, 1, 1, 1).expand(32, 256, 32, 32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_library, "runs_triton", lambda family, tensor: True)
         assert _runs_kernels(large, None, BatchNormSpec(relu=True))

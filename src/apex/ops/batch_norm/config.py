@@ -8,17 +8,21 @@ from dataclasses import dataclass
 from .._device import next_power_of_2
 
 # Elements of each tensor that one program has in hand, by the kind of pass. On an H200, with 64 x 256 x 56 x 56 values
-# in half precision, an elementwise pass takes 1.09 times the floor of its traffic with 4096 elements forward (1.2 with
-# 8192 where positions are contiguous) and 1.06 with 4096 backward (1.2 with 8192). A pass that sums keeps two sums per
-# element of a tile, so takes smaller tiles and loads several of them before it adds any; others were up to 10% slower.
-APPLY_TILE = 4096
-APPLY_BACKWARD_TILE = 4096
+# in half precision, an elementwise pass takes 1.09 times the floor of its traffic forward (1.2 with 8192 if positions
+# are contiguous) and 1.06 backward (1.2 with 8192). Where positions are contiguous a tile of few positions has many
+# channels, whose parameters every thread loads: with 32 x 2048 x 7 x 7 smaller tiles take a quarter off.
+APPLY_TILE = 2048
+APPLY_BACKWARD_TILE = {False: 1024, True: 4096}  # whether channels are last
+# A pass that sums keeps two sums per element of a tile, so takes small tiles and loads several before it adds any.
 MEASURE_TILE = 2048
 MEASURE_BACKWARD_TILE = 2048
 UNROLL, UNROLL_BACKWARD = 4, 2
 WARPS = 4
 # Programs per multiprocessor of a pass that sums: all run at once, and what they leave to add up is little.
 MEASURE_PROGRAMS = 4
+# Eviction policies of passes after which nobody reads their inputs.
+LAST_READ = ""
+LAST_WRITE = ""
 # Kernels that put partial results together have tiles of so many elements: few, so that many programs share the work.
 FINISH_TILE = 1024
 FINISH_WARPS = 4

@@ -124,7 +124,18 @@ class ApplyPlan:
         self._apply = _kernels().batch_norm_apply.bind(
             (units * tiles.channel_blocks,),
             (steps, geometry.channels, tiles.chunks, units, tiles.channel_blocks, float(eps)),
-            (has_z, has_weight, has_bias, relu, geometry.last, align, tiles.rows, tiles.channel_block),
+            (
+                has_z,
+                has_weight,
+                has_bias,
+                relu,
+                geometry.last,
+                align,
+                tiles.rows,
+                tiles.channel_block,
+                config.LAST_READ,
+                config.LAST_WRITE,
+            ),
             device=device,
             num_warps=config.WARPS,
         )
@@ -226,7 +237,8 @@ class InputGradientPlan:
         inverse_count: float | None,
         device: torch.device,
     ) -> None:
-        tiles = config.tiling(geometry.positions, geometry.channels, geometry.last, config.APPLY_BACKWARD_TILE)
+        elements = config.APPLY_BACKWARD_TILE[geometry.last]
+        tiles = config.tiling(geometry.positions, geometry.channels, geometry.last, elements)
         units = geometry.images * tiles.chunks
         has_weight, has_bias = (each is not None for each in present)
         align = config.alignment(geometry.positions, geometry.last)
@@ -251,6 +263,8 @@ class InputGradientPlan:
                 align,
                 tiles.rows,
                 tiles.channel_block,
+                config.LAST_READ,
+                config.LAST_WRITE,
             ),
             device=device,
             num_warps=config.WARPS,
