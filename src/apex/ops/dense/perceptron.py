@@ -91,10 +91,13 @@ def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (),
     dtype = _library.autocast_dtype(input)
     if torch.compiler.is_compiling():
         return _compiled_mlp(input, weights, biases, activation, dtype)
+    if not _library.runs_triton(FAMILY, input):
+        check_mlp(input, weights, biases, activation, same_dtype=dtype is None)
+        return composed_mlp(bool(biases), activation, input, *weights, *biases)
     plan = mlp_plan(input, weights, biases, activation, dtype)
     needs_graph = torch.is_grad_enabled()
     # Without gradients always: there is no node, and fewer operators.
-    if not _library.runs_triton(FAMILY, input) or (needs_graph and not is_large(plan.widest)):
+    if needs_graph and not is_large(plan.widest):
         return composed_mlp(bool(biases), activation, input, *weights, *biases)
     if dtype is not None:
         input, *others = cast_like_autocast(dtype, (input, *weights, *biases))
