@@ -44,7 +44,7 @@ def _tile(
     """Where the elements of a tile lie, [R, C_BLOCK], which of them exist, and its number of positions."""
     positions = steps * ALIGN
     image = unit // chunks
-    first = (unit % chunks) * R
+    first = (unit % chunks).to(positions.dtype) * R
     row = tl.arange(0, R)[:, None]
     column = tl.arange(0, C_BLOCK)[None, :]
     rows = tl.where(unit < units, tl.minimum(positions - first, R), 0)
