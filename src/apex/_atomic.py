@@ -31,15 +31,14 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
-    """A file that takes the place of `path` when the block ends, written to the disk; if it fails, `path` stays."""
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Where to write a file that takes the place of `path`, flushed, when the block ends; if it fails, `path` stays."""
     path = Path(path)
     # With a number, so that two writers never share a file.
     temporary = temporary_beside(path.with_name(f"{path.name}.{os.getpid()}"))
     try:
-        with open(temporary, mode) as file:
-            yield file
-            file.flush()
+        yield temporary
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
@@ -47,6 +46,13 @@ def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
         raise
     sync_folder(path.parent)
     _remove_leftovers(path)
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
+    """The same, with the file opened."""
+    with replacing(path) as temporary, open(temporary, mode) as file:
+        yield file
 
 
 def _remove_leftovers(path: Path) -> None:

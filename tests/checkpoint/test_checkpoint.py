@@ -35,6 +35,16 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
+def test_checksums_that_are_switched_off(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        checkpoint.save(state_of(1), tmp_path / "x.pt")
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert checkpoint.load(tmp_path / "x.pt")["step"] == 1
+
+
 def test_a_save_that_fails_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     checkpoint.save(state_of(1), path)

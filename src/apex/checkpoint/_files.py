@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .._atomic import atomic_file
+from .._atomic import replacing
 from ._ranks import is_first, raise_everywhere
 
 # In a sharded checkpoint: the length and the checksum of each of its files.
@@ -33,14 +35,29 @@ def save(state: Any, path: str | os.PathLike[str], *, wait: bool = False) -> Non
     if is_first():
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            with atomic_file(path) as file:
-                torch.save(state, file)
+            # By its name, not opened: PyTorch then writes without Python in between.
+            with replacing(path) as temporary, _with_checksums():
+                torch.save(state, temporary)
         except Exception as error:
             if not wait:
                 raise
             failure = error
     if wait:
         raise_everywhere(failure, f"the checkpoint {os.fspath(path)} could not be written")
+
+
+@contextlib.contextmanager
+def _with_checksums() -> Iterator[None]:
+    """They can be switched off; `verify` needs them."""
+    options = getattr(torch.serialization, "get_crc32_options", lambda: True)()
+    if options:
+        yield
+        return
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(options)
 
 
 def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool = True) -> Any:

@@ -33,7 +33,7 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     facts: dict[str, tuple[int, int]] = {}
     try:
         with _quiet_alone():
-            checkpoint.save(state, checkpoint_id=temporary, no_dist=not is_connected())
+            checkpoint.save(state, checkpoint_id=temporary)
         rank = dist.get_rank() if is_connected() else 0
         facts = {name: facts_of(temporary / name) for name in _names(temporary) if _writer_of(name) == rank}
     except Exception as error:
@@ -64,12 +64,12 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     if reason is not None:
         raise DamagedCheckpoint(reason)
     with _quiet_alone():
-        checkpoint.load(state, checkpoint_id=Path(path), no_dist=not is_connected())
+        checkpoint.load(state, checkpoint_id=Path(path))
 
 
 @contextlib.contextmanager
 def _quiet_alone() -> Iterator[None]:
-    """PyTorch warns a process that saves alone, though it was told so."""
+    """PyTorch warns a process that saves alone."""
     with warnings.catch_warnings():
         if not is_connected():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
