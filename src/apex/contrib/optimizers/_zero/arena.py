@@ -70,6 +70,7 @@ class Arena:
         self.gradient_shard: Tensor | None = None
         # Whole buffers, where parameters and gradients are views of such.
         self.gradient_buffer: Tensor | None = None
+        self.gradient_views: list[Tensor] = []
         self.parameter_buffer: Tensor | None = None
 
     @functools.cached_property

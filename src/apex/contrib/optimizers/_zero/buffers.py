@@ -18,14 +18,17 @@ _pools: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 def allocator(group: Any, device: torch.device, registered: bool) -> Callable[..., Tensor]:
     """A function like `torch.zeros`, for buffers of this process group."""
-    backend = None if not registered or group is None or device.type != "cuda" else group._get_backend(device)
-    if not hasattr(torch.cuda, "MemPool") or not hasattr(backend, "mem_allocator"):
+    backend: Any = None if not registered or group is None or device.type != "cuda" else group._get_backend(device)
+    try:
+        allocate = backend.mem_allocator
+        new_pool = torch.cuda.MemPool
+    except (AttributeError, RuntimeError) as error:  # another backend; PyTorch or NCCL without it
         if registered:
-            logger.info("nccl_ub: there is no NCCL allocator for buffers on %s; they are allocated as usual", device)
+            logger.info("nccl_ub: NCCL allocates no buffers on %s; they are allocated as usual: %s", device, error)
         return torch.zeros
 
     def zeros(size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        pool = torch.cuda.MemPool(backend.mem_allocator)
+        pool = new_pool(allocate)
         with torch.cuda.use_mem_pool(pool, device):
             buffer = torch.zeros(size, dtype=dtype, device=device)
         try:

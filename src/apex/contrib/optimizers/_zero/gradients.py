@@ -109,7 +109,9 @@ class GradientSync:
     def make_buffer(self, arena: Arena) -> None:
         """Gives an arena its whole buffer, which gradients then are views of."""
         if arena.gradient_buffer is None:
-            arena.gradient_buffer = arena.allocate(arena.layout.size, dtype=arena.dtypes.gradients, device=arena.device)
+            buffer = arena.allocate(arena.layout.size, dtype=arena.dtypes.gradients, device=arena.device)
+            arena.gradient_buffer = buffer
+            arena.gradient_views = [arena.view(buffer, index) for index in range(len(arena.params))]
 
     def clear(self) -> None:
         """Forgets all gradients."""
@@ -129,7 +131,8 @@ class GradientSync:
     # Without no_grad, which takes longer than all of it: nothing here requires gradients.
     def take(self, place: int, index: int) -> None:
         """Takes the gradient away from a parameter of arena number `place`; it has none afterwards."""
-        param = self.arenas[place].params[index]
+        arena = self.arenas[place]
+        param = arena.params[index]
         gradient = param.grad
         if gradient is None:
             return
@@ -138,7 +141,6 @@ class GradientSync:
                 f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; only dense ones are divided "
                 "among processes: use sparse=False in embeddings"
             )
-        arena = self.arenas[place]
         numbers = () if self.groups.is_one else [self._number[place, n] for n in arena.layout.buckets_of[index]]
         if self._next and any(number < self._next for number in numbers):
             self.end_round()  # a part of it, or all, is gone: this belongs to the next round
@@ -149,7 +151,7 @@ class GradientSync:
         if arena.gradient_buffer is not None:
             while any(sent.number in numbers for sent in self._under_way):
                 self._finish_first()
-            view = arena.view(arena.gradient_buffer, index)
+            view = arena.gradient_views[index]
             if view.data_ptr() != gradient.data_ptr():
                 view.add_(gradient)
             arena.gradients[index] = view
@@ -317,6 +319,10 @@ class GradientSync:
     def local(self, arena: Arena) -> list[Tensor]:
         """The gradients of `arena.parts`, flat, one by one; after `synchronize`."""
         return list(map(flat, self.of_units(arena, arena.parts)))
+
+    def has_fixed(self, arena: Arena) -> bool:
+        """Whether `of_units` gives the same tensors every time."""
+        return not self.groups.is_one or arena.gradient_buffer is not None
 
     def of_units(self, arena: Arena, units: Sequence[_Unit]) -> list[Tensor]:
         """The gradients of stretches of this rank's flat shard; those of one process laid out like their parameters.

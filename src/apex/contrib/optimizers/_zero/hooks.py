@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+# The hook of the optimizer that listens to a parameter.
 _listening: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -24,18 +25,23 @@ class Listener:
         self._this = weakref.ref(owner)
         self._method = method
         self._hooks: list[Any] = []
+        self._heard: WeakIdKeyDictionary = WeakIdKeyDictionary()
         weakref.finalize(owner, _remove, self._hooks)
 
     def listen(self, params: Iterable[Tensor]) -> None:
-        """To these as well; those that require no gradient are passed over."""
+        """To these as well, and no other optimizer any more; those that require no gradient are passed over."""
         this, method = self._this, self._method
 
         def arrived(param: Tensor) -> None:
             owner = this()
-            if owner is not None and _listening.get(param) is this:
+            if owner is not None:
                 method(owner, param)
 
         for param in params:
-            if param.requires_grad and _listening.get(param) is not this:
-                _listening[param] = this
-                self._hooks.append(param.register_post_accumulate_grad_hook(arrived))
+            if param.requires_grad and param not in self._heard:
+                if param in _listening:
+                    _listening[param].remove()
+                hook = param.register_post_accumulate_grad_hook(arrived)
+                _listening[param] = hook
+                self._heard[param] = True
+                self._hooks.append(hook)

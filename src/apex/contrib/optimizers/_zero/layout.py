@@ -58,6 +58,15 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+def cuts(stretches: Sequence[tuple[int, int]], total: int) -> list[int]:
+    """The sizes of a gap, a stretch, a gap, ..., a gap, from where stretches start and their sizes."""
+    found, end = [], 0
+    for start, size in stretches:
+        found += [start - end, size]
+        end = start + size
+    return [*found, total - end]
+
+
 class Layout:
     """Of parameters of these `sizes`, in elements, in buckets of at most `bucket_size` elements, on so many `ranks`.
 
@@ -119,14 +128,10 @@ class Layout:
     @functools.cached_property
     def _cuts(self) -> list[list[int]]:
         """For each bucket: the sizes of a gap, a piece, a gap, ..., a gap."""
-        found = []
-        for size, pieces in zip(self.bucket_sizes, self.pieces, strict=True):
-            cuts, end = [], 0
-            for piece in pieces:
-                cuts += [piece.offset - end, piece.size]
-                end = piece.offset + piece.size
-            found.append([*cuts, size - end])
-        return found
+        return [
+            cuts([(piece.offset, piece.size) for piece in pieces], size)
+            for size, pieces in zip(self.bucket_sizes, self.pieces, strict=True)
+        ]
 
     def cut(self, bucket: Any, number: int) -> Sequence[Any]:
         """The pieces of a bucket, given as a tensor, in order: one call, where a slice for each takes many times it."""

@@ -286,9 +286,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("there is a buffer of gradients with contiguous_grad_buffer=True only")
         self.init_params()
         place, index = self._places[param]
-        arena = self._gradients.arenas[place]
-        assert arena.gradient_buffer is not None
-        return arena.view(arena.gradient_buffer, index)
+        return self._gradients.arenas[place].gradient_views[index]
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Forgets all gradients. With `contiguous_grad_buffer` `param.grad` becomes a view of the buffer."""
@@ -300,13 +298,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # A parameter that still waits for its values does not need them for this.
         with torch._C.DisableTorchFunctionSubclass():
             for param in self.parameters():
-                if set_to_none:
+                if set_to_none or self.contiguous_grad_buffer:
                     param.grad = None
-                elif self.contiguous_grad_buffer and param in self._places:
-                    view = self.grad_buffer_view(param)
-                    param.grad = view if view.dtype == param.dtype else None
                 elif param.grad is not None:
                     param.grad.detach_().zero_() if param.grad.grad_fn is not None else param.grad.zero_()
+            for arena in self._gradients.arenas if self.contiguous_grad_buffer and not set_to_none else ():
+                if arena.dtypes.gradients == arena.params[0].dtype:
+                    for param, view in zip(arena.params, arena.gradient_views, strict=True):
+                        param.grad = view
 
     def grad_norm(
         self, parameters: Iterable[Tensor] | None = None, norm_type: float = 2.0, force: bool = False

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ....ops.multi_tensor import Lists, make_lists
 from ....ops.multi_tensor.rule import SLOTS
-from ....ops.multi_tensor.torch_lists import flat
+from ....ops.multi_tensor.torch_lists import TorchLists, flat
 from ....ops.multi_tensor.triton_lists import TritonLists, current_stream
 from .arena import Arena
 from .gradients import GradientSync
@@ -29,6 +30,19 @@ def in_slots(
     return [weights, list(map(flat, gradients)), *state, *(None for _ in range(SLOTS - 2 - len(state)))]
 
 
+class _Known(NamedTuple):
+    """Lists, what they depend on besides gradients (the stream, addresses), and the dtype of those."""
+
+    lists: Lists
+    where: tuple[int, list[int]]
+    dtype: torch.dtype
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether they know where all tensors are, and have not let go of them."""
+        return isinstance(self.lists, TritonLists) or bool(self.lists.slots)
+
+
 class ArenaState:
     """Flat shards in the dtype of the state, by name, and the weights.
 
@@ -43,7 +57,7 @@ class ArenaState:
         self._units: dict[int, list[Unit]] = {}
         for unit in units_of(arena):
             self._units.setdefault(unit.owner, []).append(unit)
-        self._lists: dict[int, tuple[Any, Lists]] = {}
+        self._lists: dict[int, _Known] = {}
 
     def connect(self) -> None:
         """To be called when parameters became views of a buffer."""
@@ -53,23 +67,32 @@ class ArenaState:
     def apply(self, gradients: GradientSync, function: Apply, noop: Tensor | None = None) -> None:
         """Calls `function` for every parameter group; it is to do nothing where `noop` is set."""
         self.weights.begin()
-        addresses = self.weights.addresses()
-        stream = current_stream(self.arena.device)
+        where = (current_stream(self.arena.device), self.weights.addresses())
+        keeps = gradients.has_fixed(self.arena) and self.weights.are_fixed
         for owner, units in self._units.items():
-            given = gradients.of_units(self.arena, units)
-            key = (given[0].dtype, stream, addresses)
-            known = self._lists.get(owner)
-            if known is None or known[0] != key:
-                known = self._lists[owner] = key, make_lists(*self._slots(units, given))
-            lists = known[1]
-            if isinstance(lists, TritonLists):
-                lists.move_gradients(list(map(Tensor.data_ptr, given)))
-            elif not lists.slots:
-                lists.point_to(*self._slots(units, given))
+            lists = self._lists_of(owner, units, gradients, where)
             function(owner, lists)
-            if not isinstance(lists, TritonLists):
-                lists.slots = ()  # lets go of the gradients
+            if isinstance(lists, TorchLists) and not keeps:
+                lists.slots = ()  # lets go of the tensors
         self.weights.end()
+
+    def _lists_of(self, owner: int, units: list[Unit], gradients: GradientSync, where: tuple[int, list[int]]) -> Lists:
+        """The lists of a parameter group: as they are, with other gradients, or, where weights have moved, new ones."""
+        known = self._lists.get(owner)
+        if known is not None and known.where != where:
+            known = None
+        if known is not None and gradients.has_fixed(self.arena) and known.has_tensors:
+            return known.lists
+        given = gradients.of_units(self.arena, units)
+        if known is None or known.dtype != given[0].dtype:
+            lists = make_lists(*self._slots(units, given))
+            self._lists[owner] = _Known(lists, where, given[0].dtype)
+            return lists
+        if isinstance(known.lists, TritonLists):
+            known.lists.move_gradients(list(map(Tensor.data_ptr, given)))
+        else:
+            known.lists.point_to(*self._slots(units, given))
+        return known.lists
 
     def _slots(self, units: list[Unit], gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], Any]:
         state = [pick(moment, units) for moment in self.moments.values()]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ....ops.multi_tensor import remainders
 from .arena import Arena
+from .layout import cuts
 
 # A flat shard, or this rank's shards of the buckets one by one.
 Storage = Tensor | list[Tensor]
@@ -59,10 +60,15 @@ def pick(storage: Storage, units: Sequence[Unit]) -> list[Tensor]:
 class Weights:
     """Base: what all of them do; see the module."""
 
+    # Whether `slot` gives tensors that stay from step to step, at their addresses.
+    are_fixed = True
+
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._addresses: list[int] = []
         self._flat_params: list[Tensor] = []
+        self._parts: list[Tensor] = []
+        self._cuts = cuts([(part.flat, part.size) for part in arena.parts], arena.layout.shard_size)
 
     def connect(self) -> None:
         """Says to `ParameterSync` where updated parameters are; again when parameters became views of a buffer."""
@@ -102,18 +108,16 @@ class Weights:
         """Each parameter's elements in the order of memory, remembered for as long as they stay where they are."""
         addresses = list(map(Tensor.data_ptr, self.arena.params))
         if addresses != self._addresses:
-            self._addresses, self._flat_params = addresses, self.arena.flat_params()
+            self._addresses, params = addresses, self.arena.flat_params()
+            self._flat_params = params
+            self._parts = [params[part.param][part.start : part.stop] for part in self.arena.parts]
         return self._flat_params
 
     def gather(self, values: Tensor) -> Tensor:
         """Fills a flat shard with what this rank owns of the parameters."""
-        params = self.flat_params()
-        parts = self.arena.parts
-        if parts:
-            torch._foreach_copy_(
-                [values[part.flat : part.flat + part.size] for part in parts],
-                [params[part.param][part.start : part.stop] for part in parts],
-            )
+        self.flat_params()
+        if self._parts:
+            torch._foreach_copy_(list(values.split(self._cuts)[1::2]), self._parts)
         return values
 
     def make_outgoing(self) -> Storage:
@@ -194,6 +198,8 @@ class Stored(Weights):
 
 
 class Gathered(Weights):
+    are_fixed = False
+
     def connect(self) -> None:
         self._outgoing = self.make_outgoing()
         self._values: Tensor | None = None
