@@ -186,8 +186,13 @@ def test_a_batch_through_cudnn(dtype: torch.dtype, head: int, monkeypatch: pytes
         expected, expected_gradient = exact(case, qkv, bounds, dout)
         leaf, end = qkv.requires_grad_(), sum(lengths)
         assert dense.takes(qkv, 2, 512) == (torch.cuda.get_device_capability() == (9, 0))
-        output = packed_attention(leaf, bounds, 512, zero_tail=False)
-        (gradient,) = torch.autograd.grad(output, leaf, dout)
+        for mode in ("default", "error"):  # nothing waits for the device, once plans are made
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                output = packed_attention(leaf, bounds, 512, zero_tail=False)
+                (gradient,) = torch.autograd.grad(output, leaf, dout)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         assert_close(output[:end], expected[:end], "output")
         assert_close(gradient[:end], expected_gradient[:end], "gradient")
         output.add_(1)  # is no view that autograd would guard

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 SHORTEST = 128
-FEWEST_ELEMENTS = 1 << 23  # of the output
+# Of the output; more were never given to cuDNN.
+FEWEST_ELEMENTS = 1 << 23
+MOST_ELEMENTS = 1 << 29
 
 
 def takes(qkv: Tensor, sequences: int, length: int) -> bool:
@@ -26,7 +28,7 @@ def takes(qkv: Tensor, sequences: int, length: int) -> bool:
     return (
         total == sequences * length
         and length >= SHORTEST
-        and total * heads * head_dim >= FEWEST_ELEMENTS
+        and FEWEST_ELEMENTS <= total * heads * head_dim < MOST_ELEMENTS
         and qkv.dtype.itemsize == 2
         and head_dim % 8 == 0
         and head_dim <= 128
