@@ -116,6 +116,7 @@ def test_matches_reference_at_larger_sizes(
     assert_equal_bits(found, run(*given))
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("route", routes())
 def test_blocks_of_tokens_walk_one_after_the_other(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "WALK_TOKENS", 2)

@@ -13,10 +13,9 @@ from .._device import next_power_of_2 as _power
 
 # 16 bits of a random word are compared with the probability to drop.
 WORD = 1 << 16
-SUM_BLOCK = 512
+SUM_BLOCK = 256
 SUM_PARTS = 8
 WALK_TOKENS = 512
-WALK_TOKENS_PER_WARP = 64
 
 
 class Tile(NamedTuple):
@@ -32,67 +31,72 @@ class Tile(NamedTuple):
 def joint_forward_tile(tokens: int, features: int, seeded: bool, device: _device.DeviceFacts) -> Tile:
     """4096 elements of each of four frames, 16 bytes a thread in four accesses; wide, to write long stretches.
 
-    Half as many of eight frames where random words are made: a thread holds four of them for each of its elements.
+    1024 elements of eight frames where random words are made: a thread holds four of them for each of its elements.
+    float16 16x300x60x512 with dropout: 183, of 2048 elements 219.
     """
-    elements = 2048 if seeded else 4096
+    elements = 1024 if seeded else 4096
     wide = min(1024, _power(features))
     tall = min(_power(tokens), max(1, elements // wide))
     return Tile(tall, wide, _warps(tall * wide, elements // 128, device), frames=8 if seeded else 4)
 
 
-def joint_backward_tile(tokens: int, features: int, masked: bool, device: _device.DeviceFacts) -> Tile:
+def joint_backward_tile(tokens: int, features: int, element_size: int, device: _device.DeviceFacts) -> Tile:
     """All tokens of up to 128, so that the sum over them is complete, and 4096 elements; two tiles are loaded ahead.
 
-    Two warps, since fewer exchange less for that sum; four where the mask is loaded beside dh, for their registers.
-    float16 16x300x60x512: 87 us, four warps 133; with a mask 170 and 161.
+    Two warps, since fewer exchange less for that sum: float16 16x300x60x512 in 86, with a mask beside dh in 153; with
+    four warps 133 and 158. Eight where rows do not start at multiples of 16 bytes: their elements are loaded one by
+    one, and so many addresses fit into the registers of no fewer.
     """
+    whole = features * element_size % 16 == 0
     tall = min(128, _power(tokens))
     wide = min(_power(features), max(16, 4096 // tall))
-    return Tile(tall, wide, _warps(tall * wide, 32 if masked else 64, device), num_stages=3)
+    return Tile(tall, wide, _warps(tall * wide, 64 if whole else 16, device), num_stages=3)
 
 
 def _warps(elements: int, per_thread: int, device: _device.DeviceFacts) -> int:
     return max(1, min(8, elements // per_thread // device.warp_size))
 
 
-def frame_chunks(frames: int, programs: int, per_multiprocessor: int, device: _device.DeviceFacts) -> int:
+def frame_chunks(frames: int, programs: int, masked: bool, device: _device.DeviceFacts) -> int:
     """In how many chunks the frames are walked by `programs` each.
 
-    As many programs as a multiprocessor has registers for, in one wave: a few left over would run alone. Each chunk
-    costs a float32 copy of g's gradient, written and read, so that a chunk has at least 16 frames.
+    Each multiprocessor gets five programs, four with a mask: what its registers hold at once, since a few left over
+    would run alone (float16 16x300x60x512 in five chunks 86, in seven 109). Each chunk costs a float32 copy of g's
+    gradient, written and read, so that a chunk has at least 16 frames.
     """
-    return max(1, min(per_multiprocessor * device.multiprocessors // programs, frames // 16))
+    together = (4 if masked else 5) * device.multiprocessors
+    return max(1, min(together // programs, frames // 16))
 
 
 class WordTile(NamedTuple):
-    """What a program of the loss's kernels works on at a time."""
+    """What a program of the loss's kernels, one warp, works on at a time."""
 
     groups: int
     rows: int
     lanes: int
-    num_warps: int = 1
 
 
 def reading_tile(tokens: int, words: int, element_size: int, device: _device.DeviceFacts) -> WordTile:
-    """One warp and 2048 elements: a row is reduced without other warps however the compiler lays out a tile.
+    """4 KiB. One warp, so that a row is reduced without others however the compiler lays out a tile.
 
-    float16 16x300x60x1024 in 155 us; 1024 elements 183, 4096 170, two warps side by side 200. Triton 3.6 spreads the
-    groups of a tile of four warps over them and exchanges every element: 5100.
+    float16 16x300x60x1024 in 155; 2 KiB 183, 8 KiB 170, two warps side by side 200. Triton 3.6 spread the groups of a
+    tile of four warps over them and exchanged every element: the forward pass took 5305.
     """
-    return _word_tile(tokens, words, element_size, 2048, 1024, device)
+    return _word_tile(tokens, words, element_size, 4096, 4096, device)
 
 
 def writing_tile(tokens: int, words: int, element_size: int, device: _device.DeviceFacts) -> WordTile:
-    """One warp and 512 elements: float16 16x300x60x1024 in 315 us. 1024 elements 365, four warps with as many: 440."""
-    return _word_tile(tokens, words, element_size, 512, 512, device)
+    """1 KiB of two rows: float16 16x300x60x1024 in 299; of one row 319, 2 KiB 365, four warps with 2 KiB each 440."""
+    return _word_tile(tokens, words, element_size, 1024, 512, device)
 
 
 def _word_tile(
-    tokens: int, words: int, element_size: int, elements: int, of_a_row: int, device: _device.DeviceFacts
+    tokens: int, words: int, element_size: int, tile_bytes: int, row_bytes: int, device: _device.DeviceFacts
 ) -> WordTile:
     lanes = min(_power(words), device.warp_size * 16 // element_size)
-    groups = min(_power(-(-words // lanes)), max(1, of_a_row // lanes))
-    return WordTile(groups, min(_power(tokens), max(1, elements // (groups * lanes))), lanes)
+    groups = min(_power(-(-words // lanes)), max(1, row_bytes // element_size // lanes))
+    rows = min(_power(tokens), max(1, tile_bytes // element_size // (groups * lanes)))
+    return WordTile(groups, rows, lanes)
 
 
 class Skew(NamedTuple):
@@ -118,10 +122,10 @@ class WalkTile(NamedTuple):
     num_warps: int
 
 
-def walk_tile(tokens: int) -> WalkTile:
-    """All tokens where they are not too many; neighbours in one warp exchange without a barrier."""
+def walk_tile(tokens: int, device: _device.DeviceFacts) -> WalkTile:
+    """All tokens where they are not too many, each with a thread of its own."""
     block = min(WALK_TOKENS, max(2, _power(tokens)))
-    return WalkTile(block, max(1, block // WALK_TOKENS_PER_WARP))
+    return WalkTile(block, max(1, block // device.warp_size))
 
 
 class SharesTile(NamedTuple):

@@ -100,6 +100,7 @@ def _joint_backward_plan(
     packed: bool,
     masked: bool,
     scale: float,
+    dh_size: int,
     dtypes: Dtypes,
     device: torch.device,
     facts: _device.DeviceFacts,
@@ -107,10 +108,10 @@ def _joint_backward_plan(
     from . import kernels_joint as kernels
 
     batches, frames, tokens, features = sizes
-    tile = config.joint_backward_tile(tokens, features, masked, facts)
+    tile = config.joint_backward_tile(tokens, features, dh_size, facts)
     blocks = -(-tokens // tile.tokens)
     programs = batches * blocks * -(-features // tile.features)
-    chunk = -(-frames // config.frame_chunks(frames, programs, 5 if masked else 6, facts))
+    chunk = -(-frames // config.frame_chunks(frames, programs, masked, facts))
     chunks = -(-frames // chunk)
     main = kernels.transducer_joint_backward.bind(
         (programs * chunks,),
@@ -126,7 +127,7 @@ def _joint_backward_plan(
             return None
         grid = (-(-count // config.SUM_BLOCK),)
         constants = (min(config.SUM_PARTS, _device.next_power_of_2(parts)), config.SUM_BLOCK)
-        return kernels.transducer_joint_sum.bind(grid, (count, parts), constants, device=device, num_warps=4)
+        return kernels.transducer_joint_sum.bind(grid, (count, parts), constants, device=device, num_warps=2)
 
     rows = batches * features
     return JointBackwardPlan(main, blocks, chunks, add(blocks, rows * frames), add(chunks, rows * tokens))
@@ -150,6 +151,7 @@ def triton_joint_backward(
         batch_offset is not None,
         kept is not None,
         scale,
+        dh.element_size(),
         (*_dtypes(dh, kept, f_len, g_len, batch_offset), *dtypes),
         device,
         _device.facts(device),
@@ -185,9 +187,9 @@ def _loss_words_plan(
     return kernels.transducer_loss_words.bind(
         (batches * frames * -(-tokens // tile.rows),),
         (*sizes, blank, *config.skew(frames, tokens)),
-        (packed, normalize, whole, tile.groups, tile.rows, tile.lanes),
+        (packed, normalize, whole, *tile),
         device=device,
-        num_warps=tile.num_warps,
+        num_warps=1,
     )
 
 
@@ -210,7 +212,7 @@ def _loss_walk_plan(
     from . import kernels_loss as kernels
 
     batches, frames, tokens = sizes
-    tile = config.walk_tile(tokens)
+    tile = config.walk_tile(tokens, facts)
     numbers = (*sizes, *config.skew(frames, tokens))
     walk = kernels.transducer_loss_walk.bind(
         (batches * (2 if alpha else 1),),
@@ -243,9 +245,9 @@ def _loss_backward_plan(
     return kernels.transducer_loss_backward.bind(
         (batches * frames * -(-tokens // tile.rows),),
         (*sizes, blank),
-        (packed, through_softmax, tile.groups, tile.rows, tile.lanes),
+        (packed, through_softmax, *tile),
         device=device,
-        num_warps=tile.num_warps,
+        num_warps=1,
     )
 
 
