@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tests.contrib.lamb_checks import STEPS, accumulation, clips_before, made, overflow, saved, trains
-from tests.contrib.lamb_problem import assert_solved, distributed_step, parameters
+from tests.contrib.lamb_checks import clips_before, overflow, saved, trains
+from tests.contrib.lamb_passes import accumulation
+from tests.contrib.lamb_problem import STEPS, assert_solved, distributed_step, made, parameters
 from tests.contrib.lamb_resharding import saves
 from tests.parallel.processes import Check
 

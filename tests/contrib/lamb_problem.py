@@ -19,6 +19,7 @@ SHAPES = ((7, 5), (13,), (3, 4, 2), (1,), (129,), (), (0,), (2, 3))
 # How many gradients are averaged: the processes share them.
 PARTS = 4
 HYPER: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "max_grad_norm": 3.0}
+STEPS = 4
 # Options of FusedLAMB and of the formula too; the others only say how the work is shared.
 SHARED = ("bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb", "max_grad_norm")
 
@@ -92,3 +93,7 @@ def assert_solved(params: Sequence[Tensor], steps: int, **options: Any) -> None:
         torch.testing.assert_close(found.detach().double(), truth, rtol=1e-5, atol=2e-6, msg=f"parameter {index}")
         torch.testing.assert_close(found.detach(), other, rtol=1e-5, atol=1e-6, msg=f"parameter {index}")
     assert_same_everywhere([param for param in params if param.numel()])
+
+
+def made(params: Sequence[nn.Parameter], **options: Any) -> DistributedFusedLAMB:
+    return DistributedFusedLAMB(groups(params), **{**HYPER, **options})

@@ -9,18 +9,13 @@ import torch
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
 
-from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
-from tests.contrib.lamb_problem import HYPER, assert_solved, distributed_step, groups, parameters
+from tests.contrib.lamb_problem import assert_solved, distributed_step, made, parameters
 from tests.parallel.processes import Check
 
 
 def shared(name: str) -> Path:
     """A folder beside those of the processes of one run."""
     return Path.cwd().parent / f"lamb_{name}"
-
-
-def made(params: list[nn.Parameter], **options: Any) -> DistributedFusedLAMB:
-    return DistributedFusedLAMB(groups(params), **{**HYPER, **options})
 
 
 def saves(name: str, **options: Any) -> Check:

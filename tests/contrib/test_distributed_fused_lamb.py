@@ -19,8 +19,7 @@ from torch import nn
 from apex.contrib.optimizers._lamb.communicators import processes_that_divide, timeout_of
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from tests.contrib import lamb_checks, lamb_four_checks, lamb_resharding
-from tests.contrib.lamb_checks import STEPS, made
-from tests.contrib.lamb_problem import assert_solved, averaged, backward, distributed_step, parameters
+from tests.contrib.lamb_problem import STEPS, assert_solved, averaged, backward, distributed_step, made, parameters
 from tests.optimizers.references import Lamb
 from tests.parallel.processes import run_checks
 

@@ -1,12 +1,14 @@
 """From gradients, which stay with their parameters, to means over all processes, bucket by bucket.
 
 A round copies every gradient once to its place in a flat buffer and sends every bucket of it once. With `overlap` the
-first round notes the order in which buckets become complete; from the second on they are sent in this order, that of
-process 0 everywhere, while the backward pass goes on. What has no gradient when a round ends counts as zero.
+first round notes how often each gradient is added to, and the order in which buckets become complete; from the second
+on they are sent in this order, that of process 0 everywhere, while the backward pass goes on. What has no gradient when
+a round ends counts as zero.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -54,6 +56,8 @@ class Reductions:
         self._needs = [{piece.param for piece in arena.layout.pieces[bucket]} for arena, bucket in self._buckets]
         # Numbers of buckets in the order in which they are sent; None until it is known.
         self._order: list[int] | None = None
+        # How often a gradient is added to in a round, if more than once.
+        self._expected: Counter[int] = Counter()
         # For two collectives of which the second needs the first, so that nothing else waits.
         self._stream = None if on_host(self.arenas[0].params[0]) else torch.Stream(self.arenas[0].device)
         self._works: list[Work] = []
@@ -90,8 +94,11 @@ class Reductions:
         self._gone: set[int] = set()
         # Whether gradients have been cleared, so that the next ones belong to another round.
         self._sealed = False
+        # How often gradients have been added to; and, of each bucket, which parameters it waits for.
+        self._arrivals: Counter[int] = Counter()
         self._waiting = [set(needs) for needs in self._needs]
-        self._finished: list[int] = []
+        # Buckets that wait for none, in the order in which their last gradient came.
+        self._finished: dict[int, None] = {}
         for arena in self.arenas:
             arena.gradients = [None] * len(arena.params)
 
@@ -115,14 +122,17 @@ class Reductions:
         if not self._gone.isdisjoint(numbers):
             raise RuntimeError(
                 f"the gradient of a parameter of shape {tuple(param.shape)} changed after it had been sent to other "
-                "processes: call set_is_accumulation_step(True) before all backward passes of a step but the last, or "
-                "use overlap_reductions=False"
+                "processes: it is added to more often than in the first step. Call set_is_accumulation_step(True) "
+                "before all backward passes of a step but the last, or use overlap_reductions=False"
             )
         arena.gradients[index] = laid_out_like(param.grad, param)
-        for number in numbers:
-            self._waiting[number].discard(index)
-            if not self._waiting[number] and number not in self._finished:
-                self._finished.append(number)
+        self._arrivals[id(param)] += 1
+        if self._arrivals[id(param)] >= self._expected.get(id(param), 1):
+            for number in numbers:
+                self._waiting[number].discard(index)
+                if not self._waiting[number]:
+                    self._finished.pop(number, None)
+                    self._finished[number] = None
         if self._overlap and self._order is not None and may_send:
             while self._sent < len(self._order) and not self._waiting[self._order[self._sent]]:
                 self._send_next()
@@ -132,7 +142,7 @@ class Reductions:
 
         `keep_tensors` says that the tensors will be written to.
         """
-        if not self._finished and not any(g is not None for arena in self.arenas for g in arena.gradients):
+        if not self._arrivals:
             return
         if self._overlap and self._order is not None:
             while self._sent < len(self._order):
@@ -191,6 +201,7 @@ class Reductions:
         order = torch.tensor([*self._finished, *rest], dtype=torch.int64, device=self.arenas[0].device)
         dist.broadcast(order, self._groups.root)
         self._order = order.tolist()
+        self._expected = self._arrivals
 
     def _copy_measuring(self, fused: bool) -> Tensor:
         """Copies all gradients to their places; the norm of all, in the same pass if `fused`."""
