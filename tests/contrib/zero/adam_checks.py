@@ -142,18 +142,24 @@ def several_synced_passes(rank: int) -> None:
 
 
 def processes_that_differ(rank: int) -> None:
-    """Passes that send do not use what others use; clients have collectives of their own in between."""
+    for options in ({}, {"contiguous_grad_buffer": True, "contiguous_param_buffer": True}):
+        differ(rank, **options)
+
+
+def differ(rank: int, **options: Any) -> None:
+    """Passes do not use what others use; the first sends nothing; clients have collectives of their own in between."""
     size = dist.get_world_size()
     net, reference = Net(), Net()
-    optimizer = DistributedFusedAdam(groups_of(net), lr=0.01, bucket_cap_mb=0.0003, pipeline_size=1)
+    optimizer = DistributedFusedAdam(groups_of(net), lr=0.01, bucket_cap_mb=0.0003, pipeline_size=1, **options)
     plain = torch.optim.AdamW(groups_of(reference), lr=0.01, weight_decay=0.0)
     for step in range(3):
         optimizer.zero_grad()
         for param in reference.parameters():
             param.grad = torch.zeros_like(param)
-        for micro in range(2):
+        for micro in range(3):
             used = [(step + micro + other) % 2 == 0 for other in range(size)]
-            net(batch(step, micro, rank), used[rank]).backward()
+            with optimizer.no_sync() if micro == 0 else contextlib.nullcontext():
+                net(batch(step, micro, rank), used[rank]).backward()
             total = torch.tensor([1.0])
             dist.all_reduce(total)
             assert total.item() == size
@@ -166,6 +172,11 @@ def processes_that_differ(rank: int) -> None:
 
 
 def checkpointed(rank: int) -> None:
+    for options in ({}, {"contiguous_grad_buffer": True, "contiguous_param_buffer": True}):
+        in_checkpoints(rank, **options)
+
+
+def in_checkpoints(rank: int, **options: Any) -> None:
     """Reentrant checkpoints have backward passes inside the backward pass; a shared layer's gradients arrive twice."""
     size = dist.get_world_size()
 
@@ -173,10 +184,11 @@ def checkpointed(rank: int) -> None:
         hidden = net.first(x)
         for _ in range(2):
             hidden = checkpoint(lambda value: net.sometimes(value).tanh(), hidden, use_reentrant=True)
-        return checkpoint(net.last, hidden, use_reentrant=True).square().mean()
+        return (net.last(hidden) if outside else checkpoint(net.last, hidden, use_reentrant=True)).square().mean()
 
+    outside = bool(options)  # whether the first gradient of all arrives in the pass itself, or in one inside it
     net, reference = Net(), Net()
-    optimizer = DistributedFusedAdam(groups_of(net), lr=0.01, bucket_cap_mb=0.0003)
+    optimizer = DistributedFusedAdam(groups_of(net), lr=0.01, bucket_cap_mb=0.0003, **options)
     plain = torch.optim.AdamW(groups_of(reference), lr=0.01, weight_decay=0.0)
     for step in range(3):
         optimizer.zero_grad()

@@ -143,7 +143,7 @@ class GradientSync:
             )
         numbers = () if self.groups.is_one else [self._number[place, n] for n in arena.layout.buckets_of[index]]
         if self._next and any(number < self._next for number in numbers):
-            self.end_round()  # a part of it, or all, is gone: this belongs to the next round
+            self._send_rest()  # a part of it, or all, is gone: this belongs to the next round
         param.grad = None
         self.is_complete = False
         self.version += 1
@@ -203,7 +203,12 @@ class GradientSync:
         self._missing = [len(self.arenas[place].layout.pieces[bucket]) for place, bucket in self._order]
 
     def end_round(self) -> None:
-        """Sends what has not been, with zeros for what is missing; all processes must."""
+        """Takes every gradient that there is, and sends what has not been sent; all processes must."""
+        self.take_all()
+        self._send_rest()
+
+    def _send_rest(self) -> None:
+        """Ends a round, with zeros for what is missing."""
         while self._next < len(self._order):
             while len(self._under_way) >= self.in_flight:
                 self._finish_first()
@@ -230,14 +235,14 @@ class GradientSync:
         """Sends what there is unless all has been, and waits."""
         self.take_all()
         if not self.is_complete and not self.groups.is_one:
-            self.end_round()
+            self._send_rest()
         self.finish()
 
     @torch.no_grad()
     def _send(self) -> None:
         place, number = self._order[self._next]
         arena = self.arenas[place]
-        while self._under_way and self._under_way[0].work.is_completed():
+        while self._under_way and self._is_done(self._under_way[0]):
             self._finish_first()
         bucket = self._filled_bucket(place, number)
         shard = arena.shard(self.shards(arena), number)
@@ -253,6 +258,11 @@ class GradientSync:
         arena = self.arenas[place]
         pieces = arena.layout.pieces[number]
         if arena.gradient_buffer is not None:
+            for piece in pieces:
+                # A backward pass that is not over would add to what is under way.
+                gradient = arena.params[piece.param].grad
+                if gradient is not None and gradient.data_ptr() == arena.gradient_views[piece.param].data_ptr():
+                    arena.params[piece.param].grad = None
             self._let_go(place, pieces)
             return arena.bucket(arena.gradient_buffer, number)
         bucket = torch.zeros(arena.layout.bucket_sizes[number], dtype=arena.dtypes.gradients, device=arena.device)
@@ -292,6 +302,11 @@ class GradientSync:
                     return _Then(first, shard, groups.redundant, self.average)
                 first.wait()
             return all_reduce(shard, groups.redundant, self.average)
+
+    def _is_done(self, sent: _Sent) -> bool:
+        """Whether a bucket has arrived; a device is not asked while its work is recorded into a graph."""
+        asks = on_host(sent.bucket) or not torch.cuda.is_current_stream_capturing()
+        return asks and sent.work.is_completed()
 
     def finish(self) -> None:
         """Waits for what is under way."""

@@ -22,11 +22,11 @@ def own_world() -> Any:
         return None
     world = dist.group.WORLD
     if world not in _own:
-        _own[world] = dist.new_group(timeout=_timeout_of(world))
+        _own[world] = dist.new_group(timeout=timeout_of(world))
     return _own[world]
 
 
-def _timeout_of(group: Any) -> timedelta | None:
+def timeout_of(group: Any) -> timedelta | None:
     """How long a process waits for others; None if the backend does not tell."""
     try:
         return group._get_backend(group._device_types[0]).options._timeout
