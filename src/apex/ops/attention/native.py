@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
@@ -55,8 +56,15 @@ def attention(
     return _sdpa(query, key, value, added)
 
 
+def _no_autocast(tensor: Tensor) -> AbstractContextManager:
+    """Autocast off, where it is on: it was applied already."""
+    if not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
 def _formula(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, terms: Tensor | None) -> Tensor:
-    with torch.autocast(query.device.type, enabled=False):
+    with _no_autocast(query):
         logits = query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)
         logits += bias
         if terms is not None:
@@ -72,7 +80,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
         added = added.expand(*lead, *added.shape[-3:]).reshape(math.prod(lead), *added.shape[-3:])
     if len(lead) != 1:
         query, key, value = (t.reshape(math.prod(lead), *t.shape[-3:]) for t in (query, key, value))
-    with torch.autocast(query.device.type, enabled=False):
+    with _no_autocast(query):
         output = scaled_dot_product_attention(query, key, value, added)
     return output if len(lead) == 1 else output.reshape(*lead, *output.shape[1:])
 
@@ -86,8 +94,8 @@ def packed_attention(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p
     bounds = cu_seqlens.tolist()
     lengths = [end - start for start, end in pairwise(bounds)]
     if bounds[0] == 0 and bounds[-1] == qkv.shape[0] and len(set(lengths)) == 1:
-        batches = qkv.unflatten(0, (len(lengths), lengths[0]))
-        return _sdpa(*batches.permute(2, 0, 3, 1, 4)).transpose(1, 2).flatten(0, 1)
+        batches = qkv.reshape(len(lengths), lengths[0], *qkv.shape[1:])
+        return _sdpa(*batches.permute(2, 0, 3, 1, 4).unbind(0)).transpose(1, 2).flatten(0, 1)
     outputs = [
         _sdpa(*qkv[start:end].permute(1, 2, 0, 3).unsqueeze(1))[0].transpose(0, 1) for start, end in pairwise(bounds)
     ]
