@@ -278,6 +278,33 @@ MEMORY: list[tuple[torch.dtype, dict[str, Any], int, int]] = [
 ]
 
 
+def skipped(rank: int) -> None:
+    """A first step that an overflow keeps from happening leaves parameters as they are, however they are kept."""
+    last = dist.get_world_size() - 1
+    bf16: dict[str, Any] = {"param_sync_dtype": torch.bfloat16}
+    ways: list[tuple[torch.dtype, dict[str, Any]]] = [
+        (torch.bfloat16, bf16),
+        (torch.bfloat16, {**bf16, "contiguous_param_buffer": True}),
+        (torch.bfloat16, {**bf16, "store_params": False}),
+        (torch.bfloat16, {**bf16, "store_params": False, "store_param_remainders": True}),
+        (torch.float16, {"dtype": torch.float16, "with_scaled_states": True}),
+        (torch.float32, {"dtype": torch.float16, "with_scaled_states": True, "param_sync_dtype": torch.float32}),
+    ]
+    for kind, options in ways:
+        net = Net(kind)
+        before = [param.detach().clone() for param in net.parameters()]
+        optimizer = DistributedFusedAdam(net.parameters(), lr=0.01, bucket_cap_mb=0.001, **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for overflows in (True, True, False):
+            optimizer.zero_grad()
+            loss = net(batch(0, 0, rank, kind))
+            scaler.scale(loss * torch.inf if overflows and rank == last else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert all(map(torch.equal, before, net.parameters())) == overflows, (kind, options)
+        assert optimizer.state_dict()["state"]["step"] == 1
+
+
 def memory(rank: int) -> None:
     """State per rank is a part of that of one process: bytes are counted."""
     size = dist.get_world_size()
@@ -469,6 +496,7 @@ CHECKS: dict[str, Check] = {
     "checkpointed": checkpointed,
     "norms": norms,
     "overflow": overflow,
+    "skipped": skipped,
     "memory": memory,
     "buffers": buffers,
     "later_group": later_group,

@@ -66,7 +66,7 @@ class ArenaState:
 
     def apply(self, gradients: GradientSync, function: Apply, noop: Tensor | None = None) -> None:
         """Calls `function` for every parameter group; it is to do nothing where `noop` is set."""
-        self.weights.begin()
+        self.weights.begin(skips=noop is not None)
         where = (current_stream(self.arena.device), self.weights.addresses())
         keeps = gradients.has_fixed(self.arena) and self.weights.are_fixed
         for owner, units in self._units.items():

@@ -74,8 +74,8 @@ class Weights:
         """Says to `ParameterSync` where updated parameters are; again when parameters became views of a buffer."""
         self.arena.outgoing = []
 
-    def begin(self) -> None:
-        """Makes `slot` ready to be read."""
+    def begin(self, skips: bool) -> None:
+        """Makes `slot` ready to be read; if it `skips`, what is sent must be right without the update too."""
 
     def end(self) -> None:
         """Takes what an update has written."""
@@ -121,11 +121,14 @@ class Weights:
         return values
 
     def make_outgoing(self) -> Storage:
-        """Shards in the dtype that parameters travel in: in the parameters' buffer, where there is one."""
+        """Shards in the dtype that parameters travel in, with what these are now: a skipped update sends that.
+
+        In the parameters' buffer, where there is one.
+        """
         arena = self.arena
         buckets = range(len(arena.layout.bucket_sizes))
         if arena.parameter_buffer is None:
-            storage: Storage = arena.new_shard(arena.dtypes.parameters)
+            storage: Storage = self.gather(arena.new_shard(arena.dtypes.parameters))
         elif arena.groups.ranks == 1:
             storage = arena.parameter_buffer
         else:
@@ -204,8 +207,10 @@ class Gathered(Weights):
         self._outgoing = self.make_outgoing()
         self._values: Tensor | None = None
 
-    def begin(self) -> None:
+    def begin(self, skips: bool) -> None:
         self._values = self.gather(self.arena.new_shard(self.arena.dtypes.state))
+        if skips and isinstance(self._outgoing, Tensor) and self.arena.parameter_buffer is None:
+            self.gather(self._outgoing)
 
     def end(self) -> None:
         self._values = None
@@ -234,7 +239,7 @@ class Remainders(Gathered):
         super().__init__(arena)
         self.remainders = arena.new_shard(torch.int16)
 
-    def begin(self) -> None:
+    def begin(self, skips: bool) -> None:
         self._values = self.read()
 
     def end(self) -> None:
