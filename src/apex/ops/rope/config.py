@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from .._device import DeviceFacts, next_power_of_2
 
-# Bytes of a tile. bfloat16 4096x4x32x128 by 128 threads: 4 KiB take 69 (angles), 70 (cached), 72 (packed), 72 to 73
-# (images); 8 KiB take 71, 73, 73, 77; 16 KiB and more, or several tiles one after the other, 72 and more. A plain copy
-# in Triton is no different (69, 71, 72; PyTorch's takes 68). With 2 KiB too many programs compute the same sines: 75.
+# Bytes of a tile. bfloat16 4096x4x32x128 by 128 threads: 4 KiB take 69 (angles), 70 (cached), 72 (packed), 73 (images);
+# 8 KiB take 71, 73, 73, 77; 16 KiB and more, or several tiles one after the other, 72 and more. A plain copy in Triton
+# is no different (69, 71, 72; PyTorch's takes 68). With 2 KiB too many programs compute the same sines: 75.
 TILE_BYTES = 4096
 THREADS = 128
+# Of images, whose tables are read rather than computed: 70 instead of 73.
+IMAGE_THREADS = 64
 # Longer rows than this are left to PyTorch.
 LONGEST_ROW = 1 << 16
 
@@ -28,7 +30,7 @@ class Tile:
         return -(-tokens // self.tokens) * batch * -(-heads // self.heads)
 
 
-def tile(tokens: int, heads: int, channels: int, itemsize: int, device: DeviceFacts) -> Tile:
+def tile(tokens: int, heads: int, channels: int, itemsize: int, device: DeviceFacts, *, is_image: bool = False) -> Tile:
     row = next_power_of_2(channels)
     rows = max(1, TILE_BYTES // (row * itemsize))
     # With fewer angles than threads Triton lets every thread compute all that it needs: 129 where 72 is possible.
@@ -37,7 +39,8 @@ def tile(tokens: int, heads: int, channels: int, itemsize: int, device: DeviceFa
     divisor = heads & -heads
     per_tile = min(rows // tokens_per_tile, divisor if divisor >= 4 else next_power_of_2(heads))
     tokens_per_tile = min(rows // per_tile, next_power_of_2(tokens))
-    threads = min(THREADS, max(device.warp_size, tokens_per_tile * min(row, per_tile * row * itemsize // 32)))
+    most = IMAGE_THREADS if is_image else THREADS
+    threads = min(most, max(device.warp_size, tokens_per_tile * min(row, per_tile * row * itemsize // 32)))
     return Tile(
         tokens_per_tile,
         per_tile,

@@ -52,7 +52,7 @@ def _side(sizes: Sizes, strides: tuple[int, ...], spec: RopeSpec, itemsize: int,
     elif heads == 1:
         batch, heads = 1, batch
         source[1:], target[1:] = [0, source[1]], [0, target[1]]
-    tile = config.tile(tokens, heads, channels, itemsize, facts)
+    tile = config.tile(tokens, heads, channels, itemsize, facts, is_image=spec.layout == "image")
     # Triton knows of an integer that it is a multiple of 16, or nothing; counted in eights, strides that are multiples
     # of 8 only (heads of 72 channels) leave loads as wide as they can be.
     unit = min(8, math.gcd(*source, *target) & -math.gcd(*source, *target))
