@@ -16,13 +16,12 @@ from torch.autograd.function import once_differentiable
 from ...ops._library import autocast_dtype, quick_apply
 from ...ops.conv import (
     ConvSpec,
-    composed_conv_bias_relu,
     conv_bias,
     conv_bias_gradients,
     conv_bias_relu,
     conv_bias_relu_gradients,
     plan_gradients,
-    small_with_gradients,
+    planned_gradients,
 )
 
 
@@ -59,6 +58,7 @@ def _relu_forward(
     wanted = ctx.needs_input_grad
     ctx.plan = plan_gradients(output, scale is None and wanted[2]) if True in wanted else None
     ctx.spec, ctx.dtypes, ctx.bias_shape = spec, (x.dtype, weight.dtype, bias.dtype), bias.shape
+    ctx.as_given = cast_x is x  # nothing was cast, so neither are gradients
     return output
 
 
@@ -69,7 +69,14 @@ def _relu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, 
     with _autocast_off(x):
         gradients = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, bias_grad, wanted, scale, ctx.plan)
     dx, dweight, dbias = (_back(each, dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True))
-    return dx, dweight, dbias if dbias is None or dbias.shape == ctx.bias_shape else dbias.view(ctx.bias_shape)
+    return dx, dweight, _shaped(dbias, ctx.bias_shape)
+
+
+def _shaped(dbias: Tensor | None, shape: torch.Size) -> Tensor | None:
+    return dbias if dbias is None or dbias.shape == shape else dbias.view(shape)
+
+
+_relu_backward_once = once_differentiable(_relu_backward)
 
 
 class ConvBiasReLU_(torch.autograd.Function):
@@ -80,9 +87,14 @@ class ConvBiasReLU_(torch.autograd.Function):
         return _relu_forward(ctx, x, weight, bias, ConvSpec(padding, stride))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_output):  # type: ignore[override]
-        return *_relu_backward(ctx, grad_output), None, None
+        plan, wanted = ctx.plan, ctx.needs_input_grad
+        if plan is not None and ctx.as_given and not torch.is_grad_enabled():
+            x, weight, output, _ = ctx.saved_tensors
+            if grad_output.stride() == output.stride():
+                gradients = planned_gradients(plan, grad_output, output, x, weight, ctx.spec, wanted[:2])
+                return gradients[0], gradients[1], _shaped(gradients[2], ctx.bias_shape), None, None
+        return *_relu_backward_once(ctx, grad_output), None, None
 
 
 class ConvBiasMaskReLU_(torch.autograd.Function):
@@ -136,18 +148,7 @@ class ConvBias_(torch.autograd.Function):
         return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape), None, None
 
 
-_apply_relu = quick_apply(ConvBiasReLU_)
-
-
-def ConvBiasReLU(x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int) -> Tensor:
-    """relu(conv(x, weight) + bias)."""
-    if not torch.compiler.is_compiling():
-        spec = ConvSpec(padding, stride)
-        if small_with_gradients(x, weight, bias, spec):
-            return composed_conv_bias_relu(x, weight, bias, spec)
-    return _apply_relu(x, weight, bias, padding, stride)
-
-
+ConvBiasReLU = quick_apply(ConvBiasReLU_)
 ConvBiasMaskReLU = quick_apply(ConvBiasMaskReLU_)
 ConvFrozenScaleBiasReLU = quick_apply(ConvFrozenScaleBiasReLU_)
 

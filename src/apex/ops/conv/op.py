@@ -22,18 +22,12 @@ if TYPE_CHECKING:
     from .._launch import BoundLaunch
     from ..dense.launches import ActivationPlan
 
-# Elements of an output below which PyTorch's autograd is quicker, because the host is the limit: the backward pass of
-# 32x128x28x28 costs an H200 63 us and its host 292, of PyTorch's operators 88 and 181; of 32x256x56x56, where the GPU
-# is the limit, 99 us against 164.
-SMALL = 1 << 24
-
 FAMILY = _library.register_family(
     _library.OpFamily(
         "conv",
         "bias, ReLU, mask and frozen scale behind a convolution",
         self_check,
-        small_inputs="PyTorch's operators where channels are not last, and, where gradients are wanted, "
-        f"below {SMALL:,} elements",
+        small_inputs="PyTorch's operators where channels are not last",
     )
 )
 
@@ -51,23 +45,6 @@ def conv_bias(input: Tensor, weight: Tensor, bias: Tensor, spec: ConvSpec) -> Te
     """The convolution with its bias, which may be [C] or [1, C, 1, 1]."""
     check(input, weight, spec, bias=bias)
     return functional.conv2d(input, weight, bias.reshape(-1), spec.stride, spec.padding)
-
-
-def small_with_gradients(input: Tensor, weight: Tensor, bias: Tensor, spec: ConvSpec) -> bool:
-    """Whether gradients are to be kept for, of an output small enough to be left to PyTorch's operators."""
-    return (
-        torch.is_grad_enabled()
-        and (input.requires_grad or weight.requires_grad or bias.requires_grad)
-        and input.is_cuda
-        and input.dim() == weight.dim() == 4
-        and input.numel() // max(1, input.shape[1]) * weight.shape[0] < SMALL * spec.stride**2
-        and _library.requested() == "auto"
-    )
-
-
-def composed_conv_bias_relu(input: Tensor, weight: Tensor, bias: Tensor, spec: ConvSpec) -> Tensor:
-    """relu(conv(input, weight) + bias) in PyTorch's operators, with their autograd."""
-    return conv_bias(input, weight, bias, spec).relu()
 
 
 def conv_bias_relu(
@@ -138,10 +115,9 @@ def conv_bias_relu_gradients(
     """The same behind ReLU, from its output; a mask has made that 0, and so needs no further thought."""
     if dy.shape != output.shape:
         raise ValueError(f"the gradient has shape {list(dy.shape)}, the output {list(output.shape)}")
-    if plan is not None and dy.stride() == output.stride() and dy.dtype == output.dtype:
-        dz = torch.empty_like(dy)
-        dbias = plan.run(dy, output, dz)
-    elif output.is_contiguous(memory_format=torch.channels_last):
+    if scale is None and plan is not None and dy.stride() == output.stride() and dy.dtype == output.dtype:
+        return planned_gradients(plan, dy, output, input, weight, spec, wanted)
+    if output.is_contiguous(memory_format=torch.channels_last):
         dy_rows, output_rows = (each.movedim(1, -1).reshape(-1, output.shape[1]) for each in (dy, output))
         dz, dbias = activation_backward(dy_rows, output_rows, "relu", bias_grad)
         dz = dz.view(output.movedim(1, -1).shape).movedim(-1, 1)
@@ -156,15 +132,32 @@ def conv_bias_relu_gradients(
     return dx, None if dweight is None else dweight * factor, dbias
 
 
+def planned_gradients(
+    plan: ActivationPlan,
+    dy: Tensor,
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    spec: ConvSpec,
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The same by kernels, with little else for the host to do; `dy` has the dtype and the layout of the output."""
+    dz = torch.empty_like(dy)
+    dbias = plan.run(dy, output, dz)
+    return *_conv_gradients(dz, input, weight, spec, wanted), dbias
+
+
 def _conv_gradients(
     dz: Tensor, input: Tensor, weight: Tensor, spec: ConvSpec, wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    if not any(wanted):
+    of_input, of_weight = wanted
+    if not (of_input or of_weight):
         return None, None
+    padding, stride = spec
     dx, dweight, _ = torch.ops.aten.convolution_backward.default(
-        dz, input, weight, None, [spec.stride] * 2, [spec.padding] * 2, [1, 1], False, [0, 0], 1, [*wanted, False]
+        dz, input, weight, None, (stride, stride), (padding, padding), (1, 1), False, (0, 0), 1, (*wanted, False)
     )
-    return dx if wanted[0] else None, dweight if wanted[1] else None
+    return dx if of_input else None, dweight if of_weight else None
 
 
 def _bias_gradient(dz: Tensor) -> Tensor:
