@@ -176,9 +176,9 @@ def test_matches_float64(case: BatchNormCase, route: Route) -> None:
 @pytest.mark.parametrize("last", [True, False])
 def test_programs_that_take_several_tiles(route: Route, last: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MEASURE_TILE", "MEASURE_BACKWARD_TILE"):
-            patch.setattr(config, name, 128)
-        patch.setattr(config, "measure_programs", lambda units, blocks, multiprocessors, unroll: 2)
+        for name in ("FORWARD_PACE", "BACKWARD_PACE"):
+            patch.setattr(config, name, config.Pace(128, getattr(config, name).unroll, 4))
+        patch.setattr(config, "measure_programs", lambda units, blocks, multiprocessors, pace: 2)
         patch.setattr(config, "finish_block", lambda parts: (1, 16))
         kernel_norm.clear_plans()
         check(BatchNormCase((3, 6, 5, 7), BF16, addend=BF16, last=last), route)
@@ -421,15 +421,19 @@ def test_cuda_graph_capture() -> None:
 
 
 def test_what_is_left_to_torch() -> None:
-    """Plain norms and small inputs, unless kernels are asked for."""
+    """Most plain norms and small inputs, unless kernels are asked for."""
     from apex.ops.batch_norm.op import _runs_kernels
 
     small, large = torch.empty(2, 4, 8, 8), torch.empty(1, 1, 1, 1).expand(32, 256, 32, 32)
+    wide = torch.empty(32, 64, 64, 64, device="meta")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_library, "runs_triton", lambda family, tensor: True)
         assert _runs_kernels(large, None, BatchNormSpec(relu=True))
         assert _runs_kernels(large, large, BatchNormSpec())
         assert not _runs_kernels(large, None, BatchNormSpec())
+        assert _runs_kernels(wide, None, BatchNormSpec())
+        assert not _runs_kernels(wide, None, BatchNormSpec(training=False))
+        assert not _runs_kernels(wide.to(memory_format=torch.channels_last), None, BatchNormSpec())
         assert not _runs_kernels(small, None, BatchNormSpec(relu=True))
         with _library.implementation("triton"):
             assert _runs_kernels(small, None, BatchNormSpec())

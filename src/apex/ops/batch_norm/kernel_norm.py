@@ -185,7 +185,9 @@ def _apply_plan(norm, z, mean, variance):
 @functools.lru_cache(maxsize=4096)
 def _sums_plan(norm, write_dz, packet, dy, y, mean, variance):
     mask = _mask(norm.relu, y)
-    return SumsPlan(norm.geometry, norm.present, mask, write_dz, packet, norm.eps, norm.device, norm.multiprocessors)
+    return SumsPlan(
+        norm.geometry, norm.present, mask, write_dz, packet, norm.eps, dy.itemsize, norm.device, norm.multiprocessors
+    )
 
 
 @functools.lru_cache(maxsize=4096)

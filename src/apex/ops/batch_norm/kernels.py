@@ -223,8 +223,6 @@ def batch_norm_apply(
     ALIGN: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
-    READ: tl.constexpr,
-    WRITE: tl.constexpr,
 ):
     """The output of one tile; the last tiles first, because the pass before has left those in the cache."""
     unit = units - 1 - tl.program_id(0) // channel_blocks
@@ -232,18 +230,18 @@ def batch_norm_apply(
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
     offset, mask, _rows = _tile(unit, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
-    values = tl.load(x + offset, mask, other=0.0, eviction_policy=READ).to(tl.float32)
+    values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
     spread = tl.load(variance + channel, inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(spread + eps) * _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
     shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
     result = (values - centre[None, :]) * scale[None, :] + shift[None, :]
     if HAS_Z:
-        result += tl.load(z + offset, mask, other=0.0, eviction_policy=READ).to(tl.float32)
+        result += tl.load(z + offset, mask, other=0.0).to(tl.float32)
     if RELU:
         # A comparison that keeps NaN, as PyTorch's ReLU does.
         result = tl.where(result < 0.0, 0.0, result)
-    tl.store(y + offset, result.to(y.dtype.element_ty), mask, eviction_policy=WRITE)
+    tl.store(y + offset, result.to(y.dtype.element_ty), mask)
 
 
 @kernel
@@ -373,8 +371,6 @@ def batch_norm_apply_backward(
     ALIGN: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
-    READ: tl.constexpr,
-    WRITE: tl.constexpr,
 ):
     """The gradient of one tile of the input; without BATCH the statistics did not depend on the input.
 
@@ -385,10 +381,10 @@ def batch_norm_apply_backward(
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
     offset, mask, _rows = _tile(unit, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
-    gradient = tl.load(dy + offset, mask, other=0.0, eviction_policy=READ).to(tl.float32)
+    gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     values = gradient
     if BATCH or MASK == 1:
-        values = tl.load(x + offset, mask, other=0.0, eviction_policy=READ).to(tl.float32)
+        values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps)
     scale = factor * _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
@@ -401,4 +397,4 @@ def batch_norm_apply_backward(
         mean_plain = tl.load(plain + channel, inside, other=0.0) * inverse_count
         mean_along = tl.load(along + channel, inside, other=0.0) * inverse_count * factor
         gradient -= mean_plain[None, :] + (values - centre[None, :]) * mean_along[None, :]
-    tl.store(dx + offset, (gradient * scale[None, :]).to(dx.dtype.element_ty), mask, eviction_policy=WRITE)
+    tl.store(dx + offset, (gradient * scale[None, :]).to(dx.dtype.element_ty), mask)

@@ -95,15 +95,16 @@ class PacketPlan:
 
 def _bound_measure(geometry: Geometry, device: torch.device, multiprocessors: int) -> tuple[BoundLaunch, int]:
     """The pass over the input that finds statistics of parts, and how many parts these are."""
-    tiles = config.tiling(geometry.positions, geometry.channels, geometry.last, config.MEASURE_TILE)
+    pace = config.FORWARD_PACE
+    tiles = config.tiling(geometry.positions, geometry.channels, geometry.last, pace.elements)
     units = geometry.images * tiles.chunks
-    programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors, config.UNROLL)
+    programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors, pace)
     align = config.alignment(geometry.positions, geometry.last)
     steps, pitch = geometry.positions // align, config.pitch(geometry.channels)
     bound = _kernels().batch_norm_measure.bind(
         (programs * tiles.channel_blocks,),
         (steps, geometry.channels, tiles.chunks, units, programs, tiles.channel_blocks, pitch),
-        (geometry.last, align, tiles.rows, tiles.channel_block, config.UNROLL),
+        (geometry.last, align, tiles.rows, tiles.channel_block, pace.unroll),
         device=device,
         num_warps=config.WARPS,
     )
@@ -133,8 +134,6 @@ class ApplyPlan:
                 align,
                 tiles.rows,
                 tiles.channel_block,
-                config.LAST_READ,
-                config.LAST_WRITE,
             ),
             device=device,
             num_warps=config.WARPS,
@@ -166,13 +165,15 @@ class SumsPlan:
         write_dz: bool,
         packet: bool,
         eps: float,
+        itemsize: int,
         device: torch.device,
         multiprocessors: int,
     ) -> None:
         kernels, channels = _kernels(), geometry.channels
-        tiles = config.tiling(geometry.positions, channels, geometry.last, config.MEASURE_BACKWARD_TILE)
+        pace = config.backward_pace(geometry.positions, geometry.last, itemsize)
+        tiles = config.tiling(geometry.positions, channels, geometry.last, pace.elements)
         units = geometry.images * tiles.chunks
-        programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors, config.UNROLL_BACKWARD)
+        programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors, pace)
         align = config.alignment(geometry.positions, geometry.last)
         steps = geometry.positions // align
         has_weight, has_bias = (each is not None for each in present)
@@ -190,7 +191,7 @@ class SumsPlan:
                 align,
                 tiles.rows,
                 tiles.channel_block,
-                config.UNROLL_BACKWARD,
+                pace.unroll,
             ),
             device=device,
             num_warps=config.WARPS,
@@ -263,8 +264,6 @@ class InputGradientPlan:
                 align,
                 tiles.rows,
                 tiles.channel_block,
-                config.LAST_READ,
-                config.LAST_WRITE,
             ),
             device=device,
             num_warps=config.WARPS,

@@ -121,12 +121,17 @@ def check(
 
 
 def _runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec) -> bool:
-    """Not where nothing follows the norm, which leaves nothing to fuse, nor for few elements."""
+    """Not for few elements, nor where nothing follows the norm, unless it is one that PyTorch is slow at."""
     if not _library.runs_triton(FAMILY, input):
         return False
     if _library.requested() == "triton":
         return True
-    return (spec.relu or z is not None) and input.numel() >= stages.NATIVE_BELOW
+    if input.numel() < stages.NATIVE_BELOW:
+        return False
+    if spec.relu or z is not None:
+        return True
+    contiguous = spec.training and spec.channel_dim == 1 and input.dim() > 2 and input.is_contiguous()
+    return contiguous and input.shape[2:].numel() >= stages.PLAIN_POSITIONS
 
 
 def _by_reference(
