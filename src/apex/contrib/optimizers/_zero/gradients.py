@@ -244,6 +244,10 @@ class GradientSync:
         arena = self.arenas[place]
         while self._under_way and self._is_done(self._under_way[0]):
             self._finish_first()
+        if arena.gradient_buffer is not None:
+            # What the last round sent is in the buffer until it has arrived.
+            while any(sent.number == self._next for sent in self._under_way):
+                self._finish_first()
         bucket = self._filled_bucket(place, number)
         shard = arena.shard(self.shards(arena), number)
         adds = self._next in self._filled

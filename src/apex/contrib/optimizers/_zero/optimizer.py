@@ -247,6 +247,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if not self._in_pass and not self._groups.is_one:
             self._in_pass = True
+            # Parameters that this process has not used may be what another waits for: they come before gradients.
+            if not self._parameters.is_complete:
+                self.param_sync()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[attr-defined]
 
     def _end_pass(self) -> None:
