@@ -13,6 +13,12 @@ def _scale(values, whole, scalars, FLAGS):
     return x * scalars[0], x, a, b, c
 
 
+def _scale_each(values, whole, scalars, FLAGS):
+    """By a factor that each tensor has."""
+    _out, x, a, b, c = values
+    return x * whole[0], x, a, b, c
+
+
 def _axpby(values, whole, scalars, FLAGS):
     _out, x, y, a, b = values
     return scalars[0] * x + scalars[1] * y, x, y, a, b
@@ -38,6 +44,7 @@ def _factor(factor: Any = 1.0) -> tuple[Any, ...]:
 
 
 SCALE = Rule("scale", _scale, reads=(1,), writes=(0,), scalars=_factor)
+SCALE_EACH = Rule("scale_each", _scale_each, reads=(1,), writes=(0,), scalars=lambda: ())
 AXPBY = Rule("axpby", _axpby, reads=(1, 2), writes=(0,), scalars=lambda a, b: (a, b))
 SQUARE_SUM = Rule("square_sum", _square_sum, reads=(1,), writes=(), scalars=_factor, quantities=1)
 SCALE_SQUARE_SUM = Rule("scale_square_sum", _square_sum, reads=(1,), writes=(0,), scalars=_factor, quantities=1)
