@@ -202,9 +202,9 @@ def transducer_loss_walk(
     """alpha and beta (2 x B x places, packed) or beta alone, and the losses.
 
     A program walks the diagonals of one sequence from one end. With i tokens and s frames behind it a node is reached
-    from node i of the diagonal before by blank and from node i - 1 by label. Words are loaded eight to eleven diagonals
-    ahead, so that a walk waits for nothing but its own chain. With MANY blocks of tokens each walks all diagonals it
-    has nodes on, and is entered from what the block before has written.
+    from node i of the diagonal before by blank and from node i - 1 by label. Words are loaded four diagonals ahead, so
+    that a walk waits for nothing but its own chain; eight are no faster. With MANY blocks of tokens each walks all
+    diagonals it has nodes on, and is entered from what the block before has written.
     """
     program = tl.program_id(0)
     if ALPHA:
@@ -237,16 +237,14 @@ def transducer_loss_walk(
         # Walking on, words lead from the nodes of the diagonal before; walking back, from the nodes themselves.
         blank_at = words + corner + (first - 1 + back) * hop
         label_at = blank_at + (batch * 0 + B) * places + tl.where(back == 1, 0, before)
-        # Three times the words of four diagonals: now, next and then.
         blank_a, label_a, blank_b, label_b, blank_c, label_c, blank_d, label_d = _words_of_four(
             blank_at, label_at, hop, s, blank_limit, label_limit
         )
-        blank_e, label_e, blank_f, label_f, blank_g, label_g, blank_h, label_h = _words_of_four(
-            blank_at + 4 * hop, label_at + 4 * hop, hop, s + 4, blank_limit, label_limit
-        )
         for _ in tl.range(first, last + 1, 4):
-            blank_i, label_i, blank_j, label_j, blank_k, label_k, blank_l, label_l = _words_of_four(
-                blank_at + 8 * hop, label_at + 8 * hop, hop, s + 8, blank_limit, label_limit
+            blank_at += 4 * hop
+            label_at += 4 * hop
+            blank_e, label_e, blank_f, label_f, blank_g, label_g, blank_h, label_h = _words_of_four(
+                blank_at, label_at, hop, s + 4, blank_limit, label_limit
             )
             at = out - hop + before
             reached = _next_diagonal(reached, blank_a, label_a, out, at, s, limit, label_limit, MANY, TOKENS)
@@ -257,13 +255,9 @@ def transducer_loss_walk(
             at, out = at + hop, out + hop
             reached = _next_diagonal(reached, blank_d, label_d, out, at, s + 3, limit, label_limit, MANY, TOKENS)
             out += hop
-            blank_at += 4 * hop
-            label_at += 4 * hop
             s += 4
             blank_a, blank_b, blank_c, blank_d = blank_e, blank_f, blank_g, blank_h
             label_a, label_b, label_c, label_d = label_e, label_f, label_g, label_h
-            blank_e, blank_f, blank_g, blank_h = blank_i, blank_j, blank_k, blank_l
-            label_e, label_f, label_g, label_h = label_i, label_j, label_k, label_l
         tl.debug_barrier()
     if back == 1:
         total = tl.load(states, mask=frames > 0, other=ZERO)
