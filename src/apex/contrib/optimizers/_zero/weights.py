@@ -251,7 +251,13 @@ class Remainders(Gathered):
         return None
 
     def read(self) -> Tensor:
-        return remainders.join(self.gather(self.arena.new_shard(torch.bfloat16)), self.remainders)
+        return remainders.join(self._upper_halves(), self.remainders)
+
+    def _upper_halves(self) -> Tensor:
+        """This rank's part of the parameters, as a flat shard."""
+        if not isinstance(self._outgoing, Tensor):
+            return torch.cat(self._outgoing)
+        return self._outgoing if self.arena.parameter_buffer is not None else self.gather(self._outgoing)
 
     def write(self, values: Tensor) -> None:
         for number, shard in enumerate(self.arena.outgoing):
