@@ -76,6 +76,7 @@ def test_bytes_moved() -> None:
     assert per_element == {
         "adamw fp32 resnet50": 28,
         "adamw bf16+master resnet50": 28,
+        "distributed adamw fp32 resnet50": 28,
         "sgd momentum fp32 resnet50": 20,
         "lamb fp32 resnet50": 44,
         "novograd fp32 resnet50": 24,

@@ -60,6 +60,16 @@ def _adamw_with_masters(params: list[nn.Parameter]) -> Running:
     return Running(optimizer.step, lambda: [list(optimizer.master_parameters()), list(params)])
 
 
+def _distributed_adamw(params: list[nn.Parameter]) -> Running:
+    """A world of one process. It takes gradients away from its parameters, which are others of the same memory."""
+    from apex.contrib.optimizers import DistributedFusedAdam
+
+    twins = [nn.Parameter(param.detach()) for param in params]
+    for twin, param in zip(twins, params, strict=True):
+        twin.grad = param.grad
+    return _running(DistributedFusedAdam(twins, lr=LR, weight_decay=0.1), params)
+
+
 def _torch_adamw_with_masters(params: list[nn.Parameter]) -> Running:
     """What PyTorch's users write: a fused step of float32 copies, gradients copied to them and values back."""
     masters = [nn.Parameter(param.detach().float()) for param in params]
@@ -111,6 +121,16 @@ ALGORITHMS = (
         {"torch_fused": _torch_adamw_with_masters},
         dtype=torch.bfloat16,
         result_dtypes=(torch.float32, torch.bfloat16),
+    ),
+    Algorithm(
+        "distributed adamw fp32",
+        28,
+        _distributed_adamw,
+        _torch("AdamW", lr=LR, weight_decay=0.1, foreach=False),
+        {
+            "fused_adam": _ours("FusedAdam", lr=LR, weight_decay=0.1),
+            **_flavours("AdamW", "fused", lr=LR, weight_decay=0.1),
+        },
     ),
     Algorithm(
         "sgd momentum fp32",
