@@ -133,7 +133,7 @@ KERNELS = [route for route in routes() if route.id in ("interpreter", "gpu-trito
 
 
 @pytest.mark.parametrize("route", KERNELS)
-@pytest.mark.parametrize("lengths", [(20, 20, 20), (20, 3, 20), (0, 20, 0)], ids=str)
+@pytest.mark.parametrize("lengths", [(20, 20, 20), (20, 3, 20), (0, 20, 0), (60,), (7,)], ids=str)
 def test_as_many_rows_as_if_all_had_the_greatest_length(
     route: Route, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,16 +144,16 @@ def test_as_many_rows_as_if_all_had_the_greatest_length(
     asked = []
     monkeypatch.setattr(dense, "takes", lambda qkv, sequences, length: asked.append((sequences, length)) or True)
     monkeypatch.setattr(dense, "forward", dense_by_formula)
-    end = sum(lengths)
+    end, longest = sum(lengths), 60 // len(lengths)
     leaf = qkv.requires_grad_()
     with _library.implementation(route.implementation):
-        output = packed_attention(leaf, bounds, 20, zero_tail=False)
+        output = packed_attention(leaf, bounds, longest, zero_tail=False)
         (gradient,) = torch.autograd.grad(output, leaf, dout)
         with torch.no_grad():
-            unsaved = packed_attention(leaf, bounds, 20, zero_tail=False)
-            parts = packed.forward(qkv, bounds, None, 20, 0.0, False)
-            apart = packed.backward(dout, qkv, bounds, None, *parts, 20, 0.0, False)
-    assert asked[0] == (3, 20)
+            unsaved = packed_attention(leaf, bounds, longest, zero_tail=False)
+            parts = packed.forward(qkv, bounds, None, longest, 0.0, False)
+            apart = packed.backward(dout, qkv, bounds, None, *parts, longest, 0.0, False)
+    assert asked[0] == (len(lengths), longest)
     assert_close(apart[:end], expected_gradient[:end], "gradient from statistics as they are elsewhere")
     assert_close(output[:end], expected[:end], "output")
     assert_close(unsaved[:end], expected[:end], "output without gradient")
