@@ -53,7 +53,7 @@ def _prepare(dtype: torch.dtype, shape: tuple[int, ...], direction: str, device:
     else:
         # At the output as it was stored: a sum that all but cancels is rounded to one side of zero or the other, and so
         # lets a gradient through or not.
-        let_through = _ours(*leaves, padding).detach() > 0
+        let_through = _ours(leaves[0], leaves[1], leaves[2], padding).detach() > 0
         gradients = torch.autograd.grad(output, wide, gradient.double() * let_through)
         terms = (outputs * kernel * kernel, images * side * side, images * side * side)
         expected = [Expected(g, dtype, r) for g, r in zip(gradients, terms, strict=True)]
