@@ -58,10 +58,10 @@ def forward_tile(head_dim: int, element_size: int, rows: int, columns: int, devi
 def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
     """For the gradient of the queries."""
     block = head_block(head_dim)
-    # Biased: 104 (128 queries: 113), in float32 326 (32 keys: 342). Packed: 299 (128 queries: 311); 16 sequences in
-    # float32: 633 (64 keys: 727, 32 queries: 741); 16 sequences with heads of 128: 151 (128 queries: 178).
+    # Biased: 104 (128 queries: 113), in float32 326 (32 keys: 342). Packed: 299 (128 queries: 311); 16 sequences with
+    # heads of 128: 151 (128 queries: 178); 16 in float32, both gradients: 1500 (by 64 queries and 32 keys: 1520).
     if element_size == 4:
-        tile = Tile(64, 64, 4, 2) if block <= 32 else Tile(64, 32, 4, 2) if block <= 64 else Tile(32, 32, 4, 1)
+        tile = Tile(64, 64, 4, 2) if block <= 32 else Tile(32, 32, 4, 2 if block <= 64 else 1)
     else:
         tile = Tile(64, 64, 4, 2) if block <= 128 else Tile(32, 32, 4, 2)
     return _fitted(tile, rows, columns, block, device)
@@ -70,10 +70,10 @@ def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, devi
 def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
     """For the gradients of keys and values."""
     block = head_block(head_dim)
-    # Two accumulators: larger tiles run out of registers. Packed: 408 (64 queries: 463, 64 by 64: 495); 16 sequences in
-    # float32: 885 (32 by 64: 902, 32 by 32: 972); 16 sequences with heads of 128: 208 (32 by 128: 251, 64 by 64: 366).
+    # Two accumulators: larger tiles run out of registers. Packed: 372 (64 keys: 392; before, 408 and
+    # with 64 queries 463); 16 sequences with heads of 128: 208 (128 keys: 251, 32 keys: 414).
     if element_size == 4:
-        tile = Tile(32, 64, 4, 2) if block <= 32 else Tile(64, 32, 4, 2) if block <= 64 else Tile(32, 32, 4, 1)
+        tile = Tile(32, 64, 4, 2) if block <= 32 else Tile(32, 32, 4, 2 if block <= 64 else 1)
     elif block <= 64:
         tile = Tile(32, 128, 4, 2)
     else:
