@@ -75,6 +75,8 @@ class GradientSync:
         self.is_complete = False
         # Grows whenever gradients change.
         self.version = 0
+        # How many rounds have ended.
+        self.rounds = 0
         # All buckets in the order in which they are sent, and the number of the next one.
         self._order: list[tuple[int, int]] = []
         self._next = 0
@@ -141,6 +143,9 @@ class GradientSync:
                 f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; only dense ones are divided "
                 "among processes: use sparse=False in embeddings"
             )
+        if not arena.layout.sizes[index]:
+            param.grad = None  # nothing that another round would be for
+            return
         numbers = () if self.groups.is_one else [self._number[place, n] for n in arena.layout.buckets_of[index]]
         if self._next and any(number < self._next for number in numbers):
             self._send_rest()  # a part of it, or all, is gone: this belongs to the next round
@@ -217,6 +222,7 @@ class GradientSync:
             self._agree_on_order(self._completed)
         self._start_round()
         self.is_complete = True
+        self.rounds += 1
 
     def _agree_on_order(self, completed: list[int]) -> None:
         """Sends buckets, from now on, in the order in which the first round completed them in the first process."""

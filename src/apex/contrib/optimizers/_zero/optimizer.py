@@ -247,6 +247,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if not self._in_pass and not self._groups.is_one:
             self._in_pass = True
+            self._rounds = self._gradients.rounds
             # Parameters that this process has not used may be what another waits for: they come before gradients.
             if not self._parameters.is_complete:
                 self.param_sync()
@@ -255,7 +256,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _end_pass(self) -> None:
         with self._lock:
             self._in_pass = False
-            if self._gradients.has_begun:
+            # All gradients may have been there before. If none had elements, others wait for zeros all the same.
+            if self._gradients.has_begun or self._gradients.rounds == self._rounds:
                 self._gradients.end_round()
 
     @contextlib.contextmanager
