@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ....ops._transfer import on_host
-from .._zero.groups import Groups
+from .._zero.groups import Groups, timeout_of
 
 # By world group; then by ranks, number and channels. Optimizers share them: a communicator takes memory on every device
 # and cannot be given back one by one.
@@ -90,14 +90,6 @@ def _own(every: list[list[int]], number: int, channels: int, verbose: bool) -> A
         if dist.get_rank() in ranks:
             own = made[key]
     return own
-
-
-def timeout_of(group: Any) -> timedelta | None:
-    """How long a process waits for others; None if the backend does not tell."""
-    try:
-        return group._get_backend(group._device_types[0]).options._timeout
-    except (AttributeError, IndexError, RuntimeError):
-        return None
 
 
 def _options(channels: int, timeout: timedelta | None) -> Any:
