@@ -44,9 +44,12 @@ def half_of_it(count: float, ranks: int) -> float:
 
 
 def ddp(parameters: int, ranks: int, *, gradient: int = 2, weight: int = 2, state: int = 12) -> Cost:
-    """`DistributedDataParallel(message_size=10_000_000)`: gradients stay in their buckets, the state is whole."""
+    """`DistributedDataParallel(message_size=10_000_000)`: gradients stay in their buckets, the state is whole.
+
+    The last bucket is sent in three parts.
+    """
     sent = all_reduce(parameters * gradient, ranks)
-    return Cost(sent, math.ceil(parameters / 10_000_000), parameters * (weight + gradient + state))
+    return Cost(sent, math.ceil(parameters / 10_000_000) + 2, parameters * (weight + gradient + state))
 
 
 def zero(

@@ -93,3 +93,19 @@ def test_a_plan_has_every_parameter_once(data: st.DataObject) -> None:
             assert not set(bucket[:-1]) & set(triggers)
         elif message_size is not None:
             assert sum(params[index].numel() for index in bucket[:-1]) < message_size
+
+
+def test_the_last_bucket_is_short() -> None:
+    """It is sent when the backward pass is over, and would be waited for."""
+    params = [torch.empty(1_000_000, device="meta") for _ in range(25)]
+
+    def sizes(**options: object) -> list[int]:
+        arguments = {"message_size": 10_000_000, "triggers": None, **options}
+        return [len(bucket) for bucket in plan(params, range(25), **arguments)]
+
+    assert sizes() == [10, 10, 3, 2]
+    assert sizes(message_size=3_000_000) == [3] * 8 + [1]
+    assert sizes(message_size=None) == [25]
+    assert sizes(triggers=[4]) == [5, 20]
+    buckets = plan([torch.empty(9_000_000, device="meta")], [0], 10_000_000, None)
+    assert buckets == [[0]]

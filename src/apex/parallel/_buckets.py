@@ -23,6 +23,8 @@ from ._holders import HOLDERS_ARE_KNOWN, holders_of, only_param_has_gradient
 
 # Elements from which a call of its own for a tensor costs less than passing over it twice.
 _LARGE = 1 << 14
+# Elements of a last bucket that are not worth a message less.
+_SHORT = 4_000_000
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -271,8 +273,9 @@ def plan(
     """Buckets of indices, in the order in which they are to be sent.
 
     Gradients are taken in the order in which they arrived. A bucket is of one dtype and device; it is closed when it
-    has `message_size` elements (None: never), or by a gradient that is one of the `triggers`. Parameters whose
-    gradients did not arrive have buckets of their own at the end, so that none waits for them.
+    has `message_size` elements (None: never), or by a gradient that is one of the `triggers`. What is left is sent when
+    the pass is over and hides behind nothing, so it is cut in two as long as it is large, the sooner half first.
+    Parameters whose gradients did not arrive have buckets of their own at the end, so that none waits for them.
     """
     closers = None if triggers is None else set(triggers)
     buckets: list[list[int]] = []
@@ -292,7 +295,22 @@ def plan(
                 buckets.append(open_buckets.pop(kind))
                 elements[kind] = 0
         buckets.extend(open_buckets.values())
+        if closers is None and message_size is not None and buckets and indices is arrived:
+            buckets[-1:] = _halved(buckets[-1], params)
     return buckets
+
+
+def _halved(bucket: list[int], params: Sequence[Tensor]) -> list[list[int]]:
+    """A bucket cut in two, and the second half again, down to `_SHORT` elements."""
+    parts = []
+    while (size := sum(params[index].numel() for index in bucket)) > _SHORT and len(bucket) > 1:
+        count, half = 0, 0
+        while count < len(bucket) - 1 and half < size // 2:
+            half += params[bucket[count]].numel()
+            count += 1
+        parts.append(bucket[:count])
+        bucket = bucket[count:]
+    return [*parts, bucket]
 
 
 def agree(buckets: list[list[int]], count: int, device: torch.device) -> list[list[int]]:
