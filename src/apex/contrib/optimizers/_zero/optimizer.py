@@ -225,6 +225,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # Gradients --------------------------------------------------------------------------------------------------------
 
     def _gradient_arrived(self, param: Tensor) -> None:
+        # Parameters that this process has not used may be what another waits for: they come before all that follows.
+        if not self._parameters.is_complete:
+            self.param_sync()
         if not self.greedy_grad_copy:
             return
         with self._lock:
@@ -248,9 +251,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self._in_pass and not self._groups.is_one:
             self._in_pass = True
             self._rounds = self._gradients.rounds
-            # Parameters that this process has not used may be what another waits for: they come before gradients.
-            if not self._parameters.is_complete:
-                self.param_sync()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[attr-defined]
 
     def _end_pass(self) -> None:
