@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.timeout(900)  # two minutes on a quiet machine, all of Triton's compiler
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx90a", "gfx942"])
 def test_every_kernel_compiles(target: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "APEX_IMPL")}

@@ -143,6 +143,7 @@ class TransducerLossFunc(torch.autograd.Function):
             ctx, x, label, f_len, y_len, offset, int(max_f_len), int(blank_idx), wants_scores
         )
         if wants_scores:
+            assert scores is not None
             debug_list += [scores[0], scores[1]]
         return losses
 
