@@ -48,6 +48,17 @@ def test_right_implementations_get_a_time(kind):
     assert result.percent_of_copy("ours") == pytest.approx(2 * result.bandwidth("ours"))
 
 
+@pytest.mark.parametrize(("kind", "expected"), [("device", 2.0), ("wall", 3.0)])
+def test_a_slow_first_turn_burdens_nobody_on_a_device(kind, expected, monkeypatch):
+    expectations = [Expected(RIGHT.double(), torch.float32)]
+    turns = iter([[9.0, 3.0, 8.0], [1.0, 2.0, 3.0]])
+    for name in ("device_samples", "wall_samples"):
+        monkeypatch.setattr(timing, name, lambda call, device, effort: next(turns))
+    effort = timing.Effort(warmup=0, repeat=0, wall_rounds=2, host_batches=1, device_rounds=2)
+    case = Case("x", 64, lambda device: Prepared({"ours": returning(RIGHT)}, expectations), kind)
+    assert runner.run_case(case, "test", CPU, effort, 50.0).microseconds("ours") == expected
+
+
 def test_an_implementation_can_have_expectations_of_its_own():
     expected, other = ([Expected(value.double(), torch.float32)] for value in (RIGHT, RIGHT + 1))
     implementations = {"ours": returning(RIGHT), "torch": returning(RIGHT + 1), "liger": returning(RIGHT + 1)}

@@ -39,9 +39,10 @@ class Effort:
     repeat: float
     wall_rounds: int
     host_batches: int
+    device_rounds: int = 1
 
 
-FULL = Effort(warmup=20, repeat=80, wall_rounds=4, host_batches=10)
+FULL = Effort(warmup=20, repeat=80, wall_rounds=4, host_batches=10, device_rounds=2)
 QUICK = Effort(warmup=2, repeat=10, wall_rounds=1, host_batches=3)
 
 
