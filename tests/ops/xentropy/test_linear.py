@@ -251,6 +251,30 @@ def test_chunk_size(rows: int, classes: int, asked: int | None, size: int) -> No
     assert asked is not None or found == 1 or found * classes <= linear_chunks.CHUNK_ELEMENTS[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPUs take them where classes do not fill 16 bytes."""
+    *leaves, labels = tensors("cpu", dtype)
+    slope = torch.tensor(1.5)
+    expected_loss, expected = exact(*leaves, labels, slope)
+    monkeypatch.setattr(linear_chunks, "_parts_of_products", lambda logits, classes: [slice(0, 32), slice(32, 37)])
+    loss = linear_cross_entropy(*leaves[:2], labels, leaves[2], chunk_rows=3)
+    assert_near(loss, expected_loss, dtype, "loss")
+    gradients = torch.autograd.grad(loss, leaves, slope)
+    for name, actual, wanted in zip(("input", "weight", "bias"), gradients, expected, strict=True):
+        assert_near(actual, wanted, dtype, name)
+
+
+@pytest.mark.parametrize(("classes", "parts"), [(50257, [50256, 1]), (50256, [50256]), (5, [5]), (0, [0])])
+def test_classes_that_products_take_at_a_time(classes: int, parts: list[int]) -> None:
+    class Logits:
+        is_cuda, dtype = True, torch.bfloat16
+
+    found = linear_chunks._parts_of_products(Logits(), classes)  # type: ignore[arg-type]
+    assert [part.stop - part.start for part in found] == parts
+    assert sum(parts) == classes
+
+
 def test_logits_are_never_all_there() -> None:
     input, labels = torch.randn(40, FEATURES, requires_grad=True), torch.zeros(40).long()
     weight, bias = torch.randn(CLASSES, FEATURES, requires_grad=True), torch.randn(CLASSES, requires_grad=True)
