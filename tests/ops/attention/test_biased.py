@@ -180,6 +180,19 @@ def test_masks_of_other_dtypes(route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
+def test_masks_and_biases_of_two_dtypes_one_after_the_other(route: Route) -> None:
+    """Launches are kept; those for one dtype must not be taken for the other."""
+    query, key, value = (torch.randn(2, 1, 8, 16, device=route.device, dtype=torch.float16) for _ in range(3))
+    mask = (torch.arange(8, device=route.device) < 6).expand(2, 1, 1, 8)
+    bias = torch.randn(1, 1, 8, 8, device=route.device).bfloat16()
+    dtypes = torch.float32, torch.bfloat16
+    with _library.implementation(route.implementation):
+        found = [attention(query, key, value, mask.to(a), bias.to(b)) for a in dtypes for b in dtypes]
+    for output in found[1:]:
+        assert_close(output, found[0])
+
+
+@pytest.mark.parametrize("route", routes())
 def test_frozen_bias_costs_no_launch(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("apex.ops.attention.launches.backward_stored", lambda *arguments: pytest.fail("launched"))
     inputs, mask, dout = BIASED_CASES[2].tensors(route.device)

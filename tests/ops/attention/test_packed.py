@@ -214,6 +214,21 @@ def test_strided_qkv(route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
+def test_lengths_of_either_dtype_one_after_the_other(route: Route) -> None:
+    """Launches are kept; those for one dtype must not be taken for the other."""
+    qkv = torch.randn(9, 3, 2, 16, device=route.device)
+    found = []
+    with _library.implementation(route.implementation):
+        for dtype in (torch.int32, torch.int64, torch.int32):
+            leaf = qkv.clone().requires_grad_()
+            output = packed_attention(leaf, torch.tensor([0, 4, 9], dtype=dtype, device=route.device), 5)
+            found.append((output, torch.autograd.grad(output.square().sum(), leaf)[0]))
+    for output, gradient in found[1:]:
+        assert_equal_bits(output, found[0][0])
+        assert_equal_bits(gradient, found[0][1])
+
+
+@pytest.mark.parametrize("route", routes())
 def test_nothing_to_attend_to(route: Route) -> None:
     with _library.implementation(route.implementation):
         for rows, bounds in ((0, [0]), (0, [0, 0]), (4, [0]), (4, [0, 0, 0])):

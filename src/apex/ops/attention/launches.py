@@ -41,7 +41,8 @@ class Problem(NamedTuple):
     `mask_group` and `bias_group` are how many batches share a mask or a bias, 0 where there is none. `total` is the
     number of rows of packed sequences, 0 where none are packed; `batch` then counts the sequences, and `tail` says that
     rows after the last one are to be zeros. `filled` says that an attention for sequences of the same length has been
-    computed already, which is right if they have `rows` each and fill all rows.
+    computed already, which is right if they have `rows` each and fill all rows. `others` are the dtypes of mask, bias
+    and `cu_seqlens` as they were given: a bound launch is for one set of dtypes.
     """
 
     batch: int
@@ -57,6 +58,7 @@ class Problem(NamedTuple):
     tail: bool = False
     dropout_p: float = 0.0
     filled: bool = False
+    others: tuple[torch.dtype | None, ...] = ()
 
     @property
     def is_packed(self) -> bool:

@@ -157,6 +157,7 @@ def _plan(
     dropout_p: float,
     zero_tail: bool,
     filled: bool,
+    lengths_dtype: torch.dtype,
     device: torch.device,
     facts: _device.DeviceFacts,
 ) -> Plan:
@@ -172,6 +173,7 @@ def _plan(
         tail=zero_tail,
         dropout_p=dropout_p,
         filled=filled,
+        others=(lengths_dtype,),
     )
     return Plan(problem, strides, device, facts)
 
@@ -195,6 +197,7 @@ def _planned(
         dropout_p,
         zero_tail,
         filled,
+        cu_seqlens.dtype,
         device,
         _device.facts(device),
     )

@@ -157,6 +157,7 @@ class Plan:
             inf,
             self.of_mask.group if self.of_mask else 0,
             self.of_bias.group if self.of_bias else 0,
+            others=tuple(None if each is None else each[2] for each in (mask, bias)),
         )
         self.walks = self.query.walk, self.key.walk, self.value.walk, self.query.result_walk
         self._statistics_shape = self.problem.statistics_shape
