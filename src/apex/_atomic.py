@@ -58,12 +58,18 @@ def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
 def _remove_leftovers(path: Path) -> None:
     """What processes that were killed had begun to write."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{TEMPORARY}"):
-        number = leftover.name.removesuffix(TEMPORARY).rpartition(".")[2]
-        if number.isdigit() and not _is_alive(int(number)):
+        writer = writer_of(leftover)
+        if writer is not None and not is_alive(writer):
             leftover.unlink(missing_ok=True)
 
 
-def _is_alive(process: int) -> bool:
+def writer_of(temporary: Path) -> int | None:
+    """The process that writes, or wrote, a file of `replacing`; None where it is something else."""
+    number = temporary.name.removesuffix(TEMPORARY).rpartition(".")[2]
+    return int(number) if number.isdigit() else None
+
+
+def is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -74,6 +74,22 @@ def test_damage_is_noticed(where: float, bit: int, cut: bool, tmp_path_factory: 
         checkpoint.load(path)
 
 
+def test_damage_around_the_tensors_is_noticed(tmp_path: Path) -> None:
+    """Names, lengths, flags and versions in the archive: what still passes loads, and has the same values."""
+    series = checkpoint.Series(tmp_path)
+    weights = torch.rand(4)
+    series.save({"weights": weights}, 1)
+    path = series.save({"weights": weights}, 2)
+    content, noticed = path.read_bytes(), 0
+    for where in range(0, len(content), 5):
+        path.write_bytes(content[:where] + bytes([content[where] ^ 0x81]) + content[where + 1 :])
+        found = checkpoint.latest(tmp_path)
+        noticed += found == series.path_of(1)
+        assert found is not None
+        assert torch.equal(torch.load(found)["weights"], weights)
+    assert noticed > 50
+
+
 def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*nothing\.pt"):
         checkpoint.load(tmp_path / "nothing.pt")
@@ -86,7 +102,7 @@ def test_series(tmp_path: Path, sharded: bool) -> None:
     series = checkpoint.Series(tmp_path / "run", keep=2, sharded=sharded)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
-    (tmp_path / "run" / ".step-00000001.pt.99.tmp").write_text("of a process that is gone")
+    (tmp_path / "run" / ".step-00000001.pt.4000000.tmp").write_text("of a process that is gone")
     ending = "" if sharded else ".pt"
     for step in (1, 2, 10):
         assert series.save({"weights": torch.full((3,), float(step))}, step) == series.path_of(step)
@@ -112,6 +128,65 @@ def test_series(tmp_path: Path, sharded: bool) -> None:
     series.save({"weights": torch.full((3,), 3.0)}, 3)
     assert names(tmp_path / "run")[1:] == [f"step-0000000{n}{ending}" for n in (2, 3)] + [f"step-00000010{ending}"]
     assert value(series.latest()) == 3
+
+
+def test_a_series_leaves_alone_what_is_not_its_own(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()  # not a name of ours
+    under_way = tmp_path / f".step-00000009.pt.{os.getppid()}.tmp"
+    under_way.write_text("of a process that is alive")
+    files, folders = (checkpoint.Series(tmp_path, keep=1, sharded=sharded) for sharded in (False, True))
+    state = {"weights": torch.ones(2)}
+    for step in (1, 2):
+        files.save(state, step)
+        folders.save(state, step + 2)
+    assert names(tmp_path) == [under_way.name, "step-00000002.pt", "step-00000004", "step-1"]
+    assert files.latest() == files.path_of(2)
+    assert folders.latest() == checkpoint.latest(tmp_path) == folders.path_of(4)
+    assert files.load()["weights"].tolist() == [1.0, 1.0]
+
+
+def test_a_kill_while_a_sharded_one_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two renames take the place of one: in between the old one is there under another name."""
+    series = checkpoint.Series(tmp_path, keep=2, sharded=True)
+    path = series.save({"weights": torch.ones(2)}, 1)
+    rename = os.rename
+
+    def fail_at_the_second(error: BaseException) -> None:
+        def renamed(source: Path, target: Path) -> None:
+            if Path(target) == path and Path(source).name == ".step-00000001.tmp":
+                monkeypatch.setattr(os, "rename", rename)
+                raise error
+            rename(source, target)
+
+        monkeypatch.setattr(os, "rename", renamed)
+
+    def value() -> float:
+        state = {"weights": torch.zeros(2)}
+        found = series.latest()
+        assert found is not None
+        checkpoint.load_sharded(state, found)
+        return state["weights"][0].item()
+
+    fail_at_the_second(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        series.save({"weights": torch.full((2,), 2.0)}, 1)
+    assert not path.exists()
+    assert value() == 1.0
+    state = {"weights": torch.zeros(2)}
+    checkpoint.load_sharded(state, path)
+    assert state["weights"].tolist() == [1.0, 1.0]
+    series.save({"weights": torch.full((2,), 3.0)}, 3)
+    assert names(tmp_path) == [path.name, "step-00000003"]
+    fail_at_the_second(OSError("no space"))
+    with pytest.raises(RuntimeError, match="could not be finished; rank 0 had OSError: no space"):
+        series.save({"weights": torch.full((2,), 2.0)}, 1)
+    checkpoint.verify(path)
+    fail_at_the_second(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        series.save({"weights": torch.full((2,), 2.0)}, 1)
+    checkpoint.save_sharded({"weights": torch.full((2,), 4.0)}, path)
+    checkpoint.load_sharded(state, path)
+    assert state["weights"].tolist() == [4.0, 4.0]
 
 
 def test_sharded_damage_is_noticed(tmp_path: Path) -> None:

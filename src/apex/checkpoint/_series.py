@@ -8,12 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from .._atomic import TEMPORARY
+from .._atomic import TEMPORARY, is_alive, writer_of
 from ._files import DamagedCheckpoint, load, save, verify
 from ._ranks import from_first, is_first
-from ._sharded import save_sharded
+from ._sharded import replaced_by, save_sharded, standing
 
-_NAME = re.compile(r"step-(\d+)(\.pt)?")
+# What `Series.path_of` gives: anything else in the folder is somebody else's.
+_NAME = re.compile(r"step-(\d{8,})(\.pt)?")
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -21,7 +22,11 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
     Reads all of it, and of damaged ones after it. It looks for itself: in several processes use `Series.latest`.
     """
-    for _, path in reversed(_steps(Path(folder))):
+    return _latest(Path(folder), None)
+
+
+def _latest(folder: Path, sharded: bool | None) -> Path | None:
+    for _, path in reversed(_steps(folder, sharded)):
         try:
             verify(path)
         except (DamagedCheckpoint, FileNotFoundError):
@@ -30,11 +35,19 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def _steps(folder: Path) -> list[tuple[int, Path]]:
+def _steps(folder: Path, sharded: bool | None) -> list[tuple[int, Path]]:
+    """Steps and their checkpoints: files, or with `sharded` folders; both if that is None."""
     if not folder.is_dir():
         return []
-    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return sorted((int(match[1]), path) for match, path in found)
+    paths = {path: path for path in folder.iterdir()} | {path: standing(path) for path in _replaced(folder)}
+    found = [(match, path) for name, path in paths.items() if (match := _NAME.fullmatch(name.name))]
+    return sorted((int(match[1]), path) for match, path in found if sharded in (None, match[2] is None))
+
+
+def _replaced(folder: Path) -> list[Path]:
+    """Names of checkpoints that were moved away for new ones of the same step."""
+    ending = replaced_by(folder / "step-").name.removeprefix(".step-")
+    return [path.with_name(path.name[1:].removesuffix(ending)) for path in folder.glob(f".step-*{ending}")]
 
 
 class Series:
@@ -73,7 +86,7 @@ class Series:
 
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole, or None: what rank 0 finds, in all processes, which must all call it."""
-        return from_first(latest(self.folder) if is_first() else None)
+        return from_first(_latest(self.folder, self.sharded) if is_first() else None)
 
     def load(self, *, map_location: Any = None, weights_only: bool = True) -> Any:
         """What the newest whole checkpoint holds, None without one; `load_sharded(state, latest())` if sharded."""
@@ -84,10 +97,16 @@ class Series:
 
     def _tidy(self, step: int) -> None:
         """What is unfinished was left by processes that are gone. What is newer than `step` is not ours to remove."""
+        for path in _replaced(self.folder):
+            if (found := standing(path)) != path:
+                os.rename(found, path)
         for path in self.folder.glob(f".step-*{TEMPORARY}"):
-            _remove(path)
+            # A restarted process may have the number of the one before.
+            if (writer := writer_of(path)) is None or writer == os.getpid() or not is_alive(writer):
+                _remove(path)
         if self.keep is not None:
-            for _, path in [each for each in _steps(self.folder) if each[0] <= step][: -self.keep]:
+            steps = [each for each in _steps(self.folder, self.sharded) if each[0] <= step]
+            for _, path in steps[: -self.keep]:
                 _remove(path)
 
 

@@ -28,7 +28,7 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
     path = Path(path)
     temporary = temporary_beside(path)
-    _on_first(lambda: _empty(temporary), f"the checkpoint {path} could not be begun")
+    _on_first(lambda: _begin(temporary, path), f"the checkpoint {path} could not be begun")
     failure: Exception | None = None
     facts: dict[str, tuple[int, int]] = {}
     try:
@@ -55,16 +55,18 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     from torch.distributed import checkpoint
 
     reason: str | None = None
+    path = Path(path)
     if is_first():
+        path = standing(path)
         try:
             verify(path)
         except (DamagedCheckpoint, FileNotFoundError) as error:
             reason = str(error)
-    reason = from_first(reason)
+    reason, path = from_first((reason, path))
     if reason is not None:
         raise DamagedCheckpoint(reason)
     with _quiet_alone():
-        checkpoint.load(state, checkpoint_id=Path(path))
+        checkpoint.load(state, checkpoint_id=path)
 
 
 @contextlib.contextmanager
@@ -101,10 +103,23 @@ def _on_first(action: Any, what: str) -> None:
     raise_everywhere(failure, what)
 
 
-def _empty(folder: Path) -> None:
+def replaced_by(path: Path) -> Path:
+    """Where the folder that was `path` waits for the one that takes its place."""
+    return temporary_beside(path.with_name(path.name + ".replaced"))
+
+
+def standing(path: Path) -> Path:
+    """The folder, or the one before it where a process was killed when it had moved that away for the new one."""
+    before = replaced_by(path)
+    return before if not path.exists() and before.exists() else path
+
+
+def _begin(temporary: Path, path: Path) -> None:
     """An unfinished checkpoint of that name was left by processes that are gone."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    if (found := standing(path)) != path:
+        os.rename(found, path)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
 
 
 def _publish(temporary: Path, path: Path, manifest: dict[str, tuple[int, int]]) -> None:
@@ -112,10 +127,14 @@ def _publish(temporary: Path, path: Path, manifest: dict[str, tuple[int, int]]) 
         json.dump(manifest, file)
     sync_folder(temporary)
     if path.exists():  # a folder with something in it cannot be renamed to
-        replaced = temporary_beside(path.with_name(path.name + ".replaced"))
+        replaced = replaced_by(path)
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(path, replaced)
-        os.rename(temporary, path)
+        try:
+            os.rename(temporary, path)
+        except OSError:
+            os.rename(replaced, path)
+            raise
         shutil.rmtree(replaced, ignore_errors=True)
     else:
         os.rename(temporary, path)
