@@ -254,6 +254,22 @@ def test_a_second_derivative(route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
+def test_a_second_derivative_of_parameters_that_are_not_contiguous(route: Route) -> None:
+    x, both = torch.randn(2, 6, 3, 3, device=route.device), torch.rand(2, 12, device=route.device)
+
+    def second(x: Tensor, both: Tensor) -> Tensor:
+        x, both = x.detach().requires_grad_(), both.detach().requires_grad_()
+        output = group_norm(x, 3, both[0, ::2], both[1, ::2], activation="silu")
+        (first,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), both)[0]
+
+    with _library.implementation(route.implementation):
+        actual = second(x, both)
+    with _library.implementation("auto"):
+        assert_close(actual, second(x.cpu().double(), both.cpu().double()), reduction=100)
+
+
+@pytest.mark.parametrize("route", routes())
 def test_opcheck(route: Route) -> None:
     x = torch.randn(2, 6, 3, 3, device=route.device).to(memory_format=torch.channels_last).requires_grad_()
     weight, bias = (torch.rand(6, device=route.device, requires_grad=True) for _ in range(2))

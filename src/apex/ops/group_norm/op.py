@@ -41,7 +41,7 @@ def group_norm(
         plan = _known_plan(input, num_groups, weight, bias, eps, activation)
         if plan is not None:
             if torch.is_grad_enabled():
-                return _apply_node(input, weight, bias, plan.spec, plan)
+                return _apply_node(input, contiguous(weight), contiguous(bias), plan.spec, plan)
             return plan.run(input, contiguous(weight), contiguous(bias))[0]
     check(input, num_groups, weight, bias, activation)
     spec = GroupNormSpec(num_groups, eps, bool(activation))
@@ -50,7 +50,7 @@ def group_norm(
     if not runs_triton:
         return _native(input, weight, bias, spec)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return GroupNormFunction.apply(dense(input), weight, bias, spec, None)
+        return GroupNormFunction.apply(dense(input), contiguous(weight), contiguous(bias), spec, None)
     return triton_forward(dense(input), weight, bias, spec)[0]
 
 
@@ -175,7 +175,10 @@ def _laid_out_like(input: Tensor, result: Tensor) -> Tensor:
 
 
 class GroupNormFunction(torch.autograd.Function):
-    """The autograd node of `group_norm` where kernels run; its arguments were checked."""
+    """The autograd node of `group_norm` where kernels run; its arguments were checked, all of them are dense.
+
+    Parameters are made so before, by operators of autograd: second derivatives follow what is saved here.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -190,7 +193,6 @@ class GroupNormFunction(torch.autograd.Function):
         if torch.compiler.is_compiling():
             output, statistics = torch.ops.apex.group_norm_forward(input, weight, bias, *spec)
         else:
-            weight, bias = contiguous(weight), contiguous(bias)
             plan = plan or forward_plan(input, weight, bias, spec)
             output, statistics = plan.run(input, weight, bias)
             wanted = ctx.needs_input_grad
