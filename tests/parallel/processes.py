@@ -1,7 +1,8 @@
 """Checks that run in several processes at once, connected by Gloo on the CPU: all of a file in one start.
 
 A module of checks has a dict `CHECKS` of functions that take the rank. After a check fails in one process the others
-may wait for it; nothing after it is run.
+may wait for it; nothing after it is run. One process imports everything, PyTorch's compiler too, which its optimizers
+ask for, and divides then: imports take longer than most checks.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -33,24 +35,20 @@ def run_checks(module: str, folder: Path, processes: int = 2, timeout: float = 1
     """What became of each check: "" if it passed in all processes, else what went wrong."""
     environment = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
     environment.update(PYTHONPATH=os.pathsep.join([str(SOURCE), str(ROOT)]), OMP_NUM_THREADS="1")
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", __name__, module, str(folder), str(rank), str(processes)],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
-    outputs = []
-    for process in started:
-        try:
-            outputs.append(process.communicate(timeout=timeout)[0])
-        except subprocess.TimeoutExpired:
-            process.kill()
-            outputs.append(process.communicate()[0] + f"\nkilled after {timeout} s")
+    started = subprocess.Popen(
+        [sys.executable, "-m", __name__, module, str(folder), str(processes)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        outputs = [started.communicate(timeout=timeout)[0]] * processes
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGKILL)
+        outputs = [started.communicate()[0] + f"\nkilled after {timeout} s"] * processes
     found: dict[str, str] = {}
     for name in importlib.import_module(module).CHECKS:
         problems = []
@@ -63,9 +61,32 @@ def run_checks(module: str, folder: Path, processes: int = 2, timeout: float = 1
     return found
 
 
-def main(module: str, folder: str, rank: int, processes: int) -> None:
-    """One process."""
+def main(module: str, folder: str, processes: int) -> None:
+    """Imports, divides, and waits for all parts."""
     torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")
+    importlib.import_module(module)
+    children = []
+    for rank in range(processes):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                run(module, folder, rank, processes)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def run(module: str, folder: str, rank: int, processes: int) -> None:
+    """One process."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -106,4 +127,4 @@ def assert_same_everywhere(tensors: list[torch.Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
