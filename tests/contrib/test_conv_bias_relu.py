@@ -144,6 +144,12 @@ def test_bad_arguments() -> None:
         ConvFrozenScaleBiasReLU(x, weight, scale[:, 1:], bias, PADDING, STRIDE)
     with pytest.raises(ValueError, match="mask has shape"):
         ConvBiasMaskReLU(x, weight, bias, mask[:1], PADDING, STRIDE)
+    with pytest.raises(ValueError, match="bias is on meta"):
+        ConvBiasReLU(x, weight, bias.to("meta"), PADDING, STRIDE)
+    with pytest.raises(ValueError, match="scale is on meta"):
+        ConvFrozenScaleBiasReLU(x, weight, scale.to("meta"), bias, PADDING, STRIDE)
+    with pytest.raises(ValueError, match="on meta, the output"):
+        ConvBiasMaskReLU(x, weight, bias, mask.to("meta"), PADDING, STRIDE)
     with pytest.raises(ValueError, match="stride=0"):
         ConvBias(x, weight, bias, PADDING, 0)
     with pytest.raises(ValueError, match="images"):

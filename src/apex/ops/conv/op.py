@@ -57,14 +57,17 @@ def conv_bias_relu(
 ) -> Tensor:
     """relu(conv(input, weight) * scale + bias), and 0 where `mask`, of the output's shape, is 0; without autograd."""
     check(input, weight, spec, bias=bias, scale=scale)
-    if mask is None and scale is None and _cudnn_does_it(input):
+    if mask is None and scale is None and _cudnn_does_it(input, weight, bias):
         stride, padding = [spec.stride] * 2, [spec.padding] * 2
         return torch.cudnn_convolution_relu(input, weight, bias.reshape(-1), stride, padding, [1, 1], 1)
     fused = scale is not None or torch.compiler.is_compiling() or _library.runs_triton(FAMILY, input)
     # Where no kernel follows, the convolution adds the bias with less trouble.
     output = functional.conv2d(input, weight, None if fused else bias.reshape(-1), spec.stride, spec.padding)
-    if mask is not None and mask.shape != output.shape:
-        raise ValueError(f"mask has shape {list(mask.shape)}, the output of the convolution {list(output.shape)}")
+    if mask is not None and (mask.shape != output.shape or mask.device != output.device):
+        raise ValueError(
+            f"mask has shape {list(mask.shape)} on {mask.device}, the output of the convolution {list(output.shape)} "
+            f"on {output.device}"
+        )
     if not fused:
         return output.relu_() if mask is None else output.relu_().masked_fill_(mask == 0, 0)
     scale = None if scale is None else scale.reshape(-1)
@@ -73,14 +76,20 @@ def conv_bias_relu(
     return _epilogue(output, scale, bias.reshape(-1), mask)
 
 
-def _cudnn_does_it(input: Tensor) -> bool:
-    """Whether one call of cuDNN does bias and ReLU too: on an H200, 25 us where convolution and kernel took 54."""
+def _cudnn_does_it(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Whether one call of cuDNN does bias and ReLU too: on an H200, 25 us where convolution and kernel took 54.
+
+    That call checks nothing; tensors that do not fit each other are for PyTorch's convolution to refuse.
+    """
     return (
         input.is_cuda
         and torch.version.hip is None
         and torch.backends.cudnn.enabled
         and input.dtype in (torch.float16, torch.float32)
         and input.numel() > 0
+        and weight.dtype == bias.dtype == input.dtype
+        and weight.device == input.device
+        and weight.shape[1] == input.shape[1]
         and _library.runs_triton(FAMILY, input)
     )
 
@@ -178,6 +187,8 @@ def check(input: Tensor, weight: Tensor, spec: ConvSpec, **per_channel: Tensor |
             raise ValueError(
                 f"{name} has shape {list(values.shape)}, expected a value for each of {weight.shape[0]} channels"
             )
+        if values is not None and values.device != input.device:
+            raise ValueError(f"{name} is on {values.device}, the input on {input.device}")
 
 
 def _epilogue(output: Tensor, scale: Tensor | None, bias: Tensor, mask: Tensor | None) -> Tensor:
