@@ -288,6 +288,29 @@ def test_only_what_needs_a_gradient_gets_one(route: Route) -> None:
     assert torch.equal(z.grad, (output > 0).float())
 
 
+class _Nothing(torch.autograd.Function):
+    """Passes no gradient on."""
+
+    @staticmethod
+    def forward(ctx, values):  # type: ignore[override]
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize("route", routes())
+def test_no_gradient_comes_back(route: Route) -> None:
+    x = torch.randn(2, 4, 3, 3, device=route.device, requires_grad=True)
+    scale = torch.ones((), device=route.device, requires_grad=True)
+    with _library.implementation(route.implementation):
+        output = batch_norm(x, relu=True)
+        (scale + _Nothing.apply(output).sum()).backward()
+    assert scale.grad is not None
+    assert x.grad is None or not x.grad.any()
+
+
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_gradcheck(relu: bool, training: bool) -> None:

@@ -59,7 +59,7 @@ def batch_norm_with_statistics(
         return _registered(input, z, running_mean, running_var, weight, bias, spec)
     values = dense(input, spec)
     z = None if z is None else laid_out_like(values, z)
-    output, mean, variance = BatchNormFunction.apply(values, z, weight, bias, running_mean, running_var, spec)
+    output, mean, variance = _apply_node(values, z, weight, bias, running_mean, running_var, spec)
     return output, BatchStatistics(mean, variance, False) if spec.training else None
 
 
@@ -252,7 +252,9 @@ class BatchNormFunction(torch.autograd.Function):
         return (output, mean, variance) if spec.training else (output, None, None)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, *_: None):  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor | None, *_: None):  # type: ignore[override]
+        if dy is None:  # what came behind the norm has no gradient
+            return (None,) * 7
         input, output, mean, variance, weight, bias = ctx.saved_tensors
         spec, wants_z = ctx.spec, ctx.needs_input_grad[1]
         dz: Tensor | None
@@ -273,6 +275,9 @@ class BatchNormFunction(torch.autograd.Function):
             None,
             None,
         )
+
+
+_apply_node = _library.quick_apply(BatchNormFunction)
 
 
 def _differentiable_gradients(
