@@ -152,6 +152,10 @@ def replicas_of_other_kinds(rank: int) -> None:
     scaler.scale(torch.ones(()))
     with pytest.raises(RuntimeError, match=r"buffer flags .*; buffer phase .*; scale of the scaler"):
         check_replicas(net, scaler=scaler)
+    # The same numbers, in one process not at the start of their memory.
+    placed = nn.Module()
+    placed.register_buffer("values", torch.arange(8.0) if rank == 0 else torch.arange(-1.0, 8.0)[1:])
+    check_replicas(placed)
     optimizer = torch.optim.Adam(net.parameters())
     if rank == 1:
         net(torch.ones(1, 3)).sum().backward()
@@ -238,6 +242,28 @@ def gradients_of_ones_own_are_written_to(rank: int) -> None:
         assert torch.equal(own, torch.cat([param.grad.reshape(-1) for param in other.parameters()]))
 
 
+def hooks_come_before_the_reduction(rank: int) -> None:
+    """Those that were registered after wrapping as well: they see and change what this process has found."""
+    net = nn.Linear(200, 100, bias=False)  # large enough to move to its bucket as it arrives
+    model = DistributedDataParallel(net)
+    seen: list[Tensor] = []
+
+    def triple(param: Tensor) -> None:
+        seen.append(param.grad.clone())
+        param.grad = param.grad * 3
+
+    for step in range(4):
+        if step == 1:
+            net.weight.register_post_accumulate_grad_hook(triple)
+        inputs = [torch.full((1, 200), float(step + each + 1)) for each in range(2)]
+        model.zero_grad()
+        model(inputs[rank]).sum().backward()
+        mean = (inputs[0] + inputs[1]) / 2
+        assert torch.equal(net.weight.grad, ((3 if step else 1) * mean).expand(100, 200))
+        if step:
+            assert torch.equal(seen[-1], inputs[rank].expand(100, 200))
+
+
 def gradients_with_a_graph_keep_it(rank: int) -> None:
     model = DistributedDataParallel(plain_net())
     for step in range(2):
@@ -301,6 +327,7 @@ CHECKS: dict[str, Check] = {
             gradients_live_in_buckets,
             what_others_hold_stays,
             gradients_of_ones_own_are_written_to,
+            hooks_come_before_the_reduction,
             gradients_with_a_graph_keep_it,
             checkpoints,
             sharded_checkpoints,

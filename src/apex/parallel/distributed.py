@@ -185,8 +185,8 @@ class DistributedDataParallel(nn.Module):
         self._groups: Sequence[Any] | None = None
         self._streams: Sequence[Any] = (None,)
         self._fallback_buffers: list[Tensor | None] = []
-        # By id; parameters compare by their elements.
-        self._hooked: dict[int, weakref.ref[Tensor]] = {}
+        # By id, since parameters compare by their elements: who it is, its hooks, and the number of ours.
+        self._hooked: dict[int, tuple[weakref.ref[Tensor], dict[int, Any], int]] = {}
         # The autograd engine runs hooks in one thread per device.
         self._lock = threading.RLock()
         self._in_pass = False
@@ -241,6 +241,7 @@ class DistributedDataParallel(nn.Module):
                 self._reduction.abandon_pass()
         named = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
         if self._reduction is not None and self._reduction.signature == signature_of([param for _, param in named]):
+            self._stay_last()
             return
         if self._groups is None:
             self._connect()
@@ -289,9 +290,16 @@ class DistributedDataParallel(nn.Module):
         hook = _quiet_caller(self, DistributedDataParallel._gradient_arrived)
         for param in self.module.parameters():
             known = self._hooked.get(id(param))
-            if param.requires_grad and (known is None or known() is not param):
-                param.register_post_accumulate_grad_hook(hook)
-                self._hooked[id(param)] = weakref.ref(param)
+            if param.requires_grad and (known is None or known[0]() is not param):
+                handle = param.register_post_accumulate_grad_hook(hook)
+                self._hooked[id(param)] = weakref.ref(param), param._post_accumulate_grad_hooks, handle.id
+        self._stay_last()
+
+    def _stay_last(self) -> None:
+        """What others do to gradients as they arrive, they do before these are sent, whenever they registered it."""
+        for _, hooks, number in self._hooked.values():
+            if len(hooks) > 1 and number in hooks and next(reversed(hooks)) != number:
+                hooks[number] = hooks.pop(number)
 
     def _begin_pass(self, _gradient: Tensor | None = None) -> None:
         with self._lock:

@@ -175,9 +175,10 @@ def _words(tensor: Tensor) -> Tensor:
     flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = flat.reshape(-1)
     size = flat.element_size()
-    if flat.nbytes % 8 == 0 and flat.storage_offset() * size % 8 == 0:
-        return flat.view(torch.int64)
-    return flat.view(_INTEGERS[size])
+    if flat.nbytes % 8:
+        return flat.view(_INTEGERS[size])
+    # Where a tensor is in its memory must not matter: it may be elsewhere in another process.
+    return (flat.clone() if flat.storage_offset() * size % 8 else flat).view(torch.int64)
 
 
 def _gathered(mine: Tensor, group: dist.ProcessGroup | None) -> list[list[int]]:
@@ -189,6 +190,8 @@ def _gathered(mine: Tensor, group: dist.ProcessGroup | None) -> list[list[int]]:
 
 def _different(values: list[Any], group: dist.ProcessGroup | None) -> list[int]:
     """The ranks that have another value than most, or than the first of those that as many have."""
+    if values.count(values[0]) == len(values):
+        return []
     usual = max(values, key=values.count)
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     return [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
