@@ -31,7 +31,7 @@ def bias_glu(input: Tensor, bias: Tensor | None = None, activation: str = "silu"
     if torch.compiler.is_compiling():
         return torch.ops.apex.glu_forward(input, bias, activation)
     if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
-        return GluFunction.apply(input, bias, activation)
+        return _apply_node(input, bias, activation)
     return glu_forward(input, bias, activation)
 
 
@@ -77,6 +77,9 @@ class GluFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
             return *_differentiable_gradients(dy, input, bias, ctx.activation, ctx.needs_input_grad), None
         return *glu_backward(dy, input, bias, ctx.activation, ctx.needs_input_grad[1]), None
+
+
+_apply_node = _library.quick_apply(GluFunction)
 
 
 def _differentiable_gradients(dy, input, bias, activation, wanted):

@@ -14,6 +14,8 @@ from .checks import check_row_length, checked_shape
 from .dispatch import FAMILY, norm_forward
 from .spec import NormSpec
 
+_apply_node = _library.quick_apply(NormFunction)
+
 
 def layer_norm(
     input: Tensor,
@@ -96,8 +98,8 @@ def _norm(
         spec = NormSpec(check_row_length(shape), eps, subtract_mean, memory_efficient)
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return norm_forward(input, weight, bias, spec, out_dtype)[0]
-        return NormFunction.apply(input, weight, bias, spec, out_dtype)
+        return _apply_node(input, weight, bias, spec, out_dtype)
     if launchable and memory_efficient and torch.is_grad_enabled():
         spec = NormSpec(check_row_length(shape), eps, subtract_mean, memory_efficient)
-        return NormFunction.apply(input, weight, bias, spec, out_dtype)
+        return _apply_node(input, weight, bias, spec, out_dtype)
     return native.mixed_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)

@@ -73,7 +73,7 @@ def rotate(t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Te
             native.check_lengths(tables[0], cu_seqlens)
             _warn_of_gradients(tables)
             return reference.rotate(t, [table.detach() for table in tables], spec, cu_seqlens)
-        return RotateFunction.apply(t, spec, cu_seqlens, *tables)
+        return _apply_node(t, spec, cu_seqlens, *tables)
     return rotate_now(t, tables, spec, cu_seqlens)
 
 
@@ -84,7 +84,7 @@ def rotate_pair(
     if torch.compiler.is_compiling():
         return torch.ops.apex.rope_pair(query, key, list(tables), cu_seqlens, *spec)
     if (query.requires_grad or key.requires_grad) and torch.is_grad_enabled():
-        return RotatePairFunction.apply(query, key, spec, cu_seqlens, *tables)
+        return _apply_pair_node(query, key, spec, cu_seqlens, *tables)
     return rotate_pair_now(query, key, tables, spec, cu_seqlens)
 
 
@@ -207,6 +207,9 @@ class RotateFunction(torch.autograd.Function):
         return (backward_from_saved(ctx, dy), *(None,) * (len(ctx.needs_input_grad) - 1))
 
 
+_apply_node = _library.quick_apply(RotateFunction)
+
+
 class RotatePairFunction(torch.autograd.Function):
     """The autograd node behind `rotate_pair`."""
 
@@ -234,3 +237,6 @@ class RotatePairFunction(torch.autograd.Function):
             dquery = rotate(dquery, tables, first, cu_seqlens) if wanted[0] and dquery is not None else None
             dkey = rotate(dkey, tables, second, cu_seqlens) if wanted[1] and dkey is not None else None
         return (dquery, dkey, *(None,) * (len(wanted) - 2))
+
+
+_apply_pair_node = _library.quick_apply(RotatePairFunction)

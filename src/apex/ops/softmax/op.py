@@ -54,7 +54,7 @@ def masked_softmax(
     check_arguments(input, mask, spec)
     noise = draw_noise(input, spec) if dropout else None
     if torch.is_grad_enabled() and input.requires_grad:
-        return SoftmaxFunction.apply(input, mask, noise, spec)
+        return _apply_node(input, mask, noise, spec)
     if torch.compiler.is_compiling():
         return torch.ops.apex.softmax_forward(input, mask, noise, *spec)[0]
     return _forward(input, mask, spec, noise)[0]
@@ -228,3 +228,6 @@ class SoftmaxFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
         return backward_from_saved(ctx, dy), None, None, None
+
+
+_apply_node = _library.quick_apply(SoftmaxFunction)
