@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apex import checkpoint
+from apex import _atomic, checkpoint
 from apex._atomic import atomic_file
 
 
@@ -88,6 +88,14 @@ def test_damage_around_the_tensors_is_noticed(tmp_path: Path) -> None:
         assert found is not None
         assert torch.equal(torch.load(found)["weights"], weights)
     assert noticed > 50
+
+
+def test_new_folders_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a crash of the machine would take them away, with what is in them."""
+    flushed: list[Path] = []
+    monkeypatch.setattr(_atomic, "sync_folder", flushed.append)
+    checkpoint.save({}, tmp_path / "a" / "b" / "x.pt")
+    assert set(flushed) == {tmp_path, tmp_path / "a", tmp_path / "a" / "b"}
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:

@@ -291,6 +291,14 @@ def checkpoints(rank: int) -> None:
     with pytest.raises(RuntimeError, match="could not be written; rank 0 had"):
         checkpoint.save({"function": lambda: None}, "x.pt", wait=True)
 
+    def may_not_be_read(*_: object) -> None:
+        raise PermissionError(f"not for rank {rank}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "iterdir", may_not_be_read)
+        with pytest.raises(PermissionError, match="not for rank 0"):
+            series.latest()
+
 
 def sharded_checkpoints(rank: int) -> None:
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh

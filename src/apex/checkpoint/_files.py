@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._atomic import replacing
+from .._atomic import make_folder, replacing
 from ._ranks import is_first, raise_everywhere
 
 # In a sharded checkpoint: the length and the checksum of each of its files.
@@ -34,7 +34,7 @@ def save(state: Any, path: str | os.PathLike[str], *, wait: bool = False) -> Non
     failure: Exception | None = None
     if is_first():
         try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            make_folder(Path(path).parent)
             # By its name, not opened: PyTorch then writes without Python in between.
             with replacing(path) as temporary, _with_checksums():
                 torch.save(state, temporary)

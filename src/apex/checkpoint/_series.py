@@ -86,7 +86,17 @@ class Series:
 
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole, or None: what rank 0 finds, in all processes, which must all call it."""
-        return from_first(_latest(self.folder, self.sharded) if is_first() else None)
+        found: Path | None = None
+        failure: OSError | None = None
+        if is_first():
+            try:
+                found = _latest(self.folder, self.sharded)
+            except OSError as error:  # a folder that may not be read; the others would wait
+                failure = error
+        found, failure = from_first((found, failure))
+        if failure is not None:
+            raise failure
+        return found
 
     def load(self, *, map_location: Any = None, weights_only: bool = True) -> Any:
         """What the newest whole checkpoint holds, None without one; `load_sharded(state, latest())` if sharded."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._atomic import atomic_file, sync_folder, temporary_beside
+from .._atomic import atomic_file, make_folder, sync_folder, temporary_beside
 from ._files import MANIFEST, DamagedCheckpoint, checksum_of, verify
 from ._ranks import from_first, is_connected, is_first, raise_everywhere
 
@@ -57,10 +57,10 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     reason: str | None = None
     path = Path(path)
     if is_first():
-        path = standing(path)
         try:
+            path = standing(path)
             verify(path)
-        except (DamagedCheckpoint, FileNotFoundError) as error:
+        except (DamagedCheckpoint, OSError) as error:
             reason = str(error)
     reason, path = from_first((reason, path))
     if reason is not None:
@@ -119,7 +119,8 @@ def _begin(temporary: Path, path: Path) -> None:
     if (found := standing(path)) != path:
         os.rename(found, path)
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    make_folder(path.parent)
+    temporary.mkdir()
 
 
 def _publish(temporary: Path, path: Path, manifest: dict[str, tuple[int, int]]) -> None:
