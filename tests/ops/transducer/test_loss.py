@@ -282,3 +282,15 @@ def test_bad_arguments_are_named() -> None:
         check(x, label, f_len - 2, y_len, None, 4, 0)
     with pytest.raises(ValueError, match="y_len must be between 0 and 3, got 4"):
         check(x, label, f_len, y_len + 1, None, 4, 0)
+
+
+def test_a_triton_without_gather_leaves_the_loss_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, label, f_len, y_len, _, _ = tensors(CASES[2], "cpu")
+    given = (x, label, f_len, y_len, None, CASES[2][0], CASES[2][5])
+    expected = transducer.loss_forward(*given)[0]
+    monkeypatch.setattr("apex.ops.transducer.loss.can_walk", lambda: False)
+    with _library.implementation("triton"), pytest.raises(RuntimeError, match=r"needs Triton 3\.3"):
+        transducer.loss_forward(*given)
+    monkeypatch.setattr("apex.ops.transducer.loss.triton_loss_forward", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(_library, "runs_triton", lambda *_: True)
+    assert_equal_bits(transducer.loss_forward(*given)[0], expected)

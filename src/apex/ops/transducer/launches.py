@@ -168,6 +168,14 @@ def triton_joint_backward(
     return df, dg
 
 
+@functools.cache
+def can_walk() -> bool:
+    """Whether this Triton has what the loss's walk is made of: 3.2 cannot gather."""
+    import triton.language
+
+    return hasattr(triton.language, "gather")
+
+
 @functools.lru_cache(maxsize=4096)
 def _loss_words_plan(
     sizes: tuple[int, int, int, int],

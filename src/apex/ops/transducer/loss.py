@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import _library
 from . import reference_loss
 from .joint import _SUPPORTED, FAMILY, check_lengths, check_offset
-from .launches import triton_loss_backward, triton_loss_forward
+from .launches import can_walk, triton_loss_backward, triton_loss_forward
 from .spec import LossNodes
 
 # Words of a row and nodes of the lattices are counted in 32 bits by the kernels.
@@ -56,6 +56,17 @@ def check_loss(
     check_lengths(y_len, "y_len", batches, tokens - 1, x.device)
 
 
+def _runs_kernels(x: Tensor) -> bool:
+    """Whether kernels take the loss: not those of Triton 3.2, for which the joint's are fine."""
+    if not _library.runs_triton(FAMILY, x):
+        return False
+    if can_walk():
+        return True
+    if _library.requested() == "triton":
+        raise RuntimeError("APEX_IMPL=triton was asked for, but the transducer loss needs Triton 3.3 or later")
+    return False
+
+
 def loss_forward(
     x: Tensor,
     label: Tensor,
@@ -75,7 +86,7 @@ def loss_forward(
     """
     sizes = (max_f_len, label.shape[1] + 1)
     with torch.no_grad():
-        if x.numel() and label.shape[0] and _library.runs_triton(FAMILY, x):
+        if x.numel() and label.shape[0] and _runs_kernels(x):
             lengths = f_len.contiguous(), y_len.contiguous()
             offset = None if batch_offset is None else batch_offset.contiguous()
             given = x, label, *lengths, offset, sizes, blank_idx
@@ -105,8 +116,7 @@ def loss_backward(
     with torch.no_grad():
         if not x.numel() or not label.shape[0]:
             return torch.zeros_like(x)
-        kernels = _library.runs_triton(FAMILY, x)
-        run = triton_loss_backward if kernels else reference_loss.backward
+        run = triton_loss_backward if _runs_kernels(x) else reference_loss.backward
         return run(
             grad,
             x,
