@@ -251,6 +251,10 @@ def one_exchange_each_way(rank: int) -> None:
         output.sum().backward()
         assert (gathered.call_count, reduced.call_count) == (1, 1)
         norm.eval()(x, z).sum().backward()
+        # Not even by statistics of the batch: one process may evaluate by itself.
+        untracked = GroupBatchNorm2d(CHANNELS, dist.get_world_size(), track_running_stats=False).eval()
+        own = made(2, rank, torch.float32)
+        close(untracked(own), nn.functional.batch_norm(own.double(), None, None, training=True), torch.float32)
         assert (gathered.call_count, reduced.call_count) == (1, 1)
 
 

@@ -65,7 +65,7 @@ class GroupBatchNorm2d(_BatchNorm):
         factor = average_factor(self.momentum, self.num_batches_tracked) if tracked else 0.0
         running = (self.running_mean, self.running_var) if tracked or not training else (None, None)
         spec = BatchNormSpec(self.eps, factor, training)
-        group = consecutive_group("group_size", self.group_size) if training else None
+        group = consecutive_group("group_size", self.group_size) if self.training else None
         output, batch = group_batch_norm(input, None, *running, self.weight, self.bias, spec, group)
         if batch is not None:
             self._batch = batch
