@@ -1,5 +1,7 @@
 """apex.contrib.conv_bias_relu and the compiled name fused_conv_bias_relu, against PyTorch in float64."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -134,6 +136,19 @@ def test_a_second_derivative_is_refused() -> None:
     (first,) = torch.autograd.grad(ConvBiasReLU(x, weight, bias, 1, 1).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("kind", [ConvBiasReLU, ConvBiasMaskReLU, ConvFrozenScaleBiasReLU])
+def test_a_gradient_penalty_is_refused(kind: Callable) -> None:
+    """The gradient of a sum is constant, that of the input behind it is not."""
+    x, weight, bias, mask, scale, _ = problem("cpu", torch.float32)
+    x.requires_grad_()
+    weight.requires_grad_()
+    others = {ConvBiasReLU: (bias,), ConvBiasMaskReLU: (bias, mask), ConvFrozenScaleBiasReLU: (scale, bias)}[kind]
+    output = kind(x, weight, *others, PADDING, STRIDE)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (output.sum() + gradient.square().sum()).backward()
 
 
 def test_bad_arguments() -> None:

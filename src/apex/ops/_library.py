@@ -9,6 +9,7 @@ to be worth a launch to PyTorch, and says so in `OpFamily.small_inputs`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator
@@ -223,6 +224,27 @@ def quick_apply(function: type[torch.autograd.Function]) -> Callable:
         return directly(*args)
 
     return apply
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """PyTorch's decorator, which refuses a second derivative; here also where the gradient given needs none itself.
+
+    PyTorch's then returns constants, and what depends on input and weights in them, a gradient penalty, is lost.
+    """
+    once = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def wrapper(ctx, *gradients):  # type: ignore[no-untyped-def]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            gradients = tuple(
+                given.detach().requires_grad_()
+                if isinstance(given, torch.Tensor) and not given.requires_grad
+                else given
+                for given in gradients
+            )
+        return once(ctx, *gradients)
+
+    return wrapper
 
 
 def none_if_empty(gradient: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:

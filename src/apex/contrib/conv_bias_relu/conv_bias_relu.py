@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ...ops._library import autocast_dtype, quick_apply
+from ...ops._library import autocast_dtype, once_differentiable, quick_apply
 from ...ops.conv import (
     ConvSpec,
     conv_bias,
