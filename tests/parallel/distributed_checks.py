@@ -509,6 +509,12 @@ def sparse_gradients_are_an_error(rank: int) -> None:
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(4, 3, sparse=True)))
     with pytest.raises(RuntimeError, match=r"gradient of 0\.weight is sparse"):
         model(torch.tensor([1])).sum().backward()
+    net = nn.Embedding(4, 3, sparse=True)
+    reduce = Reducer(net)
+    net(torch.tensor([1])).sum().backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"gradient of weight is sparse"):
+            reduce.reduce()
 
 
 def a_late_rank_is_waited_for(rank: int) -> None:

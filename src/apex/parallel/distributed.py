@@ -90,7 +90,11 @@ class Reducer:
         named = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
         if self._reduction is None or self._reduction.signature != signature_of([param for _, param in named]):
             self._reduction = Reduction(named, Arithmetic(), delay=True)
-        self._reduction.reduce_all()
+        try:
+            self._reduction.reduce_all()
+        except BaseException:
+            self._reduction = None  # half of it is done: the next one begins anew
+            raise
 
 
 class DistributedDataParallel(nn.Module):

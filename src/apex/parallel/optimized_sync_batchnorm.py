@@ -24,7 +24,8 @@ class SyncBatchNorm(_BatchNorm):
     and behind the addend `z` of `forward`. Inputs may be of different sizes in different processes, or empty.
     Statistics are float32 beside half precision.
 
-    In evaluation by running statistics, in a group of one process and where processes are not connected it is a batch norm like any other.
+    In evaluation by running statistics, in a group of one process and where processes are not connected it is a batch
+    norm like any other.
     """
 
     def __init__(
