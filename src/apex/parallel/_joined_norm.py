@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..ops._library import once_differentiable
 from ..ops.batch_norm import (
     BatchNormSpec,
     direct_norm,

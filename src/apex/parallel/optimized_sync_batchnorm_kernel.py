@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..ops._library import once_differentiable
 from ..ops.batch_norm import (
     BatchNormSpec,
     gradient_sums,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...ops._library import once_differentiable
 from ...ops.batch_norm import (
     BatchNormSpec,
     BatchStatistics,
@@ -90,7 +91,7 @@ class bn_NHWC_impl(torch.autograd.Function):
         return _forward(ctx, x, None, s, b, rm, riv, mini_m, mini_riv, mom, epsilon, fuse_relu, is_train, rest)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad_y):  # type: ignore[override]
         dx, _, dscale, dbias = _backward(ctx, grad_y)
         return dx, dscale, dbias, *(None,) * (len(ctx.needs_input_grad) - 3)
@@ -106,7 +107,7 @@ class bn_addrelu_NHWC_impl(torch.autograd.Function):
         return _forward(ctx, x, z, s, b, rm, riv, mini_m, mini_riv, mom, epsilon, True, is_train, rest)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad_y):  # type: ignore[override]
         return *_backward(ctx, grad_y), *(None,) * (len(ctx.needs_input_grad) - 4)
 

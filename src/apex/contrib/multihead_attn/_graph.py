@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ...ops._library import once_differentiable
 
 
 def forward_with_graph(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...ops import multihead
+from ...ops._library import once_differentiable
 from ...ops.multihead import explicit
 
 
