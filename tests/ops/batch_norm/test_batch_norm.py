@@ -160,7 +160,7 @@ def check(case: BatchNormCase, route: Route) -> None:
         terms = count if name in ("weight", "bias", "mean", "variance") else 1
         if name == "output" and route.implementation == "torch" and case.addend and case.dtype.itemsize == 2:
             terms = 10**6  # PyTorch rounds before it adds, which shows where the sum is near zero
-        if name in ("x", "weight") and route == Route("cuda", "torch") and case.dtype.itemsize == 2:
+        if name == "x" and route == Route("cuda", "torch") and case.dtype.itemsize == 2:
             terms = 10**6  # and does not keep float32 on its way back where channels are not last
         assert_close(actual[name], wanted, reduction=terms * conditioning, what=name)
     assert_equal_bits(list(actual.values()), list(again.values()))
