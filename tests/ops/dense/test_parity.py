@@ -88,7 +88,8 @@ def test_gradients_of_activation_and_bias(
     assert dz.dtype == dbias.dtype == dtype
     exact = reference.activation_backward(*wide(dy, saved), activation)
     assert_close(dz, exact)
-    summed = dz.double() if str(route) == "cuda-torch" else exact
+    # PyTorch's operators round before anything is added; its sigmoid does it in every step, so ours widens first.
+    summed = dz.double() if str(route) == "cuda-torch" and activation != "sigmoid" else exact
     assert_close(dbias, summed.sum(0), reduction=shape[0])
 
 

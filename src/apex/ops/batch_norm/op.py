@@ -53,7 +53,7 @@ def batch_norm_with_statistics(
     check(input, running_mean, running_var, weight, bias, z, spec)
     if not input.numel() or (spec.training and input.numel() == input.shape[spec.channel_dim]):
         return _by_reference(input, z, running_mean, running_var, weight, bias, spec)
-    if not _runs_kernels(input, z, spec):
+    if not (_runs_kernels(input, z, spec) or _torch_rounds(input, weight, bias, spec)):
         return _native(input, z, running_mean, running_var, weight, bias, spec, wanted and spec.training)
     if torch.compiler.is_compiling():
         return _registered(input, z, running_mean, running_var, weight, bias, spec)
@@ -132,6 +132,22 @@ def _runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec) -> bool:
         return True
     contiguous = spec.training and spec.channel_dim == 1 and input.dim() > 2 and input.is_contiguous()
     return contiguous and input.shape[2:].numel() >= stages.PLAIN_POSITIONS
+
+
+def _torch_rounds(input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: BatchNormSpec) -> bool:
+    """Whether PyTorch would round the gradients of float32 parameters to the half precision of the input.
+
+    It does on a GPU unless the images are channels-last or cuDNN takes them, which refuses contiguous bfloat16.
+    """
+    if input.element_size() > 2 or _library.requested() == "torch" or not _library.runs_triton(FAMILY, input):
+        return False
+    learning = any(each is not None and each.requires_grad for each in (weight, bias)) and torch.is_grad_enabled()
+    if not (learning and spec.training):
+        return False
+    image = input if spec.channel_dim == 1 else input.movedim(-1, 1)
+    if image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last):
+        return False
+    return not (input.dtype == torch.float16 and input.dim() in (4, 5) and torch.backends.cudnn.enabled)
 
 
 def _by_reference(

@@ -116,10 +116,10 @@ def _compiled_mlp(
     widest = input.numel() // max(1, input.shape[-1]) * max([weight.shape[0] for weight in weights])
     needs_graph = torch.is_grad_enabled()
     if not _library.runs_triton(FAMILY, input) or (needs_graph and not is_large(widest)):
-        return composed_mlp(bool(biases), activation, *arguments)
+        return composed_mlp(len(biases) > 0, activation, *arguments)
     arguments = cast_like_autocast(dtype, arguments)
     if needs_graph:
-        return MlpFunction.apply(bool(biases), ACTIVATIONS.index(activation), *arguments)
+        return MlpFunction.apply(len(biases) > 0, ACTIVATIONS.index(activation), *arguments)
     layers = len(weights)
     return shaped(
         mlp_forward(as_rows(arguments[0]), arguments[1 : 1 + layers], arguments[1 + layers :], activation)[-1], input
