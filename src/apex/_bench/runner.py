@@ -26,10 +26,15 @@ def run_case(
     recorded: dict[str, Measurement] | None = None,
 ) -> CaseResult:
     """Every implementation of `case` checked and timed, with the `recorded` ones beside them."""
+    # A compiler's million objects are older than the case: collections between its turns need not walk over them.
+    gc.collect()
+    gc.freeze()
     try:
         measurements = _measure(case, device, effort)
     except Exception as error:  # the case itself could not be built, for example for want of memory
         measurements = {OURS: Measurement(OURS, "failed", error=_describe(error))}
+    finally:
+        gc.unfreeze()
     _release(device)
     return CaseResult(
         case.name,
