@@ -264,6 +264,29 @@ def hooks_come_before_the_reduction(rank: int) -> None:
             assert torch.equal(seen[-1], inputs[rank].expand(100, 200))
 
 
+def other_shapes_are_named(rank: int) -> None:
+    named = r"parameter 1.weight has shape \(5, 8\) and a gradient of shape {}, but its bucket was made for shape {}"
+    for passes in range(3):  # buckets are made at the end of the first
+        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2, bias=False))
+        model = DistributedDataParallel(net)
+        for _ in range(passes):
+            model(batch(3, 0)).sum().backward()
+            model.zero_grad()
+        loss = model(batch(3, 0)).sum()
+        net[1].weight.data = torch.ones(5, 8)
+        with pytest.raises(RuntimeError, match=named.format(r"\(2, 8\)", r"\(2, 8\)" if passes else r"\(5, 8\)")):
+            loss.backward()
+        del loss
+        model.zero_grad()
+        if passes:
+            with pytest.raises(RuntimeError, match=named.format(r"\(5, 8\)", r"\(2, 8\)")):
+                model(batch(3, 0)).sum().backward()
+            model.zero_grad()
+        model = DistributedDataParallel(net)
+        model(batch(3, 0)).sum().backward()
+        assert net[1].weight.grad.shape == (5, 8)
+
+
 def gradients_with_a_graph_keep_it(rank: int) -> None:
     model = DistributedDataParallel(plain_net())
     for step in range(2):
@@ -321,6 +344,8 @@ def sharded_checkpoints(rank: int) -> None:
     with pytest.raises(checkpoint.DamagedCheckpoint, match=r"__1_0.distcp"):
         checkpoint.load_sharded(state, path)
     assert series.latest() is None
+    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*nothing"):
+        checkpoint.load_sharded(state, "nothing")
 
 
 CHECKS: dict[str, Check] = {
@@ -336,6 +361,7 @@ CHECKS: dict[str, Check] = {
             what_others_hold_stays,
             gradients_of_ones_own_are_written_to,
             hooks_come_before_the_reduction,
+            other_shapes_are_named,
             gradients_with_a_graph_keep_it,
             checkpoints,
             sharded_checkpoints,

@@ -1,53 +1,133 @@
-"""A training run whose last rank kills itself in the middle of a step; started by test_survival.py.
+"""Training runs whose last rank kills itself in the middle of a step; started by test_survival.py.
 
-Arguments: a folder, and the rank and number of processes where no launcher gives them.
+Arguments: a folder, where a launcher starts every process; or a folder, a number of processes, and kinds of runs, which
+all go on at once. Then this process imports everything and divides. Of a run there is a folder of that name, with what
+its processes printed; `ends.json` has their exit codes.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import signal
 import sys
+import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex.checkpoint import Series
-from apex.parallel import DistributedDataParallel
+from apex.contrib.groupbn import BatchNorm2d_NHWC
+from apex.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
+from apex.parallel import DistributedDataParallel, SyncBatchNorm
 
 EVERY, DEATH = 5, 12
 
 
-def main(folder: Path, rank: int | None = None, processes: int | None = None) -> None:
-    torch.set_num_threads(1)
-    if rank is None:
-        dist.init_process_group("gloo")
-    else:
-        store = f"file://{folder}/store"
-        patience = timedelta(seconds=40)
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes, timeout=patience)
+def plain() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(50, 50) for _ in range(6)])
+
+
+def normed(norm: Callable[[], nn.Module]) -> nn.Sequential:
+    return nn.Sequential(nn.Unflatten(1, (2, 5, 5)), *[norm() for _ in range(6)], nn.Flatten())
+
+
+def data_parallel() -> tuple[nn.Module, Any]:
+    model = DistributedDataParallel(plain(), message_size=2550)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def zero_adam() -> tuple[nn.Module, Any]:
+    model = plain()
+    return model, DistributedFusedAdam(model.parameters(), bucket_cap_mb=0.01)
+
+
+def zero_lamb() -> tuple[nn.Module, Any]:
+    model = plain()
+    return model, DistributedFusedLAMB(model.parameters())
+
+
+def sync_batch_norm() -> tuple[nn.Module, Any]:
+    model = normed(lambda: SyncBatchNorm(2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def group_batch_norm() -> tuple[nn.Module, Any]:
+    model = normed(lambda: BatchNorm2d_NHWC(5, bn_group=dist.get_world_size()))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+KINDS = {make.__name__: make for make in (data_parallel, zero_adam, zero_lamb, sync_batch_norm, group_batch_norm)}
+
+
+def train(kind: str, folder: Path) -> None:
+    """Gradients are under way, or sums of them, when the last rank dies; of group norms, statistics."""
     torch.manual_seed(dist.get_rank())
-    model = DistributedDataParallel(nn.Sequential(*[nn.Linear(50, 50) for _ in range(6)]), message_size=2550)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = KINDS[kind]()
+    layers = getattr(model, "module", model)
     series = Series(folder / "checkpoints", keep=2)
     for step in range(1, 100):
         if step == DEATH and dist.get_rank() == dist.get_world_size() - 1:
-            # Some buckets have been sent then, others not.
-            model.module[2].bias.register_hook(die)
+            if kind == "group_batch_norm":
+                layers[3].register_forward_hook(die)
+            else:
+                layers[4].bias.register_hook(die)
         optimizer.zero_grad()
         model(torch.randn(4, 50)).square().mean().backward()
         optimizer.step()
         if step % EVERY == 0:
-            series.save({"step": step, "model": model.module.state_dict()}, step, wait=True)
+            series.save(
+                {"step": step, "model": layers.state_dict(), "optimizer": optimizer.state_dict()}, step, wait=True
+            )
     raise AssertionError("nobody died")
 
 
-def die(_gradient: Tensor) -> None:
+def die(*_: Tensor) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def divide(folder: Path, processes: int, kinds: list[str]) -> None:
+    """Every rank of every run in a process of its own."""
+    importlib.import_module("torch._dynamo")  # which optimizers ask for; it takes longer than a run
+    children = {}
+    for kind in kinds:
+        (folder / kind).mkdir()
+        for rank in range(processes):
+            child = os.fork()
+            if not child:
+                os._exit(run(kind, folder / kind, rank, processes))
+            children[child] = kind, rank
+    ends = {kind: [0] * processes for kind in kinds}
+    for child, (kind, rank) in children.items():
+        ends[kind][rank] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    (folder / "ends.json").write_text(json.dumps(ends))
+
+
+def run(kind: str, folder: Path, rank: int, processes: int) -> int:
+    """One rank; returns an exit code."""
+    with open(folder / f"rank{rank}.txt", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        try:
+            store, patience = f"file://{folder}/store", timedelta(seconds=40)
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes, timeout=patience)
+            train(kind, folder)
+        except BaseException:
+            traceback.print_exc(file=output)
+    return 1
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    torch.set_num_threads(1)
+    place = Path(sys.argv[1])
+    if len(sys.argv) > 2:
+        divide(place, int(sys.argv[2]), sys.argv[3:])
+    else:
+        dist.init_process_group("gloo")
+        train("data_parallel", place)

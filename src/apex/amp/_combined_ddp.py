@@ -67,7 +67,8 @@ class CombinedReduction:
         device = buffers[0].device if buffers else None
         mine = torch.tensor([zlib.crc32(repr(layout).encode())], dtype=torch.int64, device=device)
         everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everywhere, mine)
+        with explained("comparing the parameters of all ranks"):
+            dist.all_gather(everywhere, mine)
         different = [rank for rank, other in enumerate(everywhere) if other.item() != everywhere[0].item()]
         if different:
             raise RuntimeError(

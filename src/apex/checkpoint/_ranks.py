@@ -6,6 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .._failures import explained
+
 
 def is_connected() -> bool:
     return dist.is_available() and dist.is_initialized()
@@ -21,7 +23,8 @@ def from_first(value: Any) -> Any:
     if not is_connected():
         return value
     box = [value]
-    dist.broadcast_object_list(box, 0)
+    with explained("hearing of a checkpoint from rank 0"):
+        dist.broadcast_object_list(box, 0)
     return box[0]
 
 
@@ -30,7 +33,8 @@ def raise_everywhere(failure: Exception | None, what: str) -> None:
     reasons: list[str | None] = [None if failure is None else f"{type(failure).__name__}: {failure}"]
     if is_connected():
         mine, reasons = reasons[0], [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, mine)
+        with explained("asking whether all ranks have written a checkpoint"):
+            dist.all_gather_object(reasons, mine)
     for rank, reason in enumerate(reasons):
         if reason is not None:
             raise RuntimeError(f"{what}; rank {rank} had {reason}") from failure

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .._atomic import atomic_file, make_folder, sync_folder, temporary_beside
+from .._failures import explained
 from ._files import MANIFEST, DamagedCheckpoint, checksum_of, verify
 from ._ranks import from_first, is_connected, is_first, raise_everywhere
 
@@ -42,7 +43,8 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     everything = [facts]
     if is_connected():
         everything = [{}] * dist.get_world_size()
-        dist.all_gather_object(everything, facts)
+        with explained("gathering what all ranks have written"):
+            dist.all_gather_object(everything, facts)
     manifest = {name: fact for each in everything for name, fact in each.items()}
     _on_first(lambda: _publish(temporary, path, manifest), f"the checkpoint {path} could not be finished")
 
@@ -50,21 +52,25 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
 def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Fills the tensors of `state` from a folder of `save_sharded`, whatever number of processes wrote it.
 
-    Called in all processes. Raises `DamagedCheckpoint`, in all and before anything is changed, if it is not whole.
+    Called in all processes. Before anything is changed it raises, in all, `DamagedCheckpoint` if the checkpoint is not
+    whole, `FileNotFoundError` if there is none.
     """
     from torch.distributed import checkpoint
 
-    reason: str | None = None
+    failure: tuple[type[Exception], str] | None = None
     path = Path(path)
     if is_first():
         try:
             path = standing(path)
             verify(path)
+        except FileNotFoundError as error:
+            failure = FileNotFoundError, str(error)
         except (DamagedCheckpoint, OSError) as error:
-            reason = str(error)
-    reason, path = from_first((reason, path))
-    if reason is not None:
-        raise DamagedCheckpoint(reason)
+            failure = DamagedCheckpoint, str(error)
+    failure, path = from_first((failure, path))
+    if failure is not None:
+        kind, reason = failure
+        raise kind(reason)
     with _quiet_alone():
         checkpoint.load(state, checkpoint_id=path)
 

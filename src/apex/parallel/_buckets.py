@@ -124,6 +124,7 @@ class Bucket:
         Its memory is free for the next gradient then. To be called where `takes_early` says so.
         """
         self._open()
+        self._check_shape(index)
         param = self.params[index]
         if self._is_inside(index):
             if self._before != 1.0:
@@ -151,6 +152,7 @@ class Bucket:
         for index, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
             if index in self._taken:
                 continue
+            self._check_shape(index)
             gradient = param.grad
             if gradient is None:
                 place.zero_()
@@ -211,6 +213,17 @@ class Bucket:
             return flat.offsets_of(self.params)
         offsets = list(itertools.accumulate((param.numel() for param in self.params), initial=0))
         return offsets[:-1], offsets[-1]
+
+    def _check_shape(self, index: int) -> None:
+        """Raises where a parameter, or a gradient from before it changed, is not of the shape that its bucket has."""
+        param, expected = self.params[index], self._places[index].shape
+        if param.shape != expected or (param.grad is not None and param.grad.shape != expected):
+            gradient = "" if param.grad is None else f" and a gradient of shape {tuple(param.grad.shape)}"
+            raise RuntimeError(
+                f"parameter {self.names[index]} has shape {tuple(param.shape)}{gradient}, but its bucket was made for "
+                f"shape {tuple(expected)}: after param.data has been replaced by another shape, in all processes, "
+                "clear gradients and wrap the model again"
+            )
 
     def _is_inside(self, index: int) -> bool:
         """Whether a parameter's gradient is in its place already."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from .._failures import explained
 
 # Bytes that a broadcast of a module's state takes at a time, beside the state itself.
 _BROADCAST_BYTES = 1 << 28
@@ -29,7 +32,9 @@ def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> Sequence[Tensor]:
 def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
     """`call(vector, *extra_args)` for all tensors at once, which are of one type; `all_reduce` gives their mean."""
     coalesced = flatten(bucket)
-    call(coalesced, *(extra_args or ()))
+    known = getattr(call, "__module__", "").startswith("torch.distributed")
+    with explained(f"{call.__name__} of {len(bucket)} tensors") if known else contextlib.nullcontext():
+        call(coalesced, *(extra_args or ()))
     if call is dist.all_reduce:
         coalesced /= dist.get_world_size()
     for tensor, synced in zip(bucket, unflatten(coalesced, bucket), strict=True):
@@ -92,6 +97,7 @@ def broadcast_from_first(tensors: Iterable[Tensor], group: Any = None) -> None:
                 chunk.append(bucket.pop(0))
             # As bytes: no backend knows all types.
             coalesced = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-            dist.broadcast(coalesced.view(torch.uint8), first, group=group)
+            with explained("taking parameters and buffers from the first process"):
+                dist.broadcast(coalesced.view(torch.uint8), first, group=group)
             for tensor, synced in zip(chunk, unflatten(coalesced, chunk), strict=True):
                 tensor.copy_(synced)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._failures import explained
 from ._buckets import Arithmetic, Bucket, agree, plan
 
 
@@ -185,7 +186,8 @@ def check_same_everywhere(named_params: Sequence[tuple[str, Tensor]]) -> None:
     facts = [len(described), elements, zlib.crc32(repr(described).encode())]
     mine = torch.tensor(facts, dtype=torch.int64, device=named_params[0][1].device)
     everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, mine)
+    with explained("comparing the models of all ranks"):
+        dist.all_gather(everywhere, mine)
     found = [tuple(tensor.tolist()) for tensor in everywhere]
     for rank, (count, elements, checksum) in enumerate(found):
         if (count, elements, checksum) != found[0]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from .._failures import explained
+
 
 def process_count(group: dist.ProcessGroup | None) -> int:
     """Processes of a group, all there are where it is None; 0 where processes are not connected."""
@@ -33,12 +35,14 @@ def gathered(packet: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     packets = packet.new_empty(group.size() * packet.numel())
     # The name that PyTorch 2.13 gave it, or the one before.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(packets, packet, group=group)
+    with explained("gathering the statistics of a batch norm over processes"):
+        gather(packets, packet, group=group)
     return packets.view(-1, packet.numel())
 
 
 def summed(packet: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The packet itself, after it became the sum of those of all processes. One `all_reduce`."""
     if group is not None:
-        dist.all_reduce(packet, group=group)
+        with explained("adding up what a batch norm over processes needs for its gradients"):
+            dist.all_reduce(packet, group=group)
     return packet

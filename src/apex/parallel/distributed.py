@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from .._failures import explained
 from ._buckets import Arithmetic, multiply
 from ._flat import (
     apply_flat_dist_call,
@@ -360,7 +361,8 @@ class DistributedDataParallel(nn.Module):
         before, after = self._arithmetic.factors(int(self.world_size), flat.dtype)
         travelling = torch.empty_like(flat, dtype=self._arithmetic.travels_as(flat.dtype))
         multiply([flat], [travelling], before)
-        dist.all_reduce(travelling, group=None if force_default_stream else groups[bucket_idx % len(groups)])
+        with explained(f"the reduction of {len(bucket)} gradients"):
+            dist.all_reduce(travelling, group=None if force_default_stream else groups[bucket_idx % len(groups)])
         multiply([travelling], [flat], after)
         if not self.retain_allreduce_buffers:
             multiply(unflatten(flat, bucket), [gradient.detach() for gradient in bucket], 1.0)

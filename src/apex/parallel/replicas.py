@@ -129,7 +129,8 @@ def _check_names(named: list[tuple[str, Any]], group: dist.ProcessGroup | None) 
     if not different:
         return
     everywhere: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, described, group=group)
+    with explained("comparing replicas"):
+        dist.all_gather_object(everywhere, described, group=group)
     common = set.intersection(*map(set, everywhere))
     rest = list(dict.fromkeys(name for each in everywhere for name in each if name not in common))
     raise RuntimeError(

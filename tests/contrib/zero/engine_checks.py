@@ -52,15 +52,15 @@ def collectives(rank: int) -> None:
         total = torch.stack([torch.arange(4 * size) + other for other in range(size)]).double()
         for average in (False, True):
             output = torch.empty(4, dtype=dtype)
-            reduce_scatter(output, inputs, None, average).wait()
+            reduce_scatter(output, inputs, None, average, "a test").wait()
             expected = total.mean(0) if average else total.sum(0)
             torch.testing.assert_close(output, expected[4 * rank :][:4].to(dtype), rtol=0, atol=0)
             both = inputs.clone()
-            all_reduce(both, None, average).wait()
+            all_reduce(both, None, "a test", average).wait()
             torch.testing.assert_close(both, expected.to(dtype), rtol=0, atol=0)
         gathered = torch.empty(4 * size, dtype=dtype)
         gathered[4 * rank :][:4] = rank
-        all_gather(gathered, gathered[4 * rank :][:4], None).wait()
+        all_gather(gathered, gathered[4 * rank :][:4], None, "a test").wait()
         assert gathered.tolist() == [float(index // 4) for index in range(4 * size)]
 
 

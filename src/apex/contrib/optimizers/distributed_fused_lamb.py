@@ -287,7 +287,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         infinite = torch.logical_not(torch.isfinite(reductions.norm))
         if not self._clip_after_ar and not self._groups.is_one:
             flag = infinite.to(torch.float32)
-            all_reduce(flag, self._groups.process_group).wait()
+            all_reduce(flag, self._groups.process_group, "asking whether all gradients are finite").wait()
             infinite = flag > 0
         self._overflow_buf = infinite.to(torch.int32)
         if not self._step_supports_amp_scaling:

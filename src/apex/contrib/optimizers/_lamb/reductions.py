@@ -16,14 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...._failures import explained
 from ....ops._transfer import on_host
 from ....ops.multi_tensor import l2norm, rules, scale, zero
 from ....ops.multi_tensor.torch_lists import flat
 from ....parallel._reduction import on_stream
 from .._zero.arena import Arena, laid_out_like
-from .._zero.collectives import Done, Work, all_reduce, reduce_scatter
+from .._zero.collectives import Done, Work, all_reduce, begun, reduce_scatter
 from .communicators import Communicators
 from .lists import FixedLists
+
+# What is said where other processes do not answer.
+_ADDING = "adding up a bucket of gradients"
 
 
 class _Target(NamedTuple):
@@ -199,7 +203,8 @@ class Reductions:
         """The order in which buckets were complete in process 0, then the others; from the last if none was."""
         rest = [number for number in reversed(range(len(self._buckets))) if number not in self._finished]
         order = torch.tensor([*self._finished, *rest], dtype=torch.int64, device=self.arenas[0].device)
-        dist.broadcast(order, self._groups.root)
+        with explained("agreeing on the order of gradients with the first process"):
+            dist.broadcast(order, self._groups.root)
         self._order = order.tolist()
         self._expected = self._arrivals
 
@@ -264,9 +269,7 @@ class Reductions:
             return Done()
         reduce = self._communicators.reduce[number % len(self._communicators.reduce)]
         if self._in_place:
-            return (
-                _scaled_all_reduce(bucket, reduce, factor) if factor is not None else all_reduce(bucket, reduce, True)
-            )
+            return _averaged(bucket, reduce, factor)
         scatter = self._communicators.scatter[number % len(self._communicators.scatter)]
         if groups.replicas == 1:
             return _scattered(bucket, shard, scatter, factor)
@@ -275,7 +278,7 @@ class Reductions:
             if on_host(bucket):
                 return _Then(first, shard, reduce)
             first.wait()
-            return all_reduce(shard, reduce, True)
+            return all_reduce(shard, reduce, _ADDING, True)
 
     def _finish(self) -> None:
         for work in self._works:
@@ -307,7 +310,7 @@ class Reductions:
         device = self.arenas[0].device
         total = torch.stack(totals).sum(0) if totals else torch.zeros(1, dtype=torch.float32, device=device)
         if self._groups.ranks > 1:
-            all_reduce(total, self._groups.distributed).wait()
+            all_reduce(total, self._groups.distributed, "measuring the norm of all gradients").wait()
         return total.sqrt_()
 
     def _buffer(self, arena: Arena) -> Tensor:
@@ -321,15 +324,17 @@ class Reductions:
 
 def _scattered(bucket: Tensor, shard: Tensor, group: Any, factor: Tensor | None) -> Work:
     if factor is None:
-        return reduce_scatter(shard, bucket, group, True)
+        return reduce_scatter(shard, bucket, group, True, _ADDING)
     operation = _premultiplied(factor, shard.dtype, group)
     parts = list(bucket.view(dist.get_world_size(group), -1).unbind())
-    return dist.reduce_scatter(shard, parts, op=operation, group=group, async_op=True)
+    return begun(_ADDING, dist.reduce_scatter, shard, parts, op=operation, group=group)
 
 
-def _scaled_all_reduce(bucket: Tensor, group: Any, factor: Tensor) -> Work:
+def _averaged(bucket: Tensor, group: Any, factor: Tensor | None) -> Work:
+    if factor is None:
+        return all_reduce(bucket, group, _ADDING, True)
     operation = _premultiplied(factor, bucket.dtype, group)
-    return dist.all_reduce(bucket, op=operation, group=group, async_op=True)
+    return begun(_ADDING, dist.all_reduce, bucket, op=operation, group=group)
 
 
 def _premultiplied(factor: Tensor, dtype: torch.dtype, group: Any) -> Any:
@@ -345,7 +350,7 @@ class _Then:
 
     def wait(self) -> None:
         self._first.wait()
-        all_reduce(self._shard, self._group, True).wait()
+        all_reduce(self._shard, self._group, _ADDING, True).wait()
 
     def is_completed(self) -> bool:
         return False

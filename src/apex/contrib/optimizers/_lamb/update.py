@@ -89,7 +89,7 @@ class Update:
         each = torch.cat([*squares, nothing])
         whole = each[self._table(scaled)].sum(1)
         if self._groups.ranks > 1:
-            all_reduce(whole, self._groups.distributed).wait()
+            all_reduce(whole, self._groups.distributed, "measuring parameters and their steps").wait()
         return whole
 
     def _table(self, scaled: tuple[int, ...]) -> Tensor:

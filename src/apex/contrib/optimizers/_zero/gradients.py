@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...._failures import explained
 from ....ops._transfer import on_host
 from ....ops.multi_tensor.torch_lists import flat
 from ....parallel._reduction import on_stream
@@ -29,6 +30,9 @@ from .arena import Arena, laid_out_like
 from .collectives import Done, Work, all_reduce, reduce_scatter
 from .groups import Groups
 from .layout import Piece
+
+# What is said where other processes do not answer.
+_ADDING = "adding up a bucket of gradients"
 
 _dtype = operator.attrgetter("dtype")
 _grad_of = operator.attrgetter("grad")
@@ -229,7 +233,8 @@ class GradientSync:
         self.finish()
         completed = list(dict.fromkeys([*completed, *range(len(self._order))]))
         order = torch.tensor(completed, dtype=torch.int64, device=self.arenas[0].device)
-        dist.broadcast(order, self.groups.root, group=self.groups.process_group)
+        with explained("agreeing on the order of gradients with the first process"):
+            dist.broadcast(order, self.groups.root, group=self.groups.process_group)
         agreed = order.tolist()
         new = {number: place for place, number in enumerate(agreed)}
         self._order = [self._order[number] for number in agreed]
@@ -301,17 +306,19 @@ class GradientSync:
         if groups.ranks == 1:
             shard.copy_(bucket)
         if groups.replicas == 1:
-            return reduce_scatter(shard, bucket, groups.distributed, self.average) if groups.ranks > 1 else Done()
+            if groups.ranks == 1:
+                return Done()
+            return reduce_scatter(shard, bucket, groups.distributed, self.average, _ADDING)
         # Two collectives, of which the second needs the first: on a stream of their own, so that nothing else waits.
         if self._stream is None and not on_host(bucket):
             self._stream = torch.Stream(bucket.device)
         with on_stream(self._stream):
             if groups.ranks > 1:
-                first = reduce_scatter(shard, bucket, groups.distributed, self.average)
+                first = reduce_scatter(shard, bucket, groups.distributed, self.average, _ADDING)
                 if on_host(bucket):
                     return _Then(first, shard, groups.redundant, self.average)
                 first.wait()
-            return all_reduce(shard, groups.redundant, self.average)
+            return all_reduce(shard, groups.redundant, _ADDING, self.average)
 
     def _is_done(self, sent: _Sent) -> bool:
         """Whether a bucket has arrived; a device is not asked while its work is recorded into a graph."""
@@ -386,7 +393,7 @@ class _Then:
 
     def wait(self) -> None:
         self._first.wait()
-        all_reduce(self._shard, self._group, self._average).wait()
+        all_reduce(self._shard, self._group, _ADDING, self._average).wait()
 
     def is_completed(self) -> bool:
         return False

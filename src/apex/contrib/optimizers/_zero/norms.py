@@ -9,9 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from ...._failures import explained
 from ....ops.multi_tensor import l2norm, max_norm
 from .collectives import all_reduce
 from .gradients import GradientSync
+
+_MEASURING = "measuring the norm of all gradients"
 
 
 class Norms:
@@ -84,10 +87,11 @@ class Norms:
         if groups.ranks == 1:
             return local
         if order != 2.0:
-            dist.all_reduce(local, dist.ReduceOp.MAX, group=groups.distributed)
+            with explained(_MEASURING):
+                dist.all_reduce(local, dist.ReduceOp.MAX, group=groups.distributed)
             return local
         square = local.square().reshape(1)
-        all_reduce(square, groups.distributed).wait()
+        all_reduce(square, groups.distributed, _MEASURING).wait()
         return square.sqrt().reshape(())
 
     # torch.amp.GradScaler ---------------------------------------------------------------------------------------------

@@ -127,7 +127,8 @@ class ParameterSync:
             bucket = arena.bucket(arena.parameter_buffer, number)
         else:
             bucket = torch.empty(arena.layout.bucket_sizes[number], dtype=shard.dtype, device=arena.device)
-        self._under_way.append(_Gathered(key, bucket, all_gather(bucket, shard, self.groups.distributed)))
+        work = all_gather(bucket, shard, self.groups.distributed, "sending a bucket of updated parameters")
+        self._under_way.append(_Gathered(key, bucket, work))
 
     @torch.no_grad()
     def _finish_first(self) -> None:

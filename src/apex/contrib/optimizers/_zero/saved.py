@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...._failures import explained
 from ....ops.multi_tensor.torch_lists import flat
 from .arena import Arena
 from .collectives import all_gather
@@ -71,7 +72,7 @@ def gather(states: Sequence[State], keep: bool) -> dict[Tensor, dict[str, Tensor
                 bucket = arena.shard(values, number)
                 if arena.groups.ranks > 1:
                     whole = bucket.new_empty(arena.layout.bucket_sizes[number])
-                    all_gather(whole, bucket, arena.groups.distributed).wait()
+                    all_gather(whole, bucket, arena.groups.distributed, "gathering the state of an optimizer").wait()
                     bucket = whole
                 for piece in pieces if keep else ():
                     target = flat(found[arena.params[piece.param]][name])
@@ -132,5 +133,6 @@ def gather_objects(value: Any, arena_group: Any, ranks: int) -> list[Any] | None
         return [value]
     root = dist.get_rank(arena_group) == 0
     found: list[Any] | None = [None] * ranks if root else None
-    dist.gather_object(value, found, dst=dist.get_global_rank(arena_group, 0), group=arena_group)
+    with explained("gathering the state of an optimizer"):
+        dist.gather_object(value, found, dst=dist.get_global_rank(arena_group, 0), group=arena_group)
     return found
