@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from amp_models import MODELS, problem
+from amp_models import IMAGES, MODELS, problem
 from torch import nn
 
 # How each prepares model and optimizer is in `prepare`.
@@ -32,7 +32,8 @@ CONTENDERS = (
     "apex O1 torch optimizer",
     "apex O1 fused optimizer",
     "apex O2 fused optimizer",
-    "apex O2 half outputs fused optimizer",
+    "apex O2 fused optimizer + groupbn",
+    "apex O2 fused optimizer + half outputs",
     "torch.amp bf16",
     "apex O4 torch optimizer",
     "apex O4 fused optimizer",
@@ -41,7 +42,7 @@ CONTENDERS = (
 # What a device's figures are about: on a GPU speed and memory, on a CPU what amp costs on top of autocast.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {
-        "models": ["resnet50", "resnet50-32", "gpt2"],
+        "models": ["resnet50-256", "resnet50", "resnet50-32", "gpt2"],
         "contenders": [name for name in CONTENDERS if name not in ("autocast fp16", "apex O4 torch optimizer")],
         "rounds": 5,
         "steps": 10,
@@ -59,6 +60,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "steps": 5,
     },
 }
+# Which models a variant is about: fused batch norms, or outputs that are large.
+VARIANTS = {"groupbn": tuple(IMAGES), "half outputs": ("gpt2",)}
+# All of a model's contenders are on the GPU at once: of one that takes 12 GB, only those in float16.
+LARGE = ("resnet50-256",)
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
@@ -66,7 +71,7 @@ def optimizer_for(name: str, model: nn.Module, fused_by_apex: bool) -> torch.opt
     """SGD for networks of images, AdamW for the others."""
     from apex.optimizers import FusedAdam, FusedSGD
 
-    if name in ("resnet50", "resnet50-32", "demo-conv"):
+    if name in (*IMAGES, "demo-conv"):
         options = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}
         kind = FusedSGD if fused_by_apex else torch.optim.SGD
         return kind(model.parameters(), **options, **({} if fused_by_apex else {"fused": True}))
@@ -77,8 +82,11 @@ def optimizer_for(name: str, model: nn.Module, fused_by_apex: bool) -> torch.opt
 
 def prepare(contender: str, name: str, device: str, small: bool) -> tuple[Callable[[], None], float]:
     """A training step, and how long amp.initialize took in milliseconds."""
-    model, inputs, targets, criterion = problem(name, device, small)
-    optimizer = optimizer_for(name, model, contender.endswith("fused optimizer"))
+    half_outputs = contender.endswith("+ half outputs")
+    model, inputs, targets, criterion = problem(
+        name, device, small, fused_norms=contender.endswith("+ groupbn"), half_outputs=half_outputs
+    )
+    optimizer = optimizer_for(name, model, "fused optimizer" in contender)
     if contender == "fp32":
 
         def plain_step() -> None:
@@ -87,7 +95,7 @@ def prepare(contender: str, name: str, device: str, small: bool) -> tuple[Callab
             optimizer.step()
 
         return plain_step, 0.0
-    half = torch.float16 if contender.endswith("fp16") else torch.bfloat16
+    half = half_of(contender)
     if contender.startswith("autocast"):
 
         def bare_step() -> None:
@@ -114,7 +122,7 @@ def prepare(contender: str, name: str, device: str, small: bool) -> tuple[Callab
     from apex import amp
 
     level = contender.split()[1]
-    options: dict[str, Any] = {"cast_model_outputs": torch.float16} if "half outputs" in contender else {}
+    options: dict[str, Any] = {"cast_model_outputs": torch.float16} if half_outputs else {}
     start = time.perf_counter()
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     milliseconds = 1e3 * (time.perf_counter() - start)
@@ -144,18 +152,23 @@ def compete(contender: str, name: str, device: str, small: bool, steps: int) -> 
     for _ in sys.stdin:
         step()
         wait()
-        times = []
-        for _ in range(1 if on_gpu else steps):  # a GPU is asked for many steps at once, and not kept waiting
+        at_once = steps if on_gpu else 1  # a GPU is asked for many steps at once, and not kept waiting
+        times, host_times = [], []
+        for _ in range(steps // at_once):
             start = clock()
-            for _ in range(steps if on_gpu else 1):
+            for _ in range(at_once):
                 step()
+            host_times.append(1e3 * (clock() - start) / at_once)
             wait()
-            times.append(1e3 * (clock() - start) / (steps if on_gpu else 1))
-        _say({"milliseconds": statistics.median(times)})
-    if on_gpu:
-        _say({"peak_mebibytes": torch.cuda.max_memory_allocated() / 2**20, "waits_for_the_gpu": waits(step)})
-    else:
-        _say({})
+            times.append(1e3 * (clock() - start) / at_once)
+        _say({"milliseconds": statistics.median(times), "host_milliseconds": statistics.median(host_times)})
+    _say({**memory(), "waits_for_the_gpu": waits(step)} if on_gpu else {})
+
+
+def memory() -> dict[str, float]:
+    """The most that tensors took, and what they asked for, which the allocator rounds up as its blocks happen to be."""
+    asked = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    return {"peak_mebibytes": torch.cuda.max_memory_allocated() / 2**20, "asked_mebibytes": asked / 2**20}
 
 
 def clock_of(device: str) -> Callable[[], float]:
@@ -205,6 +218,18 @@ def initialize_times(device: str) -> None:
     _say({"tensors": len(list(model.parameters())), "milliseconds": found})
 
 
+def takes_part(contender: str, model: str) -> bool:
+    """Whether a contender is about this model."""
+    if model in LARGE and (contender == "fp32" or half_of(contender) == torch.bfloat16):
+        return False
+    return model in VARIANTS.get(contender.partition(" + ")[2], MODELS)
+
+
+def half_of(contender: str) -> torch.dtype:
+    """Its half precision; the one of fp32 does not matter."""
+    return torch.bfloat16 if any(mark in contender for mark in ("bf16", "O4", "O5")) else torch.float16
+
+
 class Contender:
     """A process that trains when it is told to."""
 
@@ -216,6 +241,7 @@ class Contender:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self.rounds: list[float] = []
+        self.host: list[float] = []
 
     def answer(self) -> dict[str, Any]:
         """The next line that it says."""
@@ -229,7 +255,9 @@ class Contender:
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        self.rounds.append(self.answer()["milliseconds"])
+        answer = self.answer()
+        self.rounds.append(answer["milliseconds"])
+        self.host.append(answer["host_milliseconds"])
 
     def end(self) -> dict[str, Any]:
         """What it knows after the last round."""
@@ -244,7 +272,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     """Every model and every contender."""
     results: dict[str, dict[str, Any]] = {}
     for model in arguments.models:
-        contenders = [Contender(name, model, arguments) for name in arguments.contenders]
+        contenders = [Contender(name, model, arguments) for name in arguments.contenders if takes_part(name, model)]
         starts = [contender.answer() for contender in contenders]
         for _ in range(arguments.rounds):
             for contender in contenders:
@@ -252,6 +280,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
         results[model] = {
             contender.name: {
                 "milliseconds": statistics.median(contender.rounds),
+                "host_milliseconds": statistics.median(contender.host),
                 **start,
                 **contender.end(),
                 "rounds": [round(value, 3) for value in contender.rounds],
@@ -274,7 +303,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
             if on_gpu
             else "the median of its steps, in the time of the one thread that works"
         )
-        + ", a figure the median of the rounds",
+        + ", a figure the median of the rounds; host_milliseconds: until the steps were queued",
         "results": results,
         "initialize": initialize,
     }
@@ -283,12 +312,13 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
 def print_table(model: str, results: dict[str, dict[str, Any]]) -> None:
     """Milliseconds of each contender, beside torch.amp with the same half precision."""
     for name, figures in results.items():
-        rival = "torch.amp bf16" if "bf16" in name or "O4" in name or "O5" in name else "torch.amp fp16"
-        line = f"{model:11} {name:37} {figures['milliseconds']:8.3f} ms"
+        rival = "torch.amp bf16" if half_of(name) == torch.bfloat16 else "torch.amp fp16"
+        line = f"{model:12} {name:39} {figures['milliseconds']:8.3f} ms, host {figures['host_milliseconds']:7.3f}"
         if rival in results:
             line += f" {figures['milliseconds'] / results[rival]['milliseconds']:6.3f} of {rival}"
         if "peak_mebibytes" in figures:
-            line += f" {figures['peak_mebibytes']:7.0f} MiB{'  waits' if figures['waits_for_the_gpu'] else ''}"
+            line += f" {figures['peak_mebibytes']:7.0f} MiB ({figures['asked_mebibytes']:.0f} asked for)"
+            line += "  waits" if figures["waits_for_the_gpu"] else ""
         print(line, flush=True)
 
 
