@@ -1,7 +1,7 @@
 """PyTorch's own norm operators, used where there is no kernel and where they are the quicker way to the same result.
 
 PyTorch on the CPU sums the gradients of half-precision layer-norm weights in half precision: 5% off after 4096 rows.
-Where gradients are wanted, they are computed in float32 here.
+Where gradients are wanted, they are summed in float32 here and in `half_layer_norm`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import half_layer_norm
 from .reference import as_rows, compute_dtype, normalised_from_output
 from .spec import NormSpec
 
@@ -29,7 +30,7 @@ def layer_norm(input: Tensor, shape: Sequence[int], weight: Tensor | None, bias:
 
 def rms_norm(input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
     """`torch.rms_norm` in the input's dtype, also under autocast."""
-    if not _RMS_NORM_IS_FUSED and input.dtype in (torch.float16, torch.bfloat16):
+    if not _RMS_NORM_IS_FUSED and input.dtype in half_layer_norm.HALF:
         return rms_norm(input.float(), shape, None if weight is None else weight.float(), eps).to(input.dtype)
     if torch._C._is_any_autocast_enabled():
         with _autocast_off(input):
@@ -69,10 +70,12 @@ def layer_norm_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and statistics of each row, without autograd."""
     compute = compute_dtype(input, weight)
-    row_length = spec.row_length
-    output, mean, rstd = torch.native_layer_norm(
-        as_rows(input, row_length).to(compute), (row_length,), _flat(weight, compute), _flat(bias, compute), spec.eps
-    )
+    shape = (spec.row_length,)
+    rows, weight, bias = as_rows(input, spec.row_length), _flat(weight, compute), _flat(bias, compute)
+    if input.is_cpu and input.dtype in half_layer_norm.HALF and out_dtype == input.dtype and compute == torch.float32:
+        output, mean, rstd, _, _ = half_layer_norm.forward(rows, shape, weight, bias, spec.eps)
+    else:
+        output, mean, rstd = torch.native_layer_norm(rows.to(compute), shape, weight, bias, spec.eps)
     # Whatever the weight's dtype, as the other implementations have them.
     statistics = torch.stack((rstd.flatten(), mean.flatten())).to(compute_dtype(input))
     return output.to(out_dtype).reshape(input.shape), statistics

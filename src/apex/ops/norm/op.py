@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from . import config, native
+from . import config, half_layer_norm, native
 from .autograd import NormFunction
-from .checks import check_row_length, checked_shape
+from .checks import as_tuple, check_row_length, checked_shape
 from .dispatch import FAMILY, norm_forward
+from .plans import plan_for
 from .spec import NormSpec
 
 _apply_node = _library.quick_apply(NormFunction)
@@ -35,7 +36,9 @@ def layer_norm(
     if not memory_efficient and _is_small(input, weight, bias, out_dtype):
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
         try:
-            return native.layer_norm(input, shape, weight, bias, eps)
+            if input.is_cuda or input.dtype not in half_layer_norm.HALF or not torch.is_grad_enabled():
+                return native.layer_norm(input, shape, weight, bias, eps)
+            return _layer_norm_without_kernel(input, shape, weight, bias, eps, input.dtype)
         except (RuntimeError, TypeError):
             # Says what is wrong in the same words as for large inputs, or accepts what PyTorch does not.
             normalized_shape = checked_shape(input, normalized_shape, weight, bias)
@@ -70,11 +73,10 @@ def _is_small(input: Tensor, weight: Tensor | None, bias: Tensor | None, out_dty
     numel = input.numel()
     return (
         type(numel) is not Tensor  # as under torch.jit.trace
-        and numel < config.NATIVE_BELOW
+        and (numel < config.NATIVE_BELOW or input.is_cpu)
         and (weight is None or weight.dtype == dtype)
         and (bias is None or bias.dtype == dtype)
         and (out_dtype is None or out_dtype == dtype)
-        and (input.is_cuda or dtype == torch.float32)
         and _library.requested() == "auto"
     )
 
@@ -89,8 +91,14 @@ def _norm(
     subtract_mean: bool,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
+    shape = as_tuple(normalized_shape)
+    plan = plan_for(input, shape, weight, bias, eps, memory_efficient, subtract_mean, out_dtype)
+    if plan is not None:
+        if torch.is_grad_enabled():
+            return _apply_node(input, weight, bias, plan.spec, out_dtype, plan)
+        return plan.run(input, weight, bias)[0]
     out_dtype = out_dtype or input.dtype
-    shape = checked_shape(input, normalized_shape, weight, bias)
+    shape = checked_shape(input, shape, weight, bias)
     # torch.jit.trace sees operators, not kernel launches; without elements there is nothing to launch.
     numel = input.numel()
     launchable = type(numel) is not Tensor and numel > 0
@@ -98,8 +106,23 @@ def _norm(
         spec = NormSpec(check_row_length(shape), eps, subtract_mean, memory_efficient)
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return norm_forward(input, weight, bias, spec, out_dtype)[0]
-        return _apply_node(input, weight, bias, spec, out_dtype)
+        return _apply_node(input, weight, bias, spec, out_dtype, None)
     if launchable and memory_efficient and torch.is_grad_enabled():
         spec = NormSpec(check_row_length(shape), eps, subtract_mean, memory_efficient)
-        return _apply_node(input, weight, bias, spec, out_dtype)
+        return _apply_node(input, weight, bias, spec, out_dtype, None)
+    if subtract_mean and launchable:
+        return _layer_norm_without_kernel(input, shape, weight, bias, eps, out_dtype)
     return native.mixed_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
+
+
+def _layer_norm_without_kernel(
+    input: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if half_layer_norm.is_wanted(input, weight, out_dtype):
+        return half_layer_norm.layer_norm(input, shape, weight, bias, eps)
+    return native.mixed_norm(input, shape, weight, bias, eps, True, out_dtype)
