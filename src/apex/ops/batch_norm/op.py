@@ -135,19 +135,24 @@ def _runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec) -> bool:
 
 
 def _torch_rounds(input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: BatchNormSpec) -> bool:
-    """Whether PyTorch would round the gradients of float32 parameters to the half precision of the input.
-
-    It does on a GPU unless the images are channels-last or cuDNN takes them, which refuses contiguous bfloat16.
-    """
+    """Whether kernels are wanted because PyTorch's gradients would be inexact, or cost copies to be exact."""
     if input.element_size() > 2 or _library.requested() == "torch" or not _library.runs_triton(FAMILY, input):
         return False
-    learning = any(each is not None and each.requires_grad for each in (weight, bias)) and torch.is_grad_enabled()
-    if not (learning and spec.training):
-        return False
-    image = input if spec.channel_dim == 1 else input.movedim(-1, 1)
-    if image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last):
-        return False
-    return not (input.dtype == torch.float16 and input.dim() in (4, 5) and torch.backends.cudnn.enabled)
+    learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, weight, bias))
+    return learning and spec.training and not _keeps_float32(input if spec.channel_dim == 1 else input.movedim(-1, 1))
+
+
+def _keeps_float32(values: Tensor) -> bool:
+    """Whether PyTorch's batch norm of [N, C, ...] computes all of its gradients in float32.
+
+    On a GPU it does for channels-last images and where cuDNN takes them, which refuses contiguous bfloat16; anywhere
+    else it rounds to half precision between the steps of the backward pass.
+    """
+    if values.element_size() > 2 or not values.is_cuda:
+        return True
+    if values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last):
+        return True
+    return values.dtype == torch.float16 and values.dim() in (4, 5) and torch.backends.cudnn.enabled
 
 
 def _by_reference(
@@ -189,8 +194,11 @@ def _native(
     if input.dtype != wide:  # without parameters to tell, statistics would be rounded to the dtype of the input
         weight = values.new_ones(values.shape[1], dtype=wide) if weight is None else weight
         bias = values.new_zeros(values.shape[1], dtype=wide) if bias is None else bias
-        if values.dim() != 4:  # only channels-last images keep float32 between the steps of the backward pass
-            values = values.contiguous()
+    channels_last_shape = None
+    if not _keeps_float32(values):  # one long image with channels last
+        rows = values.movedim(1, -1)
+        channels_last_shape, contiguous = rows.shape, values.is_contiguous()
+        values = rows.reshape(1, -1, 1, rows.shape[-1]).movedim(-1, 1)
     flags = (spec.training, spec.momentum, spec.eps, torch.backends.cudnn.enabled)
     found = None
     if wanted:  # what torch.batch_norm calls, which also tells the statistics of the batch
@@ -202,6 +210,9 @@ def _native(
         for running, updated in ((running_mean, mean), (running_var, variance)):
             if running is not None and updated is not None and updated is not running:
                 running.copy_(updated)
+    if channels_last_shape is not None:
+        output = output.movedim(1, -1).reshape(channels_last_shape).movedim(-1, 1)
+        output = output.contiguous() if contiguous else output
     output = output if spec.channel_dim == 1 else output.movedim(1, -1)
     # In place: no derivative of a batch norm asks for its output.
     if z is not None:
