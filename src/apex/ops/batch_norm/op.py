@@ -145,11 +145,13 @@ def _torch_rounds(input: Tensor, weight: Tensor | None, bias: Tensor | None, spe
 def _keeps_float32(values: Tensor) -> bool:
     """Whether PyTorch's batch norm of [N, C, ...] computes all of its gradients in float32.
 
-    On a GPU it does for channels-last images and where cuDNN takes them, which refuses contiguous bfloat16; anywhere
-    else it rounds to half precision between the steps of the backward pass.
+    On a GPU it does for channels-last images and where cuDNN takes them, which refuses contiguous bfloat16, on a CPU
+    for images and contiguous tensors; anywhere else it rounds to half precision between the steps of the backward pass.
     """
-    if values.element_size() > 2 or not values.is_cuda:
+    if values.element_size() > 2:
         return True
+    if not values.is_cuda:
+        return values.dim() == 4 or values.is_contiguous()
     if values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last):
         return True
     return values.dtype == torch.float16 and values.dim() in (4, 5) and torch.backends.cudnn.enabled
