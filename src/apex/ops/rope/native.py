@@ -16,10 +16,12 @@ from .spec import DIMENSIONS, RopeSpec, empty_result
 _SMALL = 1 << 17
 # Elements of a piece in half precision, per thread: their float32 copies stay in a core's cache.
 _PIECE = 1 << 17
-# On Arm PyTorch has a slow way between contiguous float16 and float32 (131072 elements: 252 us, back 408) and a quick
-# one for tensors that are not contiguous, such as halves of channels (47, back 58). bfloat16 has no slow one.
-_BY_HALVES = platform.machine() in ("aarch64", "arm64")
-_SMALL_HALF = 1 << 13
+# On Arm PyTorch has a slow way between contiguous float16 and float32 (65536 elements: 125 us, back 202) and a quick
+# one where either is not contiguous, such as rows of channels with gaps between them (23, back 31). bfloat16 has no
+# slow one.
+_NEEDS_GAPS = platform.machine() in ("aarch64", "arm64")
+_GAP = 16
+_SMALL_FLOAT16 = 1 << 13
 
 
 def takes_operators(t: Tensor, spec: RopeSpec) -> bool:
@@ -39,7 +41,7 @@ def takes_operators(t: Tensor, spec: RopeSpec) -> bool:
 def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
     """The rotated tensor, without autograd."""
     check_lengths(tables[0], cu_seqlens)
-    if t.numel() < (_SMALL_HALF if t.dtype == torch.float16 and _BY_HALVES else _SMALL):
+    if t.numel() < (_SMALL_FLOAT16 if t.dtype == torch.float16 and _NEEDS_GAPS else _SMALL):
         return reference.rotate(t, tables, spec, cu_seqlens)
     compute = compute_dtype(t)
     cos, sin = cosines_and_sines(t, tables, spec, cu_seqlens, compute)
@@ -58,17 +60,17 @@ def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tens
         if rotated < t.shape[-1]:
             whole[:2] = t[..., :rotated], result[..., :rotated]
         pieces = [(tensor,) if step >= tokens else tensor.split(step, token_dim) for tensor in whole]
-        wide = torch.empty(pieces[0][0].shape, dtype=compute, device=t.device)
-        turned = torch.empty_like(wide)
+        gap = _GAP if _NEEDS_GAPS and on_cpu and t.dtype == torch.float16 else 0
+        wide, turned = _two_buffers(pieces[0][0], compute, gap)
         for source, target, cosines, sines in zip(*pieces, strict=True):
             if source.shape[token_dim] < wide.shape[token_dim]:  # the last one
                 wide, turned = (tensor.narrow(token_dim, 0, source.shape[token_dim]) for tensor in (wide, turned))
-            _convert(source, wide)
+            wide.copy_(source)
             if parts is None:
                 _rotate_piece(wide, turned, cosines, sines, spec.inverse)
             else:
                 _rotate_piece(wide.unflatten(-1, parts), turned.unflatten(-1, parts), cosines, sines, spec.inverse)
-            _convert(turned, target)
+            target.copy_(turned)
     if rotated < t.shape[-1]:
         result[..., rotated:] = t[..., rotated:]
     outside = None if cu_seqlens is None else outside_sequences(t.shape[0], cu_seqlens)
@@ -77,13 +79,11 @@ def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tens
     return result
 
 
-def _convert(source: Tensor, target: Tensor) -> None:
-    """Copies from one dtype to another."""
-    if _BY_HALVES and torch.float16 in (source.dtype, target.dtype) and source.device.type == "cpu":
-        for part, half in zip(source.chunk(2, -1), target.chunk(2, -1), strict=True):
-            half.copy_(part)
-    else:
-        target.copy_(source)
+def _two_buffers(like: Tensor, dtype: torch.dtype, gap: int) -> tuple[Tensor, ...]:
+    """Room for the elements of `like` in `dtype`, twice, with a gap behind the channels of every head."""
+    *outer, channels = like.shape
+    buffers = torch.empty((2, *outer, channels + gap), dtype=dtype, device=like.device)
+    return (buffers[..., :channels] if gap else buffers).unbind()
 
 
 def _rotate_piece(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:

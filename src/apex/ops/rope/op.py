@@ -13,7 +13,7 @@ from .. import _library
 from . import native, reference
 from .launches import Plan, plan
 from .self_check import self_check
-from .spec import RopeSpec, checked_sizes, memory_is_swapped, signature
+from .spec import RopeSpec, checked_sizes, memory_is_swapped, signature, way_back
 
 FAMILY = _library.register_family(
     _library.OpFamily("rope", "rotary position embeddings, forward and backward", self_check)
@@ -106,7 +106,8 @@ def rotate_now(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: 
     planned = _planned((t,), tables, spec, cu_seqlens)
     if planned is not None:
         return planned.run((t,), tables, cu_seqlens)[0]
-    return _by_operators(t, tables, spec, cu_seqlens)
+    with torch.no_grad():
+        return _by_operators(t, tables, spec, cu_seqlens)
 
 
 def rotate_pair_now(
@@ -120,8 +121,8 @@ def rotate_pair_now(
     return rotate_now(query, tables, spec, cu_seqlens), rotate_now(key, tables, spec, cu_seqlens)
 
 
-@torch.no_grad()
 def _by_operators(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None) -> Tensor:
+    """The rotation where there is no kernel and autograd is off."""
     if torch.jit.is_tracing():  # sizes are tensors then
         return reference.rotate(t, tables, spec, cu_seqlens)
     _check(t, tables, spec, cu_seqlens)
@@ -155,6 +156,8 @@ def backward_from_saved(ctx: Any, dy: Tensor) -> Tensor:
     back, strides = ctx.back
     if back is not None and (dy.stride(),) == strides and not torch.is_grad_enabled():
         return back.run((dy,), tables, cu_seqlens)[0]
+    if back is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _by_operators(dy, tables, ctx.specs[0], cu_seqlens)
     return rotate(dy, tuple(tables), ctx.specs[0], cu_seqlens)
 
 
@@ -182,7 +185,7 @@ def _save(
     if planned is not None:
         ctx.specs = planned.inverse_specs
     else:
-        ctx.specs = [spec._replace(swap_memory=memory_is_swapped(t), inverse=not spec.inverse) for t in tensors]
+        ctx.specs = [way_back(spec, memory_is_swapped(t)) for t in tensors]
     return tables
 
 

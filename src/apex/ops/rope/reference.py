@@ -44,11 +44,13 @@ def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tens
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    # The minus sign goes to the sines, of which there are fewest, and roll swaps the halves.
+    sin_first, sin_second = sin.chunk(2, -1)
+    sin = torch.cat((-sin_first, sin_second), -1)
+    half = x.shape[-1] // 2
     if inverse:
-        first, second = (x * sin).chunk(2, -1)
-        return x * cos + torch.cat((second, -first), -1)
-    first, second = x.chunk(2, -1)
-    return torch.addcmul(x * cos, torch.cat((-second, first), -1), sin)
+        return x * cos + (x * sin).roll(half, -1)
+    return torch.addcmul(x * cos, x.roll(half, -1), sin)
 
 
 def as_cosines(tables: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:

@@ -142,6 +142,12 @@ def memory_is_swapped(t: Tensor) -> bool:
     return t.dim() == 4 and not t.is_contiguous() and t.transpose(0, 1).is_contiguous()
 
 
+@functools.lru_cache(maxsize=256)
+def way_back(spec: RopeSpec, swapped: bool) -> RopeSpec:
+    """What takes a gradient back, to memory whose first two dimensions are swapped or not."""
+    return spec._replace(swap_memory=swapped, inverse=not spec.inverse)
+
+
 def empty_result(t: Tensor, swap_memory: bool) -> Tensor:
     """Room for a result of the shape, dtype and device of `t`."""
     if swap_memory:
