@@ -10,14 +10,13 @@ from torch import Tensor
 from .. import _library
 from . import native, reference
 from .launches import Plan, plan, with_whole_rows
+from .reference import NO_PADDING
 from .self_check import self_check
 
 FAMILY = _library.register_family(
     _library.OpFamily("xentropy", "softmax cross-entropy, also of a linear layer's outputs", self_check)
 )
 
-# A label that nobody uses: no row is padding.
-NO_PADDING = -(1 << 31)
 # Positions within a row are 32-bit in the kernels.
 MOST_CLASSES = 2**31 - 2**16
 
@@ -71,7 +70,7 @@ def xentropy_forward(
         rows, flat_labels, chosen = _planned(logits, labels, smoothing, padding_idx)
         losses, log_sums = chosen.forward(rows, flat_labels)
     else:
-        rows, flat_labels = _rows(logits), labels.reshape(-1).long()
+        rows, flat_labels = _rows(logits), _flat(labels)
         implementation = native if _on_processor(logits) else reference
         losses, log_sums = implementation.forward(rows, flat_labels, smoothing, padding_idx)
     if labels.dim() == 1:
@@ -100,10 +99,10 @@ def xentropy_backward(
         rows, flat_labels, chosen = _planned(logits, labels, smoothing, padding_idx)
         gradient = chosen.backward(slopes, rows, sums.float().contiguous(), flat_labels)
     else:
-        rows, flat_labels = _rows(logits), labels.reshape(-1).long()
+        rows, flat_labels = _rows(logits), _flat(labels)
         implementation = native if _on_processor(logits) else reference
         gradient = implementation.backward(slopes, rows, sums, flat_labels, smoothing, padding_idx)
-    return gradient.view(logits.shape)
+    return gradient if logits.dim() == 2 else gradient.view(logits.shape)
 
 
 def _planned(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor, Plan]:
@@ -116,7 +115,12 @@ def _planned(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int)
 
 
 def _rows(logits: Tensor) -> Tensor:
-    return logits.reshape(-1, logits.shape[-1])
+    return logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
+
+
+def _flat(labels: Tensor) -> Tensor:
+    labels = labels if labels.dim() == 1 else labels.reshape(-1)
+    return labels if labels.dtype is torch.int64 else labels.long()
 
 
 def _on_processor(tensor: Tensor) -> bool:
@@ -153,7 +157,7 @@ def backward_from_saved(ctx: Any, loss_gradient: Tensor) -> Tensor:
     if torch.is_grad_enabled():  # create_graph=True: the gradient itself must be differentiable
         wide = _rows(logits)
         log_sums = torch.logsumexp(wide.to(reference.compute_dtype(wide)), 1)
-        slopes, flat_labels = loss_gradient.reshape(-1), labels.reshape(-1).long()
+        slopes, flat_labels = loss_gradient.reshape(-1), _flat(labels)
         gradient = reference.backward(slopes, wide, log_sums, flat_labels, smoothing, padding_idx)
         return gradient.reshape(logits.shape)
     return xentropy_backward(loss_gradient, logits, log_sums, labels, smoothing, padding_idx)

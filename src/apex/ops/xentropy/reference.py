@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# A label that nobody uses: no row is padding.
+NO_PADDING = -(1 << 31)
+
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
