@@ -329,7 +329,8 @@ class TorchLists:
             return row[0], row[1]
         indices, sizes = self._numbers_of(piece)
         rows = whole[indices].to(self._compute)
-        first, second = (torch.repeat_interleave(rows[:, k], sizes) for k in range(2))
+        count = sum(self._sizes_of(piece))  # without which a GPU would be asked for it
+        first, second = (torch.repeat_interleave(rows[:, k], sizes, output_size=count) for k in range(2))
         return first, second
 
     def _sizes_of(self, piece: Piece) -> list[int]:
