@@ -1,5 +1,6 @@
 """amp on a real GPU: no wait in a step, the numbers of the CPU, models on several devices."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from apex import amp
+from apex.ops import _library
 from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from apex.parallel import LARC
 from tests.amp.common import assert_same, batch, loss_of, overflow_at, quiet, small_model, train, values
+from tests.amp.test_fused_norms import Plain, Residual, fused
+from tests.amp.test_optimizers import MAKERS, make
 
 pytestmark = pytest.mark.gpu
 
@@ -30,13 +34,10 @@ def no_waiting() -> Iterator[Any]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-@pytest.mark.parametrize("combine", [False, True], ids=["", "combined"])
-def test_a_step_does_not_wait(level: str, name: str, combine: bool, no_waiting: Any) -> None:
-    """Accumulation, overflow, reports and updates: all without asking the device."""
+def steps_without_waiting(level: str, make_optimizer: Any, no_waiting: Any, **options: Any) -> nn.Module:
+    """Accumulation, overflow, reports and updates: all without asking the device, once everything is made."""
     model = small_model(device="cuda")
-    model, optimizer = quiet(model, FUSED[name](model.parameters()), opt_level=level, combine_grad=combine)
+    model, optimizer = quiet(model, make_optimizer(model.parameters()), opt_level=level, **options)
     data = [tuple(tensor.cuda() for tensor in batch(step)) for step in range(8)]
     factors = [torch.tensor(overflow_at(6)(step) if level in ("O1", "O2") else 1.0).cuda() for step in range(8)]
 
@@ -55,10 +56,70 @@ def test_a_step_does_not_wait(level: str, name: str, combine: bool, no_waiting: 
     for index in range(4, 8):
         step(index)
     torch.cuda.set_sync_debug_mode("default")
+    return model
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("combine", [False, True], ids=["", "combined"])
+def test_a_step_does_not_wait(level: str, name: str, combine: bool, no_waiting: Any) -> None:
+    model = steps_without_waiting(level, FUSED[name], no_waiting, combine_grad=combine)
     if level in ("O1", "O2"):
         # Halved for the overflow that was made, and for any that real half precision adds.
         assert 0 < amp.state_dict()["loss_scaler0"]["loss_scale"] <= 2.0**15
     assert all(torch.isfinite(param).all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", [name for name in MAKERS if "apex." in name])
+def test_no_optimizer_of_apex_waits(name: str, level: str, no_waiting: Any) -> None:
+    model = steps_without_waiting(level, functools.partial(make, name), no_waiting)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] <= 2.0**15
+    assert all(torch.isfinite(param).all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "LARC(FusedSGD)"])
+def test_pytorchs_operators_do_not_wait(name: str, no_waiting: Any) -> None:
+    """Where there is no Triton."""
+    with _library.implementation("torch"):
+        steps_without_waiting("O2", FUSED[name], no_waiting)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW], ids=lambda kind: kind.__name__)
+def test_fused_optimizers_of_pytorch_do_not_wait(kind: Any, level: str, no_waiting: Any) -> None:
+    steps_without_waiting(level, lambda params: kind(params, lr=0.01, fused=True), no_waiting)
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_nothing_waits_where_the_scale_never_changes(level: str, no_waiting: Any) -> None:
+    steps_without_waiting(level, lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9), no_waiting)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_fused_batch_norms(level: str, no_waiting: Any) -> None:
+    """The kernels of apex.contrib.groupbn, for which images must be large, learn as PyTorch's operators do."""
+    inputs = torch.randn(8, 3, 272, 272, device="cuda").to(memory_format=torch.channels_last)
+    kinds = torch.arange(8, device="cuda") % 4
+    losses: dict[Any, list[Tensor]] = {Plain: [], fused: []}
+    for norm, found in losses.items():
+        model = Residual(norm).to("cuda", memory_format=torch.channels_last)
+        optimizer = FusedSGD(model.parameters(), lr=0.05, momentum=0.9)
+        model, optimizer = quiet(model, optimizer, opt_level=level, dynamic_init_scale=256.0)
+        for step in range(6):
+            if step == 3:
+                torch.cuda.synchronize()
+                no_waiting()
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), kinds)
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        torch.cuda.set_sync_debug_mode("default")
+        assert model.norm1.weight.dtype == model.norm1.weight.grad.dtype == torch.float32
+        amp.shutdown()
+    torch.testing.assert_close(torch.stack(losses[fused]), torch.stack(losses[Plain]), rtol=0.02, atol=5e-3)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, FusedSGD], ids=["SGD", "FusedSGD"])
