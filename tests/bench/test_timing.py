@@ -52,10 +52,10 @@ def test_gpu_repetitions_are_cleared_timed_apart_and_within_the_budget(monkeypat
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: gpu.log.append("wait"))
     monkeypatch.setattr(torch, "empty", gpu.empty)
     samples = timing.device_samples(gpu.call, torch.device("cuda"), timing.FULL)
-    # An estimate of 1 ms per call with its clearing: 20 warm-up calls and 80 repetitions.
-    assert samples == pytest.approx([500.0] * 80)
+    # An estimate of 1 ms per call with its clearing: 10 warm-up calls and 40 repetitions.
+    assert samples == pytest.approx([500.0] * 40)
     repetition = ["clear", "event", "call", "event"]
-    assert gpu.log[-(80 * 4 + 21) :] == ["call"] * 20 + repetition * 80 + ["wait"]
+    assert gpu.log[-(40 * 4 + 11) :] == ["call"] * 10 + repetition * 40 + ["wait"]
 
 
 def test_host_time_waits_only_between_batches(monkeypatch):

@@ -42,7 +42,7 @@ class Effort:
     device_rounds: int = 1
 
 
-FULL = Effort(warmup=20, repeat=80, wall_rounds=4, host_batches=10, device_rounds=2)
+FULL = Effort(warmup=10, repeat=40, wall_rounds=6, host_batches=10, device_rounds=2)
 QUICK = Effort(warmup=2, repeat=10, wall_rounds=1, host_batches=3)
 
 
