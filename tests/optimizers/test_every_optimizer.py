@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from apex import optimizers
 from tests.harness import assert_equal_bits
@@ -69,6 +70,33 @@ def test_closures_hooks_and_later_groups(make: Factory) -> None:
     assert calls == ["before", "closure", "after"]
     assert not torch.equal(added[0], start)
     assert [group["lr"] for group in optimizer.param_groups][1] == 0.5
+
+
+@every_optimizer
+def test_hooks_of_all_optimizers(make: Factory) -> None:
+    optimizer = make(parameters())
+    calls: list[Any] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *arguments: calls.append(arguments)),
+        register_optimizer_step_post_hook(lambda *arguments: calls.append(arguments)),
+    ]
+    try:
+        train(optimizer, range(1))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert calls == [(optimizer, (optimizer,), {})] * 2
+    train(optimizer, range(1))
+    assert len(calls) == 2
+
+
+@every_optimizer
+def test_a_profile_shows_steps(make: Factory) -> None:
+    optimizer = make(parameters())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(optimizer, range(2))
+    name = f"Optimizer.step#{type(optimizer).__name__}.step"
+    assert [event.name for event in profile.events()].count(name) == 2
 
 
 @every_optimizer

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ..ops.multi_tensor import zero
-from ._buckets import MASTER, Bucket, GroupPlan, local
+from ..ops.multi_tensor import make_lists, zero
+from ._buckets import MASTER, Bucket, GroupPlan, Seen, local
 from ._checkpoints import load_state, saved_state
+from ._hooks import hooked_step
 
 logger = logging.getLogger("apex.optimizers")
 
@@ -38,10 +39,11 @@ class Skip:
 
     def on(self, device: torch.device) -> Skip:
         """The same on another device."""
-        if all(flag is None or flag.device == device for flag in (self.noop, self.inverse_scale)):
+        noop, scale = self.noop, self.inverse_scale
+        if (noop is None or noop.device == device) and (scale is None or scale.device == device):
             return self
         move = lambda flag: None if flag is None else flag.to(device, non_blocking=True)  # noqa: E731
-        return Skip(move(self.noop), move(self.inverse_scale))
+        return Skip(move(noop), move(scale))
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -60,6 +62,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _counts_steps = True
     # Whether every element is updated by itself, so that a shard of a parameter can be updated without the others.
     _takes_shards = True
+    # What a bucket's tensors become: something that a rule can be applied to.
+    _make_lists = staticmethod(make_lists)
     # torch.amp.GradScaler then passes scale and overflow flag instead of waiting for the device.
     _step_supports_amp_scaling = True
     # Set by apex.amp: the half-precision parameter of a model that is written whenever its float32 master, which the
@@ -67,6 +71,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _model_params: Mapping[Tensor, Tensor] = MappingProxyType({})
     _takes_model_grads = False
     _wrote_models = False
+    # Set during a step by subclasses that look at the parameters before the buckets do.
+    _seen: Sequence[Seen] = ()
 
     def __init__(
         self,
@@ -119,6 +125,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _before_update(self, skip: Skip) -> None:
         """Called once per step, when every group's buckets are ready (`self._ready`): for norms over all gradients."""
+
+    # PyTorch puts it around the step of every class that has one of its own.
+    profile_hook_step = staticmethod(hooked_step)  # type: ignore[assignment]
 
     # The step ---------------------------------------------------------------------------------------------------------
 
@@ -189,11 +198,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _plan(self, index: int, group: dict[str, Any]) -> GroupPlan:
         plan = self._plans.get(index)
         names = tuple(self._state_names(group))  # an option may have changed: a momentum that was 0
-        if plan is None or plan.names != names or not plan.refresh(group["params"]):
+        if plan is None or plan.names != names or not plan.refresh(group["params"], self._seen):
             self._before_plan(index, group)
             prepare = lambda param: self._prepare(param, group, names)  # noqa: E731
             plan = self._plans[index] = GroupPlan(
-                group["params"], prepare, names, self._model_params, self._takes_model_grads
+                group["params"], prepare, names, self._make_lists, self._model_params, self._takes_model_grads
             )
         return plan
 

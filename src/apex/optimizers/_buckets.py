@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if shard is None else shard
 
 
+class Seen(NamedTuple):
+    """What a look at parameters found: no need to look again in the same step."""
+
+    params: list[Tensor]
+    addresses: list[int]
+    gradients: list[Tensor]
+    gradient_addresses: list[int]
+
+
 class Bucket:
     """Parameters that one pass updates: one device, one dtype, one implementation.
 
@@ -48,6 +57,7 @@ class Bucket:
         params: list[Tensor],
         states: list[dict[str, Any]],
         names: Sequence[str],
+        make: Callable[..., Lists] = make_lists,
         kind: Any = None,
         models: list[Tensor] | None = None,
         of_models: bool = False,
@@ -67,9 +77,14 @@ class Bucket:
         self._contiguous = all(map(Tensor.is_contiguous, (*params, *(models or ()))))
         self._strides = list(map(Tensor.stride, self._sources))
         self._held = self._gradients()
-        self.lists: Lists = make_lists(*self._slots(self._held))
+        self.lists = make(*self._slots(self._held))
         self.device = self.lists.device
         self._addresses = self._param_addresses()
+        self._state_checks = [
+            (operator.itemgetter(key), tensors) for key, tensors in zip(self._keys, self._state_lists, strict=True)
+        ]
+        # The list of another, whose parameters were found to be these; it is not changed once made.
+        self._seen_before: list[Tensor] | None = None
 
     @property
     def _keys(self) -> tuple[str, ...]:
@@ -104,25 +119,41 @@ class Bucket:
         params = self.params if self._models is None else self.params + self._models
         return list(map(_data_ptr, map(local, params) if self._distributed else params))
 
-    def refresh(self) -> bool:
+    def refresh(self, seen: Sequence[Seen] = ()) -> bool:
         """Points the lists to where the tensors are now; False when the bucket must be made anew."""
-        for key, tensors in zip(self._keys, self._state_lists, strict=True):
-            if not all(map(operator.is_, map(operator.itemgetter(key), self.states), tensors)):
+        for get, tensors in self._state_checks:
+            if not all(map(operator.is_, map(get, self.states), tensors)):
                 return False
-        if self._distributed or not isinstance(self.lists, TritonLists):
+        lists = self.lists
+        if self._distributed or not isinstance(lists, TritonLists):
             return self._refresh_slowly()
-        gradients = list(map(_grad_of, self._sources))
         try:
-            moving = list(map(_data_ptr, gradients))
+            addresses, gradients, moving = self._found_in(seen) or self._look()
             plain = self._contiguous and all(map(Tensor.is_contiguous, gradients))
             if not plain and list(map(Tensor.stride, gradients)) != self._strides:
                 return self._refresh_slowly()
         except (TypeError, RuntimeError):  # a gradient that is None, sparse, or a tensor without memory
             return False
-        if self._param_addresses() != self._addresses or self.lists.stream != current_stream(self.device):
+        if addresses != self._addresses or lists.stream != current_stream(self.device):
             return False
-        self.lists.move_gradients(moving)
+        lists.move_gradients(moving)
         return True
+
+    def _look(self) -> tuple[list[int], list[Tensor], list[int]]:
+        gradients = list(map(_grad_of, self._sources))
+        return self._param_addresses(), gradients, list(map(_data_ptr, gradients))
+
+    def _found_in(self, seen: Sequence[Seen]) -> tuple[list[int], list[Tensor], list[int]] | None:
+        """What `_look` would find, where others saw just these parameters."""
+        if self._models is None:
+            for params, *found in seen:
+                if params is not self._seen_before and len(params) == len(self.params):
+                    if not all(map(operator.is_, params, self.params)):
+                        continue
+                    self._seen_before = params
+                if params is self._seen_before:
+                    return found  # type: ignore[return-value]
+        return None
 
     def _refresh_slowly(self) -> bool:
         if any(param.grad is None or param.grad.layout != torch.strided for param in self._sources):
@@ -148,6 +179,7 @@ class GroupPlan:
         params: Sequence[Tensor],
         prepare: Callable[[Tensor], tuple[dict[str, Any], Any]],
         names: Sequence[str],
+        make: Callable[..., Lists] = make_lists,
         models: Mapping[Tensor, Tensor] = MappingProxyType({}),
         of_models: bool = False,
     ) -> None:
@@ -180,15 +212,18 @@ class GroupPlan:
         self.buckets = []
         for (kind, *_), (params, states) in kinds.items():
             copied = [models[param] for param in params] if params[0] in models else None
-            self.buckets.append(Bucket(params, states, names, kind, copied, of_models))
+            self.buckets.append(Bucket(params, states, names, make, kind, copied, of_models))
 
-    def refresh(self, params: Sequence[Tensor]) -> bool:
-        """Whether the plan still holds, after pointing every bucket to where its tensors are now."""
+    def refresh(self, params: Sequence[Tensor], seen: Sequence[Seen] = ()) -> bool:
+        """Whether the plan still holds, after pointing every bucket to where its tensors are now.
+
+        `seen` is what others found out about the parameters in this step.
+        """
         if len(params) != len(self._all) or not all(map(operator.is_, params, self._all)):
             return False
-        if any(param.grad is not None for param in self._absent):
+        if self._absent and any(param.grad is not None for param in self._absent):
             return False
-        return all(bucket.refresh() for bucket in self.buckets)
+        return all(bucket.refresh(seen) for bucket in self.buckets)
 
 
 def check_parameter(param: Tensor, index: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..ops.multi_tensor import flat
 from ..ops.multi_tensor.lists import DTYPES
 from ._base import FusedOptimizer, Skip
-from ._buckets import local
+from ._buckets import Seen, local
 
 logger = logging.getLogger("apex.optimizers")
 
@@ -55,7 +55,10 @@ class Combination:
         self._in_use = [False] * len(members)
 
     def holds_params(self) -> bool:
-        """Moves parameters that got other memory back to the buffer; False where that cannot be done."""
+        """Moves parameters that got other memory back to the buffer; False where that cannot be done.
+
+        The buffer then has them all, where `_addresses` says.
+        """
         addresses = list(map(_data_ptr, self.members))
         if addresses == self._addresses:
             return True
@@ -72,11 +75,11 @@ class Combination:
             self.members[index].data = self._homes[index].copy_(value)
         return True
 
-    def gather(self) -> None:
-        """Moves gradients that have other memory to the buffer."""
+    def gather(self) -> Seen | None:
+        """Moves gradients that have other memory to the buffer; what was seen, if nothing had to be moved."""
         gradients = list(map(_grad_of, self.members))
         if self._shares_all(gradients):
-            return
+            return Seen(self.members, self._addresses, gradients, self._grad_addresses)
         moved, values = [], []
         storage = self.grads.untyped_storage().data_ptr()
         for index, (gradient, home) in enumerate(zip(gradients, self._grad_homes, strict=True)):
@@ -94,6 +97,7 @@ class Combination:
             torch._foreach_copy_([self._grad_homes[index] for index in moved], values)
         for index in moved:
             self.members[index].grad = self._grad_homes[index]
+        return None
 
     def _shares_all(self, gradients: Sequence[Tensor | None]) -> bool:
         try:
@@ -149,8 +153,8 @@ class CombinedTensors:
         )
 
     @torch.no_grad()
-    def update(self, groups: list[dict[str, Any]]) -> None:
-        """Makes the buffers hold what the parameters and gradients are now."""
+    def update(self, groups: list[dict[str, Any]]) -> list[Seen]:
+        """Makes the buffers hold what the parameters and gradients are now; what was seen where nothing moved."""
         if not self.knows(groups) or any(param.requires_grad for param in self._frozen):
             self._build(groups)
         elif not all(combination.holds_params() for combination in self.combinations):
@@ -161,8 +165,8 @@ class CombinedTensors:
                 )
                 self._reported = True
             self._build(groups)
-        for combination in self.combinations:
-            combination.gather()
+        seen = [combination.gather() for combination in self.combinations]
+        return [found for found in seen if found is not None]
 
     def _build(self, groups: list[dict[str, Any]]) -> None:
         params = [param for group in groups for param in group["params"]]
@@ -221,8 +225,11 @@ class NpuFusedOptimizerBase(FusedOptimizer):
 
     @torch.no_grad()
     def _step_now(self, skip: Skip) -> None:
-        self._combined.update(self.param_groups)
-        super()._step_now(skip)
+        self._seen = self._combined.update(self.param_groups)
+        try:
+            super()._step_now(skip)
+        finally:
+            self._seen = ()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Zeroes the gradients; with `set_to_none` they become None, and move to the buffer when there are new ones."""

@@ -17,9 +17,9 @@ def global_norm(buckets: Sequence[Bucket], skip: Skip) -> Tensor | None:
     totals = []
     for bucket in buckets:
         there = skip.on(bucket.device)
-        squares = bucket.lists.apply(rules.SQUARE_SUM, {}, noop=there.noop, grad_scale=there.inverse_scale)
-        assert squares is not None
-        totals.append(bucket.lists.total(squares))
+        totals.append(
+            bucket.lists.measured_total(rules.SQUARE_SUM, {}, noop=there.noop, grad_scale=there.inverse_scale)
+        )
     if not totals:
         return None
     return torch.stack([total.to(totals[0].device) for total in totals]).sum(0).sqrt()
@@ -32,4 +32,16 @@ def clipped(skip: Skip, norm: Tensor | None, limit: float) -> Skip:
     factor = torch.clamp(limit / norm, max=1.0)
     if skip.inverse_scale is not None:
         factor = factor * skip.inverse_scale.to(factor.device)
+    return Skip(skip.noop, factor)
+
+
+def clipped_together(buckets: Sequence[Bucket], skip: Skip, limit: float) -> Skip:
+    """`skip` with the gradients of all buckets scaled down to a norm of `limit`."""
+    if len(buckets) != 1:
+        return clipped(skip, global_norm(buckets, skip), limit)
+    (bucket,) = buckets
+    there = skip.on(bucket.device)
+    _, factor = bucket.lists.measured_clip(
+        rules.SQUARE_SUM, limit, 0.0, noop=there.noop, grad_scale=there.inverse_scale
+    )
     return Skip(skip.noop, factor)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..ops.multi_tensor import rules
 from ._base import FusedOptimizer, Skip, check_betas, check_hyperparameters, compiled_function
 from ._buckets import Bucket
+from ._norms import clipped_together
 
 
 class FusedLAMB(FusedOptimizer):
@@ -87,24 +87,7 @@ class FusedLAMB(FusedOptimizer):
 
     def _before_update(self, skip: Skip) -> None:
         limit = self.defaults["max_grad_norm"]
-        self._clipping = None
-        if not limit or not self._ready:
-            return
-        totals = []
-        for _, bucket in self._ready:
-            there = skip.on(bucket.device)
-            totals.append(
-                bucket.lists.measured_total(
-                    rules.SQUARE_SUM, {"factor": 1 / limit}, noop=there.noop, grad_scale=there.inverse_scale
-                )
-            )
-        total = totals[0]
-        if len(totals) > 1:
-            total = torch.stack([each.to(total.device) for each in totals]).sum(0)
-        factor = total.clamp_(min=1.0).rsqrt_()
-        if skip.inverse_scale is not None:
-            factor = factor * skip.inverse_scale.to(factor.device)
-        self._clipping = Skip(skip.noop, factor)
+        self._clipping = clipped_together([bucket for _, bucket in self._ready], skip, limit) if limit else None
 
     def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
         if self._clipping is not None:

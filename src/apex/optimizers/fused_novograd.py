@@ -92,10 +92,8 @@ class FusedNovoGrad(FusedOptimizer):
         squares = group["norm_type"] == 2
         inside = self.moment_mode == 0
         scaling: dict[str, Any] = {"noop": skip.noop, "grad_scale": skip.inverse_scale}
-        found = bucket.lists.apply(rules.SQUARE_SUM if squares else rules.MAXIMUM, {}, **scaling)
-        assert found is not None
         averages = self._averages(group, bucket)
-        self._blend(bucket, found[:, 0], 1 - beta2, skip.noop)
+        bucket.lists.measured_average(rules.SQUARE_SUM if squares else rules.MAXIMUM, averages, 1 - beta2, **scaling)
         hyper = {
             "lr": group["lr"],
             "beta1": beta1,
@@ -119,8 +117,6 @@ class FusedNovoGrad(FusedOptimizer):
             if averages is None or averages.device != bucket.device:
                 averages = self._gather(group, bucket)
             bucket.kept["averages"] = averages
-            bucket.kept["column"] = averages[:, 0]
-            bucket.kept["unknown"] = not group["init_zero"]
         return averages
 
     def _gather(self, group: dict[str, Any], bucket: Bucket) -> Tensor:
@@ -133,21 +129,6 @@ class FusedNovoGrad(FusedOptimizer):
         for state, average in zip(bucket.states, column.unbind(), strict=True):
             state[NORM] = average
         return averages
-
-    def _blend(self, bucket: Bucket, found: Tensor, share: float, noop: Tensor | None) -> None:
-        """Takes this step's norms into the averages; mostly one operator, because the host is the limit here."""
-        column: Tensor = bucket.kept["column"]
-        unknown: bool = bucket.kept["unknown"]
-        if noop is None and not unknown:
-            column.lerp_(found, share)
-            return
-        blended = column.lerp(found, share)
-        if unknown:
-            blended = torch.where(column < 0, found, blended)
-        if noop is not None:
-            blended = torch.where(noop.reshape(()) != 0, column, blended)
-        column.copy_(blended)
-        bucket.kept["unknown"] = unknown and noop is not None
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 

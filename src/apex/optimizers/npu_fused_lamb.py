@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ._base import Skip
-from ._norms import clipped, global_norm
+from ._norms import clipped_together
 from .lamb import Lamb
 
 
@@ -40,10 +40,12 @@ class NpuFusedLamb(Lamb):
             capturable=capturable,
         )
         self.use_global_grad_norm = use_global_grad_norm
-        self._norm: Tensor | None = None
+        # What this step's gradients are multiplied by, the loss scale included.
+        self._clipping: Skip | None = None
 
     def _before_update(self, skip: Skip) -> None:
-        self._norm = global_norm([bucket for _, bucket in self._ready], skip) if self.use_global_grad_norm else None
+        buckets = [bucket for _, bucket in self._ready]
+        self._clipping = clipped_together(buckets, skip, 1.0) if self.use_global_grad_norm else None
 
     def _clipped(self, skip: Skip) -> Skip:
-        return clipped(skip, self._norm, 1.0)
+        return self._clipping or skip

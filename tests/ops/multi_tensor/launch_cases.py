@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from apex.ops.multi_tensor import rules
+from apex.ops.multi_tensor.rows import TritonRowLists
 from apex.ops.multi_tensor.rule import FLAG_COUNT, SCALARS, SLOTS, Rule
 from apex.ops.multi_tensor.triton_lists import TritonLists
 
@@ -32,6 +33,19 @@ def _record(
     found = lists.apply(plain, {}, flags, whole=torch.empty(3, 2, device="meta"), **options)
     if found is not None:
         lists.total(found, maximum=rule.maximum, root=not rule.maximum)
+    if rule.quantities == 1 and not rule.writes and not options:
+        factor, averages = torch.empty(1, device="meta"), torch.empty(3, 2, device="meta")
+        lists.measured_clip(plain, 0.5, 1e-6)
+        lists.measured_clip(plain, 0.5, 1e-6, noop=factor, grad_scale=factor)
+        lists.measured_average(plain, averages, 0.1, noop=factor, grad_scale=factor)
+
+
+def _record_projection() -> None:
+    slots = [[torch.empty(shape, dtype=_F32, device="meta") for shape in ((7, 900), (5,))] for _ in range(4)]
+    rows = TritonRowLists([*slots, None])
+    found, limits = torch.empty(8, 4, device="meta"), torch.empty(2, 2, device="meta")
+    for decay in (0.1, torch.empty((), device="meta")):
+        rows.project(found, limits, 1e-8, 0.1, decay, 0.1)
 
 
 def record() -> None:
@@ -47,3 +61,4 @@ def record() -> None:
     _record(rules.ADAM, (True,), _BF16, _BF16, seed=1)
     on_device = tuple(torch.empty((), device="meta") if index % 2 else 0.5 for index in range(SCALARS))
     _record(rules.ADAM, (True,), torch.float16, torch.float16, numbers=on_device, noop=flag)
+    _record_projection()

@@ -135,6 +135,19 @@ def test_measured_sums_go_into_the_next_pass(route: Route) -> None:
     assert_close(total, torch.cat(tensors).double().norm().reshape(1))
 
 
+@pytest.mark.parametrize("route", routes())
+def test_a_pass_that_measures_writes_no_copy(route: Route) -> None:
+    slots = make(route.device, torch.float32, torch.bfloat16)
+    copies = [torch.full_like(tensor, 3.0, dtype=torch.bfloat16) for tensor in slots[0]]
+    with _library.implementation(route.implementation):
+        lists = make_lists([*slots, None, None, None], copies)
+        lists.apply(rules.SQUARE_SUM, {})
+        assert all(copy.eq(3.0).all() for copy in copies)
+        lists.apply(rules.PLAIN_SGD, {"lr": 0.0})
+    for copy, tensor in zip(copies, slots[0], strict=True):
+        assert_close(copy, tensor.double())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("warm", [True, False])
 def test_cuda_graph(warm: bool) -> None:

@@ -40,16 +40,9 @@ def test_rows_are_measured_and_get_their_own_numbers(route: Route) -> None:
         lists = make_row_lists([params, grads, None, None, None])
         assert isinstance(lists, TritonRowLists) == (route.implementation == "triton")
         found = lists.apply(RULE, {}, whole=whole.to(route.device))
-        totals, largest = lists.of_tensors(found), lists.of_tensors(found.abs(), maximum=True)
     torch.testing.assert_close(found.cpu().double(), sums, rtol=1e-5, atol=1e-5)
-    owner = lists.owner.cpu()
-    assert owner.tolist() == [index for index, (p, _) in enumerate(exact) for _ in range(len(p))]
+    owner = torch.tensor([index for index, (p, _) in enumerate(exact) for _ in range(len(p))])
     for index, (p, g) in enumerate(exact):
-        mine = sums[owner == index]
-        zero = torch.zeros(4, dtype=torch.float64)
-        torch.testing.assert_close(totals[index].cpu().double(), mine.sum(0), rtol=1e-5, atol=1e-5)
-        peak = mine.abs().amax(0) if len(mine) else zero
-        torch.testing.assert_close(largest[index].cpu().double(), peak, rtol=1e-5, atol=1e-5)
         numbers = whole[owner == index].double()
         expected = p + numbers[:, :1] * g + numbers[:, 1:]
         torch.testing.assert_close(as_rows(params[index]).cpu().double(), expected, rtol=1e-5, atol=1e-5)

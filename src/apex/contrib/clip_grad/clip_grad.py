@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from ...ops.multi_tensor import l2norm, scale
+from ...ops.multi_tensor import clip, clipped_before, l2norm, scale
 from ...ops.multi_tensor import max_norm as maximum
 
+# What PyTorch adds to the norm before it divides by it.
+MARGIN = 1e-6
+
+_grad_of = operator.attrgetter("grad")
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 
 
@@ -25,19 +30,22 @@ def clip_grad_norm_(
     than 2 and infinity, and gradients that are float64, sparse or distributed.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [gradient for gradient in map(_grad_of, parameters) if gradient is not None]
     norm_type = float(norm_type)
-    if norm_type not in (2.0, torch.inf) or not _are_plain(gradients):
+    known = clipped_before(gradients)
+    if norm_type not in (2.0, torch.inf) or (known is None and not _are_plain(gradients)):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
     if not gradients:
         return torch.tensor(0.0)
+    if not error_if_nonfinite and not isinstance(max_norm, Tensor):
+        return clip(gradients, max_norm, MARGIN, maximum=norm_type != 2.0, known=known).reshape(())
     norm = (l2norm if norm_type == 2.0 else maximum)(gradients)[0].reshape(())
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type} of all gradients is {norm.item()}, to which they cannot be clipped; "
             "with error_if_nonfinite=False they are scaled by it nevertheless"
         )
-    scale(gradients, gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    scale(gradients, gradients, torch.clamp(max_norm / (norm + MARGIN), max=1.0))
     return norm
 
 

@@ -5,7 +5,19 @@ elementary passes.
 """
 
 from .lists import Lists, make_lists
-from .op import axpby, l2norm, max_norm, scale, update_scale_hysteresis, zero
+from .op import axpby, clip, clipped_before, l2norm, max_norm, scale, update_scale_hysteresis, zero
 from .rule import Rule
 
-__all__ = ["Lists", "Rule", "axpby", "l2norm", "make_lists", "max_norm", "scale", "update_scale_hysteresis", "zero"]
+__all__ = [
+    "Lists",
+    "Rule",
+    "axpby",
+    "clip",
+    "clipped_before",
+    "l2norm",
+    "make_lists",
+    "max_norm",
+    "scale",
+    "update_scale_hysteresis",
+    "zero",
+]

@@ -1,4 +1,4 @@
-"""The kernels of the multi-tensor ops: one that applies a rule to lists of tensors, one that adds up what it measured.
+"""The kernel of the multi-tensor ops, which applies a rule to lists of tensors; `kernels_reductions.py` adds up.
 
 table       int64 [tensors, ROWS]            number of elements, then the address in every list but the gradients
 moving      int64 [tensors]                  addresses of the gradients, which move from step to step
@@ -69,7 +69,7 @@ def _store(pointer, offset, x, mask, TYPE: tl.constexpr, MASKED: tl.constexpr, B
 def _round_stochastically(x, seed, tensor, index):
     """A float32 that bfloat16 can hold, up or down with the probability that makes it right on average.
 
-    16 bits of noise per element by Murmur's finaliser; `torch_path.py` computes the same.
+    16 bits of noise per element by Murmur's finaliser; `TorchLists` computes the same.
     """
     seed = tl.full((1,), seed, tl.float32).to(tl.uint32)  # a whole number below 2**24, which float32 holds exactly
     noise = index.to(tl.uint32) * 0x9E3779B1 + (seed * 0x85EBCA6B + tensor.to(tl.uint32) * 0xC2B2AE35)
@@ -230,10 +230,10 @@ def _block(
     x0, x1, x2, x3, x4 = values
     if CHECKS[0] and QUANTITIES == 0:
         _note(tl.where(known, x0.to(TYPES[0]).to(tl.float32), 0.0), overflow, culprits, tensor)
-    if TYPES[5] is not None:
-        p5 = _pointer(at + 1, TYPES[5], ALIGNED)
-        _store(p5, offset, x0, mask, TYPES[5], MASKED, BLOCK)
     if WRITES[0]:
+        if TYPES[5] is not None:
+            p5 = _pointer(at + 1, TYPES[5], ALIGNED)
+            _store(p5, offset, x0, mask, TYPES[5], MASKED, BLOCK)
         if STOCHASTIC:
             x0 = _round_stochastically(x0, seed, tensor, offset + tl.arange(0, BLOCK))
         _store(p0, offset, x0, mask, TYPES[0], MASKED, BLOCK)
@@ -456,45 +456,3 @@ def apply_rule(
             tl.store(out + 2, q2)
         if QUANTITIES > 3:
             tl.store(out + 3, q3)
-
-
-@kernel
-@triton.jit
-def reduce_partials(
-    partials,
-    bounds,
-    noop,
-    out,
-    QUANTITIES: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROOT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Sums (or maxima, or roots of sums) of rows `bounds[i]` to `bounds[i + 1]` of `partials` into `out[i]`.
-
-    Program (i, q) takes quantity q; `out` has COLUMNS columns. The order of the additions is fixed.
-    """
-    if noop is not None:
-        if tl.load(noop) != 0:
-            return
-    index = tl.program_id(0)
-    quantity = tl.program_id(1)
-    start = tl.load(bounds + index)
-    stop = tl.load(bounds + index + 1)
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for position in range(start, stop, BLOCK):
-        rows = (position + lanes).to(tl.int64)
-        value = tl.load(partials + rows * QUANTITIES + quantity, mask=rows < stop, other=0.0)
-        if MAXIMUM:
-            total = tl.where((value > total) | (value != value), value, total)
-        else:
-            total += value
-    if MAXIMUM:
-        found = tl.max(total, axis=0) + tl.sum(tl.where(total == total, 0.0, total), axis=0)
-    else:
-        found = tl.sum(total, axis=0)
-    if ROOT:
-        found = tl.sqrt(found)
-    tl.store(out + index * COLUMNS + quantity, found)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .recognition import recognise, remember
 from .rule import GRADIENT, SLOTS
 from .self_check import self_check
 from .torch_lists import TorchLists, is_dense
@@ -100,6 +101,9 @@ def groups_of(slots: Slots, names: Sequence[str]) -> list[tuple[Sequence[int], L
 
     `names` are those of the slots that are given.
     """
+    known = known_lists(slots)
+    if known is not None:
+        return [(range(len(known.sizes)), known)]
     facts = _facts(slots)
     if facts is not None:
         lists = _remembered.get(facts.key)
@@ -108,7 +112,8 @@ def groups_of(slots: Slots, names: Sequence[str]) -> list[tuple[Sequence[int], L
             and lists.points_to(facts.fixed, facts.moving)
             and _library.runs_triton(FAMILY, facts.first)
         ):
-            return [(range(len(lists.sizes)), lists)]  # the same tensors as last time
+            remember(slots, lists)  # seen twice, so that there may be a third time
+            return [(range(len(lists.sizes)), lists)]
         if _plain(slots):
             indices = range(len(facts.key.sizes))
             if all(_library.runs_triton(FAMILY, tensors[0]) for tensors in slots if tensors):
@@ -117,6 +122,15 @@ def groups_of(slots: Slots, names: Sequence[str]) -> list[tuple[Sequence[int], L
             return [(indices, TorchLists(*_split(slots), contiguous=facts.contiguous))]
     check(slots, names)
     return [(indices, _lists_of_group([pick(tensors, indices) for tensors in slots])) for indices in group(slots)]
+
+
+def known_lists(slots: Slots) -> TritonLists | None:
+    """The lists of tensors that `groups_of` has seen twice, and that need no grouping."""
+    lists = recognise(slots)
+    if lists is None:
+        return None
+    first = next(tensors for tensors in slots if tensors is not None)
+    return lists if _library.runs_triton(FAMILY, first[0]) else None
 
 
 def _lists_of_group(slots: Slots) -> Lists:

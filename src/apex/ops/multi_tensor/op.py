@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import rules
-from .lists import groups_of
+from .lists import Lists, groups_of, known_lists
 from .rule import Rule
 
 
@@ -140,6 +140,32 @@ def max_norm(
 ) -> tuple[Tensor, Tensor]:
     """The largest absolute value of all elements, float32 [1], and, if asked for, of each tensor."""
     return _norm(rules.MAXIMUM, inputs, None, 1.0, per_tensor, overflow, noop, names)
+
+
+@torch.no_grad()
+def clip(
+    gradients: Sequence[Tensor], limit: float, margin: float, *, maximum: bool = False, known: Lists | None = None
+) -> Tensor:
+    """Scales tensors by what brings their joint norm plus `margin` down to `limit`; returns the norm, float32 [1].
+
+    It is the largest absolute value if `maximum`, else the root of the sum of squares. `known` is what
+    `clipped_before` returned for these tensors.
+    """
+    rule = rules.MAXIMUM if maximum else rules.SQUARE_SUM
+    groups = groups_of((gradients, gradients), ("gradients", "gradients")) if known is None else [((), known)]
+    if len(groups) == 1:
+        ((_, lists),) = groups
+        norm, factor = lists.measured_clip(rule, limit, margin)
+        lists.apply(rules.SCALE, {"factor": 1.0}, grad_scale=factor)
+        return norm
+    norm, _ = _norm(rule, gradients, None, 1.0, False, None, None, ("", "gradients"))
+    scale(gradients, gradients, torch.clamp(limit / (norm + margin), max=1.0))
+    return norm
+
+
+def clipped_before(gradients: Sequence[Tensor]) -> Lists | None:
+    """The lists of tensors that `clip` has seen before, if it found that kernels take them as they are."""
+    return known_lists((gradients, gradients))
 
 
 @functools.cache

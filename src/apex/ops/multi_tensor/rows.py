@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,16 @@ from . import config
 from .lists import kernel_fits
 from .programs import elements_of
 from .rule import GRADIENT, Rule
-from .tables import AddressTable, upload
+from .tables import AddressTable, Layout, keep_if_captured, upload
 from .torch_lists import CPU_PIECE, DEVICE_PIECE, Piece, Slots, TorchLists, cut_into_pieces, is_dense
-from .triton_lists import TritonLists, current_stream
+from .triton_lists import TritonLists, current_stream, reductions
+
+if TYPE_CHECKING:
+    from .._launch import BoundLaunch
 
 MINIMUM_BLOCK = 128
+# Blocks of a row that one program walks over. A launch that adds up four sums of 26,000 rows takes longer.
+LONGEST_WALK = 16
 
 
 def row_count(tensor: Tensor) -> int:
@@ -91,12 +96,10 @@ class TritonRowLists(TritonLists):
             torch.tensor(counts), torch.tensor(row_sizes), fixed, gradients[0].element_size(), self.device
         )
         self.sizes = tuple(self._table.sizes)
-        self._block = self._block_for(sum(dtype is not None for dtype in self.types))
-        self.owner = upload(self._table.owner, torch.int64, self.device)
         bounds = torch.cat((torch.zeros(1, dtype=torch.int64), torch.tensor(counts).cumsum(0)))
         self._tensor_bounds = upload(bounds, torch.int32, self.device)
-        self._launches = {}
-        self._whole_bounds = {}
+        self._projections: dict[Any, BoundLaunch] = {}
+        self._begin()
         self.point_to(slots, copy)
 
     def _block_for(self, lists: int) -> int:
@@ -105,17 +108,37 @@ class TritonRowLists(TritonLists):
         average = sum(self.sizes) // max(1, len(self.sizes))
         return min(largest, max(MINIMUM_BLOCK, 1 << (average - 1).bit_length() if average > 1 else 1))
 
-    def _per_tensor(self, rule: Rule, partials: Tensor, noop: Tensor | None) -> Tensor:
-        if self._measuring.count == len(self.sizes):  # a program per row
-            return partials
-        return super()._per_tensor(rule, partials, noop)
+    def _blocks_together(self, block: int) -> int:
+        """A program per row, so that nothing is left to add up, unless a row is very long."""
+        needed = -(-max(self.sizes) // block)
+        return 1 << (needed - 1).bit_length() if needed <= LONGEST_WALK else super()._blocks_together(block)
 
-    def of_tensors(self, per_row: Tensor, *, maximum: bool = False) -> Tensor:
-        """Sums (or maxima) over the rows of each tensor: float32 [tensors, columns] from [rows, columns]."""
-        columns = per_row.shape[1]
-        out = torch.empty(self._tensor_bounds.numel() - 1, columns, dtype=torch.float32, device=self.device)
-        self._reduce(per_row, self._tensor_bounds, None, out, columns, maximum, root=False)
-        return out
+    def _per_tensor(self, rule: Rule, partials: Tensor, layout: Layout, noop: Tensor | None) -> Tensor:
+        if layout.count == len(self.sizes):  # a program per row
+            return partials
+        return super()._per_tensor(rule, partials, layout, noop)
+
+    def project(
+        self, found: Tensor, limits: Tensor, eps: float, delta: float, decay: float | Tensor, ratio: float
+    ) -> Tensor:
+        """See `projection.project`."""
+        whole = torch.empty((len(self.sizes), 2), dtype=torch.float32, device=self.device)
+        on_device = None
+        if isinstance(decay, Tensor):
+            on_device, decay = decay.to(self.device, torch.float32).reshape(1), 0.0
+        key = on_device is None
+        launch = self._projections.get(key)
+        if launch is None:
+            launch = self._projections[key] = reductions().project_rows.bind(
+                (limits.shape[1],),
+                (0.0,) * 4,
+                (config.REDUCE_BLOCK,),
+                device=self.device,
+                num_warps=config.REDUCE_WARPS,
+            )
+        keep_if_captured(self.device, self._tensor_bounds, limits)
+        launch(found, self._tensor_bounds, limits, on_device, whole, floats=(eps, delta, decay, ratio))
+        return whole
 
 
 class TorchRowLists(TorchLists):

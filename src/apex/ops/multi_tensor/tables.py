@@ -44,15 +44,16 @@ def _low_bits(addresses: Sequence[int]) -> int:
 
 
 class Layout:
-    """Which program works on which block of which tensor, given the sizes of the tensors."""
+    """Which program works on which blocks of which tensor, given the sizes of the tensors: `together` blocks each."""
 
-    def __init__(self, sizes: Sequence[int], block: int, device: torch.device) -> None:
+    def __init__(self, sizes: Sequence[int], block: int, device: torch.device, together: int = 1) -> None:
         self.block = block
-        counts = -(-torch.tensor(sizes, dtype=torch.int64) // block)
+        self.together = together
+        counts = -(-torch.tensor(sizes, dtype=torch.int64) // (block * together))
         ends = counts.cumsum(0)
         self.count = int(ends[-1]) if len(sizes) else 0
         if self.count >= 2**31:
-            raise ValueError(f"{self.count} blocks of {block} elements are more than one launch can take")
+            raise ValueError(f"{self.count} blocks of {block * together} elements are more than one launch can take")
         tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
         within = torch.arange(self.count) - (ends - counts)[tensor]
         self.programs = upload(torch.stack((tensor, within), 1), torch.int32, device)
@@ -70,6 +71,7 @@ class AddressTable:
         self._fixed_addresses: list[list[int]] | None = None
         self._moving_addresses: list[int] | None = None
         self._fixed_aligned = self._moving_aligned = True
+        self.uploads = 0
 
     def update_fixed(self, addresses: list[list[int]]) -> None:
         """Addresses of every list but the gradients, one row per list; uploaded if they differ from the last ones."""
@@ -77,6 +79,7 @@ class AddressTable:
             self.fixed = upload(list(zip(self.sizes, *addresses, strict=True)), torch.int64, self.device)
             self._fixed_addresses = addresses
             self._fixed_aligned = not any(_low_bits(row) for row in addresses)
+            self.uploads += 1
 
     def update_moving(self, addresses: list[int] | None) -> None:
         """Addresses of the gradients; uploaded if they differ from the last ones."""
@@ -84,6 +87,7 @@ class AddressTable:
             self.moving = None if addresses is None else upload(addresses, torch.int64, self.device)
             self._moving_addresses = addresses
             self._moving_aligned = addresses is None or not _low_bits(addresses)
+            self.uploads += 1
 
     def holds(self, fixed: list[list[int]], moving: list[int] | None) -> bool:
         """Whether these are the addresses that were uploaded last."""

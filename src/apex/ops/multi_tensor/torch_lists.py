@@ -296,6 +296,30 @@ class TorchLists:
         assert found is not None
         return self.total(found, maximum=rule.maximum, root=root)
 
+    def measured_clip(
+        self, rule: Rule, limit: float, margin: float, *, noop: Tensor | None = None, grad_scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of all gradients, and what brings them down to `limit`: see `TritonLists.measured_clip`."""
+        norm = self.measured_total(rule, {}, root=not rule.maximum, noop=noop, grad_scale=grad_scale)
+        factor = torch.clamp(limit / (norm + margin), max=1.0)
+        return norm, factor if grad_scale is None else factor * grad_scale
+
+    def measured_average(
+        self,
+        rule: Rule,
+        averages: Tensor,
+        share: float,
+        *,
+        noop: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+    ) -> None:
+        """Moves `averages` towards what `rule` measures of each tensor: see `TritonLists.measured_average`."""
+        found = self.apply(rule, {}, noop=noop, grad_scale=grad_scale)
+        assert found is not None
+        now, before = found[:, 0], averages[:, 0]
+        after = torch.where(before < 0, now, before.lerp(now, share))
+        before.copy_(after if noop is None else torch.where(noop.reshape(()) != 0, before, after))
+
     def total(self, per_tensor: Tensor, *, maximum: bool = False, root: bool = False) -> Tensor:
         """Sum (or maximum) over the tensors of the first quantity, float32 [1]; its root if asked for."""
         values = per_tensor[:, 0]

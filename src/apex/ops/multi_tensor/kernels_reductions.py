@@ -1,0 +1,153 @@
+"""The kernels that follow a rule that measures: sums over blocks, and the numbers that the next pass needs of them.
+
+What is decided here is never waited for by the host. Additions are made in a fixed order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+
+
+@triton.jit
+def _keep_larger(largest, values):
+    """The larger of two numbers, NaN if one of them is: tl.max and tl.maximum do not promise that."""
+    return tl.where((values > largest) | (values != values), values, largest)
+
+
+@triton.jit
+def _largest(values):
+    return tl.max(values, axis=0) + tl.sum(tl.where(values == values, 0.0, values), axis=0)
+
+
+@kernel
+@triton.jit
+def reduce_partials(
+    partials,
+    bounds,
+    noop,
+    grad_scale,
+    out,
+    factor,
+    limit,
+    margin,
+    share,
+    QUANTITIES: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROOT: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums (or maxima, or roots of sums) of rows `bounds[i]` to `bounds[i + 1]` of `partials` into `out[i]`.
+
+    Program (i, q) takes quantity q; `out` has COLUMNS columns. With AVERAGE it moves what is there towards the sum by
+    `share`, or takes the sum in place of what is negative. `factor` gets what brings a norm down to `limit`, at most 1,
+    times `grad_scale`; `margin` is added to the norm first.
+    """
+    if noop is not None:
+        if tl.load(noop) != 0:
+            return
+    index = tl.program_id(0)
+    quantity = tl.program_id(1)
+    start = tl.load(bounds + index)
+    stop = tl.load(bounds + index + 1)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for position in range(start, stop, BLOCK):
+        rows = (position + lanes).to(tl.int64)
+        value = tl.load(partials + rows * QUANTITIES + quantity, mask=rows < stop, other=0.0)
+        if MAXIMUM:
+            total = _keep_larger(total, value)
+        else:
+            total += value
+    if MAXIMUM:
+        found = _largest(total)
+    else:
+        found = tl.sum(total, axis=0)
+    if ROOT:
+        found = tl.sqrt(found)
+    at = out + index * COLUMNS + quantity
+    if AVERAGE:
+        before = tl.load(at)
+        found = tl.where(before < 0, found, before + share * (found - before))
+    tl.store(at, found)
+    if factor is not None:
+        shorter = limit / (found + margin)
+        by = tl.where(shorter < 1.0, shorter, 1.0)
+        by = tl.where(found == found, by, found)
+        if grad_scale is not None:
+            by = by * tl.load(grad_scale)
+        tl.store(factor, by)
+
+
+@triton.jit
+def _cosine(pg, gg, pp, eps):
+    return tl.abs(pg) / ((tl.sqrt(gg) + eps) * (tl.sqrt(pp) + eps))
+
+
+@triton.jit
+def _parallel(pu, pp, eps):
+    length = tl.sqrt(pp) + eps
+    return pu / (length * length)
+
+
+@kernel
+@triton.jit
+def project_rows(
+    sums,
+    bounds,
+    thresholds,
+    decay_on_device,
+    whole,
+    eps,
+    delta,
+    decay,
+    ratio,
+    BLOCK: tl.constexpr,
+):
+    """AdamP's decision for each tensor: which part of its rows leaves the step, and how much they decay.
+
+    sums             float32 [rows, 4]     of each row, p * g, g * g, p * p and p * step
+    bounds           int32 [tensors + 1]   the rows of each tensor
+    thresholds       float32 [2, tensors]  cosines, over `delta`, below which rows, or all of it, are projected
+    decay_on_device  float32 [1]           in place of `decay`
+    whole            float32 [rows, 2]     what `rules.ADAMP` takes
+    """
+    index = tl.program_id(0)
+    start = tl.load(bounds + index)
+    stop = tl.load(bounds + index + 1)
+    if decay_on_device is not None:
+        decay = tl.load(decay_on_device)
+    lanes = tl.arange(0, BLOCK)
+    pg = tl.zeros((BLOCK,), tl.float32)
+    gg = tl.zeros((BLOCK,), tl.float32)
+    pp = tl.zeros((BLOCK,), tl.float32)
+    pu = tl.zeros((BLOCK,), tl.float32)
+    peak = tl.zeros((BLOCK,), tl.float32)
+    for position in range(start, stop, BLOCK):
+        rows = (position + lanes).to(tl.int64)
+        mask = rows < stop
+        row_pg = tl.load(sums + rows * 4, mask=mask, other=0.0)
+        row_gg = tl.load(sums + rows * 4 + 1, mask=mask, other=0.0)
+        row_pp = tl.load(sums + rows * 4 + 2, mask=mask, other=0.0)
+        pg += row_pg
+        gg += row_gg
+        pp += row_pp
+        pu += tl.load(sums + rows * 4 + 3, mask=mask, other=0.0)
+        peak = _keep_larger(peak, tl.where(mask, _cosine(row_pg, row_gg, row_pp, eps), 0.0))
+    length = tl.sum(pp, axis=0)
+    by_row = _largest(peak) < tl.load(thresholds + index) * delta
+    cosine = _cosine(tl.sum(pg, axis=0), tl.sum(gg, axis=0), length, eps)
+    at_once = cosine < tl.load(thresholds + tl.num_programs(0) + index) * delta
+    share = tl.where(at_once, _parallel(tl.sum(pu, axis=0), length, eps), 0.0)
+    shrinks = tl.where(by_row | at_once, decay * ratio, decay)
+    for position in range(start, stop, BLOCK):
+        rows = (position + lanes).to(tl.int64)
+        mask = rows < stop
+        row_pp = tl.load(sums + rows * 4 + 2, mask=mask, other=0.0)
+        row_pu = tl.load(sums + rows * 4 + 3, mask=mask, other=0.0)
+        tl.store(whole + rows * 2, tl.where(by_row, _parallel(row_pu, row_pp, eps), share), mask=mask)
+        tl.store(whole + rows * 2 + 1, shrinks + tl.zeros((BLOCK,), tl.float32), mask=mask)
