@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -18,7 +17,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 def forward(in1: Tensor, in2: Tensor, index: Tensor) -> Tensor:
     """in1[index] * in2, rounded once in any dtype."""
-    return embedding(index, in1) * in2
+    return torch.embedding(in1, index) * in2
 
 
 def sum_rows(products: Tensor, index: Tensor, rows: int) -> Tensor:
@@ -43,9 +42,9 @@ def backward_backward(
     grad_grad1: Tensor, grad_grad2: Tensor, grad_out: Tensor, in1: Tensor, in2: Tensor, index: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of grad_out, in1 and in2, given those of what `backward` returns."""
-    picked = wide(embedding(index, grad_grad1))
+    picked = wide(torch.embedding(grad_grad1, index))
     second = wide(grad_grad2)
-    of_grad_out = picked * wide(in2) + second * wide(embedding(index, in1))
+    of_grad_out = picked * wide(in2) + second * wide(torch.embedding(in1, index))
     of_in1 = sum_rows(second * wide(grad_out), index, in1.shape[0])
     of_in2 = picked * wide(grad_out)
     return of_grad_out.to(grad_out.dtype), of_in1.to(in1.dtype), of_in2.to(in2.dtype)
