@@ -15,8 +15,13 @@ def explained(what: str) -> Iterator[None]:
         yield
     # Backends raise it, or DistError, which is one.
     except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()}: {what} failed. Another process has ended, or has not "
-            "answered within the timeout of the process group: the first error that any rank printed says more. "
-            f"Training cannot go on; start all processes again from the last checkpoint. ({error})"
-        ) from error
+        raise unanswered(what, error) from error
+
+
+def unanswered(what: str, error: RuntimeError) -> RuntimeError:
+    """The same for those who catch errors themselves, which costs nothing where there is none."""
+    return RuntimeError(
+        f"rank {dist.get_rank()} of {dist.get_world_size()}: {what} failed. Another process has ended, or has not "
+        "answered within the timeout of the process group: the first error that any rank printed says more. "
+        f"Training cannot go on; start all processes again from the last checkpoint. ({error})"
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from apex.ops.batch_norm import BatchNormSpec, gradients, normalise
 from apex.parallel._consecutive_groups import consecutive_group
-from apex.parallel._joined_norm import joined_forward, joined_gradients
+from apex.parallel._joined_norm import joined_forward, joined_gradients, norm_of
 
 _OCCUPANCY = 2
 # Four sums, each for 256 blocks of 64 channels, twice, of 4 bytes.
@@ -40,7 +40,8 @@ def _train(
     x, z, scale, bias, running_mean, running_var, mean_out, inverse_out, bn_group: int, spec: BatchNormSpec
 ) -> Tensor:
     group = consecutive_group("bn_group", bn_group)
-    output, mean, variance = joined_forward(x, z, scale, bias, running_mean, running_var, spec, group)
+    norm = norm_of(x, scale, bias, spec)
+    output, mean, variance = joined_forward(x, z, scale, bias, running_mean, running_var, spec, group, norm)
     mean_out.copy_(mean)
     inverse_out.copy_((variance + spec.eps).rsqrt())
     return output
@@ -55,7 +56,7 @@ def _gradients(
     if group is None:
         dx, dz, dscale, dbias = gradients(*tensors, has_z)
     else:
-        found = joined_gradients(*tensors, group, has_z)
+        found = joined_gradients(*tensors, group, norm_of(x, scale, bias, spec, mean, variance), has_z)
         dx, dz, (dscale, dbias) = found.input, found.z, found.group_means(bn_group)
     return dx, dz, dscale.to(scale.dtype), dbias.to(bias.dtype)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from apex.ops.batch_norm import BatchNormSpec, gradients
 from apex.parallel._consecutive_groups import consecutive_group
-from apex.parallel._joined_norm import joined_forward, joined_gradients
+from apex.parallel._joined_norm import joined_forward, joined_gradients, norm_of
 
 
 def forward(
@@ -32,7 +32,8 @@ def forward(
     """The output; moves the running statistics, and writes mean and one over the deviation of the batch."""
     group = consecutive_group("bn_group", bn_group)
     spec = BatchNormSpec(epsilon, momentum)
-    output, mean, variance = joined_forward(x, None, scale, bias, running_mean, running_var, spec, group)
+    norm = norm_of(x, scale, bias, spec)
+    output, mean, variance = joined_forward(x, None, scale, bias, running_mean, running_var, spec, group, norm)
     minibatch_mean.copy_(mean)
     minibatch_inv_var.copy_((variance + epsilon).rsqrt())
     return output
@@ -57,6 +58,6 @@ def backward(
     if group is None:
         dx, _, dscale, dbias = gradients(*tensors, False)
     else:
-        found = joined_gradients(*tensors, group, False)
+        found = joined_gradients(*tensors, group, norm_of(x, scale, None, spec, minibatch_mean, variance), False)
         dx, (dscale, dbias) = found.input, found.group_means(bn_group)
     return [dx, dscale.to(scale.dtype), dbias.to(scale.dtype)]

@@ -16,6 +16,7 @@ from apex.contrib.cudnn_gbn import GroupBatchNorm2d
 from apex.contrib.groupbn import BatchNorm2d_NHWC
 from apex.contrib.groupbn.batch_norm import bn_addrelu_NHWC_impl, bn_NHWC_impl
 from apex.parallel import DistributedDataParallel
+from tests.parallel.exchanges import GATHERED, SUMMED, counted
 from tests.parallel.processes import Check, assert_same_everywhere
 
 CHANNELS = 5
@@ -241,21 +242,17 @@ def one_group_for_all_norms_of_a_size(rank: int) -> None:
 def one_exchange_each_way(rank: int) -> None:
     norm = BatchNorm2d_NHWC(CHANNELS, fuse_relu=True, bn_group=2)
     x, z = (made(2, rank, torch.float32).movedim(1, -1).requires_grad_() for _ in range(2))
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    with (
-        mock.patch.object(dist, name, wraps=getattr(dist, name)) as gathered,
-        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced,
-    ):
+    with counted() as exchanges:
         output = norm(x, z)
-        assert (gathered.call_count, reduced.call_count) == (1, 0)
+        assert (exchanges[GATHERED], exchanges[SUMMED]) == (1, 0)
         output.sum().backward()
-        assert (gathered.call_count, reduced.call_count) == (1, 1)
+        assert (exchanges[GATHERED], exchanges[SUMMED]) == (1, 1)
         norm.eval()(x, z).sum().backward()
         # Not even by statistics of the batch: one process may evaluate by itself.
         untracked = GroupBatchNorm2d(CHANNELS, dist.get_world_size(), track_running_stats=False).eval()
         own = made(2, rank, torch.float32)
         close(untracked(own), nn.functional.batch_norm(own.double(), None, None, training=True), torch.float32)
-        assert (gathered.call_count, reduced.call_count) == (1, 1)
+        assert (exchanges[GATHERED], exchanges[SUMMED]) == (1, 1)
 
 
 def copies(rank: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from apex.parallel import (
 )
 from apex.parallel.optimized_sync_batchnorm_kernel import SyncBatchnormFunction
 from apex.parallel.sync_batchnorm_kernel import SyncBatchnormFunction as GivenStatistics
+from tests.parallel.exchanges import GATHERED, SUMMED, counted
 from tests.parallel.processes import Check, assert_same_everywhere, everywhere
 
 CHANNELS = 5
@@ -145,19 +145,15 @@ def statistics_far_from_zero(rank: int) -> None:
 def one_exchange_each_way(rank: int) -> None:
     norm = SyncBatchNorm(CHANNELS)
     x = made(2, rank, dtype=torch.float32).requires_grad_()
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    with (
-        mock.patch.object(dist, name, wraps=getattr(dist, name)) as gathered,
-        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced,
-    ):
+    with counted() as exchanges:
         output = norm(x)
-        assert (gathered.call_count, reduced.call_count) == (1, 0)
+        assert (exchanges[GATHERED], exchanges[SUMMED]) == (1, 0)
         output.sum().backward()
-        assert (gathered.call_count, reduced.call_count) == (1, 1)
+        assert (exchanges[GATHERED], exchanges[SUMMED]) == (1, 1)
         norm(x.detach()).sum().backward()  # the input needs no gradient: its own sums are all that is needed
-        assert (gathered.call_count, reduced.call_count) == (2, 1)
+        assert (exchanges[GATHERED], exchanges[SUMMED]) == (2, 1)
         norm.eval()(x).sum().backward()
-        assert (gathered.call_count, reduced.call_count) == (2, 1)
+        assert (exchanges[GATHERED], exchanges[SUMMED]) == (2, 1)
 
 
 def groups(rank: int) -> None:

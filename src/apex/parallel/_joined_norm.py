@@ -23,7 +23,20 @@ from ..ops.batch_norm import (
     normalise,
     statistics_packet,
 )
+from ..ops.batch_norm.kernel_norm import KernelNorm, combine
 from ._statistics import gathered, summed
+
+
+def norm_of(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+    mean: Tensor | None = None,
+    variance: Tensor | None = None,
+) -> KernelNorm | None:
+    """What takes the tensors as they are in all stages, with statistics that are given; None where nothing does."""
+    return direct_norm(input, weight, bias, spec) if _are_contiguous(mean, variance) else None
 
 
 def joined_forward(
@@ -35,18 +48,30 @@ def joined_forward(
     running_var: Tensor | None,
     spec: BatchNormSpec,
     group: dist.ProcessGroup | None,
+    norm: KernelNorm | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, and mean and biased variance of the joined batch, towards which the running ones move."""
-    norm = direct_norm(input, weight, bias, spec)
+    """The output, and mean and biased variance of the joined batch, towards which the running ones move.
+
+    `norm` is that of `norm_of`, for the backward pass as well.
+    """
     if group is None:
         mean, variance = local_statistics(input, spec, running_mean, running_var)
     else:
         packet = statistics_packet(input, spec) if norm is None else norm.packet(input)
-        mean, variance = joined_statistics(gathered(packet, group), spec.momentum, running_mean, running_var)
+        packets = gathered(packet, group)
+        if norm is None or not _are_contiguous(running_mean, running_var):
+            mean, variance = joined_statistics(packets, spec.momentum, running_mean, running_var)
+        else:
+            momentum = None if running_mean is None else spec.momentum
+            mean, variance = combine(packets, running_mean, running_var, momentum)
     if norm is None:
         return normalise(input, z, mean, variance, weight, bias, spec), mean, variance
     z = None if z is None else laid_out_like(input, z)
     return norm.apply(input, z, mean, variance, weight, bias), mean, variance
+
+
+def _are_contiguous(mean: Tensor | None, variance: Tensor | None) -> bool:
+    return (mean is None or mean.is_contiguous()) and (variance is None or variance.is_contiguous())
 
 
 class JoinedGradients(NamedTuple):
@@ -74,17 +99,22 @@ def joined_gradients(
     bias: Tensor | None,
     spec: BatchNormSpec,
     group: dist.ProcessGroup | None,
+    norm: KernelNorm | None,
     wants_z: bool,
 ) -> JoinedGradients:
-    """All gradients. `output` says what ReLU let through where something was added, and is None otherwise."""
+    """All gradients. `output` says what ReLU let through where something was added, and is None otherwise.
+
+    `norm` is that of `norm_of`.
+    """
     statistics = (mean, variance, weight, bias)
-    norm = direct_norm(input, weight, bias, spec)
-    if norm is not None and mean.is_contiguous() and variance.is_contiguous():
+    if norm is not None:
         dy = laid_out_like(input, dy)
         output = None if output is None else laid_out_like(input, output)
-        found = norm.gradients(dy, input, output, *statistics, wants_z, lambda packet: summed(packet, group))
-        assert found[4] is not None  # exchanged
-        return JoinedGradients(*found[:4], found[4])
+        dx, dz, plain, along, told = norm.gradients(
+            dy, input, output, *statistics, wants_z, lambda packet: summed(packet, group)
+        )
+        assert told is not None  # exchanged
+        return JoinedGradients(dx, dz, plain, along, told)
     kept, plain, along, packet = gradient_packet(dy, input, output, *statistics, spec, wants_z)
     summed(packet, group)
     if wants_z and kept is not None:
@@ -113,20 +143,22 @@ class GroupBatchNormFunction(torch.autograd.Function):
         spec: BatchNormSpec,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        output, mean, variance = joined_forward(input, z, weight, bias, running_mean, running_var, spec, group)
+        norm = norm_of(input, weight, bias, spec)
+        output, mean, variance = joined_forward(input, z, weight, bias, running_mean, running_var, spec, group, norm)
         ctx.mark_non_differentiable(mean, variance)
         # Without an addend what ReLU let through is computed again, so that the output need not be kept or read.
         kept = output if spec.relu and z is not None else None
         ctx.save_for_backward(input, kept, mean, variance, weight, bias)
-        ctx.spec, ctx.group, ctx.z_dtype = spec, group, None if z is None else z.dtype
+        ctx.spec, ctx.group, ctx.norm, ctx.z_dtype = spec, group, norm, None if z is None else z.dtype
         return output, mean, variance
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: None):  # type: ignore[override]
         input, output, mean, variance, weight, bias = ctx.saved_tensors
+        wants_z = ctx.needs_input_grad[1]
         found = joined_gradients(
-            dy, input, output, mean, variance, weight, bias, ctx.spec, ctx.group, ctx.needs_input_grad[1]
+            dy, input, output, mean, variance, weight, bias, ctx.spec, ctx.group, ctx.norm, wants_z
         )
         dweight, dbias = found.group_means(ctx.group.size())
         return (

@@ -10,10 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..ops._library import quick_apply
 from ..ops.batch_norm import BatchNormSpec, batch_norm_with_statistics
 from ..ops.batch_norm.op import check
 from ._statistics import process_count
 from .optimized_sync_batchnorm_kernel import SyncBatchnormFunction
+
+_apply_node = quick_apply(SyncBatchnormFunction)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -51,42 +54,40 @@ class SyncBatchNorm(_BatchNorm):
         self.channel_last = channel_last
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        # Asked once: every look at a parameter or buffer of a module goes through its __getattr__.
+        training, weight, bias = self.training, self.weight, self.bias
+        mean, variance = self.running_mean, self.running_var
         # Without running statistics there is nothing but those of the batch.
-        by_batch = self.training or self.running_mean is None
-        spec = BatchNormSpec(
-            self.eps, self.momentum or 0.0, by_batch, self.fuse_relu, -1 if self.channel_last and input.dim() > 2 else 1
-        )
-        tracked = self.track_running_stats or not self.training
-        mean, variance = (self.running_mean, self.running_var) if tracked else (None, None)
-        check(input, mean, variance, self.weight, self.bias, z, spec)
-        if input.shape[spec.channel_dim] != self.num_features:
+        by_batch = training or mean is None
+        if training and not self.track_running_stats:
+            mean = variance = None
+        channel_dim = -1 if self.channel_last and input.dim() > 2 else 1
+        spec = BatchNormSpec(self.eps, self.momentum or 0.0, by_batch, self.fuse_relu, channel_dim)
+        check(input, mean, variance, weight, bias, z, spec)
+        channels = self.num_features
+        if input.shape[channel_dim] != channels:
             raise ValueError(
-                f"input has shape {list(input.shape)}, expected {self.num_features} channels in dimension "
-                f"{spec.channel_dim}"
+                f"input has shape {list(input.shape)}, expected {channels} channels in dimension {channel_dim}"
             )
         processes = process_count(self.process_group) if by_batch else 1
-        if by_batch and processes < 2 and input.numel() == self.num_features:
+        if processes < 2 and by_batch and input.numel() == channels:
             raise ValueError(f"input has shape {list(input.shape)}; training needs more than one value per channel")
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                spec = spec._replace(momentum=1.0 / float(self.num_batches_tracked))
+        if training and self.track_running_stats:
+            spec = self._count_batch(spec)
         if processes < 2:
-            return batch_norm_with_statistics(input, z, mean, variance, self.weight, self.bias, spec, wanted=False)[0]
-        return SyncBatchnormFunction.apply(
-            input,
-            z,
-            self.weight,
-            self.bias,
-            mean,
-            variance,
-            spec.eps,
-            True,
-            spec.momentum,
-            self.process_group,
-            spec.channel_dim == -1,
-            spec.relu,
+            return batch_norm_with_statistics(input, z, mean, variance, weight, bias, spec, wanted=False)[0]
+        return _apply_node(
+            *(input, z, weight, bias, mean, variance),
+            *(spec.eps, True, spec.momentum, self.process_group, channel_dim == -1, spec.relu),
         )
+
+    def _count_batch(self, spec: BatchNormSpec) -> BatchNormSpec:
+        """One batch more; without a momentum all weigh alike in the running statistics."""
+        batches = self.num_batches_tracked
+        if batches is None:
+            return spec
+        batches.add_(1)
+        return spec if self.momentum is not None else spec._replace(momentum=1.0 / float(batches))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         """A copy with parameters and running statistics of its own, in the same group of processes."""

@@ -15,7 +15,7 @@ from ..ops.batch_norm import (
     gradients,
     normalise,
 )
-from ._joined_norm import joined_forward, joined_gradients
+from ._joined_norm import joined_forward, joined_gradients, norm_of
 from ._statistics import connected
 
 
@@ -44,9 +44,12 @@ class SyncBatchnormFunction(torch.autograd.Function):
         fuse_relu: bool = False,
     ) -> Tensor:
         spec = BatchNormSpec(eps, momentum, track_running_stats, fuse_relu, -1 if channel_last else 1)
-        group = connected(process_group) if spec.training else None
-        if spec.training:
-            output, mean, variance = joined_forward(input, z, weight, bias, running_mean, running_variance, spec, group)
+        group = connected(process_group) if track_running_stats else None
+        norm = norm_of(input, weight, bias, spec) if track_running_stats else None
+        if track_running_stats:
+            output, mean, variance = joined_forward(
+                input, z, weight, bias, running_mean, running_variance, spec, group, norm
+            )
         else:
             assert running_mean is not None  # without statistics of the batch there must be others
             assert running_variance is not None
@@ -55,7 +58,7 @@ class SyncBatchnormFunction(torch.autograd.Function):
         # Without an addend what ReLU let through is computed again, so that the output need not be kept or read.
         kept = output if spec.relu and z is not None else None
         ctx.save_for_backward(input, kept, mean, variance, weight, bias)
-        ctx.spec, ctx.group, ctx.z_dtype = spec, group, None if z is None else z.dtype
+        ctx.spec, ctx.group, ctx.norm, ctx.z_dtype = spec, group, norm, None if z is None else z.dtype
         return output
 
     @staticmethod
@@ -69,13 +72,18 @@ class SyncBatchnormFunction(torch.autograd.Function):
         if not wants_input:  # its own sums are all that a process needs
             dx, (dz, dbias, dweight) = None, gradient_sums(*tensors, wants_z)
         elif ctx.spec.training:
-            dx, dz, dbias, dweight, _ = joined_gradients(*tensors, ctx.group, wants_z)
+            dx, dz, dbias, dweight, _ = joined_gradients(*tensors, ctx.group, ctx.norm, wants_z)
         else:
             dx, dz, dweight, dbias = gradients(*tensors, wants_z)
         return (
             dx,
             dz.to(ctx.z_dtype) if wants_z and dz is not None else None,
-            dweight.to(weight.dtype) if wants_weight else None,
-            dbias.to(bias.dtype) if wants_bias else None,
+            _as(weight, dweight) if wants_weight else None,
+            _as(bias, dbias) if wants_bias else None,
             *(None,) * 8,
         )
+
+
+def _as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in the dtype of its parameter."""
+    return gradient if gradient.dtype is parameter.dtype else gradient.to(parameter.dtype)

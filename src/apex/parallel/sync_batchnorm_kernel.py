@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops._library import once_differentiable
 from ..ops.batch_norm import BatchNormSpec, gradient_sums, normalise
-from ._joined_norm import joined_gradients
+from ._joined_norm import joined_gradients, norm_of
 from ._statistics import connected
 
 
@@ -45,7 +45,8 @@ class SyncBatchnormFunction(torch.autograd.Function):
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx: Tensor | None
         if wants_input:
-            dx, _, dbias, dweight, _ = joined_gradients(*tensors, ctx.group, False)
+            norm = norm_of(input, weight, bias, ctx.spec, mean, variance)
+            dx, _, dbias, dweight, _ = joined_gradients(*tensors, ctx.group, norm, False)
         else:
             dx, (_, dbias, dweight) = None, gradient_sums(*tensors, False)
         return (

@@ -20,7 +20,7 @@ from ...ops.batch_norm import (
 )
 from ...ops.batch_norm.op import check
 from ...parallel._consecutive_groups import consecutive_group
-from ...parallel._joined_norm import GroupBatchNormFunction, joined_forward, joined_gradients
+from ...parallel._joined_norm import GroupBatchNormFunction, joined_forward, joined_gradients, norm_of
 
 
 def check_if_rocm_pytorch() -> bool:
@@ -42,8 +42,9 @@ def _forward(ctx: Any, x, z, s, b, rm, riv, mini_m, mini_riv, mom, epsilon, fuse
     group = consecutive_group("bn_group", bn_group)
     spec = BatchNormSpec(epsilon, mom, is_train, fuse_relu, 1 if channels_last else -1)
     x = check_and_convert_channels_last(x, channels_last)
+    ctx.norm = norm_of(x, s, b, spec) if is_train else None
     if is_train:
-        y, mean, variance = joined_forward(x, z, s, b, rm, riv, spec, group)
+        y, mean, variance = joined_forward(x, z, s, b, rm, riv, spec, group, ctx.norm)
         mini_m.copy_(mean)
         mini_riv.copy_((variance + epsilon).rsqrt())
     else:
@@ -59,7 +60,7 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, Tensor, 
     tensors = (grad_y, x, y, mean, variance, s, b, ctx.spec)
     if ctx.group is None or not ctx.spec.training:
         return gradients(*tensors, ctx.has_z)
-    found = joined_gradients(*tensors, ctx.group, ctx.has_z)
+    found = joined_gradients(*tensors, ctx.group, ctx.norm, ctx.has_z)
     return found.input, found.z, *found.group_means(ctx.group.size())
 
 

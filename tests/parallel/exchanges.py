@@ -1,0 +1,33 @@
+"""How often batch norms over processes tell each other something."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from apex.parallel import _statistics
+
+GATHERED, SUMMED = "_allgather_base", "allreduce"
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Collectives that are called inside, by `GATHERED` and `SUMMED`."""
+    found: Counter[str] = Counter()
+    carrier = _statistics._carrier
+
+    class Counted:
+        def __init__(self, group: Any, device: torch.device) -> None:
+            self._carrier = carrier(group, device)
+
+        def __getattr__(self, name: str) -> Any:
+            found[name] += 1
+            return getattr(self._carrier, name)
+
+    with mock.patch.object(_statistics, "_carrier", Counted):
+        yield found
