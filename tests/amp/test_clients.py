@@ -1,5 +1,6 @@
 """What published projects do with amp beyond its documentation."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -96,6 +97,21 @@ def test_tensors_that_scale_loss_yields() -> None:
         assert scaled.dtype == torch.float32
     with pytest.raises(RuntimeError, match="has not seen"), amp.scale_loss(loss, torch.optim.SGD(model.parameters())):
         pass
+
+
+def test_arguments_of_scale_loss_come_in_upstreams_order() -> None:
+    names = ["loss", "optimizers", "loss_id", "model", "delay_unscale", "delay_overflow_check"]
+    assert list(inspect.signature(amp.scale_loss).parameters) == names
+    model = small_model()
+    model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level="O2", num_losses=2)
+    before = model[0].weight.detach().clone()
+    with amp.scale_loss(loss_of(model, 0), optimizer, 1, model, True) as scaled:
+        scaled.backward()
+    assert all(master.grad is None for master in optimizer._amp_stash.all_fp32_from_fp16_params)
+    with amp.scale_loss(loss_of(model, 1), optimizer, loss_id=1, model=[model]) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not torch.equal(before, model[0].weight)
 
 
 def test_weights_clamped_through_masters() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from apex import amp
 from apex.amp._amp_state import _amp_state as state
+from apex.fp16_utils import FP16_Optimizer
 from apex.optimizers import FusedAdam
 from apex.parallel import LARC
 from tests.amp.common import HALF, LEVELS, assert_same, loss_of, quiet, small_model, train, values
@@ -235,6 +236,8 @@ def test_things_that_are_no_models_or_optimizers() -> None:
     refused(TypeError, "models must be", [model, 3], sgd(model))
     refused(TypeError, "optimizers must be", model, model)
     refused(TypeError, "optimizers must be", model, [sgd(model), 3])
+    halves = FP16_Optimizer(sgd(nn.Linear(2, 2).half()), verbose=False)
+    refused(RuntimeError, "give amp.initialize the bare optimizer", model, halves)
 
 
 def test_an_optimizer_of_other_parameters() -> None:
