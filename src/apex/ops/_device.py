@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from . import _plans
+
 
 # Compared by identity: facts are read once per device and are part of the keys of cached launch plans.
 @dataclass(frozen=True, eq=False)
@@ -68,7 +70,9 @@ def pretend(other: DeviceFacts) -> Iterator[None]:
     """Lets launch rules plan for another device, for compiling kernels where that device is absent."""
     global _pretended
     previous, _pretended = _pretended, other
+    _plans.forget()
     try:
         yield
     finally:
         _pretended = previous
+        _plans.forget()

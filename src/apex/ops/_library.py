@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import _env
+from . import _plans
 
 logger = logging.getLogger("apex.ops")
 
@@ -90,6 +91,7 @@ def _set_requested(name: _env.Implementation) -> None:
     _requested = name
     _choices.clear()
     _runs_triton.clear()
+    _plans.forget()
 
 
 def triton_problem() -> str | None:
@@ -160,7 +162,7 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
     Never for a tensor subclass (DTensor, FakeTensor, ...): it has no address of its own, while PyTorch's operators know
     what to do with it.
     """
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+    if type(tensor) not in _plans.PLAIN:
         if _requested == "triton":
             raise RuntimeError(f"APEX_IMPL=triton was asked for, but kernels do not take a {type(tensor).__name__}")
         return False
@@ -171,6 +173,15 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
     if answer is None:
         answer = _runs_triton[key] = explain(family, tensor.device, tensor.dtype).implementation == "triton"
     return answer
+
+
+def may_plan(tensor: torch.Tensor) -> bool:
+    """The quick question before a plan is looked for: whether there can be one, in eager mode, for such a tensor."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) in _plans.PLAIN
+        and (not tensor.is_cpu or _requested == "triton")
+    )
 
 
 def _answer_while_compiling(family: str, device: torch.device, dtype: torch.dtype, requested: str) -> bool:
@@ -235,7 +246,9 @@ def once_differentiable(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def wrapper(ctx, *gradients):  # type: ignore[no-untyped-def]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)  # no derivative is wanted, and PyTorch's would do nothing but this
+        if not torch.compiler.is_compiling():
             gradients = tuple(
                 given.detach().requires_grad_()
                 if isinstance(given, torch.Tensor) and not given.requires_grad

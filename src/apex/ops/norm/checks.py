@@ -19,7 +19,7 @@ def checked_shape(
     input: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> tuple[int, ...]:
     """`normalized_shape` as a tuple, after every argument was found fit."""
-    shape = normalized_shape if isinstance(normalized_shape, tuple) else _as_tuple(normalized_shape)
+    shape = as_tuple(normalized_shape)
     if type(input.numel()) is Tensor:  # torch.jit.trace: sizes are tensors too; PyTorch's operator checks them
         return shape
     device = input.device
@@ -34,7 +34,10 @@ def checked_shape(
     return shape
 
 
-def _as_tuple(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+def as_tuple(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+    """The shape of a row, as a tuple."""
+    if isinstance(normalized_shape, tuple):
+        return normalized_shape
     if isinstance(normalized_shape, numbers.Integral):
         return (int(normalized_shape),)
     return tuple(normalized_shape)  # type: ignore[arg-type]

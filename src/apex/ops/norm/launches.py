@@ -39,14 +39,18 @@ class ForwardPlan:
 
     def __init__(
         self,
+        spec: NormSpec,
         launch: BoundLaunch,
         statistics_shape: tuple[int, int],
         out_dtype: torch.dtype | None,
+        device: torch.device,
         backward: Callable[[bool], BackwardPlan],
     ) -> None:
+        self.spec = spec
         self._launch = launch
         self._statistics_shape = statistics_shape
         self._out_dtype = out_dtype  # None where it is the input's
+        self._device = device
         self._plan_backward = backward
         self._backward: dict[bool, BackwardPlan] = {}
 
@@ -55,7 +59,7 @@ class ForwardPlan:
         if not input.is_contiguous():
             input = input.contiguous()
         output = torch.empty_like(input, dtype=self._out_dtype) if self._out_dtype else torch.empty_like(input)
-        statistics = torch.empty(self._statistics_shape, dtype=torch.float32, device=input.device)
+        statistics = torch.empty(*self._statistics_shape, dtype=torch.float32, device=self._device)
         self._launch(input, weight, bias, output, statistics)
         return output, statistics
 
@@ -105,9 +109,8 @@ def _forward_plan(
         dtypes = (saved_dtype, out_dtype, weight_dtype, bias_dtype, input_dtype)
         return _backward_plan(spec, rows, param_grads and weight_dtype is not None, *dtypes, device, facts)
 
-    return ForwardPlan(
-        launch, (2 if subtract_mean else 1, rows), None if out_dtype == input_dtype else out_dtype, backward
-    )
+    statistics = (2 if subtract_mean else 1, rows)
+    return ForwardPlan(spec, launch, statistics, None if out_dtype == input_dtype else out_dtype, device, backward)
 
 
 def forward_plan(
@@ -139,14 +142,16 @@ class BackwardPlan:
     """The launches of one backward pass.
 
     `row_means` runs first where rows are too long for one kernel; no `partial_sums` without parameter gradients.
+    `dx_dtype` is None where it is that of the saved tensor.
     """
 
+    spec: NormSpec
     main: BoundLaunch
     row_means: BoundLaunch | None
     sum_partials: BoundLaunch | None
     rows: int
     partial_sums: int
-    dx_dtype: torch.dtype
+    dx_dtype: torch.dtype | None
     device: torch.device
 
     def run(
@@ -157,12 +162,12 @@ class BackwardPlan:
             dy = dy.contiguous()
         if not saved.is_contiguous():
             saved = saved.contiguous()
-        dx = torch.empty_like(saved) if saved.dtype == self.dx_dtype else torch.empty_like(saved, dtype=self.dx_dtype)
+        dx = torch.empty_like(saved) if self.dx_dtype is None else torch.empty_like(saved, dtype=self.dx_dtype)
         partials = workspace.partial_sums(self.partial_sums, self.device) if self.partial_sums else None
         if self.row_means is None:
             self.main(dy, saved, weight, bias, statistics, dx, partials)
         else:
-            row_means = statistics.new_empty((2, self.rows))
+            row_means = statistics.new_empty(2, self.rows)
             self.row_means(dy, saved, weight, bias, statistics, row_means)
             self.main(dy, saved, weight, bias, statistics, row_means, dx, partials)
         if weight is None or self.sum_partials is None:
@@ -240,7 +245,8 @@ def _backward_plan(
             num_warps=4,
         )
     partial_sums = chosen.programs * row_length * (param_grads + (param_grads and has_bias))
-    return BackwardPlan(main, row_means, sum_partials, rows, partial_sums, dx_dtype, device)
+    own_dtype = None if dx_dtype == saved_dtype else dx_dtype
+    return BackwardPlan(spec, main, row_means, sum_partials, rows, partial_sums, own_dtype, device)
 
 
 def triton_backward(
