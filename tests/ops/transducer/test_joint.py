@@ -102,6 +102,23 @@ def test_matches_reference(case, packed: bool, route: Route) -> None:
     assert_equal_bits([f, g, dh], before)
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("relu", [False, True])
+def test_rows_behind_the_last_sequence_are_padding(relu: bool, route: Route) -> None:
+    f, g, f_len, g_len = tensors((3, 2, 600, [3, 1], [2, 2], _HALF, _HALF), route.device)
+    offset, rows = offset_and_rows(f_len, g_len)
+    for dropout in (0.0, 0.5):
+        spec = JointSpec(relu, dropout, rows + 4)
+        with _library.implementation(route.implementation):
+            noise = transducer.draw_noise(f, g, True, spec) if dropout else None
+            h, mask = transducer.joint_forward(f, g, f_len, g_len, offset, spec, noise, want_mask=True)
+        assert torch.equal(h[rows:], torch.full_like(h[rows:], -1.0))
+        assert mask is not None
+        assert not mask[rows:].any()
+        assert mask[:rows].any()
+
+
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("packed", [False, True])
 def test_dropout_drops_about_as_many_as_asked(packed: bool, route: Route) -> None:

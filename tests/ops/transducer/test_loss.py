@@ -294,3 +294,17 @@ def test_a_triton_without_gather_leaves_the_loss_to_torch(monkeypatch: pytest.Mo
     monkeypatch.setattr("apex.ops.transducer.loss.triton_loss_forward", lambda *_: pytest.fail("launched"))
     monkeypatch.setattr(_library, "runs_triton", lambda *_: True)
     assert_equal_bits(transducer.loss_forward(*given)[0], expected)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("route", routes())
+def test_rows_behind_the_last_sequence_have_no_gradient(route: Route) -> None:
+    x, *given, grad = tensors((2, 1, 700, [2, 1], [1, 1], 0, _HALF), route.device, packed=True)
+    longer = torch.cat((x, torch.full((5, 700), torch.nan, dtype=_HALF, device=route.device)))
+    with _library.implementation(route.implementation):
+        results = [run(each, *given, grad, 2, 0) for each in (x, longer)]
+    *_, dx = results[0]
+    *_, longer_dx = results[1]
+    assert_equal_bits(results[0][:3], results[1][:3])
+    assert_equal_bits([longer_dx[: len(x)]], [dx])
+    assert not longer_dx[len(x) :].any()

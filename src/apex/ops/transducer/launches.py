@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import _device
 from . import config
-from .spec import JointSpec, LossNodes
+from .spec import PADDING, JointSpec, LossNodes
 
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
@@ -25,6 +25,22 @@ Dtypes = tuple[torch.dtype | None, ...]
 def _dtypes(*tensors: Tensor | None) -> Dtypes:
     """The part of a plan's key that says which tensors there are, and of which dtypes."""
     return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fill_plan(columns: int, dtypes: Dtypes, device: torch.device) -> BoundLaunch:
+    from . import kernels_rest as kernels  # at first use: importing apex needs no Triton
+
+    return kernels.transducer_fill_rest.bind(
+        (kernels.PROGRAMS,), (0.0, 0.0, 0.0, 0.0), (columns, kernels.LOW_BITS, 1024), device=device, num_warps=4
+    )
+
+
+def fill_rest(batch_offset: Tensor, packed: Tensor, value: float) -> None:
+    """Fills the rows behind the last sequence, if there are any: they must not hold what was in memory before."""
+    plan = _fill_plan(packed.shape[-1], _dtypes(batch_offset, packed), packed.device)
+    high, low = divmod(packed.numel(), 1 << plan.constants[1])
+    plan(batch_offset, packed, floats=(float(len(batch_offset) - 1), float(high), float(low), value))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,6 +97,10 @@ def triton_joint_forward(
     h = torch.empty(shape, dtype=torch.promote_types(f.dtype, g.dtype), device=f.device)
     mask = torch.empty(shape, dtype=torch.uint8, device=f.device) if want_mask else None
     plan(f, g, f_len, g_len, batch_offset, noise, h, mask)
+    if batch_offset is not None:
+        fill_rest(batch_offset, h, PADDING)
+        if mask is not None:
+            fill_rest(batch_offset, mask, 0.0)
     return h, mask
 
 
@@ -320,4 +340,6 @@ def triton_loss_backward(
     )
     dx = torch.empty_like(x)
     plan(grad, x, label, f_len, y_len, batch_offset, *saved, dx)
+    if batch_offset is not None:
+        fill_rest(batch_offset, dx, 0.0)
     return dx

@@ -61,6 +61,10 @@ def forward(
                     outside[batch, frames:] = value
                 if outside is not None and tokens < g.shape[1]:
                     outside[batch, :, tokens:] = value
+    elif len(batch_offset) and (end := int(batch_offset[-1])) < spec.packed_rows:
+        h[end:] = PADDING
+        if mask is not None:
+            mask[end:] = 0
     return h, mask
 
 
