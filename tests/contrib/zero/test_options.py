@@ -26,6 +26,7 @@ def test_it_is_reachable() -> None:
         ({"betas": (0.9, 1.0)}, r"betas\[1\]=1.0"),
         ({"dtype": torch.float64}, "dtype=torch.float64 is not supported"),
         ({"grad_sync_dtype": torch.int8}, "grad_sync_dtype=torch.int8"),
+        ({"param_sync_dtype": torch.bool}, "param_sync_dtype=torch.bool is not supported; .* and integers of 8 to 64"),
         ({"store_param_remainders": True}, "takes the place of store_params"),
         ({"store_param_remainders": True, "store_params": False}, "param_sync_dtype bfloat16, not"),
         ({"with_scaled_states": True}, "needs store_params=True and dtype float16 or bfloat16"),
@@ -49,6 +50,8 @@ def test_bad_calls() -> None:
     optimizer = DistributedFusedAdam(net.parameters())
     with pytest.raises(ValueError, match="in no parameter group"):
         optimizer.init_params([torch.zeros(2)])
+    with pytest.raises(ValueError, match=r"dtype=torch\.int8 is not supported"):
+        optimizer.init_params(net.weight, dtype=torch.int8)
     with pytest.raises(ValueError, match="max_norm=0"):
         optimizer.clip_grad_norm(0)
     with pytest.raises(ValueError, match=r"norm_type=1\.0"):
@@ -121,19 +124,34 @@ def test_strided_parameters(options: dict[str, Any]) -> None:
     assert all(map(torch.equal, loaded.parameters(), net.parameters()))
 
 
-@pytest.mark.parametrize("options", [{"amsgrad": True}, {"adam_w_mode": False}, {"bias_correction": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": 0.02},
+        {"weight_decay": 0.3},
+        {"betas": (0.5, 0.999)},
+        {"betas": (0.9, 0.7)},
+        {"eps": 0.1},
+        {"amsgrad": True},
+        {"adam_w_mode": False},
+        {"bias_correction": False},
+    ],
+    ids=str,
+)
 def test_as_fused_adam(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    net, twin = nn.Linear(4, 3), nn.Linear(4, 3)
-    twin.load_state_dict(net.state_dict())
-    optimizer = DistributedFusedAdam(net.parameters(), lr=0.01, weight_decay=0.1, **options)
-    plain = FusedAdam(twin.parameters(), lr=0.01, weight_decay=0.1, **options)
-    for step in range(4):
-        for model, each in ((net, optimizer), (twin, plain)):
-            each.zero_grad()
-            model(torch.full((2, 4), float(step))).square().sum().backward()
-            each.step()
-    assert all(map(torch.equal, net.parameters(), twin.parameters()))
+    """And not as without the option: gradients become smaller, which AMSGrad remembers."""
+    found = []
+    for kind, given in ((DistributedFusedAdam, options), (FusedAdam, options), (FusedAdam, {})):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3)
+        optimizer = kind(net.parameters(), **{"lr": 0.01, "weight_decay": 0.1, **given})
+        for step in range(4):
+            optimizer.zero_grad()
+            net(torch.full((2, 4), 10.0**-step)).square().sum().backward()
+            optimizer.step()
+        found.append(list(net.parameters()))
+    assert all(map(torch.equal, found[0], found[1]))
+    assert not torch.equal(found[0][0], found[2][0])
 
 
 def test_small_updates_are_not_lost() -> None:

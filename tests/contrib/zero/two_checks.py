@@ -1,6 +1,11 @@
 """What two processes do."""
 
-from tests.contrib.zero import adam_checks, engine_checks, schedule_checks
+from tests.contrib.zero import adam_checks, engine_checks, option_checks, schedule_checks
 from tests.parallel.processes import Check
 
-CHECKS: dict[str, Check] = {**engine_checks.CHECKS, **adam_checks.CHECKS, **schedule_checks.CHECKS}
+CHECKS: dict[str, Check] = {
+    **engine_checks.CHECKS,
+    **adam_checks.CHECKS,
+    **option_checks.CHECKS,
+    **schedule_checks.CHECKS,
+}

@@ -17,8 +17,6 @@ from ._zero.groups import Groups, own_world
 from ._zero.layout import Piece
 from ._zero.optimizer import ZeroOptimizer
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
 
 class DistributedFusedAdam(ZeroOptimizer):
     """`apex.optimizers.FusedAdam` with its state divided among processes; the same numbers on averaged gradients.
@@ -30,7 +28,7 @@ class DistributedFusedAdam(ZeroOptimizer):
     one process, nothing is sent.
 
     - `dtype`, `grad_sync_dtype`, `param_sync_dtype`: of the state, and of gradients and parameters that are sent, which
-      are `dtype` unless given;
+      are `dtype` unless given; as integers parameters travel as they are, or, of fewer bits, without their last bits;
     - `device`: where the parameters are, which is all that is accepted;
     - `process_group`: all processes, as a grid: state is divided among `distributed_process_group` (all of them unless
       given) and repeated in `redundant_process_group` (nobody unless given);
@@ -73,7 +71,8 @@ class DistributedFusedAdam(ZeroOptimizer):
         def __init__(self, arena: Arena, number: int, fragments: list[Any], shards: dict[str, Tensor]) -> None:
             self.bucket_size = arena.layout.bucket_sizes[number]
             self.shard_size = arena.layout.shard_sizes[number]
-            self.dtype, self.grad_sync_dtype, self.param_sync_dtype = arena.dtypes
+            self.dtype, self.grad_sync_dtype = arena.dtypes[:2]
+            self.param_sync_dtype = arena.param_sync_dtype
             self.filled_size = self.bucket_size
             self.able_to_fill = False
             self.contiguous_buffer_offset = arena.layout.bucket_starts[number]
@@ -119,7 +118,7 @@ class DistributedFusedAdam(ZeroOptimizer):
     ) -> None:
         check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay)
         check_betas(betas)
-        dtypes = Dtypes(dtype, grad_sync_dtype or dtype, param_sync_dtype or dtype)
+        dtypes = Dtypes(dtype, grad_sync_dtype or dtype, param_sync_dtype or dtype).check()
         _check_options(dtypes, store_params, store_param_remainders, with_scaled_states, capturable)
         if nccl_ub and not contiguous_grad_buffer:
             raise ValueError("nccl_ub needs contiguous_grad_buffer=True: it is about buffers that stay")
@@ -262,9 +261,6 @@ class DistributedFusedAdam(ZeroOptimizer):
 
 
 def _check_options(dtypes: Dtypes, stores: bool, remainders: bool, scaled: bool, capturable: bool) -> None:
-    for name, value in zip(("dtype", "grad_sync_dtype", "param_sync_dtype"), dtypes, strict=True):
-        if value not in _FLOATS:
-            raise ValueError(f"{name}={value} is not supported; float32, float16 and bfloat16 are")
     if remainders and stores:
         raise ValueError("store_param_remainders=True takes the place of store_params, which must be False")
     if remainders and (dtypes.state, dtypes.parameters) != (torch.float32, torch.bfloat16):
@@ -272,7 +268,7 @@ def _check_options(dtypes: Dtypes, stores: bool, remainders: bool, scaled: bool,
             "store_param_remainders is for bfloat16 parameters with float32 state: dtype must be float32 and "
             f"param_sync_dtype bfloat16, not {dtypes.state} and {dtypes.parameters}"
         )
-    if scaled and (not stores or dtypes.state not in _FLOATS[1:]):
+    if scaled and (not stores or dtypes.state == torch.float32):
         raise ValueError(
             f"with_scaled_states needs store_params=True and dtype float16 or bfloat16, not store_params={stores} and "
             f"dtype={dtypes.state}"

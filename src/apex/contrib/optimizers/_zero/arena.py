@@ -17,12 +17,27 @@ from .layout import Layout, LocalPiece, joined
 ALIGNMENT = 128
 
 
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 class Dtypes(NamedTuple):
-    """Of the optimizer's state, and of gradients and parameters on their way between processes."""
+    """Of the optimizer's state, and of gradients and parameters on their way between processes.
+
+    Parameters may travel as integers: see `upper_bytes`.
+    """
 
     state: torch.dtype
     gradients: torch.dtype
     parameters: torch.dtype
+
+    def check(self) -> Dtypes:
+        """The same; raises for those that are not supported."""
+        for name, value in zip(("dtype", "grad_sync_dtype", "param_sync_dtype"), self, strict=True):
+            if value not in _FLOATS and not (name == "param_sync_dtype" and value in _INTEGERS):
+                more = ", and integers of 8 to 64 bits" if name == "param_sync_dtype" else ""
+                raise ValueError(f"{name}={value} is not supported; float32, float16 and bfloat16 are{more}")
+        return self
 
 
 class Arena:
@@ -50,6 +65,13 @@ class Arena:
         self.params = list(params)
         self.owners = list(owners)
         self.dtypes = dtypes
+        # What was asked for; and how many of the upper bytes of parameters travel, where not all do.
+        self.param_sync_dtype = dtypes.parameters
+        self.sent_bytes: int | None = None
+        if not dtypes.parameters.is_floating_point:
+            own = self.params[0].dtype
+            self.dtypes = dtypes._replace(parameters=own)
+            self.sent_bytes = dtypes.parameters.itemsize if dtypes.parameters.itemsize < own.itemsize else None
         self.groups = groups
         self.device = self.params[0].device
         self.allocate = allocate

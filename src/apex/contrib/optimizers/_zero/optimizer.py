@@ -178,6 +178,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _init(self, params: Iterable[Tensor] | Tensor | None, dtypes: Dtypes, bucket_cap_mb: float | None) -> None:
         if params is None and len(self._places) == self._count:
             return
+        dtypes.check()
         owners = {param: number for number, group in enumerate(self.param_groups) for param in group["params"]}
         if params is None:
             params = [param for param in reversed(list(owners)) if param.requires_grad]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from . import upper_bytes
 from .arena import Arena
 from .collectives import Done, Work, all_gather
 from .groups import Groups
@@ -119,14 +120,16 @@ class ParameterSync:
     def _send(self, key: _Key) -> None:
         place, number = key
         arena = self.arenas[place]
-        shard = arena.outgoing[number]
+        shard, size = arena.outgoing[number], arena.layout.bucket_sizes[number]
+        if arena.sent_bytes is not None:
+            shard, size = upper_bytes.taken(shard, arena.sent_bytes), size * arena.sent_bytes
         if self.groups.ranks == 1:
             self._under_way.append(_Gathered(key, shard, Done()))
             return
-        if arena.parameter_buffer is not None:
+        if arena.parameter_buffer is not None and arena.sent_bytes is None:
             bucket = arena.bucket(arena.parameter_buffer, number)
         else:
-            bucket = torch.empty(arena.layout.bucket_sizes[number], dtype=shard.dtype, device=arena.device)
+            bucket = torch.empty(size, dtype=shard.dtype, device=arena.device)
         work = all_gather(bucket, shard, self.groups.distributed, "sending a bucket of updated parameters")
         self._under_way.append(_Gathered(key, bucket, work))
 
@@ -134,10 +137,14 @@ class ParameterSync:
     def _finish_first(self) -> None:
         gathered = self._under_way.popleft()
         gathered.work.wait()
-        if self.arenas[gathered.key[0]].parameter_buffer is None:
-            place, number = gathered.key
-            pieces = self.arenas[place].layout.cut(gathered.bucket, number)
-            torch._foreach_copy_(self._copy_of(gathered.key).places, list(pieces))
+        place, number = gathered.key
+        arena, bucket = self.arenas[place], gathered.bucket
+        if arena.sent_bytes is not None:
+            bucket = upper_bytes.restored(bucket, arena.sent_bytes, arena.dtypes.parameters)
+        if arena.parameter_buffer is None:
+            torch._foreach_copy_(self._copy_of(gathered.key).places, list(arena.layout.cut(bucket, number)))
+        elif arena.sent_bytes is not None:
+            arena.bucket(arena.parameter_buffer, number).copy_(bucket)
 
     def _copy_of(self, key: _Key) -> _Copy:
         place, number = key

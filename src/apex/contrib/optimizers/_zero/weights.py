@@ -139,7 +139,7 @@ class Weights:
     @property
     def _writes_params(self) -> bool:
         """Whether an update can write to the parameters themselves, so that nothing needs to be sent."""
-        return self.arena.groups.is_one and self.arena.params[0].dtype == self.arena.dtypes.parameters
+        return self.arena.groups.is_one and _arrive_whole(self.arena)
 
 
 class InPlace(Weights):
@@ -268,14 +268,18 @@ class Remainders(Gathered):
         return {"param_remainders_shard": self.remainders}
 
 
+def _arrive_whole(arena: Arena) -> bool:
+    """Whether parameters travel as they are."""
+    return arena.params[0].dtype == arena.dtypes.parameters and arena.sent_bytes is None
+
+
 def weights_of(arena: Arena, store_params: bool, store_remainders: bool) -> Weights:
     """How the parameters of an arena are kept."""
-    dtype = arena.params[0].dtype
-    travels_as = arena.dtypes.parameters
+    dtype, whole = arena.params[0].dtype, _arrive_whole(arena)
     weights: Weights
-    if store_remainders and arena.dtypes.state == torch.float32 and dtype == travels_as == torch.bfloat16:
+    if store_remainders and arena.dtypes.state == torch.float32 and whole and dtype == torch.bfloat16:
         weights = Remainders(arena)
-    elif arena.groups.is_one and dtype == travels_as and (not store_params or dtype == arena.dtypes.state):
+    elif arena.groups.is_one and whole and (not store_params or dtype == arena.dtypes.state):
         weights = InPlace(arena)
     else:
         weights = Stored(arena) if store_params or store_remainders else Gathered(arena)
