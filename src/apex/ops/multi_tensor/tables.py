@@ -21,7 +21,7 @@ _captured: list[tuple[Tensor | None, ...]] = []
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor on `device`, in stream order and without waiting for the copy."""
     if device.type != "cuda":
-        return torch.as_tensor(values, dtype=dtype)
+        return torch.as_tensor(values, dtype=dtype, device=device)
     if isinstance(values, Tensor):
         host = values.to(dtype).pin_memory()
     else:

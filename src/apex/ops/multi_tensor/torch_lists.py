@@ -19,6 +19,7 @@ from torch import Tensor
 from . import foreach, native
 from .programs import Square, elements_of, pattern_of, program_of
 from .rule import FLAG_COUNT, SCALARS, SLOTS, Rule, padded
+from .tables import upload
 from .tracing import FULL, SMALL
 
 Slots = Sequence[Sequence[Tensor] | None]
@@ -367,8 +368,8 @@ class TorchLists:
         """Indices and sizes of tensors that are strung together."""
         if piece not in self._numbers:
             self._numbers[piece] = (
-                torch.tensor(piece.indices, device=self.device),
-                torch.tensor(self._sizes_of(piece), device=self.device),
+                upload(list(piece.indices), torch.int64, self.device),
+                upload(self._sizes_of(piece), torch.int64, self.device),
             )
         return self._numbers[piece]
 
