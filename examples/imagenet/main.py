@@ -82,8 +82,8 @@ def train(
     for step, (pictures, labels) in enumerate(data, 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, epoch + (step - 1) / len(data))
+        optimizer.zero_grad()  # first, so that the old gradients need no memory during the forward pass
         loss = nn.functional.cross_entropy(model(pictures), labels)
-        optimizer.zero_grad()
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()

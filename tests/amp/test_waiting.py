@@ -80,8 +80,7 @@ def steps(name: str, level: str, **options: Any) -> None:
         optimizer.step()
 
 
-# Not NpuFusedAdamP, which uploads numbers of its own, and only to real devices.
-FUSED = [name for name in MAKERS if name != "apex.NpuFusedAdamP" and ("apex." in name or "FusedSGD" in name)]
+FUSED = [name for name in MAKERS if "apex." in name or "FusedSGD" in name]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

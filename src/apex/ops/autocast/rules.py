@@ -24,7 +24,9 @@ FLOAT_ON_CPU = _names(
     "upsample_linear1d.vec upsample_bilinear2d.vec upsample_trilinear3d.vec upsample_bicubic2d.vec "
     "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec"
 )
-FLOAT_EVERYWHERE = _names("std std.dim std.correction var var.dim var.correction grid_sampler")
+FLOAT_EVERYWHERE = _names(
+    "std std.dim std.correction var var.dim var.correction grid_sampler ctc_loss.IntList ctc_loss.Tensor"
+)
 
 # The half-precision type of the session.
 HALF_ON_CPU = _names(
