@@ -25,7 +25,7 @@ class Exchange(NamedTuple):
 
     @property
     def sends_parameters(self) -> bool:
-        return "parameters" in self.what
+        return "bucket of updated parameters" in self.what
 
 
 @contextlib.contextmanager

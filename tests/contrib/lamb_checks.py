@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from apex.ops.multi_tensor.casts import from_bytes, to_bytes
 from apex.optimizers import FusedLAMB
+from tests.contrib import lamb_options
 from tests.contrib.lamb_passes import (
     accumulation,
     accumulation_undeclared,
@@ -309,6 +310,7 @@ CHECKS: dict[str, Check] = {
     "unclipped": trains(max_grad_norm=0.0),
     "unclipped_none": trains(max_grad_norm=None),
     "hardly_clipped": trains(max_grad_norm=1e6),
+    "hyperparameters": trains(lr=0.02, betas=(0.7, 0.95), eps=0.1),
     "l2_regularization": trains(adam_w_mode=False),
     "nvlamb": trains(use_nvlamb=True),
     "nvlamb_uncorrected": trains(use_nvlamb=True, bias_correction=False, grad_averaging=False),
@@ -347,6 +349,7 @@ CHECKS: dict[str, Check] = {
     "saved_half": saved(torch.float16),
     "saved_views": saved(torch.bfloat16, set_param_views_to_flat_buffer=True, e5m2_allgather=True),
     "refuses": refuses,
+    **lamb_options.CHECKS,
     "resumes": resumes("four", "two", 2, dwu_num_blocks=3),
     "resumes_of_replicas": resumes("two_by_two", None, 2),
 }

@@ -21,7 +21,7 @@ PARTS = 4
 HYPER: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "max_grad_norm": 3.0}
 STEPS = 4
 # Options of FusedLAMB and of the formula too; the others only say how the work is shared.
-SHARED = ("bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb", "max_grad_norm")
+SHARED = ("lr", "betas", "eps", "bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb", "max_grad_norm")
 
 
 def parameters(dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:

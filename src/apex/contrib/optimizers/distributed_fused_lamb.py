@@ -46,8 +46,8 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
       order of the numbers in `param_order`; `skip_allgather` leaves it to `param_sync` to send them.
     - `e5m2_allgather` sends parameters in 8 bits; they have 2 bits of mantissa then.
     - `dwu_num_blocks * dwu_num_chunks` is the number of buckets (for each dtype); `dwu_num_rs_pg` communicators of a
-      machine and `dwu_num_ar_pg` over machines take turns with them; with `dwu_num_ag_pg` parameters have their own,
-      of at most `nccl_allgather_channels` channels.
+      machine and `dwu_num_ar_pg` over machines take turns with them; with `dwu_num_ag_pg` parameters have so many of
+      their own, of at most `nccl_allgather_channels` channels.
     """
 
     def __init__(
@@ -140,7 +140,9 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         self._groups = self._communicators.groups
         if self._groups.is_one:
             self._clip_after_ar = True  # there is no mean to shorten gradients before
-        self._parameters = ParameterSync(self._communicators.gather, contiguous=set_param_views_to_flat_buffer)
+        self._parameters = ParameterSync(
+            self._groups, contiguous=set_param_views_to_flat_buffer, turns=self._communicators.gather
+        )
         # What is written to `_lr`, or put in its place, is the learning rate of all groups: clients of the original do.
         self._lr: float | Tensor = torch.zeros((), dtype=torch.float32, device=first.device)
         self._untouched_lr = self._lr, self._lr._version

@@ -20,13 +20,13 @@ _made: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Communicators:
-    """`groups` for gradients, `gather` the same for parameters; `scatter` and `reduce` take turns with the buckets.
+    """`scatter` and `reduce` take turns with the buckets of gradients, `gather` with those of parameters.
 
     `reduce` goes over machines or, with a full all-reduce, over all processes.
     """
 
     groups: Groups
-    gather: Groups
+    gather: tuple[Any, ...]
     scatter: tuple[Any, ...]
     reduce: tuple[Any, ...]
 
@@ -53,7 +53,7 @@ def make_communicators(
     """Groups of `size` processes that divide the state; all processes make the same."""
     if not dist.is_available() or not dist.is_initialized():
         alone = Groups()
-        return Communicators(alone, alone, (None,), (None,))
+        return Communicators(alone, (None,), (None,), (None,))
     world = dist.get_world_size()
     rows = [list(range(first, first + size)) for first in range(0, world, size)]
     columns = [list(range(first, world, size)) for first in range(size)]
@@ -63,11 +63,8 @@ def make_communicators(
     if full or size < world:
         over = [list(range(world))] if full else columns
         reduce = tuple(_own(over, number, 0, verbose) for number in range(reduces))
-    groups = Groups(None, scatter[0], redundant)
-    gather = groups
-    if gathers:
-        gather = Groups(None, _own(rows, scatters, channels, verbose), redundant)
-    return Communicators(groups, gather, scatter, reduce)
+    gather = tuple(_own(rows, scatters + number, channels, verbose) for number in range(gathers))
+    return Communicators(Groups(None, scatter[0], redundant), gather or scatter, scatter, reduce)
 
 
 def _own(every: list[list[int]], number: int, channels: int, verbose: bool) -> Any:
