@@ -17,14 +17,23 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def gate_and_value(input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def gate_and_value(input: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     """The two halves of each row, the bias added."""
-    if input.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32):
-        wide = input if bias is None else input + bias
-    else:
-        compute = compute_dtype(input, bias)
-        wide = input.to(compute) if bias is None else input.to(compute) + bias.to(compute)
-    gate, value = wide.chunk(2, -1)  # whose derivative is one copy; that of slices fills and adds
+    same = input.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32)
+    compute = torch.float32 if same else compute_dtype(input, bias)
+    if activation == "gelu":
+        # Halves of a whole: PyTorch's derivative of this one takes six times as long for contiguous tensors on Arm.
+        wide = input if same else input.to(compute)
+        gate, value = (wide if bias is None else wide + bias.to(compute)).chunk(2, -1)
+        return gate, value
+    gate, value = input.chunk(2, -1)  # whose derivative is one copy; that of slices fills and adds
+    if not same:
+        gate, value = gate.to(compute), value.to(compute)
+    if bias is not None:
+        of_gate, of_value = bias.to(compute).chunk(2, -1)
+        gate, value = gate + of_gate, value + of_value
+    elif activation == "gelu_tanh" and gate.is_cpu:
+        gate = gate.contiguous()  # which PyTorch takes 0.3 times as long for, this copy apart
     return gate, value
 
 
@@ -50,7 +59,7 @@ def _activation_backward(gradient: Tensor, gate: Tensor, activation: str, out: T
 
 def forward(input: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """activation(gate) * value in the input's dtype; differentiable."""
-    gate, value = gate_and_value(input, bias)
+    gate, value = gate_and_value(input, bias, activation)
     return (activated(gate, activation) * value).to(input.dtype)
 
 
@@ -58,7 +67,7 @@ def backward(
     dy: Tensor, input: Tensor, bias: Tensor | None, activation: str, bias_grad: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of input and bias; not differentiable."""
-    gate, value = gate_and_value(input, bias)
+    gate, value = gate_and_value(input, bias, activation)
     gradient = dy.to(gate.dtype)
     width = input.shape[-1] // 2
     dinput = torch.empty(input.shape, dtype=gate.dtype, device=input.device)
