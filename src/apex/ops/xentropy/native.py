@@ -25,7 +25,7 @@ def _parts(rows: int, classes: int) -> Iterator[slice]:
 def forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor]:
     """As `reference.forward`."""
     rows, classes = logits.shape
-    if 0 < rows * classes <= _ELEMENTS:
+    if fits_at_once(logits):
         try:
             return _forward_at_once(logits, labels, smoothing, padding_idx)
         except RuntimeError:  # a label that is no class: its row is to be NaN
@@ -51,22 +51,41 @@ def forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) 
 
 def _forward_at_once(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor]:
     """The same in few operators, each of which costs ten microseconds or so; raises RuntimeError for a wrong label."""
-    classes = logits.shape[1]
+    losses, own_log_softmax = losses_at_once(logits, labels, smoothing, padding_idx)
+    return losses, log_sums_of(logits, labels, own_log_softmax, padding_idx)
+
+
+def fits_at_once(logits: Tensor) -> bool:
+    """Whether all rows can be worked on together."""
+    return 0 < logits.numel() <= _ELEMENTS
+
+
+def losses_at_once(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor]:
+    """Losses, and for each row the logarithm of the softmax at its label; raises RuntimeError for a wrong label."""
     log_softmax = torch.log_softmax(logits, 1, dtype=compute_dtype(logits))
-    padding = None if padding_idx == NO_PADDING else labels == padding_idx
-    index = labels if padding is None or 0 <= padding_idx < classes else labels.masked_fill(padding, 0)
-    index = index[:, None]
+    padding, index = _padding_and_index(labels, padding_idx, logits.shape[1])
     own_log_softmax = log_softmax.gather(1, index)[:, 0]
+    losses = own_log_softmax * (smoothing - 1.0)
+    if smoothing:
+        losses.sub_(log_softmax.sum(1), alpha=smoothing / logits.shape[1])
+    return losses if padding is None else losses.masked_fill_(padding, 0.0), own_log_softmax
+
+
+def log_sums_of(logits: Tensor, labels: Tensor, own_log_softmax: Tensor, padding_idx: int) -> Tensor:
+    """The logarithm of each row's sum of exponentials, zero for padding, from the second result of `losses_at_once`."""
+    padding, index = _padding_and_index(labels, padding_idx, logits.shape[1])
     # What was subtracted from a logit saves a pass over its row; from an infinite one nothing can be.
     log_sums = logits.gather(1, index)[:, 0] - own_log_softmax
     if not math.isfinite(log_sums.sum().item()):
-        log_sums = torch.logsumexp(logits.to(log_softmax.dtype), 1)
-    losses = own_log_softmax * (smoothing - 1.0)
-    if smoothing:
-        losses.sub_(log_softmax.sum(1), alpha=smoothing / classes)
-    if padding is None:
-        return losses, log_sums
-    return losses.masked_fill_(padding, 0.0), log_sums.masked_fill_(padding, 0.0)
+        log_sums = torch.logsumexp(logits.to(own_log_softmax.dtype), 1)
+    return log_sums if padding is None else log_sums.masked_fill_(padding, 0.0)
+
+
+def _padding_and_index(labels: Tensor, padding_idx: int, classes: int) -> tuple[Tensor | None, Tensor]:
+    """Which rows are padding, None where none can be, and labels that index a row unless they are wrong."""
+    padding = None if padding_idx == NO_PADDING else labels == padding_idx
+    index = labels if padding is None or 0 <= padding_idx < classes else labels.masked_fill(padding, 0)
+    return padding, index[:, None]
 
 
 def backward(
