@@ -108,17 +108,14 @@ class _HalfLayerNorm(torch.autograd.Function):
             statistics = reference.statistics(input, spec)
             dx, dweight, dbias = reference.backward(dy, input, statistics, weight, bias, spec, input.dtype)
             return dx, None, dweight, dbias, None
-        _, _, weight_wanted, bias_wanted, _ = ctx.needs_input_grad
-        dx, dweight, dbias = backward(
-            dy, input, ctx.shape, mean, rstd, *ctx.wide, param_grads=weight_wanted or bias_wanted
-        )
-        return (
-            dx,
-            None,
-            dweight.to(weight.dtype) if weight_wanted else None,
-            dbias.to(bias.dtype) if bias_wanted else None,
-            None,
-        )
+        param_grads = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        wide_weight, wide_bias = ctx.wide
+        dx, dweight, dbias = backward(dy, input, ctx.shape, mean, rstd, wide_weight, wide_bias, param_grads)
+        return dx, None, _of_dtype(dweight, weight), _of_dtype(dbias, bias), None
+
+
+def _of_dtype(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    return None if gradient is None or parameter is None else gradient.to(parameter.dtype)
 
 
 _apply = _library.quick_apply(_HalfLayerNorm)
