@@ -35,9 +35,15 @@ def findings(report: dict[str, Any], severity: str) -> list[str]:
     return [f"{f['subject']}: {f['message']}" for f in report["findings"] if f["severity"] == severity]
 
 
-def replace_self_check(monkeypatch: pytest.MonkeyPatch, check: Any) -> None:
-    family = _library.FAMILIES["norm"]
-    monkeypatch.setitem(_library.FAMILIES, "norm", dataclasses.replace(family, self_check=check))
+def replace_self_check(monkeypatch: pytest.MonkeyPatch, family: str, check: Any) -> None:
+    monkeypatch.setitem(_library.FAMILIES, family, dataclasses.replace(_library.FAMILIES[family], self_check=check))
+
+
+@pytest.fixture
+def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Self-checks that find nothing, for tests of everything else: the real ones take two seconds."""
+    for family in all_families():
+        replace_self_check(monkeypatch, family, lambda device: 0.0)
 
 
 def test_everything_works_here() -> None:
@@ -58,6 +64,7 @@ def test_everything_works_here() -> None:
     assert {"fused_layer_norm_cuda", "fast_layer_norm"} <= names
 
 
+@pytest.mark.usefixtures("quick_checks")
 def test_text_shows_every_part() -> None:
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0
@@ -65,25 +72,28 @@ def test_text_shows_every_part() -> None:
         assert part in result.stdout
 
 
+@pytest.mark.usefixtures("quick_checks")
 @pytest.mark.parametrize("error", [1.5, float("nan"), float("inf")])
 def test_wrong_numbers_are_broken(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
-    replace_self_check(monkeypatch, lambda device: error)
+    replace_self_check(monkeypatch, "norm", lambda device: error)
     status, report = doctor()
     assert status == 1
     assert "norm on cpu: wrong numbers" in findings(report, "broken")[0]
 
 
+@pytest.mark.usefixtures("quick_checks")
 def test_a_self_check_that_raises_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(device: torch.device) -> float:
         raise RuntimeError("out of [order]")
 
-    replace_self_check(monkeypatch, fail)
+    replace_self_check(monkeypatch, "norm", fail)
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     assert "RuntimeError: out of [order]" in result.stdout
     assert "broken; see the findings above" in result.stdout
 
 
+@pytest.mark.usefixtures("quick_checks")
 def test_a_package_before_this_one_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(write_package(tmp_path))
     status, report = doctor()
@@ -91,6 +101,7 @@ def test_a_package_before_this_one_is_broken(tmp_path: Path, monkeypatch: pytest
     assert str(tmp_path / "apex") in findings(report, "broken")[0]
 
 
+@pytest.mark.usefixtures("quick_checks")
 def test_a_package_behind_this_one_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(write_package(tmp_path))])
     status, report = doctor()
@@ -98,6 +109,7 @@ def test_a_package_behind_this_one_is_a_warning(tmp_path: Path, monkeypatch: pyt
     assert "another apex lies beside" in findings(report, "warning")[0]
 
 
+@pytest.mark.usefixtures("quick_checks")
 def test_a_package_in_the_current_folder_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.chdir(write_package(tmp_path))
@@ -106,6 +118,7 @@ def test_a_package_in_the_current_folder_is_broken(tmp_path: Path, monkeypatch: 
     assert "programs in this folder" in findings(report, "broken")[0]
 
 
+@pytest.mark.usefixtures("quick_checks")
 def test_another_projects_distribution_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(write_distribution(tmp_path, "0.9.10", "Pyramid toolkit"))
     status, report = doctor()
@@ -113,6 +126,7 @@ def test_another_projects_distribution_is_broken(tmp_path: Path, monkeypatch: py
     assert "another project's apex 0.9.10 (Pyramid toolkit)" in findings(report, "broken")[0]
 
 
+@pytest.mark.usefixtures("quick_checks")
 def test_an_installed_version_that_is_not_the_running_one_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +137,7 @@ def test_an_installed_version_that_is_not_the_running_one_is_broken(
     assert "0.0.1" in findings(report, "broken")[0]
 
 
+@pytest.mark.usefixtures("quick_checks")
 def test_no_distribution_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "_distributions", list)
     status, report = doctor()
@@ -130,6 +145,7 @@ def test_no_distribution_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "running from a source tree" in " ".join(findings(report, "ok"))
 
 
+@pytest.mark.usefixtures("quick_checks")
 def test_a_compiled_upstream_module_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh_spec = installation._fresh_spec
 
