@@ -9,6 +9,15 @@ from torch import distributed, multiprocessing
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="needs torch.distributed")
 
 
+LIKE_TORCH = [
+    ("FusedSGD", "SGD", {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}),
+    ("FusedAdagrad", "Adagrad", {"lr": 0.01}),
+    ("NpuFusedAdamW", "AdamW", {"lr": 0.01, "amsgrad": True}),
+    ("NpuFusedRMSprop", "RMSprop", {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    ("NpuFusedAdadelta", "Adadelta", {"lr": 1.0}),
+]
+
+
 def _model() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
@@ -25,6 +34,7 @@ def _worker(rank: int, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    from apex import optimizers
     from apex.optimizers import FusedAdam, FusedLAMB
 
     distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
@@ -43,6 +53,12 @@ def _worker(rank: int, folder: str) -> None:
             before, after = optimizer.state[param]["exp_avg"], resumed.state[param]["exp_avg"]
             assert type(after) is type(before)
             assert torch.equal(after.full_tensor(), before.full_tensor())
+        for ours, torchs, options in LIKE_TORCH:
+            sharded, whole = fully_shard(_model(), mesh=mesh), _model()
+            _train(sharded, getattr(optimizers, ours)(sharded.parameters(), **options), 5)
+            _train(whole, getattr(torch.optim, torchs)(whole.parameters(), **options), 5)
+            for found, expected in zip(sharded.parameters(), whole.parameters(), strict=True):
+                torch.testing.assert_close(found.full_tensor(), expected)
         with pytest.raises(NotImplementedError, match="sharded"):
             FusedLAMB(model.parameters()).step()
     finally:

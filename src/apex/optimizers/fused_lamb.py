@@ -108,5 +108,4 @@ class FusedLAMB(FusedOptimizer):
         if not (self.use_nvlamb or group["weight_decay"]):
             bucket.lists.apply(rules.LAMB_UNSCALED, hyper, flags, seed=seed, **scaling)
             return
-        squares = bucket.lists.apply(rules.LAMB_MOMENTS, hyper, flags, **scaling)
-        bucket.lists.apply(rules.LAMB_STEP, hyper, flags, noop=skip.noop, whole=squares, seed=seed)
+        bucket.lists.lamb(hyper, flags, seed=seed, **scaling)

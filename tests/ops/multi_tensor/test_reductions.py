@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from apex.ops import implementation
-from apex.ops.multi_tensor import clip, clipped_before, make_lists, rules
+from apex.ops.multi_tensor import clip, clipped_before, make_lists, rules, scale
 from apex.ops.multi_tensor.projection import project, thresholds
 from apex.ops.multi_tensor.rows import TritonRowLists, make_row_lists
 from tests.harness import Route, assert_close, routes
@@ -106,6 +106,17 @@ def test_projection(on_device: bool, route: Route) -> None:
         )
     expected = torch.stack((torch.cat(shares).double(), torch.tensor(shrinks, dtype=torch.float64)), 1)
     torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("in_place_first", [True, False])
+def test_lists_in_place_and_apart_are_told_apart(in_place_first: bool, route: Route) -> None:
+    tensors = [torch.ones(4, device=route.device), torch.ones(300, device=route.device)]
+    with implementation(route.implementation):
+        for in_place in (in_place_first, not in_place_first, in_place_first):
+            for _ in range(3):
+                scale(tensors, tensors if in_place else list(tensors), 2.0)
+    assert all(tensor.eq(2.0**9).all() for tensor in tensors)
 
 
 @pytest.mark.parametrize("route", routes())

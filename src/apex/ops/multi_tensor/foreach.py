@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,15 @@ if TYPE_CHECKING:
 
 # PyTorch adds up squares in a few running sums: 16 million elements lose 2e-3 of their norm, pieces of 32768 lose 2e-7.
 _PIECE = 1 << 15
-_SHORTEST_ROW = 1 << 10
+# Tensors of at most so many elements are strung together for a norm, until there are so many.
+_STRUNG = 1 << 14
+_STRUNG_TOGETHER = 1 << 20
 # PyTorch's loss scaler looks at single elements while it scales them: 1 us for a tensor of 256 elements and 65 us for
 # one of 65536, where a norm and a product take 6 and 38.
 _LOOKED_AT_ONCE = 1 << 13
+
+
+_flatten = torch._C._nn.flatten_dense_tensors
 
 
 def measure(rule: Rule, lists: TorchLists, hyper: dict[str, Any], grad_scale: Tensor | None) -> Tensor | None:
@@ -34,7 +40,7 @@ def measure(rule: Rule, lists: TorchLists, hyper: dict[str, Any], grad_scale: Te
         extremes = [torch.stack(torch.aminmax(tensor)) if tensor.numel() else tensor.new_zeros(2) for tensor in tensors]
         found[:, 0] = torch.stack(extremes).to(torch.float64).abs().amax(1) * abs(factor)
     else:
-        found[:, 0] = _square_sums(tensors) * _factor(hyper, grad_scale) ** 2
+        found[:, 0] = square_sums(tensors) * _factor(hyper, grad_scale) ** 2
     return found
 
 
@@ -71,16 +77,17 @@ def scale(
             if culprits is not None:
                 culprits += torch.tensor([[tensor.isinf().sum(), tensor.isnan().sum()] for tensor in targets])
         return True
-    if overflow is not None and not math.isfinite(_square_sums(inputs).sum()):
+    if overflow is not None and not math.isfinite(_square_sum_of_all(inputs, lists.sizes)):
         return False
     _copy(inputs, targets)
     if factor != 1.0:
-        torch._foreach_mul_(targets, factor)
+        # A number would be made a tensor for each of them, which takes longer than to multiply small ones.
+        torch._foreach_mul_(targets, torch.tensor(factor, dtype=targets[0].dtype))
     return True
 
 
 def _copy(inputs: Sequence[Tensor], targets: list[Tensor]) -> None:
-    if any(target is not tensor for target, tensor in zip(targets, inputs, strict=True)):
+    if not all(map(operator.is_, targets, inputs)):
         torch._foreach_copy_(
             targets, [tensor.view(target.shape) for target, tensor in zip(targets, inputs, strict=True)]
         )
@@ -93,30 +100,68 @@ def _factor(hyper: dict[str, Any], grad_scale: Tensor | None) -> float:
 
 def square_sum(tensor: Tensor) -> Tensor:
     """The sum of the squares of a tensor's elements, float64."""
-    return _norms_of_pieces(tensor).square().sum()
+    return _joined(_norms_of_pieces(tensor))
 
 
-def _square_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """float64 [tensors]."""
+def total(rule: Rule, lists: TorchLists, hyper: dict[str, Any], grad_scale: Tensor | None) -> Tensor | None:
+    """The sum of the squares of all tensors in slot 1, float64; None where this is no way to it."""
+    tensors = lists.slots[1]
+    if lists.device.type != "cpu" or tensors is None or rule is not rules.SQUARE_SUM:
+        return None
+    return _square_sum_of_all(tensors, lists.sizes) * _factor(hyper, grad_scale) ** 2
+
+
+def _square_sum_of_all(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Small tensors are strung together: to copy one takes half the time of a call for its norm."""
+    norms: list[Tensor] = []
+    strung: list[Tensor] = []
+    elements = 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if size > _STRUNG:
+            norms += _norms_of_pieces(tensor)
+            continue
+        strung.append(tensor)
+        elements += size
+        if elements > _STRUNG_TOGETHER:
+            norms += _norms_of_pieces(_flatten(strung))
+            strung, elements = [], 0
+    if strung:
+        norms += _norms_of_pieces(_flatten(strung))
+    return _joined(norms)
+
+
+def _joined(norms: list[Tensor]) -> Tensor:
+    """The sum of the squares of all norms, float64."""
+    return torch.cat(norms).to(torch.float64).square_().sum() if norms else torch.zeros((), dtype=torch.float64)
+
+
+def square_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of each tensor's elements, float64 [tensors]."""
     sizes = list(map(Tensor.numel, tensors))
     if max(sizes, default=0) <= _PIECE:
         return _norms(list(tensors)).square()
-    large = [index for index, size in enumerate(sizes) if size > _PIECE]
+    sums = torch.empty(len(tensors), dtype=torch.float64)
     small = [index for index, size in enumerate(sizes) if size <= _PIECE]
-    norms = [_norms_of_pieces(tensors[index]) for index in large]
-    counts = [*map(len, norms), *(1 for _ in small)]
     if small:
-        norms.append(_norms([tensors[index] for index in small]))
-    owner = torch.repeat_interleave(torch.tensor(large + small), torch.tensor(counts))
-    return torch.zeros(len(tensors), dtype=torch.float64).index_add_(0, owner, torch.cat(norms).square())
+        sums[torch.tensor(small)] = _norms([tensors[index] for index in small]).square()
+    for index, size in enumerate(sizes):
+        if size > _PIECE:
+            sums[index] = square_sum(tensors[index])
+    return sums
 
 
-def _norms_of_pieces(tensor: Tensor) -> Tensor:
-    """float64 [pieces]."""
-    row = math.gcd(tensor.numel(), _PIECE)
-    if row >= _SHORTEST_ROW and tensor.dtype.itemsize >= 4:
-        return torch.linalg.vector_norm(tensor.reshape(-1, row), dim=1).to(torch.float64)
-    return _norms(list(tensor.reshape(-1).split(_PIECE)))
+def _norms_of_pieces(tensor: Tensor) -> list[Tensor]:
+    """Norms of so many elements at once that they are exact, in vectors."""
+    elements = tensor.reshape(-1)
+    if elements.dtype.itemsize < 4:
+        return [_norms(list(elements.split(_PIECE)))] if elements.numel() else []
+    whole = elements.numel() // _PIECE * _PIECE
+    norms = [torch.linalg.vector_norm(elements[:whole].view(-1, _PIECE), dim=1)] if whole else []
+    return (
+        norms
+        if whole == elements.numel()
+        else [*norms, torch.linalg.vector_norm(elements[whole:], dim=0, keepdim=True)]
+    )
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .recognition import recognise, remember
-from .rule import GRADIENT, SLOTS
+from .recognition import recognise, recognise_on_cpu, remember, remember_on_cpu, rule_slots
+from .rule import GRADIENT
 from .self_check import self_check
 from .torch_lists import TorchLists, is_dense
 from .triton_lists import TritonLists, current_stream
@@ -24,8 +24,10 @@ Lists = TritonLists | TorchLists
 _PLAIN = {Tensor, torch.nn.Parameter}
 _dtype = operator.attrgetter("dtype")
 _device = operator.attrgetter("device")
+_is_cpu = operator.attrgetter("is_cpu")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = frozenset(DTYPES)
 
 FAMILY = _library.register_family(
     _library.OpFamily(
@@ -101,6 +103,9 @@ def groups_of(slots: Slots, names: Sequence[str]) -> list[tuple[Sequence[int], L
 
     `names` are those of the slots that are given.
     """
+    on_cpu = _lists_on_cpu(slots)
+    if on_cpu is not None:
+        return [(range(on_cpu.results), on_cpu)]
     known = known_lists(slots)
     if known is not None:
         return [(range(len(known.sizes)), known)]
@@ -118,10 +123,38 @@ def groups_of(slots: Slots, names: Sequence[str]) -> list[tuple[Sequence[int], L
             indices = range(len(facts.key.sizes))
             if all(_library.runs_triton(FAMILY, tensors[0]) for tensors in slots if tensors):
                 return [(indices, _remembered_lists(facts.key, slots))]
-            # Not remembered, because these lists hold the tensors themselves.
-            return [(indices, TorchLists(*_split(slots), contiguous=facts.contiguous))]
+            return [(indices, TorchLists(*rule_slots(slots), contiguous=facts.contiguous))]
     check(slots, names)
     return [(indices, _lists_of_group([pick(tensors, indices) for tensors in slots])) for indices in group(slots)]
+
+
+def _lists_on_cpu(slots: Slots) -> TorchLists | None:
+    """Contiguous tensors on the CPU that need no grouping, found with as few looks as possible."""
+    used = list({id(tensors): tensors for tensors in slots if tensors is not None}.values())
+    first = used[0]
+    if not first or not isinstance(first[0], Tensor) or not first[0].is_cpu or _library.runs_triton(FAMILY, first[0]):
+        return None
+    known = recognise_on_cpu(slots) if all(used) else None
+    if known is not None:
+        return known
+    for tensors in used:
+        if not set(map(type, tensors)) <= _PLAIN or not all(map(_is_cpu, tensors)):
+            return None
+        dtypes = set(map(_dtype, tensors))
+        if len(dtypes) != 1 or not dtypes <= _DTYPES or not _are_contiguous(tensors):
+            return None
+        if tensors is not first and list(map(Tensor.numel, tensors)) != list(map(Tensor.numel, first)):
+            return None
+    lists = TorchLists(*rule_slots(slots), contiguous=True)
+    remember_on_cpu(slots, lists)
+    return lists
+
+
+def _are_contiguous(tensors: Sequence[Tensor]) -> bool:
+    try:
+        return all(map(Tensor.is_contiguous, tensors))
+    except RuntimeError:  # sparse
+        return False
 
 
 def known_lists(slots: Slots) -> TritonLists | None:
@@ -136,15 +169,8 @@ def known_lists(slots: Slots) -> TritonLists | None:
 def _lists_of_group(slots: Slots) -> Lists:
     used = [tensors for tensors in slots if tensors]
     if not kernel_fits([tensors[0] for tensors in used]):
-        return TorchLists(*_split(slots))
+        return TorchLists(*rule_slots(slots))
     return _remembered_lists(_key(slots, used[0][0].device, tuple(map(Tensor.numel, used[0]))), slots)
-
-
-def _split(slots: Slots) -> tuple[Slots, Sequence[Tensor] | None]:
-    """The slots of a rule, all of them, and the list that gets a copy of slot 0."""
-    if len(slots) > SLOTS:
-        return slots[:SLOTS], slots[SLOTS]
-    return (*slots, *(None,) * (SLOTS - len(slots))), None
 
 
 class _Key(NamedTuple):
@@ -242,9 +268,9 @@ def _plain(slots: Slots) -> bool:
 def _remembered_lists(key: _Key, slots: Slots) -> TritonLists:
     lists = _remembered.pop(key, None)
     if lists is None:
-        lists = TritonLists(*_split(slots))
+        lists = TritonLists(*rule_slots(slots))
     else:
-        lists.point_to(*_split(slots))
+        lists.point_to(*rule_slots(slots))
     _remembered[key] = lists
     if len(_remembered) > _REMEMBERED:
         _remembered.popitem(last=False)

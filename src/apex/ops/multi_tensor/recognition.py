@@ -1,12 +1,13 @@
 """Lists that were seen before, known again at a glance: loss scalers and norms get the same gradients at every step.
 
-Nothing is held that could be freed, so every tensor is looked at every time: at its address, and, by the check that
-compiled graphs make of their inputs, at its type, dtype, device, sizes and strides. Together 45 us for 160 tensors
+Nothing is held that could be freed, so every tensor is looked at every time: by the check that compiled graphs make of
+their inputs at its type, dtype, device, sizes and strides, and on a GPU at its address. Together 45 us for 160 tensors
 on a slow machine, half of what it takes to find these one by one.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .rule import SLOTS
+from .torch_lists import TorchLists
 from .triton_lists import TritonLists, current_stream
 
 # Nothing is recognised where PyTorch does not have it.
@@ -22,6 +25,8 @@ _Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", Non
 Slots = Sequence[Sequence[Tensor] | None]
 
 _MOST = 32
+# A kind of tensors whose strides or order keep changing is not remembered anew every time.
+_MOST_LOOKS = 10
 
 
 class _Known(NamedTuple):
@@ -39,35 +44,91 @@ def recognise(slots: Slots) -> TritonLists | None:
     if found is None:
         return None
     guards, lists, uploads = found
-    if lists.uploads != uploads or lists.stream != current_stream(lists.device) or not guards.check(*_tensors(slots)):
+    if lists.uploads != uploads or lists.stream != current_stream(lists.device):
         return None
-    return lists
+    return lists if guards.check(*_tensors(slots)) else None
 
 
 def remember(slots: Slots, lists: TritonLists) -> None:
     """Lets `recognise` find `lists`, which point to these tensors."""
     key = _addresses(slots)
-    if _Guards is None or key is None:
+    if _Guards is not None and key is not None:
+        _known[key] = _Known(_guards(slots), lists, lists.uploads)
+        _known.move_to_end(key)
+        if len(_known) > _MOST:
+            _known.popitem(last=False)
+
+
+class _KindOnCpu:
+    """Tensors of these sizes were looked at so often; `lists`, which hold none, and `guards` are for the last ones."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.guards: Any = None
+        self.lists: TorchLists | None = None
+
+
+_on_cpu: OrderedDict[tuple[Any, ...], _KindOnCpu] = OrderedDict()
+
+
+def recognise_on_cpu(slots: Slots) -> TorchLists | None:
+    """Lists of these tensors, if such ones were there before."""
+    kind = _on_cpu.get(_kind(slots))
+    if kind is None or kind.lists is None or not kind.guards.check(*_tensors(slots)):
+        return None
+    lists = copy.copy(kind.lists)
+    lists.point_to(*rule_slots(slots))
+    return lists
+
+
+def remember_on_cpu(slots: Slots, lists: TorchLists) -> None:
+    """Lets `recognise_on_cpu` make lists of such tensors, from the second time on and unless they change often."""
+    if _Guards is None:
         return
+    kind = _on_cpu.setdefault(_kind(slots), _KindOnCpu())
+    kind.looks += 1
+    if 2 <= kind.looks <= _MOST_LOOKS:
+        kind.guards = _guards(slots)
+        kind.lists = copy.copy(lists)
+        kind.lists.point_to(())
+    if len(_on_cpu) > _MOST:
+        _on_cpu.popitem(last=False)
+
+
+def _kind(slots: Slots) -> tuple[Any, ...]:
+    kind: list[Any] = []
+    for index, tensors in enumerate(slots):
+        if tensors is None:
+            kind.append(None)
+        else:
+            in_place = bool(index) and tensors is slots[index - 1]
+            kind.append((in_place, len(tensors), tensors[0].shape, tensors[-1].shape, tensors[0].dtype))
+    return tuple(kind)
+
+
+def rule_slots(slots: Slots) -> tuple[Slots, Sequence[Tensor] | None]:
+    """The slots of a rule, all of them, and the list that gets a copy of slot 0."""
+    if len(slots) > SLOTS:
+        return slots[:SLOTS], slots[SLOTS]
+    return (*slots, *(None,) * (SLOTS - len(slots))), None
+
+
+def _guards(slots: Slots) -> Any:
     tensors = _tensors(slots)
-    guards = _Guards(
+    return _Guards(
         *tensors,
         dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
     )
-    _known[key] = _Known(guards, lists, lists.uploads)
-    _known.move_to_end(key)
-    if len(_known) > _MOST:
-        _known.popitem(last=False)
 
 
 def _addresses(slots: Slots) -> tuple[Any, ...] | None:
-    key: list[tuple[int, ...] | None] = []
+    key: list[Any] = []
     for index, tensors in enumerate(slots):
         if tensors is None:
             key.append(None)
-        elif index and tensors is slots[index - 1]:  # in place
-            key.append(key[-1])
+        elif index and tensors is slots[index - 1]:
+            key.append("in place")
         else:
             try:
                 key.append(tuple(map(Tensor.data_ptr, tensors)))
@@ -77,8 +138,10 @@ def _addresses(slots: Slots) -> tuple[Any, ...] | None:
 
 
 def _tensors(slots: Slots) -> Sequence[Tensor]:
-    different: list[Sequence[Tensor]] = []
-    for tensors in slots:
-        if tensors is not None and not (different and tensors is different[-1]):
-            different.append(tensors)
+    """All tensors, but those of a list that is in two slots in a row only once: as many as a key tells."""
+    different = [
+        tensors
+        for index, tensors in enumerate(slots)
+        if tensors is not None and not (index and tensors is slots[index - 1])
+    ]
     return different[0] if len(different) == 1 else [tensor for tensors in different for tensor in tensors]

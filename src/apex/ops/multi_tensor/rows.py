@@ -113,6 +113,10 @@ class TritonRowLists(TritonLists):
         needed = -(-max(self.sizes) // block)
         return 1 << (needed - 1).bit_length() if needed <= LONGEST_WALK else super()._blocks_together(block)
 
+    def _scratch(self, shape: tuple[int, ...]) -> Tensor:
+        """Sums of rows may go to whoever asked for them."""
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
     def _per_tensor(self, rule: Rule, partials: Tensor, layout: Layout, noop: Tensor | None) -> Tensor:
         if layout.count == len(self.sizes):  # a program per row
             return partials

@@ -32,9 +32,14 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return result
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether what is launched now becomes part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def keep_if_captured(device: torch.device, *tables: Tensor | None) -> None:
     """Tables that a launch is about to read; those of a CUDA graph must outlive the lists that made them."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_captured(device):
         _captured.append(tables)
 
 

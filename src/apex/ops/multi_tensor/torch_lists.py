@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import foreach, native
+from . import foreach, native, native_lamb, rules
 from .programs import Square, elements_of, pattern_of, program_of
 from .rule import FLAG_COUNT, SCALARS, SLOTS, Rule, padded
 from .tables import upload
@@ -142,14 +142,18 @@ class TorchLists:
         first = next(tensors for tensors in slots if tensors)
         self.device = first[0].device
         self.stream = 0
-        self.sizes = tuple(map(Tensor.numel, first))
-        self.results = len(self.sizes)
+        self.results = len(first)
         self.point_to(slots, copy)
+        self.sizes = tuple(map(Tensor.numel, first))
         used = [tensors for tensors in (*slots, copy) if tensors]
         self._compute = torch.float64 if any(tensors[0].dtype == torch.float64 for tensors in used) else torch.float32
-        self._same_layout = [contiguous or _share_layout(tensors) for tensors in zip(*used, strict=True)]
-        self._contiguous = [contiguous or tensor.is_contiguous() for tensor in first]
+        if contiguous:
+            self._same_layout = self._contiguous = [True] * len(first)
+        else:
+            self._same_layout = list(map(_share_layout, zip(*used, strict=True)))
+            self._contiguous = list(map(Tensor.is_contiguous, first))
         self._numbers: dict[Piece, tuple[Tensor, Tensor]] = {}
+        self._batches: dict[int, list[Piece]] = {}
         # Sums are gathered in double precision where a device has it.
         self._sums = torch.float64 if self.device.type in ("cpu", "cuda") else torch.float32
         self.same_layout = all(self._same_layout)
@@ -239,9 +243,9 @@ class TorchLists:
             program.run_lists(slots, registers)
         return True
 
-    def batches(self) -> Iterator[tuple[list[Any], list[Tensor] | None]]:
+    def batches(self, elements: int | None = None) -> Iterator[tuple[list[Any], list[Tensor] | None]]:
         """Slots and copies of as many tensors at once as bound the temporaries; or of a slice of one."""
-        for batch in self._batches:
+        for batch in self._batches_of(elements or CPU_BATCH):
             slots = [self._views(tensors, batch) if tensors else None for tensors in self.slots]
             yield slots, self._views(self.copy, batch) if self.copy else None
 
@@ -251,9 +255,11 @@ class TorchLists:
         types = {tensors[0].dtype for tensors in self.slots if tensors}
         return self.device.type == "cpu" and self.same_layout and self.copy is None and types == {self._compute}
 
-    @functools.cached_property
-    def _batches(self) -> list[Piece]:
-        return list(cut_into_pieces(self.sizes, CPU_BATCH, [True] * len(self.sizes), shortest=CPU_BATCH))
+    def _batches_of(self, elements: int) -> list[Piece]:
+        if elements not in self._batches:
+            sliceable = [True] * len(self.sizes)
+            self._batches[elements] = list(cut_into_pieces(self.sizes, elements, sliceable, shortest=elements))
+        return self._batches[elements]
 
     def _count_culprits(self, culprits: Tensor, values: Any, piece: Piece) -> None:
         parts = values.split(self._sizes_of(piece)) if len(piece.indices) > 1 else (values,)
@@ -293,9 +299,33 @@ class TorchLists:
 
     def measured_total(self, rule: Rule, hyper: dict[str, Any], *, root: bool = False, **options: Any) -> Tensor:
         """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1]."""
+        if options.get("noop") is None:
+            total = foreach.total(rule, self, hyper, options.get("grad_scale"))
+            if total is not None:
+                single = _checked(total.reshape(1, 1), options.get("overflow"), options.get("checks", ()))
+                return (single.sqrt() if root else single).reshape(1)
         found = self.apply(rule, hyper, **options)
         assert found is not None
         return self.total(found, maximum=rule.maximum, root=root)
+
+    @torch.no_grad()
+    def lamb(
+        self,
+        hyper: dict[str, Any],
+        flags: tuple[bool, ...],
+        *,
+        noop: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """LAMB's two passes: see `TritonLists.lamb`."""
+        if self.device.type == "cpu":
+            if noop is not None and noop.item() != 0:
+                return
+            if native_lamb.apply(self, hyper, flags, grad_scale, seed):
+                return
+        found = self.apply(rules.LAMB_MOMENTS, hyper, flags, noop=noop, grad_scale=grad_scale)
+        self.apply(rules.LAMB_STEP, hyper, flags, noop=noop, whole=found, seed=seed)
 
     def measured_clip(
         self, rule: Rule, limit: float, margin: float, *, noop: Tensor | None = None, grad_scale: Tensor | None = None

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import _device
-from . import config
+from . import config, rules
 from .rule import FLAG_COUNT, GRADIENT, SCALARS, SLOTS, Rule, padded
-from .tables import AddressTable, Layout, keep_if_captured, upload
+from .tables import AddressTable, Layout, is_captured, keep_if_captured, upload
 
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
@@ -78,6 +78,7 @@ class TritonLists:
         self._launches: dict[Any, tuple[BoundLaunch, Layout]] = {}
         self._reductions: dict[Any, BoundLaunch] = {}
         self._whole_bounds: dict[int, Tensor] = {}
+        self._scratches: dict[tuple[tuple[int, ...], int], Tensor] = {}
 
     def _block_for(self, lists: int) -> int:
         """Elements of each of so many lists that a program handles at once."""
@@ -177,7 +178,7 @@ class TritonLists:
         launch, layout = known
         partials = None
         if rule.quantities:
-            partials = torch.empty((layout.count, rule.quantities), dtype=torch.float32, device=self.device)
+            partials = self._scratch((layout.count, rule.quantities))
         if layout.count:
             keep_if_captured(self.device, table.fixed, table.moving, layout.programs)
             launch(
@@ -194,6 +195,19 @@ class TritonLists:
                 floats=(*map(float, numbers), *_ZEROS[len(numbers) :], float(seed or 0)),
             )
         return partials, layout
+
+    def _scratch(self, shape: tuple[int, ...]) -> Tensor:
+        """Memory for numbers that the next launch on this stream reads, and no later one.
+
+        The same each time, because to ask for it takes as long as half a launch; but a CUDA graph has its own.
+        """
+        if is_captured(self.device):
+            return torch.empty(shape, dtype=torch.float32, device=self.device)
+        key = shape, current_stream(self.device)
+        memory = self._scratches.get(key)
+        if memory is None:
+            memory = self._scratches[key] = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return memory
 
     def _numbers_apart(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor | None, tuple[bool, ...]]:
         """Numbers of which some are tensors: with 0 in place of those on the device, these, and which they are."""
@@ -275,6 +289,19 @@ class TritonLists:
         factor, limit, margin = clip or (None, 0.0, 0.0)
         launch(partials, bounds, noop, grad_scale, out, factor, floats=(limit, margin, share or 0.0))
 
+    def lamb(
+        self,
+        hyper: dict[str, Any],
+        flags: tuple[bool, ...],
+        *,
+        noop: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """A step of LAMB, whose length per tensor the first pass measures for the second. FLAGS: decoupled decay."""
+        found = self.apply(rules.LAMB_MOMENTS, hyper, flags, noop=noop, grad_scale=grad_scale)
+        self.apply(rules.LAMB_STEP, hyper, flags, noop=noop, whole=found, seed=seed)
+
     def total(self, per_tensor: Tensor, *, maximum: bool = False, root: bool = False) -> Tensor:
         """Sum (or maximum) over the tensors of the first quantity, float32 [1]; its root if asked for."""
         out = torch.empty(1, dtype=torch.float32, device=self.device)
@@ -309,10 +336,12 @@ class TritonLists:
     ) -> tuple[Tensor, Tensor]:
         """The norm of all gradients, and what brings them down to `limit`, `grad_scale` included; float32 [1] each.
 
+        The factor is overwritten by the next call.
         `rule` measures squares, or absolute values that are maximised. See `kernels_reductions.reduce_partials`.
         """
         partials = self._measured_in_parts(rule, {}, noop, grad_scale, None, ())
-        norm, factor = (torch.empty(1, dtype=torch.float32, device=self.device) for _ in range(2))
+        norm = torch.empty(1, dtype=torch.float32, device=self.device)
+        factor = self._scratch((1,))
         self._reduce(
             partials,
             self._bounds_of_all(partials.shape[0]),

@@ -93,9 +93,7 @@ def lamb(
     else:
         for _, lists in groups_of(*named):
             here = flag_on(noop, lists.device)
-            factor = _factor_on(grad_scale, lists.device)
-            found = lists.apply(rules.LAMB_MOMENTS, hyper, (decoupled,), noop=here, grad_scale=factor)
-            lists.apply(rules.LAMB_STEP, hyper, (decoupled,), noop=here, whole=found)
+            lists.lamb(hyper, (decoupled,), noop=here, grad_scale=_factor_on(grad_scale, lists.device))
 
 
 def _lamb_through_gradients(

@@ -1,0 +1,149 @@
+"""What may happen between two steps, and what a step may cost: of every optimizer that there is."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from apex import optimizers
+from apex.ops import implementation
+from tests.harness import Route, routes
+from tests.optimizers import helpers
+from tests.optimizers.helpers import Factory, parameters, set_gradients
+
+LR = {"lr": 0.01}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "FusedAdagrad": LR,
+    "FusedAdam": LR,
+    "FusedLAMB": LR,
+    "FusedLARS": {"lr": 0.1, "momentum": 0.9},
+    "FusedMixedPrecisionLamb": {},
+    "FusedNovoGrad": LR,
+    "FusedSGD": {"lr": 0.1, "momentum": 0.9},
+    "Lamb": LR,
+    "NpuFusedAdadelta": {},
+    "NpuFusedAdam": LR,
+    "NpuFusedAdamP": LR,
+    "NpuFusedAdamW": LR,
+    "NpuFusedBertAdam": {"lr": 0.01, "max_grad_norm": 1.0},
+    "NpuFusedLamb": {"lr": 0.01, "use_global_grad_norm": True},
+    "NpuFusedRMSprop": {"lr": 0.01, "momentum": 0.9, "centered": True},
+    "NpuFusedRMSpropTF": {"lr": 0.01, "momentum": 0.9},
+    "NpuFusedSGD": {"lr": 0.1, "momentum": 0.9},
+}
+# On a combined buffer gradients have one memory order.
+NOT_COMBINED = [name for name in OPTIONS if name.startswith("Fused")]
+
+
+def maker(name: str) -> Factory:
+    return lambda params: getattr(optimizers, name)(params, **OPTIONS[name])
+
+
+def test_no_optimizer_is_left_out() -> None:
+    assert set(OPTIONS) == {name for name in optimizers.__all__ if isinstance(getattr(optimizers, name), type)}
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("name", NOT_COMBINED)
+def test_gradients_replaced_by_others_at_their_addresses(name: str, route: Route) -> None:
+    """Freed memory comes back as the gradients of the next step, which may lie in another order."""
+    params = parameters(route.device, shapes=[(6, 4), (5,)])
+    memory = [torch.zeros(p.numel(), device=route.device) for p in params]
+    exact = helpers.exact_copy(params)
+    reference = maker(name)(exact)
+    optimizer = maker(name)(params)
+    for step in range(4):
+        set_gradients(exact, step)
+        reference.step()
+        ordered = memory[0].view(6, 4) if step % 2 else memory[0].view(4, 6).t()
+        for param, view, true in zip(params, (ordered, memory[1]), exact, strict=True):
+            param.grad = view
+            view.copy_(true.grad)
+        with implementation(route.implementation):
+            optimizer.step()
+    assert helpers.relative_error(params, exact) <= helpers.LIMIT
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("name", OPTIONS)
+def test_state_and_parameters_that_a_user_replaces(name: str, route: Route) -> None:
+    """They are followed, and what was replaced is left alone; but combined parameters go back to their buffer."""
+    params = parameters(route.device, shapes=[(6, 4), (5,)])
+    twins = helpers.same_copy(params)
+    with implementation(route.implementation):
+        optimizer, plain = maker(name)(params), maker(name)(twins)
+        for step in range(3):
+            if step == 2:
+                old = _replace(optimizer, of_params=name in NOT_COMBINED)
+                kept = [tensor.clone() for tensor in old]
+            for each, tensors in ((optimizer, params), (plain, twins)):
+                set_gradients(tensors, step)
+                each.step()
+    assert all(map(torch.equal, params, twins))
+    assert all(map(torch.equal, helpers.state_tensors(optimizer), helpers.state_tensors(plain)))
+    assert all(map(torch.equal, old, kept))
+
+
+def _replace(optimizer: torch.optim.Optimizer, of_params: bool) -> list[Tensor]:
+    """Gives everything new memory; returns the old tensors, those of parameters if asked for."""
+    old = []
+    for param, state in optimizer.state.items():
+        old += [param.data] if of_params else []
+        param.data = param.data.clone()
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                old.append(value)
+                state[key] = value.clone()
+    return old
+
+
+@pytest.mark.parametrize("name", ["FusedLAMB", "FusedLARS", "FusedNovoGrad", "Lamb", "NpuFusedAdamP", "NpuFusedLamb"])
+def test_shards_are_refused_where_norms_of_whole_parameters_are_needed(name: str) -> None:
+    param = parameters()[0]
+    param._local_tensor = param.detach()  # what a DTensor has
+    optimizer = maker(name)([param])
+    set_gradients([param], 0)
+    with pytest.raises(NotImplementedError, match=f"{name} needs norms of whole parameters"):
+        optimizer.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+def test_grad_scaler_does_not_wait_for_the_gpu(name: str) -> None:
+    params = parameters("cuda")
+    optimizer = maker(name)(params)
+    scaler = torch.amp.GradScaler("cuda")
+    scaler.scale(torch.ones((), device="cuda"))
+    for step in range(4):
+        set_gradients(params, step)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                scaler.step(optimizer)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        scaler.update()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+def test_memory_of_a_step(name: str) -> None:
+    """Under 1 MB beyond parameters, gradients and state; tables are made by the first step."""
+    params = [torch.nn.Parameter(torch.randn(1 << 10, 1 << 10, device="cuda")) for _ in range(16)]
+    optimizer = maker(name)(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    for _ in range(2):
+        optimizer.step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 1 << 20
