@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import apex.parallel
 from apex.ops import _library
+from apex.ops.batch_norm import joined
 from apex.parallel import SyncBatchNorm, convert_syncbn_model, optimized_sync_batchnorm, sync_batchnorm
 from apex.parallel.optimized_sync_batchnorm_kernel import SyncBatchnormFunction
 from tests.harness import Route, assert_close, routes
@@ -188,3 +190,38 @@ def test_wrong_inputs(shape: tuple[int, ...], z: tuple[int, ...] | None, error: 
 def test_import_paths() -> None:
     assert apex.parallel.SyncBatchNorm is optimized_sync_batchnorm.SyncBatchNorm
     assert issubclass(sync_batchnorm.SyncBatchNorm, SyncBatchNorm)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("relu", [False, True])
+def test_plans_of_modules(route: Route, alone: dist.ProcessGroup, relu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way through kernels where several processes are: tensors of many kinds, one after the other, and again."""
+    monkeypatch.setattr(optimized_sync_batchnorm, "process_count", lambda group: 2)
+    with _library.implementation(route.implementation):
+        for dtype, momentum, affine, turn in itertools.product(
+            (torch.float32, torch.bfloat16), (0.3, None), (True, False), range(2)
+        ):
+            norm = SyncBatchNorm(4, momentum=momentum, affine=affine, fuse_relu=relu, process_group=alone)
+            own = nn.BatchNorm2d(4, momentum=momentum, affine=affine).double()
+            for _ in range(2):
+                given = torch.randn(3, 4, 2, 3).add(turn).to(route.device, dtype)
+                x = given.cpu().double().requires_grad_()
+                given.requires_grad_(turn == 0)  # without, nothing but its own sums is a process's business
+                expected = own(x)
+                expected = expected.relu() if relu else expected
+                output = norm.to(route.device)(given)
+                assert_close(output, expected, reduction=18)
+                dy = torch.ones_like(expected) * (expected.detach() > 0.05)
+                expected.backward(dy)
+                if output.requires_grad:
+                    output.backward(dy.to(output))
+                if turn == 0:
+                    assert_close(given.grad, x.grad, reduction=18)
+            assert_close(norm.running_var, own.running_var, reduction=18)
+            if affine:
+                assert_close(norm.weight.grad, own.weight.grad, reduction=36)
+        assert any(joined._plans.values()) == (route.implementation == "triton")
+        with pytest.raises(ValueError, match="expected 4 channels in dimension 1"):
+            SyncBatchNorm(4, affine=False, track_running_stats=False, process_group=alone)(torch.ones(2, 3, 2))
+        with pytest.raises(ValueError, match="weight has shape"):
+            SyncBatchNorm(4, process_group=alone).to(route.device)(torch.ones(2, 3, 2, device=route.device))

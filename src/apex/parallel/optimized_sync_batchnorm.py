@@ -12,11 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..ops._library import quick_apply
 from ..ops.batch_norm import BatchNormSpec, batch_norm_with_statistics
+from ..ops.batch_norm.joined import joined_plan
 from ..ops.batch_norm.op import check
-from ._statistics import process_count
-from .optimized_sync_batchnorm_kernel import SyncBatchnormFunction
+from ._statistics import connected, process_count
+from .optimized_sync_batchnorm_kernel import PlannedSyncBatchNorm, SyncBatchnormFunction
 
-_apply_node = quick_apply(SyncBatchnormFunction)
+_apply_node, _apply_planned = quick_apply(SyncBatchnormFunction), quick_apply(PlannedSyncBatchNorm)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -63,19 +64,25 @@ class SyncBatchNorm(_BatchNorm):
             mean = variance = None
         channel_dim = -1 if self.channel_last and input.dim() > 2 else 1
         spec = BatchNormSpec(self.eps, self.momentum or 0.0, by_batch, self.fuse_relu, channel_dim)
-        check(input, mean, variance, weight, bias, z, spec)
+        processes = process_count(self.process_group) if by_batch else 1
+        # A plan is one for tensors that were checked.
+        plan = joined_plan(input, z, weight, bias, mean, variance, spec) if processes > 1 else None
+        if plan is None:
+            check(input, mean, variance, weight, bias, z, spec)
         channels = self.num_features
         if input.shape[channel_dim] != channels:
             raise ValueError(
                 f"input has shape {list(input.shape)}, expected {channels} channels in dimension {channel_dim}"
             )
-        processes = process_count(self.process_group) if by_batch else 1
         if processes < 2 and by_batch and input.numel() == channels:
             raise ValueError(f"input has shape {list(input.shape)}; training needs more than one value per channel")
         if training and self.track_running_stats:
             spec = self._count_batch(spec)
         if processes < 2:
             return batch_norm_with_statistics(input, z, mean, variance, weight, bias, spec, wanted=False)[0]
+        if plan is not None:
+            group = connected(self.process_group)
+            return _apply_planned(input, z, weight, bias, mean, variance, spec.momentum, plan, group)
         return _apply_node(
             *(input, z, weight, bias, mean, variance),
             *(spec.eps, True, spec.momentum, self.process_group, channel_dim == -1, spec.relu),

@@ -15,8 +15,9 @@ from ..ops.batch_norm import (
     gradients,
     normalise,
 )
+from ..ops.batch_norm.joined import JoinedPlan, joined_plan
 from ._joined_norm import joined_forward, joined_gradients, norm_of
-from ._statistics import connected
+from ._statistics import connected, gathered, summed
 
 
 class SyncBatchnormFunction(torch.autograd.Function):
@@ -45,6 +46,12 @@ class SyncBatchnormFunction(torch.autograd.Function):
     ) -> Tensor:
         spec = BatchNormSpec(eps, momentum, track_running_stats, fuse_relu, -1 if channel_last else 1)
         group = connected(process_group) if track_running_stats else None
+        if group is not None:
+            plan = joined_plan(input, z, weight, bias, running_mean, running_variance, spec)
+            if plan is not None:
+                return _planned_forward(
+                    ctx, input, z, weight, bias, running_mean, running_variance, momentum, plan, group
+                )
         norm = norm_of(input, weight, bias, spec) if track_running_stats else None
         if track_running_stats:
             output, mean, variance = joined_forward(
@@ -59,11 +66,14 @@ class SyncBatchnormFunction(torch.autograd.Function):
         kept = output if spec.relu and z is not None else None
         ctx.save_for_backward(input, kept, mean, variance, weight, bias)
         ctx.spec, ctx.group, ctx.norm, ctx.z_dtype = spec, group, norm, None if z is None else z.dtype
+        ctx.plan = None
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor):  # type: ignore[override]
+        if ctx.plan is not None:
+            return (*_planned_gradients(ctx, grad_output), *(None,) * 8)
         input, output, mean, variance, weight, bias = ctx.saved_tensors
         wants_input, wants_z, wants_weight, wants_bias = ctx.needs_input_grad[:4]
         tensors = (grad_output, input, output, mean, variance, weight, bias, ctx.spec)
@@ -82,6 +92,71 @@ class SyncBatchnormFunction(torch.autograd.Function):
             _as(bias, dbias) if wants_bias else None,
             *(None,) * 8,
         )
+
+
+class PlannedSyncBatchNorm(torch.autograd.Function):
+    """The same where `plan` is the `joined_plan` of the tensors."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        input: Tensor,
+        z: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_variance: Tensor | None,
+        momentum: float,
+        plan: JoinedPlan,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        return _planned_forward(ctx, input, z, weight, bias, running_mean, running_variance, momentum, plan, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor):  # type: ignore[override]
+        return (*_planned_gradients(ctx, grad_output), *(None,) * 5)
+
+
+def _planned_forward(
+    ctx: Any,
+    input: Tensor,
+    z: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_variance: Tensor | None,
+    momentum: float,
+    plan: JoinedPlan,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    output, mean, variance = plan.forward(
+        input, z, weight, bias, running_mean, running_variance, momentum, lambda packet: gathered(packet, group)
+    )
+    ctx.save_for_backward(input, output if plan.keeps_output else None, mean, variance, weight, bias)
+    ctx.plan, ctx.group = plan, group
+    return output
+
+
+def _planned_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Of input, addend, weight and bias."""
+    input, output, mean, variance, weight, bias = ctx.saved_tensors
+    wants_input, wants_z, wants_weight, wants_bias = ctx.needs_input_grad[:4]
+    plan, group = ctx.plan, ctx.group
+    given = (dy, input, output, mean, variance, weight, bias)
+    dx: Tensor | None
+    if wants_input:
+        dx, dz, dweight, dbias = plan.gradients(*given, wants_z, lambda packet: summed(packet, group))
+    else:  # its own sums are all that a process needs
+        dx, (dz, dbias, dweight) = None, gradient_sums(*given, plan.spec, wants_z)
+    if dz is not None and dz.dtype != plan.z_dtype:
+        dz = dz.to(plan.z_dtype)
+    return (
+        dx,
+        dz,
+        _as(weight, dweight) if wants_weight else None,
+        _as(bias, dbias) if wants_bias else None,
+    )
 
 
 def _as(parameter: Tensor, gradient: Tensor) -> Tensor:
