@@ -29,9 +29,8 @@ def gate_and_value(input: Tensor, bias: Tensor | None, activation: str) -> tuple
         wide = input.to(compute)
         gate, value = (wide if bias is None else wide + bias.to(compute)).chunk(2, -1)
         return gate, value
-    gate, value = (
-        half.to(compute) for half in input.chunk(2, -1)
-    )  # whose gradients are rounded before they are joined
+    # Cast apart, so that gradients are rounded before they are joined.
+    gate, value = (half.to(compute) for half in input.chunk(2, -1))
     if bias is not None:
         of_gate, of_value = bias.to(compute).chunk(2, -1)
         gate, value = gate + of_gate, value + of_value
