@@ -28,6 +28,7 @@ from torch import nn
 CONTENDERS = (
     "fp32",
     "autocast fp16",
+    "autocast bf16",
     "torch.amp fp16",
     "apex O1 torch optimizer",
     "apex O1 fused optimizer",
@@ -43,7 +44,9 @@ CONTENDERS = (
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {
         "models": ["resnet50-256", "resnet50", "resnet50-32", "gpt2"],
-        "contenders": [name for name in CONTENDERS if name not in ("autocast fp16", "apex O4 torch optimizer")],
+        "contenders": [
+            name for name in CONTENDERS if not name.startswith("autocast") and name != "apex O4 torch optimizer"
+        ],
         "rounds": 5,
         "steps": 10,
     },
@@ -53,6 +56,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
             "autocast fp16",
             "torch.amp fp16",
             "apex O1 torch optimizer",
+            "autocast bf16",
             "torch.amp bf16",
             "apex O4 torch optimizer",
         ],
@@ -287,6 +291,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
             }
             for contender, start in zip(contenders, starts, strict=True)
         }
+        compare(results[model])
         print_table(model, results[model])
     command = [sys.executable, __file__, "--child", "initialize", "--device", arguments.device]
     initialize = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -309,17 +314,25 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def print_table(model: str, results: dict[str, dict[str, Any]]) -> None:
-    """Milliseconds of each contender, beside torch.amp with the same half precision."""
+def compare(results: dict[str, dict[str, Any]]) -> None:
+    """Adds how long each takes beside torch.amp, and beside autocast alone: the median over pairs of the same round."""
     for name, figures in results.items():
-        rival = "torch.amp bf16" if half_of(name) == torch.bfloat16 else "torch.amp fp16"
+        half = "bf16" if half_of(name) == torch.bfloat16 else "fp16"
+        for rival in (f"torch.amp {half}", f"autocast {half}"):
+            if rival in results and rival != name:
+                pairs = zip(figures["rounds"], results[rival]["rounds"], strict=True)
+                figures[f"times {rival}"] = round(statistics.median(mine / theirs for mine, theirs in pairs), 4)
+
+
+def print_table(model: str, results: dict[str, dict[str, Any]]) -> None:
+    """Milliseconds of each contender, and what else is known."""
+    for name, figures in results.items():
         line = f"{model:12} {name:39} {figures['milliseconds']:8.3f} ms, host {figures['host_milliseconds']:7.3f}"
-        if rival in results:
-            line += f" {figures['milliseconds'] / results[rival]['milliseconds']:6.3f} of {rival}"
         if "peak_mebibytes" in figures:
-            line += f" {figures['peak_mebibytes']:7.0f} MiB ({figures['asked_mebibytes']:.0f} asked for)"
-            line += "  waits" if figures["waits_for_the_gpu"] else ""
-        print(line, flush=True)
+            line += f", {figures['peak_mebibytes']:.0f} MiB ({figures['asked_mebibytes']:.0f} asked for)"
+            line += ", waits" if figures["waits_for_the_gpu"] else ""
+        ratios = [f"{value:.3f} {key}" for key, value in figures.items() if key.startswith("times ")]
+        print("; ".join([line, *ratios]), flush=True)
 
 
 def main() -> None:
