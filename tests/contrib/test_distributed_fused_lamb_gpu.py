@@ -135,7 +135,7 @@ def test_two_runs_have_equal_bits() -> None:
 def test_eight_bits_are_gathered() -> None:
     values = torch.randn(64, device="cuda").to(torch.float8_e5m2)
     gathered = torch.empty_like(values)
-    all_gather(gathered, values, torch.distributed.group.WORLD).wait()
+    all_gather(gathered, values, torch.distributed.group.WORLD, "eight bits").wait()
     assert torch.equal(gathered.float(), values.float())
     for found, truth in zip(trained(torch.float16, e5m2_allgather=True), expected(torch.float16), strict=True):
         assert torch.equal(found.to(torch.float8_e5m2).to(found.dtype), found)
