@@ -101,6 +101,26 @@ def _replace(optimizer: torch.optim.Optimizer, of_params: bool) -> list[Tensor]:
     return old
 
 
+@pytest.mark.parametrize("route", helpers.INTERPRETER)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_only_what_moved_is_uploaded(name: str, route: Route) -> None:
+    params = parameters(route.device)
+    set_gradients(params, 0)
+    with implementation(route.implementation):
+        optimizer = maker(name)(params)
+        optimizer.step()
+        lists = [bucket.lists for bucket in optimizer._plans[0].buckets]
+        before = [each.uploads for each in lists]
+        optimizer.step()
+        assert [each.uploads for each in lists] == before
+        for param in params:
+            param.grad = param.grad.clone()
+        optimizer.step()
+    assert [bucket.lists for bucket in optimizer._plans[0].buckets] == lists, "made anew"
+    # Combined gradients are copied back to where they were.
+    assert [each.uploads - count for each, count in zip(lists, before, strict=True)] == [name in NOT_COMBINED]
+
+
 @pytest.mark.parametrize("name", ["FusedLAMB", "FusedLARS", "FusedNovoGrad", "Lamb", "NpuFusedAdamP", "NpuFusedLamb"])
 def test_shards_are_refused_where_norms_of_whole_parameters_are_needed(name: str) -> None:
     param = parameters()[0]

@@ -68,6 +68,7 @@ class RowTable(AddressTable):
             self.fixed = upload(torch.stack((torch.tensor(self.sizes), *rows), 1), torch.int64, self.device)
             self._fixed_addresses = addresses
             self._fixed_aligned = self._rows_aligned and not any(address & 15 for row in addresses for address in row)
+            self.uploads += 1
 
     def update_moving(self, addresses: list[int] | None) -> None:
         """Addresses of the gradients; see `AddressTable.update_moving`."""
@@ -75,6 +76,7 @@ class RowTable(AddressTable):
             self.moving = upload(self._of_rows([addresses], self._widths[-1:])[0], torch.int64, self.device)
             self._moving_addresses = addresses
             self._moving_aligned = not any(address & 15 for address in addresses)
+            self.uploads += 1
 
 
 class TritonRowLists(TritonLists):
