@@ -158,11 +158,13 @@ def test_frozen_parameters_cost_no_launch() -> None:
     pytest.importorskip("triton")
     from apex.ops._launch import recording
 
-    x = torch.randn(4, 32, device="meta")
-    weight, bias = torch.empty(2, 32, device="meta")
-    statistics = torch.empty(2, 4, device="meta")
-    spec = NormSpec(32, 1e-5, True)
-    for param_grads, kernels in ((True, ["norm_backward_rows", "sum_partials"]), (False, ["norm_backward_rows"])):
+    rows = ["norm_backward_rows"]
+    # Short rows take one launch in any case.
+    for columns, param_grads, kernels in ((4096, True, [*rows, "sum_partials"]), (4096, False, rows), (32, True, rows)):
+        x = torch.randn(4, columns, device="meta")
+        weight, bias = torch.empty(2, columns, device="meta")
+        statistics = torch.empty(2, 4, device="meta")
+        spec = NormSpec(columns, 1e-5, True)
         with _device.pretend(_device.INTERPRETER), recording() as collected:
             triton_backward(x, x, statistics, weight, bias, spec, torch.float32, param_grads)
         assert [launch.bound.kernel.name for launch in collected] == kernels

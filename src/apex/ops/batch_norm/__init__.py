@@ -1,7 +1,8 @@
 """Batch norm, with an addend and ReLU behind it."""
 
+from .autograd import BatchNormFunction
 from .layout import laid_out_like
-from .op import BatchNormFunction, average_factor, batch_norm, batch_norm_with_statistics
+from .op import average_factor, batch_norm, batch_norm_with_statistics
 from .spec import BatchNormSpec, BatchStatistics
 from .stages import (
     FAMILY,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,6 +140,85 @@ class KernelNorm:
         else:  # what ReLU let through is there: no need to ask the output again
             dx = self.input_gradient(kept, x, None, *given, *sums, let_through=True)
         return dx, (kept if self.relu else dy) if wants_z else None, plain, along, packet
+
+
+class NormPlan:
+    """A norm over one input alone, by kernels: what is left to do for tensors of one kind."""
+
+    def __init__(
+        self,
+        norm: KernelNorm,
+        spec: BatchNormSpec,
+        x: torch.dtype,
+        z: torch.dtype | None,
+        running: tuple[torch.dtype | None, torch.dtype | None],
+    ) -> None:
+        self.spec, self.z_dtype = spec, z
+        # Without an addend what ReLU let through is computed again, so that the output need not be kept or read.
+        self.keeps_output = spec.relu and z is not None
+        self._norm, self._x_dtype = norm, x
+        self._measure = None
+        statistics: tuple[torch.dtype | None, ...] = running
+        if spec.training:
+            self._measure = _measure_plan(norm, None if running[0] is None else spec.momentum, *running)
+            statistics = (torch.float32, torch.float32)
+        self._statistics = statistics
+        self._apply = _apply_plan(norm, z, *statistics)
+        self._gradients: dict[bool, GradientsPlan] = {}
+
+    def forward(
+        self,
+        x: Tensor,
+        z: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Any,
+        running_var: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Output and the statistics it was normalised by; in training the running ones are updated."""
+        mean, variance = running_mean, running_var
+        if self._measure is not None:
+            mean, variance = self._measure.run(x, running_mean, running_var)
+        return self._apply.run(x, z, mean, variance, weight, bias), mean, variance
+
+    def gradients(self, wants_z: bool) -> GradientsPlan:
+        """The plan of the backward pass, made when it is first asked for."""
+        plan = self._gradients.get(wants_z)
+        if plan is None:
+            plan = self._gradients[wants_z] = GradientsPlan(
+                self._norm, self._x_dtype, self.keeps_output, self._statistics, wants_z
+            )
+        return plan
+
+
+class GradientsPlan:
+    """The backward pass of a norm over one input alone."""
+
+    def __init__(self, norm: KernelNorm, dy: torch.dtype, given_output: bool, statistics: Any, wants_z: bool) -> None:
+        let_through = wants_z and norm.relu
+        y = dy if given_output else None
+        self._wants_z = wants_z
+        self._sums = _sums_plan(norm, let_through, False, dy, y, *statistics)
+        relu, seen = (False, None) if let_through else (norm.relu, y)
+        self._input = _input_gradient_plan(norm, relu, norm.inverse_count, dy, seen, *statistics)
+
+    def run(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        y: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Gradients of input, addend (None if it is not wanted), weight and bias; `dy` is laid out as the input."""
+        kept, plain, along, _ = self._sums.run(dy, x, y, mean, variance, weight, bias)
+        if kept is None:
+            dx = self._input.run(dy, x, y, mean, variance, weight, bias, plain, along)
+            return dx, dy if self._wants_z else None, along, plain
+        # What ReLU let through is there: no need to ask the output again.
+        return self._input.run(kept, x, None, mean, variance, weight, bias, plain, along), kept, along, plain
 
 
 def combine(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from .._workspace import partial_sums
 from . import config
 from .layout import Geometry
 
@@ -63,7 +64,7 @@ class MeasurePlan:
 
     def run(self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mean and biased variance; moves the running ones towards them where the plan has a momentum."""
-        partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
+        partials, _ = partial_sums(self._partials, self._device)
         self._measure(x, partials)
         return self._combine.run(partials, running_mean, running_var)
 
@@ -86,7 +87,7 @@ class PacketPlan:
 
     def run(self, x: Tensor) -> Tensor:
         """Means, sums of squared deviations and a count: [2C + 1]."""
-        partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
+        partials, _ = partial_sums(self._partials, self._device)
         packet = partials.new_empty(self._packet)
         self._measure(x, partials)
         self._finish(partials, packet, None, None, None)
@@ -178,7 +179,7 @@ class SumsPlan:
         steps = geometry.positions // align
         has_weight, has_bias = (each is not None for each in present)
         self._device, self._channels, self._write_dz = device, channels, write_dz
-        self._partials, self._packet = (programs, 2, channels), 2 * channels + 1 if packet else None
+        self._partials, self._packet = programs * 2 * channels, 2 * channels + 1 if packet else None
         self._measure = kernels.batch_norm_measure_backward.bind(
             (programs * tiles.channel_blocks,),
             (steps, channels, tiles.chunks, units, programs, tiles.channel_blocks, float(eps)),
@@ -217,7 +218,7 @@ class SumsPlan:
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """What ReLU lets through of the gradient, where it is to be written, the sums, in float32, and a packet."""
         dz = torch.empty_like(dy) if self._write_dz else None
-        partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
+        partials, _ = partial_sums(self._partials, self._device)
         plain, along = partials.new_empty(self._channels), partials.new_empty(self._channels)
         packet = None if self._packet is None else partials.new_empty(self._packet)
         self._measure(x, dy, y, weight, bias, mean, variance, dz, partials)

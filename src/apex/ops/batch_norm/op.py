@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._plans import Plans, kind
 from . import reference, stages
+from .autograd import apply_node, apply_planned
+from .kernel_norm import NormPlan
 from .layout import dense, laid_out_like
 from .spec import BatchNormSpec, BatchStatistics
 from .stages import FAMILY
@@ -50,7 +53,17 @@ def batch_norm_with_statistics(
     wanted: bool = True,
 ) -> tuple[Tensor, BatchStatistics | None]:
     """The same, and in training, where they are `wanted`, the statistics of the batch, detached from the graph."""
-    check(input, running_mean, running_var, weight, bias, z, spec)
+    if _library.may_plan(input):
+        parameters = (kind(weight), kind(bias), kind(running_mean), kind(running_var))
+        key = (_kind(input), None if z is None else _kind(z), *parameters, spec)
+        plan = _plans.get(key, _UNKNOWN)
+        if plan is _UNKNOWN:
+            check(input, running_mean, running_var, weight, bias, z, spec)
+            plan = _plans.keep(key, _plan_for(input, z, running_mean, running_var, weight, bias, spec))
+        if plan is not None:
+            return _run(plan, input, z, running_mean, running_var, weight, bias)
+    else:
+        check(input, running_mean, running_var, weight, bias, z, spec)
     if not input.numel() or (spec.training and input.numel() == input.shape[spec.channel_dim]):
         return _by_reference(input, z, running_mean, running_var, weight, bias, spec)
     if not (_runs_kernels(input, z, spec) or _torch_rounds(input, weight, bias, spec)):
@@ -59,8 +72,57 @@ def batch_norm_with_statistics(
         return _registered(input, z, running_mean, running_var, weight, bias, spec)
     values = dense(input, spec)
     z = None if z is None else laid_out_like(values, z)
-    output, mean, variance = _apply_node(values, z, weight, bias, running_mean, running_var, spec)
+    output, mean, variance = apply_node(values, z, weight, bias, running_mean, running_var, spec)
     return output, BatchStatistics(mean, variance, False) if spec.training else None
+
+
+def _kind(tensor: Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+_UNKNOWN: Any = object()
+_plans: Plans[NormPlan | None] = Plans()
+
+
+def _plan_for(
+    input: Tensor,
+    z: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+) -> NormPlan | None:
+    """How kernels compute the norm; None where PyTorch's operators do or must first make something of a tensor."""
+    if not input.numel() or (spec.training and input.numel() == input.shape[spec.channel_dim]):
+        return None
+    running = (running_mean, running_var)
+    if (
+        not _runs_kernels(input, z, spec)
+        or (z is not None and z.stride() != input.stride())
+        or not all(each is None or each.is_contiguous() for each in running)
+    ):
+        return None
+    norm = stages.direct_norm(input, weight, bias, spec)
+    if norm is None:
+        return None
+    dtypes = [None if each is None else each.dtype for each in (z, *running)]
+    return NormPlan(norm, spec, input.dtype, dtypes[0], (dtypes[1], dtypes[2]))
+
+
+def _run(
+    plan: NormPlan,
+    input: Tensor,
+    z: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, BatchStatistics | None]:
+    output, mean, variance = found = plan.forward(input, z, weight, bias, running_mean, running_var)
+    if torch.is_grad_enabled():
+        output = apply_planned(input, z, weight, bias, plan, found)
+    return output, BatchStatistics(mean, variance, False) if plan.spec.training else None
 
 
 def average_factor(momentum: float | None, num_batches_tracked: Tensor | None) -> float:
@@ -245,88 +307,6 @@ def _registered(
         reference.update_running(running_mean, running_var, mean, variance, count, spec.momentum)
     output = torch.ops.apex.batch_norm_normalise(input, z, mean, variance, weight, bias, *flags)
     return output, BatchStatistics(mean, variance, False)
-
-
-class BatchNormFunction(torch.autograd.Function):
-    """The autograd node of `batch_norm` where kernels run; its arguments were checked, input and `z` are dense."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        input: Tensor,
-        z: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        spec: BatchNormSpec,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        ctx.set_materialize_grads(False)
-        norm = stages.direct_norm(input, weight, bias, spec)
-        if spec.training:
-            mean, variance = stages.local_statistics(input, spec, running_mean, running_var)
-            ctx.mark_non_differentiable(mean, variance)
-        else:
-            assert running_mean is not None  # checked
-            assert running_var is not None
-            mean, variance = running_mean.contiguous(), running_var.contiguous()
-        if norm is None:
-            output = stages.normalise(input, z, mean, variance, weight, bias, spec)
-        else:
-            output = norm.apply(input, z, mean, variance, weight, bias)
-        # Without an addend what ReLU let through is computed again, so that the output need not be kept or read.
-        kept = output if spec.relu and z is not None else None
-        ctx.save_for_backward(input, kept, mean, variance, weight, bias)
-        ctx.spec, ctx.norm, ctx.z_dtype = spec, norm, None if z is None else z.dtype
-        return (output, mean, variance) if spec.training else (output, None, None)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *_: None):  # type: ignore[override]
-        if dy is None:  # what came behind the norm has no gradient
-            return (None,) * 7
-        input, output, mean, variance, weight, bias = ctx.saved_tensors
-        spec, wants_z = ctx.spec, ctx.needs_input_grad[1]
-        dz: Tensor | None
-        if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
-            dx, dz, dweight, dbias = _differentiable_gradients(dy, input, output, mean, variance, weight, bias, spec)
-        elif ctx.norm is None:
-            dx, dz, dweight, dbias = stages.gradients(dy, input, output, mean, variance, weight, bias, spec, wants_z)
-        else:
-            dx, dz, dbias, dweight, _ = ctx.norm.gradients(
-                laid_out_like(input, dy), input, output, mean, variance, weight, bias, wants_z
-            )
-        return (
-            dx,
-            dz.to(ctx.z_dtype) if wants_z and dz is not None else None,
-            None if weight is None else dweight.to(weight.dtype),
-            None if bias is None else dbias.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
-
-
-_apply_node = _library.quick_apply(BatchNormFunction)
-
-
-def _differentiable_gradients(
-    dy: Tensor,
-    input: Tensor,
-    output: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    spec: BatchNormSpec,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if spec.training:
-        mean, variance = reference.statistics(input, spec)
-    if output is None:
-        output = reference.apply(input, None, mean, variance, weight, bias, spec)
-    gradient, plain, along = reference.sums(dy, input, output.detach(), mean, variance, spec)
-    inverse_count = input.shape[spec.channel_dim] / input.numel()
-    dx = reference.input_gradient(gradient, input, mean, variance, weight, plain, along, inverse_count, spec)
-    return dx, gradient, along, plain
 
 
 def _statistics(input, channel_dim):

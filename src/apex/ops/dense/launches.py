@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _device
+from .._workspace import partial_sums
 from .reference import ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class ActivationPlan:
         self._main = main
         self._bias_grad = bool(groups)
         self._sum_groups = sum_groups
-        self._partials_shape = (groups, columns)
+        self._partials = groups * columns
         self._columns = columns
 
     def run(self, dy: Tensor, saved: Tensor, dz: Tensor) -> Tensor | None:
@@ -79,7 +80,7 @@ class ActivationPlan:
         if self._sum_groups is None:
             self._main(dy, saved, dz, dbias)
             return dbias
-        partials = torch.empty(self._partials_shape, dtype=torch.float32, device=dy.device)
+        partials, _ = partial_sums(self._partials, dy.device)
         self._main(dy, saved, dz, partials)
         self._sum_groups(partials, dbias)
         return dbias

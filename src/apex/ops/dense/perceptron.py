@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import _library
+from .._plans import Plans
 from .launches import ActivationPlan
 from .nodes import as_given, cast_like_autocast, differentiable_gradients, shaped
 from .op import (
@@ -64,7 +65,7 @@ class MlpPlan:
         return found
 
 
-_plans: dict[tuple, MlpPlan] = {}
+_plans: Plans[MlpPlan] = Plans()
 
 
 def mlp_plan(
@@ -77,9 +78,7 @@ def mlp_plan(
         check_mlp(input, weights, biases, activation, same_dtype=dtype is None)
         rows = input.numel() // max(1, input.shape[-1])
         plan = MlpPlan(len(weights), activation, rows * max([weight.shape[0] for weight in weights]))
-        if len(_plans) >= 4096:  # a program whose inputs never have the same shape twice
-            _plans.clear()
-        _plans[key] = plan
+        _plans.keep(key, plan)
     return plan
 
 

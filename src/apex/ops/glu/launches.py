@@ -106,7 +106,7 @@ def triton_forward(input: Tensor, bias: Tensor | None, activation: str) -> Tenso
         device,
         _device.facts(device),
     )
-    output = torch.empty((*outer, columns // 2), dtype=input.dtype, device=device)
+    output = torch.empty(*outer, columns // 2, dtype=input.dtype, device=device)
     launch(input, bias, output)
     return output
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._arrival import arrives_last
 from .._launch import kernel
 
 
@@ -70,6 +71,37 @@ def _parameter(pointer, channel, mask, PRESENT: tl.constexpr, absent: tl.constex
     else:
         values = tl.full(channel.shape, absent, tl.float32)
     return values
+
+
+@triton.jit
+def _add_up(
+    scratch,
+    tickets,
+    dweight,
+    dbias,
+    images,
+    channels,
+    groups,
+    D: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+):
+    """The end of a kernel with a program per group of an image, each of which has filled its place in the first part of
+    `scratch`: the last program of a group sums over the images."""
+    group = tl.program_id(0) % groups
+    if arrives_last(tickets + group, images):
+        within = tl.arange(0, D_BLOCK)
+        plain = tl.zeros((D_BLOCK,), tl.float32)
+        along = tl.zeros((D_BLOCK,), tl.float32)
+        for image in range(images):
+            found = scratch + tl.cast(image, tl.int64) * 2 * channels + group * D + within
+            plain += tl.load(found, within < D, other=0.0, cache_modifier=".cg")
+            along += tl.load(found + channels, within < D, other=0.0, cache_modifier=".cg")
+        if HAS_WEIGHT:
+            tl.store(dweight + group * D + within, along.to(dweight.dtype.element_ty), within < D)
+        if HAS_BIAS:
+            tl.store(dbias + group * D + within, plain.to(dbias.dtype.element_ty), within < D)
 
 
 @kernel
@@ -219,6 +251,7 @@ def group_norm_backward_small(
     statistics,
     dx,
     scratch,
+    tickets,
     dweight,
     dbias,
     images,
@@ -234,9 +267,12 @@ def group_norm_backward_small(
     S_BLOCK: tl.constexpr,
     D_BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
+    ADD_UP: tl.constexpr,
 ):
-    """One program per group of an image, which fills the first part of `scratch`; with WHOLE one per group of all
-    images, which writes the gradients of weight and bias."""
+    """One program per group of an image, or with WHOLE one per group of all images.
+
+    With WHOLE or ADD_UP the gradients of weight and bias are written, otherwise the first part of `scratch`.
+    """
     program = tl.program_id(0)
     group = program % groups
     row = tl.arange(0, S_BLOCK)[:, None]
@@ -277,6 +313,8 @@ def group_norm_backward_small(
         sums = scratch + (program // groups).to(tl.int64) * 2 * channels + group * D + within
         tl.store(sums, plain, within < D)
         tl.store(sums + channels, along, within < D)
+        if ADD_UP:
+            _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, HAS_WEIGHT, HAS_BIAS, D_BLOCK)
 
 
 @kernel

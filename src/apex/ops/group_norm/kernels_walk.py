@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .._launch import kernel
-from .kernels import _finish, _parameter, _silu_gradient
+from .kernels import _add_up, _finish, _parameter, _silu_gradient
 
 
 @triton.jit
@@ -99,6 +99,10 @@ def group_norm_backward_walk(
     statistics,
     dx,
     scratch,
+    tickets,
+    dweight,
+    dbias,
+    images,
     positions,
     channels,
     groups,
@@ -111,8 +115,10 @@ def group_norm_backward_walk(
     S_BLOCK: tl.constexpr,
     D_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    ADD_UP: tl.constexpr,
 ):
-    """One program per group of an image; fills the first part of `scratch`."""
+    """One program per group of an image; fills the first part of `scratch`, and with ADD_UP writes the gradients of
+    weight and bias."""
     begin, row, column, offset, step = _group(positions, channels, groups, D, LAST, S_BLOCK, D_BLOCK)
     program = tl.program_id(0)
     mean = tl.load(statistics + program * 2)
@@ -154,3 +160,5 @@ def group_norm_backward_walk(
             gradient = _silu_gradient(gradient, normalised * scale + shift)
         result = factor * (gradient * scale - mean_plain - normalised * mean_along)
         tl.store(dx + place, result.to(dx.dtype.element_ty), mask)
+    if ADD_UP:
+        _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, HAS_WEIGHT, HAS_BIAS, D_BLOCK)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _device
+from .._workspace import TICKETS, partial_sums
 from . import config
 from .spec import GroupNormSpec
 
@@ -111,11 +112,11 @@ class ForwardPlan:
     def run(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output, laid out as the input, and statistics."""
         y = torch.empty_like(x)
-        statistics = torch.empty(self._statistics_shape, dtype=torch.float32, device=self._device)
+        statistics = torch.empty(*self._statistics_shape, dtype=torch.float32, device=self._device)
         if self._whole is not None:
             self._whole(x, weight, bias, y, statistics)
             return y, statistics
-        partials = torch.empty(self._partials, dtype=torch.float32, device=self._device)
+        partials = torch.empty(*self._partials, dtype=torch.float32, device=self._device)
         self._measure(x, partials)
         self._statistics(partials, statistics)
         self._apply(x, weight, bias, statistics, y)
@@ -132,65 +133,74 @@ class ForwardPlan:
 class BackwardPlan:
     """Launches of a backward pass: the input's gradient, then, where wanted, those of the parameters.
 
-    A single launch where one program takes a group of all images.
+    A single launch where a program takes a whole group.
     """
 
     def __init__(self, shape: _Shape, param_grads: bool, device: torch.device) -> None:
         (kernels, walks), spec = _kernels(), shape.spec
         small, walk = shape.small("backward"), shape.walk("backward")
+        self.spec = spec
         self._device = device
         self._param_grads = param_grads and (shape.has_weight or shape.has_bias)
-        self._small: BoundLaunch | None = None
-        self._walk: BoundLaunch | None = None
-        self._all_images = False
-        sizes = (shape.positions, shape.channels, spec.groups)
-        scratch = shape.images * 2 * shape.channels
+        self._whole: BoundLaunch | None = None
+        self._parameters: BoundLaunch | None = None
+        add_up = self._param_grads and spec.groups <= TICKETS
+        sizes = (shape.images, shape.positions, shape.channels, spec.groups)
+        self._scratch = shape.images * 2 * shape.channels
         if small is not None:
             elements = shape.images * small.position_block * small.channel_block
-            self._all_images = self._param_grads and elements <= config.WHOLE_GROUP
-            self._small = kernels.group_norm_backward_small.bind(
-                ((1 if self._all_images else shape.images) * spec.groups,),
-                (shape.images, *sizes, float(spec.eps)),
-                (shape.group_channels, *shape.flags, small.position_block, small.channel_block, self._all_images),
+            all_images = self._param_grads and elements <= config.WHOLE_GROUP
+            self._scratch = 0 if all_images else self._scratch
+            blocks = (small.position_block, small.channel_block)
+            self._whole = kernels.group_norm_backward_small.bind(
+                ((1 if all_images else shape.images) * spec.groups,),
+                (*sizes, float(spec.eps)),
+                (shape.group_channels, *shape.flags, *blocks, all_images, add_up and not all_images),
                 device=device,
                 num_warps=small.num_warps,
             )
         elif walk is not None:
-            self._walk = walks.group_norm_backward_walk.bind(
+            blocks = (walk.position_block, walk.channel_block)
+            self._whole = walks.group_norm_backward_walk.bind(
                 (shape.images * spec.groups,),
                 (*sizes, float(spec.eps)),
-                (shape.group_channels, *shape.flags, walk.position_block, walk.channel_block, walk.stages),
+                (shape.group_channels, *shape.flags, *blocks, walk.stages, add_up),
                 device=device,
                 num_warps=walk.num_warps,
             )
         else:
-            tile = config.tile_config(shape.positions, shape.channels, config.BACKWARD_TILE, shape.last)
-            grid = (shape.images * tile.chunks, tile.channel_blocks)
-            numbers = (shape.images, *sizes, tile.chunks)
-            constants = (shape.group_channels, *shape.flags, tile.rows, tile.channel_block)
-            self._measure, self._apply = (
-                kernel.bind(
-                    grid, (*numbers, float(spec.eps)), constants, device=device, num_warps=config.BACKWARD_WARPS
-                )
-                for kernel in (kernels.group_norm_measure_backward, kernels.group_norm_apply_backward)
-            )
-            self._sums = kernels.group_norm_sums.bind(
-                (shape.images * spec.groups,),
-                numbers,
-                (shape.group_channels, shape.has_weight, config.CHUNK_BLOCK, shape.group_block),
+            self._bind_tiles(shape)
+            add_up = False
+        if self._param_grads and not add_up:
+            image_block, channel_block = config.PARAMETER_BLOCK
+            self._parameters = kernels.group_norm_parameter_gradients.bind(
+                (-(-shape.channels // channel_block),),
+                (shape.images, shape.channels),
+                (shape.has_weight, shape.has_bias, image_block, channel_block),
                 device=device,
                 num_warps=config.SUM_WARPS,
             )
-            scratch += shape.images * 2 * (spec.groups + tile.chunks * shape.channels)
-        self._scratch = (scratch,)
-        image_block, channel_block = config.PARAMETER_BLOCK
-        self._parameters = kernels.group_norm_parameter_gradients.bind(
-            (-(-shape.channels // channel_block),),
-            (shape.images, shape.channels),
-            (shape.has_weight, shape.has_bias, image_block, channel_block),
-            device=device,
+
+    def _bind_tiles(self, shape: _Shape) -> None:
+        kernels, spec = _kernels()[0], shape.spec
+        tile = config.tile_config(shape.positions, shape.channels, config.BACKWARD_TILE, shape.last)
+        grid = (shape.images * tile.chunks, tile.channel_blocks)
+        numbers = (shape.images, shape.positions, shape.channels, spec.groups, tile.chunks)
+        constants = (shape.group_channels, *shape.flags, tile.rows, tile.channel_block)
+        self._measure, self._apply = (
+            kernel.bind(
+                grid, (*numbers, float(spec.eps)), constants, device=self._device, num_warps=config.BACKWARD_WARPS
+            )
+            for kernel in (kernels.group_norm_measure_backward, kernels.group_norm_apply_backward)
+        )
+        self._sums = kernels.group_norm_sums.bind(
+            (shape.images * spec.groups,),
+            numbers,
+            (shape.group_channels, shape.has_weight, config.CHUNK_BLOCK, shape.group_block),
+            device=self._device,
             num_warps=config.SUM_WARPS,
         )
+        self._scratch += shape.images * 2 * (spec.groups + tile.chunks * shape.channels)
 
     def run(
         self, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -201,19 +211,15 @@ class BackwardPlan:
         if self._param_grads:
             dweight = None if weight is None else torch.empty_like(weight)
             dbias = None if bias is None else torch.empty_like(bias)
-            if self._all_images:
-                self._small(x, dy, weight, bias, statistics, dx, None, dweight, dbias)  # type: ignore[misc]
-                return dx, dweight, dbias
-        scratch = torch.empty(self._scratch, dtype=torch.float32, device=self._device)
-        if self._small is not None:
-            self._small(x, dy, weight, bias, statistics, dx, scratch, None, None)
-        elif self._walk is not None:
-            self._walk(x, dy, weight, bias, statistics, dx, scratch)
+        if self._whole is not None:
+            scratch, tickets = partial_sums(self._scratch, self._device) if self._scratch else (None, None)
+            self._whole(x, dy, weight, bias, statistics, dx, scratch, tickets, dweight, dbias)
         else:
+            scratch = torch.empty(self._scratch, dtype=torch.float32, device=self._device)
             self._measure(x, dy, weight, bias, statistics, scratch)
             self._sums(weight, scratch)
             self._apply(x, dy, weight, bias, statistics, scratch, dx)
-        if self._param_grads:
+        if self._parameters is not None:
             self._parameters(scratch, dweight, dbias)
         return dx, dweight, dbias
 
@@ -287,4 +293,5 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def contiguous(parameter: Tensor | None) -> Tensor | None:
+    """The parameter as the kernels take it."""
     return parameter if parameter is None or parameter.is_contiguous() else parameter.contiguous()

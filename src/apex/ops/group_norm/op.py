@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._plans import Plans, kind
 from . import reference
 from .launches import ForwardPlan, contiguous, dense, forward_plan, triton_backward, triton_forward
 from .self_check import self_check
@@ -36,55 +37,49 @@ def group_norm(
 
     Computed in float32 whatever the dtypes; the output has the input's dtype and layout.
     """
-    runs_triton = _library.runs_triton(FAMILY, input)
-    if runs_triton and not torch.compiler.is_compiling():
-        plan = _known_plan(input, num_groups, weight, bias, eps, activation)
-        if plan is not None:
-            if torch.is_grad_enabled():
-                return _apply_node(input, contiguous(weight), contiguous(bias), plan.spec, plan)
-            return plan.run(input, contiguous(weight), contiguous(bias))[0]
+    plan = _plan_for(input, num_groups, weight, bias, eps, activation)
+    if plan is not None:
+        if torch.is_grad_enabled():
+            return _apply_node(input, weight, bias, None, plan)
+        return plan.run(input, weight, bias)[0]
     check(input, num_groups, weight, bias, activation)
     spec = GroupNormSpec(num_groups, eps, bool(activation))
     if not input.numel():
         return reference.forward(input, weight, bias, spec)[0]  # PyTorch's operator leaves gradients undefined
-    if not runs_triton:
+    if not _library.runs_triton(FAMILY, input):
         return _native(input, weight, bias, spec)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return GroupNormFunction.apply(dense(input), contiguous(weight), contiguous(bias), spec, None)
     return triton_forward(dense(input), weight, bias, spec)[0]
 
 
-def _known_plan(
+def _plan_for(
     input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str
 ) -> ForwardPlan | None:
-    """The plan for arguments like these, kept because the host is the limit for small images.
+    """How kernels compute the norm, for arguments that fit each other, else an exception.
 
-    None where PyTorch must first make something of the input; raises for arguments that do not fit each other.
+    None where no kernel runs or PyTorch must first make something of a tensor.
     """
-    key = (
-        input.shape,
-        input.stride(),
-        input.dtype,
-        input.device,
-        num_groups,
-        eps,
-        activation,
-        None if weight is None else (weight.shape, weight.dtype, weight.device),
-        None if bias is None else (bias.shape, bias.dtype, bias.device),
-    )
-    if key in _plans:
-        return _plans[key]
+    if not _library.may_plan(input):
+        return None
+    kinds = (input.shape, input.stride(), input.dtype, input.device, kind(weight), kind(bias))
+    key = (*kinds, num_groups, eps, activation)
+    plan = _plans.get(key)
+    if plan is not None:
+        return plan
     check(input, num_groups, weight, bias, activation)
-    plan = None
-    if input.numel() and dense(input) is input:
-        plan = forward_plan(input, weight, bias, GroupNormSpec(num_groups, eps, bool(activation)))
-    if len(_plans) >= 4096:  # a program whose inputs never have the same shape twice
-        _plans.clear()
-    _plans[key] = plan
-    return plan
+    if (
+        not input.numel()
+        or not _library.runs_triton(FAMILY, input)
+        or dense(input) is not input
+        or contiguous(weight) is not weight
+        or contiguous(bias) is not bias
+    ):
+        return None
+    return _plans.keep(key, forward_plan(input, weight, bias, GroupNormSpec(num_groups, eps, bool(activation))))
 
 
-_plans: dict[tuple, ForwardPlan | None] = {}
+_plans: Plans[ForwardPlan] = Plans()
 
 
 def check(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, activation: str) -> None:
@@ -186,21 +181,20 @@ class GroupNormFunction(torch.autograd.Function):
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        spec: GroupNormSpec,
+        spec: GroupNormSpec | None,
         plan: ForwardPlan | None,
     ) -> Tensor:
-        ctx.plan = None
         if torch.compiler.is_compiling():
-            output, statistics = torch.ops.apex.group_norm_forward(input, weight, bias, *spec)
+            output, statistics = torch.ops.apex.group_norm_forward(input, weight, bias, *spec)  # type: ignore[misc]
+            ctx.plan, ctx.spec = None, spec
         else:
-            plan = plan or forward_plan(input, weight, bias, spec)
+            plan = plan or forward_plan(input, weight, bias, spec)  # type: ignore[arg-type]
             output, statistics = plan.run(input, weight, bias)
             wanted = ctx.needs_input_grad
             if True in wanted:
                 # Planned here, because autograd's thread runs Python more slowly.
                 ctx.plan = plan.backward(wanted[1] or wanted[2])
         ctx.save_for_backward(input, weight, bias, statistics)
-        ctx.spec = spec
         return output
 
     @staticmethod
@@ -214,7 +208,7 @@ class GroupNormFunction(torch.autograd.Function):
             and dy.dtype == input.dtype
         ):
             return *plan.run(dy, input, statistics, weight, bias), None, None
-        spec = ctx.spec
+        spec = ctx.spec if plan is None else plan.spec
         param_grads = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         if torch.compiler.is_compiling():
             gradients = torch.ops.apex.group_norm_backward(dy, input, statistics, weight, bias, *spec, param_grads)

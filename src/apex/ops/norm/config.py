@@ -5,6 +5,7 @@ Times are microseconds, of kernels launched directly: `benchmarks/results/nvidia
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .._device import DeviceFacts, next_power_of_2
@@ -13,6 +14,11 @@ from .._device import DeviceFacts, next_power_of_2
 BACKWARD_ROWS_LIMIT = 8192
 # Up to this length the weight and bias gradients alone still fit in the registers of one multiprocessor.
 BACKWARD_WIDE_LIMIT = 16384
+
+
+# Bytes of an input up to which the host is the limit of a backward pass, so that one launch is better than two.
+ONE_LAUNCH_BELOW = 64 << 20
+ONE_LAUNCH_ROW = 2048
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,10 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """`kind` names the kernel: rows, held, wide or columns."""
+    """`kind` names the kernel: rows, held, wide or columns.
+
+    With a `group` one launch does all: programs add up the weight gradients of so many of them, then those sums.
+    """
 
     kind: str
     programs: int
@@ -36,6 +45,7 @@ class BackwardConfig:
     num_warps: int
     num_stages: int
     held: int = 0
+    group: int = 0
 
 
 def _warps(threads: int, device: DeviceFacts) -> int:
@@ -77,9 +87,12 @@ def backward_config(
         tile_bytes = per_program * block * element_size
         ahead = min(2, (device.shared_memory - 32 * 1024) // (2 * tile_bytes))
         programs = device.multiprocessors * (2 if block <= 2048 else 1)
+        programs = max(1, min(programs, -(-rows // per_program)))
+        one_launch = row_length <= ONE_LAUNCH_ROW and rows * row_length * element_size <= ONE_LAUNCH_BELOW
         return BackwardConfig(
             kind="rows",
-            programs=max(1, min(programs, -(-rows // per_program))),
+            programs=programs,
+            group=math.isqrt(programs - 1) + 1 if one_launch else 0,
             rows_per_program=per_program,
             block=block,
             chunks=1,

@@ -7,14 +7,15 @@ Legend: a tensor is `rows` x `row_length`, contiguous; `saved` is the input, or 
     dx = rstd * (wdy - normalised * mean(wdy * normalised) - mean(wdy))      the last term for layer norm only
     dweight = sum over rows of dy * normalised                               dbias = sum over rows of dy
 
-No atomics: each program writes its own row of `partials` (those of the weight first, then those of the bias), and
-`sum_partials` adds them in a fixed order.
+Each program writes its own row of `partials` (those of the weight first, then those of the bias), to be added in a
+fixed order.
 """
 
 import triton
 import triton.language as tl
 
 from .._launch import kernel
+from .kernels_sums import add_up
 
 
 @triton.jit
@@ -54,6 +55,9 @@ def norm_backward_rows(
     statistics,
     dx,
     partials,
+    tickets,
+    dweight_sum,
+    dbias_sum,
     rows,
     row_length,
     eps,
@@ -66,8 +70,12 @@ def norm_backward_rows(
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
     STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """A persistent grid: each program walks tiles of ROWS whole rows, the next tiles being loaded meanwhile."""
+    """A persistent grid: each program walks tiles of ROWS whole rows, the next tiles being loaded meanwhile.
+
+    With a GROUP the partials are added up here too, otherwise by a launch of `sum_partials`.
+    """
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     column_mask = None if FULL else column < row_length
@@ -114,6 +122,8 @@ def norm_backward_rows(
         tl.store(place, tl.sum(dweight, 0), mask=column_mask)
         if HAS_BIAS:
             tl.store(place + tl.num_programs(0).to(tl.int64) * row_length, tl.sum(dbias, 0), mask=column_mask)
+        if GROUP:
+            add_up(partials, tickets, dweight_sum, dbias_sum, row_length, column, HAS_BIAS, GROUP)
 
 
 @triton.jit
@@ -418,36 +428,3 @@ def norm_backward_columns(
         tl.store(place, tl.sum(dweight, 0), mask=column_mask)
         if HAS_BIAS:
             tl.store(place + tl.num_programs(1).to(tl.int64) * row_length, tl.sum(dbias, 0), mask=column_mask)
-
-
-@triton.jit
-def _sum_columns(partials, result, count, row_length, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in tl.range(0, count, ROWS):
-        row = first + tl.arange(0, ROWS)
-        mask = (row < count)[:, None] & (column < row_length)[None, :]
-        total += tl.load(partials + row.to(tl.int64)[:, None] * row_length + column[None, :], mask=mask, other=0.0)
-    tl.store(result + column, tl.sum(total, 0).to(result.dtype.element_ty), mask=column < row_length)
-
-
-@kernel
-@triton.jit
-def sum_partials(
-    partials,
-    dweight,
-    dbias,
-    count,
-    row_length,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Adds `count` partial gradients per column: weight in the first row of programs, bias in the second."""
-    if HAS_BIAS:
-        if tl.program_id(1) == 0:
-            _sum_columns(partials, dweight, count, row_length, ROWS, BLOCK)
-        else:
-            _sum_columns(partials + tl.cast(count, tl.int64) * row_length, dbias, count, row_length, ROWS, BLOCK)
-    else:
-        _sum_columns(partials, dweight, count, row_length, ROWS, BLOCK)

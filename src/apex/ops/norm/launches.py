@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import _device
-from . import config, workspace
+from .._workspace import partial_sums
+from . import config
 from .spec import NormSpec
 
 if TYPE_CHECKING:
@@ -27,11 +28,11 @@ _STREAMED = 128 << 20
 
 
 @functools.cache
-def _kernels() -> tuple[ModuleType, ModuleType]:
-    """Forward and backward kernels, imported at first use: importing apex needs no Triton."""
-    from . import kernels_backward, kernels_forward
+def _kernels() -> tuple[ModuleType, ModuleType, ModuleType]:
+    """Forward and backward kernels and sums, imported at first use: importing apex needs no Triton."""
+    from . import kernels_backward, kernels_forward, kernels_sums
 
-    return kernels_forward, kernels_backward
+    return kernels_forward, kernels_backward, kernels_sums
 
 
 class ForwardPlan:
@@ -142,7 +143,8 @@ class BackwardPlan:
     """The launches of one backward pass.
 
     `row_means` runs first where rows are too long for one kernel; no `partial_sums` without parameter gradients.
-    `dx_dtype` is None where it is that of the saved tensor.
+    `dx_dtype` is None where it is that of the saved tensor. `sum_partials` adds up the partial sums,
+    unless the main launch is one that may and does.
     """
 
     spec: NormSpec
@@ -153,6 +155,7 @@ class BackwardPlan:
     partial_sums: int
     dx_dtype: torch.dtype | None
     device: torch.device
+    main_may_sum: bool
 
     def run(
         self, dy: Tensor, saved: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -163,18 +166,21 @@ class BackwardPlan:
         if not saved.is_contiguous():
             saved = saved.contiguous()
         dx = torch.empty_like(saved) if self.dx_dtype is None else torch.empty_like(saved, dtype=self.dx_dtype)
-        partials = workspace.partial_sums(self.partial_sums, self.device) if self.partial_sums else None
-        if self.row_means is None:
-            self.main(dy, saved, weight, bias, statistics, dx, partials)
-        else:
+        partials = tickets = dweight = dbias = None
+        if self.partial_sums:
+            partials, tickets = partial_sums(self.partial_sums, self.device)
+            dweight = torch.empty_like(weight)  # type: ignore[arg-type]
+            dbias = None if bias is None else torch.empty_like(bias)
+        if self.row_means is not None:
             row_means = statistics.new_empty(2, self.rows)
             self.row_means(dy, saved, weight, bias, statistics, row_means)
             self.main(dy, saved, weight, bias, statistics, row_means, dx, partials)
-        if weight is None or self.sum_partials is None:
-            return dx, None, None
-        dweight = torch.empty_like(weight)
-        dbias = None if bias is None else torch.empty_like(bias)
-        self.sum_partials(partials, dweight, dbias)
+        elif self.main_may_sum:
+            self.main(dy, saved, weight, bias, statistics, dx, partials, tickets, dweight, dbias)
+        else:
+            self.main(dy, saved, weight, bias, statistics, dx, partials)
+        if self.sum_partials is not None:
+            self.sum_partials(partials, dweight, dbias)
         return dx, dweight, dbias
 
 
@@ -197,12 +203,13 @@ def _backward_plan(
     flags = (subtract_mean, from_output, has_weight, has_bias)
     chosen = config.backward_config(rows, row_length, saved_dtype.itemsize, has_bias and param_grads, facts)
     row_means = None
+    group = chosen.group if param_grads else 0
     if chosen.kind == "rows":
         full = row_length == chosen.block and rows % chosen.rows_per_program == 0
         main = kernels.norm_backward_rows.bind(
             (chosen.programs,),
             (rows, row_length, eps),
-            (*flags, param_grads, chosen.rows_per_program, chosen.block, full, chosen.num_stages),
+            (*flags, param_grads, chosen.rows_per_program, chosen.block, full, chosen.num_stages, group),
             device=device,
             num_warps=chosen.num_warps,
             num_stages=chosen.num_stages,
@@ -236,17 +243,20 @@ def _backward_plan(
             num_warps=chosen.num_warps,
         )
     sum_partials = None
-    if param_grads:
-        sum_partials = kernels.sum_partials.bind(
+    if param_grads and not group:
+        sum_partials = _kernels()[2].sum_partials.bind(
             (-(-row_length // 16), 2 if has_bias else 1),
             (chosen.programs, row_length),
             (has_bias, 256, 16),  # nearly all in one step: 2 us less than 64 by 32 at 16384x1024, no more elsewhere
             device=device,
             num_warps=4,
         )
-    partial_sums = chosen.programs * row_length * (param_grads + (param_grads and has_bias))
+    sums = chosen.programs + -(-chosen.programs // group) if group else chosen.programs
+    partial_sums = sums * row_length * (param_grads + (param_grads and has_bias))
     own_dtype = None if dx_dtype == saved_dtype else dx_dtype
-    return BackwardPlan(spec, main, row_means, sum_partials, rows, partial_sums, own_dtype, device)
+    return BackwardPlan(
+        spec, main, row_means, sum_partials, rows, partial_sums, own_dtype, device, chosen.kind == "rows"
+    )
 
 
 def triton_backward(

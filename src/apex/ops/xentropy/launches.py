@@ -133,7 +133,7 @@ class Plan:
         if launch is None:
             bind = functools.partial(self._bind_short, True) if self._is_short else self._bind_backward
             launch = self._backward[stride, loss_gradient.dtype] = bind(stride)
-        gradient = torch.empty((self._rows, self._classes), dtype=self._dtype, device=self._device)
+        gradient = torch.empty(self._rows, self._classes, dtype=self._dtype, device=self._device)
         if self._is_short:
             launch(logits, labels, loss_gradient, log_sums, gradient)
         else:

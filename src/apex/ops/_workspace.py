@@ -1,0 +1,39 @@
+"""Memory for partial sums that is kept from call to call.
+
+A backward pass needs it between its programs or kernels only, so one piece serves every layer of a model: a step then
+needs no more memory than PyTorch's operators do, which have no partial sums, and the host need not allocate it. One
+piece per thread and stream, because their launches may interleave: 17 MB for norms of rows of 16384 elements on 132
+multiprocessors, half of that or less for shorter ones.
+"""
+
+from __future__ import annotations
+
+from _thread import get_ident
+
+import torch
+from torch import Tensor
+
+TICKETS = 4096
+
+_kept: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+
+
+def partial_sums(elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """At least `elements` uninitialised float32 on `device`, free again when the caller's last launch was queued.
+
+    Beside them TICKETS for programs that finish each other's work: int32 that are 0, and must be 0 after that launch.
+    """
+    index = device.index
+    if device.type != "cuda" or torch._C._cuda_getDevice() != index or torch._C._cuda_isCurrentStreamCapturing():
+        # A graph keeps the addresses it was captured with, so it must own what they point to.
+        return _make(elements, device)
+    key = (get_ident(), index, torch._C._cuda_getCurrentRawStream(index))
+    kept = _kept.get(key)
+    if kept is None or kept[0].numel() < elements:
+        kept = _kept[key] = _make(elements, device)
+    return kept
+
+
+def _make(elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    sums = torch.empty(elements, dtype=torch.float32, device=device)
+    return sums, torch.zeros(TICKETS, dtype=torch.int32, device=device)

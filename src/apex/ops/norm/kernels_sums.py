@@ -1,0 +1,84 @@
+"""Sums over all programs of the partial weight and bias gradients that each of them has left.
+
+`partials` holds a row per program with the weight gradients, and after those a row per program with the bias gradients.
+They are added in a fixed order, whichever way.
+"""
+
+import triton
+import triton.language as tl
+
+from .._arrival import arrives_last
+from .._launch import kernel
+
+
+@triton.jit
+def _sum_rows(source, count, row_length, column, MOST: tl.constexpr):
+    """The sum of `count` rows, at most MOST, which other programs of this launch have stored."""
+    total = tl.zeros(column.shape, tl.float32)
+    for row in tl.static_range(MOST):
+        mask = (column < row_length) & (row < count)
+        total += tl.load(source + row * row_length + column, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def add_up(partials, tickets, dweight, dbias, row_length, column, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr):
+    """The end of a kernel whose programs have stored their partials: the last program of a GROUP adds up the group's,
+    the last of those adds up the sums of groups, which lie behind the partials and are at most GROUP, too.
+    """
+    programs = tl.num_programs(0)
+    groups = tl.cdiv(programs, GROUP)
+    group = tl.program_id(0) // GROUP
+    members = tl.minimum(GROUP, programs - group * GROUP)
+    first = group * GROUP * row_length
+    mask = column < row_length
+    if HAS_BIAS:
+        sums = partials + 2 * programs * row_length
+    else:
+        sums = partials + programs * row_length
+    if arrives_last(tickets + 1 + group, members):
+        tl.store(
+            sums + group * row_length + column, _sum_rows(partials + first, members, row_length, column, GROUP), mask
+        )
+        if HAS_BIAS:
+            total = _sum_rows(partials + programs * row_length + first, members, row_length, column, GROUP)
+            tl.store(sums + (groups + group) * row_length + column, total, mask)
+        if arrives_last(tickets, groups):
+            total = _sum_rows(sums, groups, row_length, column, GROUP)
+            tl.store(dweight + column, total.to(dweight.dtype.element_ty), mask)
+            if HAS_BIAS:
+                total = _sum_rows(sums + groups * row_length, groups, row_length, column, GROUP)
+                tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask)
+
+
+@triton.jit
+def _sum_columns(partials, result, count, row_length, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in tl.range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < count)[:, None] & (column < row_length)[None, :]
+        total += tl.load(partials + row.to(tl.int64)[:, None] * row_length + column[None, :], mask=mask, other=0.0)
+    tl.store(result + column, tl.sum(total, 0).to(result.dtype.element_ty), mask=column < row_length)
+
+
+@kernel
+@triton.jit
+def sum_partials(
+    partials,
+    dweight,
+    dbias,
+    count,
+    row_length,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds `count` partial gradients per column: weight in the first row of programs, bias in the second."""
+    if HAS_BIAS:
+        if tl.program_id(1) == 0:
+            _sum_columns(partials, dweight, count, row_length, ROWS, BLOCK)
+        else:
+            _sum_columns(partials + tl.cast(count, tl.int64) * row_length, dbias, count, row_length, ROWS, BLOCK)
+    else:
+        _sum_columns(partials, dweight, count, row_length, ROWS, BLOCK)
