@@ -103,12 +103,12 @@ def groups_of(slots: Slots, names: Sequence[str]) -> list[tuple[Sequence[int], L
 
     `names` are those of the slots that are given.
     """
-    on_cpu = _lists_on_cpu(slots)
-    if on_cpu is not None:
-        return [(range(on_cpu.results), on_cpu)]
     known = known_lists(slots)
     if known is not None:
         return [(range(len(known.sizes)), known)]
+    on_cpu = _lists_on_cpu(slots)
+    if on_cpu is not None:
+        return [(range(on_cpu.results), on_cpu)]
     facts = _facts(slots)
     if facts is not None:
         lists = _remembered.get(facts.key)
@@ -159,11 +159,10 @@ def _are_contiguous(tensors: Sequence[Tensor]) -> bool:
 
 def known_lists(slots: Slots) -> TritonLists | None:
     """The lists of tensors that `groups_of` has seen twice, and that need no grouping."""
-    lists = recognise(slots)
-    if lists is None:
+    first = next((tensors for tensors in slots if tensors), None)
+    if first is None or not isinstance(first[0], Tensor) or not _library.runs_triton(FAMILY, first[0]):
         return None
-    first = next(tensors for tensors in slots if tensors is not None)
-    return lists if _library.runs_triton(FAMILY, first[0]) else None
+    return recognise(slots)
 
 
 def _lists_of_group(slots: Slots) -> Lists:

@@ -20,7 +20,6 @@ from .lists import Lists, groups_of, known_lists
 from .rule import Rule
 
 
-@torch.no_grad()
 def scale(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
@@ -70,7 +69,6 @@ def zero(tensors: Iterable[Tensor]) -> None:
         torch._foreach_zero_(group)
 
 
-@torch.no_grad()
 def axpby(
     x: Sequence[Tensor],
     y: Sequence[Tensor],
@@ -105,7 +103,6 @@ def axpby(
             )
 
 
-@torch.no_grad()
 def l2norm(
     inputs: Sequence[Tensor],
     *,
@@ -129,7 +126,6 @@ def l2norm(
     return _norm(rule, inputs, outputs, factor, per_tensor, overflow, noop, names)
 
 
-@torch.no_grad()
 def max_norm(
     inputs: Sequence[Tensor],
     *,
@@ -142,7 +138,6 @@ def max_norm(
     return _norm(rules.MAXIMUM, inputs, None, 1.0, per_tensor, overflow, noop, names)
 
 
-@torch.no_grad()
 def clip(
     gradients: Sequence[Tensor], limit: float, margin: float, *, maximum: bool = False, known: Lists | None = None
 ) -> Tensor:

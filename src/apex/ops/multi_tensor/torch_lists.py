@@ -295,6 +295,7 @@ class TorchLists:
 
         return call
 
+    @torch.no_grad()
     def measured_total(self, rule: Rule, hyper: dict[str, Any], *, root: bool = False, **options: Any) -> Tensor:
         """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1]."""
         if options.get("noop") is None:
