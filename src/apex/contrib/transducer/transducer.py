@@ -47,7 +47,8 @@ class TransducerJoint(torch.nn.Module):
         """The joint of f (B x T x H) and g (B x U x H): B x T x U x H, or packed_batch x H if packed.
 
         `f_len` and `g_len` are the lengths of the sequences along T and U. Packing needs `batch_offset`,
-        cumsum(f_len * g_len), and `packed_batch`, its last element. Padding of a result that is not packed is -1.
+        cumsum(f_len * g_len), and `packed_batch`, its last element or more. Padding is -1, as are rows behind the last
+        sequence of a packed result.
         """
         if self.pack_output and (batch_offset is None or packed_batch == 0):
             raise ValueError("pack_output=True needs batch_offset and packed_batch")
