@@ -1,12 +1,12 @@
 """Compiles every registered kernel, in the launch configurations it would really get, for a GPU that is not here.
 
-    python -m tests.ops.compile_kernels sm_90
+    python -m tests.ops.compile_kernels sm_80 sm_90 sm_100
     python -m tests.ops.compile_kernels sm_80 --all
 
 The GPUs of THOROUGH get every launch; their relatives, without `--all`, one launch of every kernel and update rule,
 because all of them would take three minutes more of a test run.
 Run as a process of its own because Triton's interpreter, which other tests use, is chosen when triton is imported.
-Prints one JSON document: what was compiled, and what failed.
+Prints one JSON document: what was compiled for each, and what failed.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def _kind(bound: _launch.BoundLaunch) -> tuple[Any, ...]:
     return (bound.kernel.name, *rules)
 
 
-def main(name: str, every: bool) -> None:
-    target = TARGETS[name]
+def compile_all(target: Target, every: bool) -> dict[str, Any]:
+    """Compiles the launches that differ in what Triton makes a kernel of; without `every`, one of each kind."""
     compiled: dict[str, int] = {}
     failures: list[str] = []
     seen = set()
@@ -138,8 +138,14 @@ def main(name: str, every: bool) -> None:
         if shared > target.facts.shared_memory:
             failures.append(f"{what}: needs {shared} bytes of shared memory, {target.facts.shared_memory} are there")
     unreached = sorted(set(_launch.KERNELS) - set(compiled) - NOT_CHOSEN.get(target.gpu.backend, set()))
-    json.dump({"compiled": compiled, "failures": failures, "unreached": unreached}, sys.stdout)
+    return {"compiled": compiled, "failures": failures, "unreached": unreached}
+
+
+def main(arguments: list[str]) -> None:
+    every = "--all" in arguments
+    names = [argument for argument in arguments if argument != "--all"]
+    json.dump({name: compile_all(TARGETS[name], every or name in THOROUGH) for name in names}, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], every="--all" in sys.argv or sys.argv[1] in THOROUGH)
+    main(sys.argv[1:])
