@@ -36,6 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--loss-scale", help="a number or 'dynamic', instead of the opt level's")
     parser.add_argument("--keep-batchnorm-fp32", choices=("True", "False"), help="instead of the opt level's")
     parser.add_argument("--channels-last", action="store_true", help="memory format that tensor cores prefer")
+    parser.add_argument("--fused-norms", action="store_true", help="norm, addition and ReLU in one; channels last, too")
     parser.add_argument(
         "--checkpoint", default="checkpoint.pt", help="written after every epoch; {epoch} in it becomes the number"
     )
@@ -45,7 +46,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--print-every", type=int, default=10, help="steps between lines of progress")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.channels_last |= args.fused_norms
+    return args
 
 
 def seed_everything(seed: int) -> None:
@@ -129,7 +132,7 @@ def main() -> None:
     if len(training_data) == 0:
         raise SystemExit(f"{len(training_set)} pictures do not fill a batch of {args.batch}; lower --batch")
 
-    model = make_model(args.arch, len(training_set.classes)).to(args.device)
+    model = make_model(args.arch, len(training_set.classes), args.fused_norms).to(args.device)
     if args.channels_last:
         model = model.to(memory_format=torch.channels_last)
     make_optimizer = FusedSGD if args.fused else torch.optim.SGD
@@ -152,9 +155,8 @@ def main() -> None:
         return
 
     for epoch in range(first_epoch, args.epochs):
-        seed_everything(
-            args.seed + 1 + epoch
-        )  # so that a run that resumes sees the same order as one that did not stop
+        # So that a run that resumes sees the same order as one that did not stop.
+        seed_everything(args.seed + 1 + epoch)
         train(args, model, optimizer, training_data, epoch)
         accuracy = validate(args, model, validation_data)
         best = max(best, accuracy)

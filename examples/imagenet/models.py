@@ -4,43 +4,60 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from apex.contrib.groupbn import BatchNorm2d_NHWC
 
-def _conv_norm(before: int, after: int, kernel: int, stride: int = 1) -> list[nn.Module]:
-    conv = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, bias=False)
-    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
-    return [conv, nn.BatchNorm2d(after)]
+
+class ConvNorm(nn.Module):
+    """A convolution and its batch norm, plus what is to be added, then ReLU; `fused`: all but the first in one pass."""
+
+    def __init__(
+        self, before: int, after: int, kernel: int, stride: int = 1, *, relu: bool = True, fused: bool
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, bias=False)
+        nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
+        self.fused, self.relu = fused, relu
+        self.norm = BatchNorm2d_NHWC(after, relu, torch_channels_last=True) if fused else nn.BatchNorm2d(after)
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        if self.fused:
+            return self.norm(self.conv(x), z)
+        y = self.norm(self.conv(x))
+        y = y if z is None else y + z
+        return y.relu() if self.relu else y
 
 
 class Residual(nn.Module):
     """Two or, in a bottleneck, three convolutions beside a path that changes as little as possible."""
 
-    def __init__(self, before: int, width: int, stride: int, bottleneck: bool) -> None:
+    def __init__(self, before: int, width: int, stride: int, bottleneck: bool, fused: bool) -> None:
         super().__init__()
         after = 4 * width if bottleneck else width
         if bottleneck:
-            layers = [*_conv_norm(before, width, 1), nn.ReLU(), *_conv_norm(width, width, 3, stride)]
+            layers = [ConvNorm(before, width, 1, fused=fused), ConvNorm(width, width, 3, stride, fused=fused)]
         else:
-            layers = _conv_norm(before, width, 3, stride)
-        self.body = nn.Sequential(*layers, nn.ReLU(), *_conv_norm(width, after, 1 if bottleneck else 3))
-        nn.init.zeros_(self.body[-1].weight)  # every block begins as the identity
+            layers = [ConvNorm(before, width, 3, stride, fused=fused)]
+        self.body = nn.Sequential(*layers)
+        self.last = ConvNorm(width, after, 1 if bottleneck else 3, fused=fused)
+        nn.init.zeros_(self.last.norm.weight)  # every block begins as the identity
         straight = stride == 1 and before == after
-        self.shortcut = nn.Identity() if straight else nn.Sequential(*_conv_norm(before, after, 1, stride))
+        self.shortcut = nn.Identity() if straight else ConvNorm(before, after, 1, stride, relu=False, fused=fused)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.body(x) + self.shortcut(x)).relu()
+        return self.last(self.body(x), self.shortcut(x))
 
 
 class ResNet(nn.Module):
     """Pictures (B, 3, H, W) to logits (B, classes)."""
 
-    def __init__(self, depths: tuple[int, ...], width: int, bottleneck: bool, classes: int) -> None:
+    def __init__(self, depths: tuple[int, ...], width: int, bottleneck: bool, classes: int, fused: bool) -> None:
         super().__init__()
-        self.stem = nn.Sequential(*_conv_norm(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.stem = nn.Sequential(ConvNorm(3, width, 7, 2, fused=fused), nn.MaxPool2d(3, 2, 1))
         blocks, channels = [], width
         for stage, depth in enumerate(depths):
             for index in range(depth):
                 stride = 2 if stage > 0 and index == 0 else 1
-                blocks.append(Residual(channels, width << stage, stride, bottleneck))
+                blocks.append(Residual(channels, width << stage, stride, bottleneck, fused))
                 channels = (width << stage) * (4 if bottleneck else 1)
         self.blocks = nn.Sequential(*blocks)
         self.logits = nn.Linear(channels, classes)
@@ -56,6 +73,6 @@ ARCHITECTURES = {
 }
 
 
-def make_model(name: str, classes: int) -> ResNet:
-    """One of ARCHITECTURES."""
-    return ResNet(classes=classes, **ARCHITECTURES[name])
+def make_model(name: str, classes: int, fused: bool = False) -> ResNet:
+    """One of ARCHITECTURES; `fused` norms want pictures in channels-last format."""
+    return ResNet(classes=classes, fused=fused, **ARCHITECTURES[name])

@@ -112,10 +112,12 @@ def test_imagenet_reads_folders(tmp_path: Path) -> None:
             (tmp_path / part / name).mkdir(parents=True)
             for index in range(count):
                 image.new("RGB", (20 + index, 24), colour).save(tmp_path / part / name / f"{index}.png")
-    sizes = ("--arch", "tiny", "--side", "16", "--batch", "4", "--workers", "1", "--epochs", "1", "--channels-last")
+    sizes = ("--arch", "tiny", "--side", "16", "--batch", "4", "--workers", "1", "--epochs", "1", "--fused-norms")
     arguments = (str(tmp_path), *sizes, "--device", "cpu", "--opt-level", "O4")
     assert "epoch 1: accuracy" in run_example("imagenet", *arguments, cwd=tmp_path)
-    assert (tmp_path / "checkpoint.pt").exists()
+    plain = arguments[: arguments.index("--fused-norms")] + arguments[arguments.index("--fused-norms") + 1 :]
+    again = run_example("imagenet", *plain, "--resume", "checkpoint.pt", "--evaluate", cwd=tmp_path)
+    assert "resumed from checkpoint.pt after epoch 1" in again
 
 
 def test_imagenet_explains_itself(tmp_path: Path) -> None:
