@@ -285,7 +285,10 @@ def _native(
 
 
 def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return parameter if parameter is None or parameter.dtype == dtype else parameter.to(dtype)
+    """In `dtype` and contiguous: PyTorch's backward pass on a CPU reads what lies beside a strided weight, too."""
+    if parameter is None or (parameter.dtype == dtype and parameter.is_contiguous()):
+        return parameter
+    return parameter.to(dtype).contiguous()
 
 
 def _registered(
