@@ -180,7 +180,7 @@ def may_plan(tensor: torch.Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and type(tensor) in _plans.PLAIN
-        and (not tensor.is_cpu or _requested == "triton")
+        and (_requested == "triton" or (_requested == "auto" and not tensor.is_cpu))
     )
 
 
