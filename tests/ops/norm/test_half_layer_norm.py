@@ -40,6 +40,21 @@ def test_sums_in_float32(dtype: torch.dtype, weight_dtype: torch.dtype | str | N
         assert_close(a, e, reduction=terms)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"])
+def test_does_not_ask_what_new_tensors_are_by_default(dtype: torch.dtype, default: torch.dtype | str) -> None:
+    values, _, _, gradient = tensors(dtype, None)
+    expected = results(lambda x: norm.layer_norm(x, COLUMNS), values, None, None, gradient)
+    set_default = torch.set_default_device if default == "meta" else torch.set_default_dtype
+    try:
+        set_default(default)
+        actual = results(lambda x: norm.layer_norm(x, COLUMNS), values, None, None, gradient)
+    finally:
+        set_default(None if default == "meta" else torch.float32)
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a, e)
+
+
 @pytest.mark.parametrize("frozen", ["input", "weight", "bias", "parameters"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_takes_only_the_gradients_that_are_wanted(frozen: str, dtype: torch.dtype) -> None:

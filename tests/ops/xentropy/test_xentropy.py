@@ -147,6 +147,20 @@ def test_infinite_logits(route: Route, smoothing: float) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("masked", [-1e4, -1e9])
+def test_a_label_whose_class_is_masked(route: Route, masked: float) -> None:
+    """By a large finite number, from which the sum of exponentials cannot be told."""
+    logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([3, 5, 3, 7])
+    logits[:2, 3] = masked
+    expected = logits.double().requires_grad_()
+    functional.cross_entropy(expected, labels, reduction="sum").backward()
+    with _library.implementation(route.implementation):
+        gradient = run(logits.to(route.device), labels.to(route.device), torch.ones(4, device=route.device), 0.0)[2]
+    assert_close(gradient.cpu(), expected.grad)
+
+
+@pytest.mark.parametrize("route", routes())
 def test_a_label_that_is_no_class_has_no_loss(route: Route) -> None:
     logits = torch.randn(4, 30, device=route.device)
     labels = torch.tensor([3, 30, -1, 1 << 40], device=route.device)

@@ -50,7 +50,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Output, mean and reciprocal deviation of each row, and the parameters in float32."""
     # Without a weight the statistics would be kept in half precision, too.
-    wide_weight = torch.ones(shape) if weight is None else weight.float()
+    wide_weight = input.new_ones(shape, dtype=torch.float32) if weight is None else weight.float()
     wide_bias = None if bias is None else bias.float()
     return *torch.native_layer_norm(input, shape, wide_weight, wide_bias, eps), wide_weight, wide_bias
 
@@ -83,7 +83,7 @@ def _wide(tensor: Tensor) -> Tensor:
     if tensor.dtype != torch.float16 or not _ON_ARM:
         return tensor.float()
     # PyTorch's way from contiguous float16 is slow there: a million elements take 2023 us, in halves of rows 723.
-    wide = torch.empty(tensor.shape, dtype=torch.float32)
+    wide = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
     for half, part in zip(wide.chunk(2, -1), tensor.chunk(2, -1), strict=True):
         half.copy_(part)
     return wide
