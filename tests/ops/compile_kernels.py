@@ -111,9 +111,9 @@ def record_all(target: Target) -> list[_launch.Launch]:
 
 
 def _kind(bound: _launch.BoundLaunch) -> tuple[Any, ...]:
-    """The kernel, and the update rule where the kernel is made for one."""
-    rules = [constant for constant in bound.constants if hasattr(constant, "fn")]
-    return (bound.kernel.name, *rules)
+    """The kernel, and the update rule where the kernel is made for one, by its name: Triton wraps it for every list."""
+    rules = [constant.fn for constant in bound.constants if hasattr(constant, "fn")]
+    return (bound.kernel.name, *(f"{rule.__module__}.{rule.__qualname__}" for rule in rules))
 
 
 def compile_all(target: Target, every: bool) -> dict[str, Any]:
