@@ -1,7 +1,7 @@
 """Programs of one launch that finish each other's work, none of them waiting: the last to arrive does the rest.
 
 What a second launch would do costs the host nothing this way, 8 us of it on a slow one. Who is last depends on the run,
-what it adds up and in which order does not: results are deterministic.
+what it adds up and in which order does not: results are deterministic. Only for devices that `publishes_for_all`.
 """
 
 import triton

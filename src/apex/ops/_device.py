@@ -27,6 +27,15 @@ class DeviceFacts:
     shared_memory: int
     max_threads: int = 1024
 
+    @property
+    def publishes_for_all(self) -> bool:
+        """Whether an atomic of one thread publishes what all threads of its program stored before their barrier.
+
+        Not on AMD, where a wave waits for its own stores alone (llvm/llvm-project#161638): in the code for gfx942 the
+        other waves pass the barrier with theirs on the way.
+        """
+        return self.backend != "hip"
+
 
 def next_power_of_2(value: int) -> int:
     """The smallest power of two that is not below `value`: blocks of Triton have such sizes."""

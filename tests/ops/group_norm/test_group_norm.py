@@ -150,6 +150,16 @@ def test_matches_float64(case: GroupNormCase, route: Route) -> None:
     check(case, route)
 
 
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("way", ["", "walk", "apart"])
+def test_more_groups_than_tickets(way: str, route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs then leave the gradients of parameters to another launch, unless each takes a group of all images."""
+    monkeypatch.setattr(launches, "TICKETS", 3)
+    forget_plans()
+    check(GroupNormCase((2, 12, 3, 5), 4, way=way), route)
+    forget_plans()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("channels", [320, 960, 1280, 2560])
 @pytest.mark.parametrize("side", [8, 16, 32, 64])

@@ -144,7 +144,8 @@ class BackwardPlan:
         self._param_grads = param_grads and (shape.has_weight or shape.has_bias)
         self._whole: BoundLaunch | None = None
         self._parameters: BoundLaunch | None = None
-        add_up = self._param_grads and spec.groups <= TICKETS
+        all_images = False
+        add_up = self._param_grads and spec.groups <= TICKETS and _device.facts(device).publishes_for_all
         sizes = (shape.images, shape.positions, shape.channels, spec.groups)
         self._scratch = shape.images * 2 * shape.channels
         if small is not None:
@@ -171,7 +172,7 @@ class BackwardPlan:
         else:
             self._bind_tiles(shape)
             add_up = False
-        if self._param_grads and not add_up:
+        if self._param_grads and not (add_up or all_images):
             image_block, channel_block = config.PARAMETER_BLOCK
             self._parameters = kernels.group_norm_parameter_gradients.bind(
                 (-(-shape.channels // channel_block),),

@@ -88,7 +88,11 @@ def backward_config(
         ahead = min(2, (device.shared_memory - 32 * 1024) // (2 * tile_bytes))
         programs = device.multiprocessors * (2 if block <= 2048 else 1)
         programs = max(1, min(programs, -(-rows // per_program)))
-        one_launch = row_length <= ONE_LAUNCH_ROW and rows * row_length * element_size <= ONE_LAUNCH_BELOW
+        one_launch = (
+            device.publishes_for_all
+            and row_length <= ONE_LAUNCH_ROW
+            and rows * row_length * element_size <= ONE_LAUNCH_BELOW
+        )
         return BackwardConfig(
             kind="rows",
             programs=programs,
