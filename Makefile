@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Without compiling: a third of all files is ever imported, and the first import compiles those.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 INPUTS := pyproject.toml constraints.txt src/apex/_version.py
 
 .PHONY: demo test lint types format clean
@@ -10,8 +11,12 @@ INPUTS := pyproject.toml constraints.txt src/apex/_version.py
 demo: $(VENV)/.demo-ready
 	$(BIN)/apex demo
 
-test: lint types
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+# Types are checked beside the tests. A test process has one thread, since threads that wait for each other take time
+# from the other process; all tests of a file run in one process, since some share what takes long to start.
+test: lint
+	@$(BIN)/mypy > $(VENV)/types.txt 2>&1 & types=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder; tests=$$?; \
+	wait $$types; types=$$?; cat $(VENV)/types.txt; exit $$((tests | types))
 
 lint: $(VENV)/.test-ready
 	$(BIN)/ruff check .
