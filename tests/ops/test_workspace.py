@@ -17,20 +17,44 @@ def test_nothing_is_kept_off_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_one_piece_per_thread_and_stream() -> None:
+def test_one_piece_per_thread() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     first = _workspace.partial_sums(8, device)
     assert _workspace.partial_sums(4, device) is first
     larger = _workspace.partial_sums(first[0].numel() + 1, device)
     assert larger[0].numel() > first[0].numel()
     with torch.cuda.stream(torch.cuda.Stream()):
-        elsewhere = _workspace.partial_sums(8, device)
+        elsewhere = [_workspace.partial_sums(8, device) for _ in range(2)]
     others: list[tuple[torch.Tensor, torch.Tensor]] = []
     thread = threading.Thread(target=lambda: others.append(_workspace.partial_sums(8, device)))
     thread.start()
     thread.join()
-    pieces = (larger, elsewhere, *others)
-    assert len({tensor.data_ptr() for piece in pieces for tensor in piece}) == 6
+    pieces = (larger, *elsewhere, *others)
+    assert len({tensor.data_ptr() for piece in pieces for tensor in piece}) == 8
+
+
+@pytest.mark.gpu
+def test_compiled_graphs_may_warm_up() -> None:
+    """Which they do with memory of their own, none of which may be kept."""
+    module = torch.nn.Linear(64, 1024, device="cuda")
+    weight, bias = (torch.rand(1024, device="cuda", requires_grad=True) for _ in range(2))
+    source = torch.randn(2048, 64, device="cuda")
+    leaves = (module.weight, weight, bias)
+
+    def gradients(function) -> list[torch.Tensor]:
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = function(source).square().sum()
+        return [gradient.clone() for gradient in torch.autograd.grad(loss, leaves)]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return norm.layer_norm(module(x), 1024, weight, bias).sin()
+
+    with _library.implementation("triton"):
+        expected = gradients(function)
+        compiled = torch.compile(function, mode="reduce-overhead")
+        for _ in range(4):  # warmed up, captured, replayed
+            for actual, wanted in zip(gradients(compiled), expected, strict=True):
+                torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-3 * wanted.abs().max().item())
 
 
 @pytest.mark.gpu

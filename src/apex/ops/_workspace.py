@@ -2,8 +2,12 @@
 
 A backward pass needs it between its programs or kernels only, so one piece serves every layer of a model: a step then
 needs no more memory than PyTorch's operators do, which have no partial sums, and the host need not allocate it. One
-piece per thread and stream, because their launches may interleave: 17 MB for norms of rows of 16384 elements on 132
+piece per thread, because launches of threads may interleave: 17 MB for norms of rows of 16384 elements on 132
 multiprocessors, half of that or less for shorter ones.
+
+On the default stream only. On others graphs are captured, which keep the addresses they were captured with and so must
+own what these point to, and warmed up: torch.compile(mode="reduce-overhead") does so with memory of its own, and
+refuses to go on where some of it is kept.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from torch import Tensor
 
 TICKETS = 4096
 
-_kept: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+_kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
 
 def partial_sums(elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -24,10 +28,9 @@ def partial_sums(elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
     Beside them TICKETS for programs that finish each other's work: int32 that are 0, and must be 0 after that launch.
     """
     index = device.index
-    if device.type != "cuda" or torch._C._cuda_getDevice() != index or torch._C._cuda_isCurrentStreamCapturing():
-        # A graph keeps the addresses it was captured with, so it must own what they point to.
+    if device.type != "cuda" or torch._C._cuda_getDevice() != index or torch._C._cuda_getCurrentRawStream(index):
         return _make(elements, device)
-    key = (get_ident(), index, torch._C._cuda_getCurrentRawStream(index))
+    key = (get_ident(), index)
     kept = _kept.get(key)
     if kept is None or kept[0].numel() < elements:
         kept = _kept[key] = _make(elements, device)
