@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Without compiling: a third of all files is ever imported, and the first import compiles those.
+# Without compiling: most files are never imported, and the first import compiles the others.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 INPUTS := pyproject.toml constraints.txt src/apex/_version.py
 

@@ -21,6 +21,8 @@ if not GPU:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # The file that takes minutes first, so that of several processes none is left alone with it.
+    items.sort(key=lambda item: item.path.name != "test_cross_compile.py")
     if GPU:
         return
     skip = pytest.mark.skip(reason="needs a GPU")
