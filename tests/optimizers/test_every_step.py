@@ -101,6 +101,76 @@ def _replace(optimizer: torch.optim.Optimizer, of_params: bool) -> list[Tensor]:
     return old
 
 
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("name", OPTIONS)
+def test_parameters_of_other_sizes_at_their_addresses(name: str, route: Route) -> None:
+    """State that does not fit is not used, nor is memory touched beyond a parameter's, or its gradient's, end."""
+    params = parameters(route.device, shapes=[(24,), (5,)])
+    with implementation(route.implementation):
+        optimizer = maker(name)(params)
+        set_gradients(params, 0)
+        optimizer.step()
+        for size in (8, 100):
+            params[0].grad = None
+            whole = params[0].data
+            params[0].data = whole[:size] if size < len(whole) else torch.ones(size, device=route.device)
+            set_gradients(params, 1)
+            before = whole.clone()
+            with pytest.raises(
+                RuntimeError, match=rf"state '\w+' of parameter 0 has shape \(24,\), the .* \({size},\)"
+            ):
+                optimizer.step()
+            assert torch.equal(whole, before)
+            params[0].data = whole
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("name", NOT_COMBINED)
+def test_parameters_of_another_dtype_at_their_addresses(name: str, route: Route) -> None:
+    """Memory that was freed comes back as anything, after `model.half()` and `model.bfloat16()` say."""
+    params = parameters(route.device, torch.float16, shapes=[(24,), (5,)])
+    twins = parameters(route.device, torch.bfloat16, shapes=[(24,), (5,)])
+    with implementation(route.implementation):
+        optimizer, plain = maker(name)(params), maker(name)(twins)
+        set_gradients(params, 0)
+        optimizer.step()
+        for param, twin in zip(params, twins, strict=True):
+            param.grad = None
+            param.data = param.data.view(torch.bfloat16).copy_(twin.data)
+        plain.load_state_dict(optimizer.state_dict())
+        for each, tensors in ((optimizer, params), (plain, twins)):
+            set_gradients(tensors, 1)
+            each.step()
+    assert all(map(torch.equal, params, twins))
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="gradients have the dtype of their parameters")
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD"])
+def test_gradients_of_two_dtypes(name: str, route: Route) -> None:
+    params = parameters(route.device, torch.bfloat16, shapes=[(24,), (5,), (6, 4)])
+    twins = helpers.same_copy(params)
+    set_gradients(params, 0)
+    set_gradients(twins, 0)
+    values, params[1].grad = params[1].grad, None
+    params[1].grad_dtype = torch.float32
+    params[1].grad = values.float()
+    with implementation(route.implementation):
+        for tensors in (params, twins):
+            maker(name)(tensors).step()
+    assert all(map(torch.equal, params, twins))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_gradient_from_before_a_change_of_shape(name: str) -> None:
+    params = parameters(shapes=[(24,), (5,)])
+    optimizer = maker(name)(params)
+    set_gradients(params, 0)
+    params[0].data = params[0].data[:8]
+    with pytest.raises(RuntimeError, match=r"gradient of parameter 0 has shape \(24,\), the parameter \(8,\)"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("route", helpers.INTERPRETER)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_only_what_moved_is_uploaded(name: str, route: Route) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..ops.multi_tensor import Lists, make_lists
 from ..ops.multi_tensor.flat import overlapping
 from ..ops.multi_tensor.lists import DTYPES, kernel_fits
+from ..ops.multi_tensor.recognition import looks_like
 from ..ops.multi_tensor.rule import SLOTS
 from ..ops.multi_tensor.torch_lists import TorchLists
 from ..ops.multi_tensor.triton_lists import TritonLists, current_stream
@@ -26,6 +27,8 @@ from ..ops.multi_tensor.triton_lists import TritonLists, current_stream
 MASTER = "master_param"
 
 _grad_of = operator.attrgetter("grad")
+_shape = operator.attrgetter("shape")
+_dtype = operator.attrgetter("dtype")
 _data_ptr = Tensor.data_ptr
 
 
@@ -76,7 +79,12 @@ class Bucket:
         self._state_lists = [[state[name] for state in states] for name in self._keys]
         self._contiguous = all(map(Tensor.is_contiguous, (*params, *(models or ()))))
         self._strides = list(map(Tensor.stride, self._sources))
+        self._shapes = list(map(_shape, self._sources))
         self._held = self._gradients()
+        self._gradient_dtypes = set(map(_dtype, self._held))
+        # Whether gradients are of the kind of these, which says of parameters, too, that their sizes are the same.
+        given = not self._distributed and all(map(operator.is_, self._held, map(_grad_of, self._sources)))
+        self._looks_right: Callable[..., bool] = looks_like(self._held) if given else lambda *_: False
         self.lists = make(*self._slots(self._held))
         self.device = self.lists.device
         self._addresses = self._param_addresses()
@@ -129,9 +137,12 @@ class Bucket:
             return self._refresh_slowly()
         try:
             addresses, gradients, moving = self._found_in(seen) or self._look()
-            plain = self._contiguous and all(map(Tensor.is_contiguous, gradients))
-            if not plain and list(map(Tensor.stride, gradients)) != self._strides:
-                return self._refresh_slowly()
+            if not self._looks_right(*gradients):
+                if not self._fit(gradients):
+                    return False
+                plain = self._contiguous and all(map(Tensor.is_contiguous, gradients))
+                if not plain and list(map(Tensor.stride, gradients)) != self._strides:
+                    return self._refresh_slowly()
         except (TypeError, RuntimeError):  # a gradient that is None, sparse, or a tensor without memory
             return False
         if addresses != self._addresses or lists.stream != current_stream(self.device):
@@ -155,12 +166,21 @@ class Bucket:
                     return found  # type: ignore[return-value]
         return None
 
+    def _fit(self, gradients: list[Tensor]) -> bool:
+        """Whether gradients are of the shapes and dtypes of the lists: memory that was freed comes back as any."""
+        return list(map(_shape, gradients)) == self._shapes and set(map(_dtype, gradients)) == self._gradient_dtypes
+
     def _refresh_slowly(self) -> bool:
-        if any(param.grad is None or param.grad.layout != torch.strided for param in self._sources):
-            return False
+        gradients = list(map(_grad_of, self._sources))
+        known = self._looks_right(*gradients)
+        if not known:
+            if any(gradient is None or gradient.layout != torch.strided for gradient in gradients):
+                return False
+            if not self._fit(gradients):
+                return False
         if self._param_addresses() != self._addresses or self.lists.stream != current_stream(self.device):
             return False
-        self._held = self._gradients()
+        self._held = gradients if known else self._gradients()
         self.lists.point_to(*self._slots(self._held))
         return True
 
@@ -186,22 +206,25 @@ class GroupPlan:
         """`models` has tensors that get a copy of an updated parameter; their gradients are used if `of_models`."""
         self._all = list(params)
         sources = [models.get(param, param) for param in params] if of_models else self._all
-        present = [param for param, source in zip(params, sources, strict=True) if source.grad is not None]
+        present = [(index, source.grad.dtype) for index, source in enumerate(sources) if source.grad is not None]
         self._absent = [source for source in sources if source.grad is None]
         for index, source in enumerate(sources):
             check_parameter(source, index)
         self.names = tuple(names)
         kinds: dict[Any, tuple[list[Tensor], list[dict[str, Any]]]] = {}
         # Parameters that share memory must not be updated at the same time.
-        shared = overlapping([local(param) for param in present])
-        for index, param in enumerate(present):
+        shared = overlapping([local(params[index]) for index, _ in present])
+        for position, (index, gradient_dtype) in enumerate(present):
+            param = params[index]
             state, kind = prepare(param)
+            check_state(param, index, state, (*names, MASTER) if MASTER in state else names)
             copies = (models[param],) if param in models else ()
             tensors = [local(tensor) for tensor in (param, *(state[name] for name in names), *copies)]
             key = (
                 kind,
-                index if index in shared else None,
+                position if position in shared else None,
                 MASTER in state,
+                gradient_dtype,
                 kernel_fits(tensors),
                 tensors[0].device,
                 *(tensor.dtype for tensor in tensors),
@@ -238,3 +261,19 @@ def check_parameter(param: Tensor, index: int) -> None:
             f"the gradient of parameter {index} (shape {tuple(param.shape)}) is sparse, which fused optimizers do not "
             "support; use torch.optim.SparseAdam for it, or sparse=False in the embedding"
         )
+    if gradient.shape != param.shape:
+        raise RuntimeError(
+            f"the gradient of parameter {index} has shape {tuple(gradient.shape)}, the parameter {tuple(param.shape)}; "
+            "clear gradients after param.data has been replaced by another shape"
+        )
+
+
+def check_state(param: Tensor, index: int, state: dict[str, Any], names: Sequence[str]) -> None:
+    """Raises for state that is not the parameter's."""
+    for name in names:
+        if state[name].shape != param.shape:
+            raise RuntimeError(
+                f"state {name!r} of parameter {index} has shape {tuple(state[name].shape)}, the parameter "
+                f"{tuple(param.shape)}: it was loaded, or made before param.data was replaced, for another model; "
+                "delete optimizer.state[param], or load the right one"
+            )

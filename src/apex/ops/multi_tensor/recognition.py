@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +29,22 @@ _MOST = 32
 _MOST_LOOKS = 10
 
 
+def looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A check of tensors given one by one: whether they are of the types, dtypes, sizes, strides, ... of these.
+
+    It may say no to those that are: where gradients are recorded, say. Nothing is held.
+    """
+    if _Guards is None:
+        return lambda *others: False
+    return _Guards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    ).check
+
+
 class _Known(NamedTuple):
-    guards: Any
+    looks_right: Callable[..., bool]
     lists: TritonLists
     uploads: int
 
@@ -43,28 +57,28 @@ def recognise(slots: Slots) -> TritonLists | None:
     found = _known.get(_addresses(slots) or ())
     if found is None:
         return None
-    guards, lists, uploads = found
+    looks_right, lists, uploads = found
     if lists.uploads != uploads or lists.stream != current_stream(lists.device):
         return None
-    return lists if guards.check(*_tensors(slots)) else None
+    return lists if looks_right(*_tensors(slots)) else None
 
 
 def remember(slots: Slots, lists: TritonLists) -> None:
     """Lets `recognise` find `lists`, which point to these tensors."""
     key = _addresses(slots)
     if _Guards is not None and key is not None:
-        _known[key] = _Known(_guards(slots), lists, lists.uploads)
+        _known[key] = _Known(looks_like(_tensors(slots)), lists, lists.uploads)
         _known.move_to_end(key)
         if len(_known) > _MOST:
             _known.popitem(last=False)
 
 
 class _KindOnCpu:
-    """Tensors of these sizes were looked at so often; `lists`, which hold none, and `guards` are for the last ones."""
+    """Tensors of these sizes were looked at so often; `lists`, which hold none, are for such as `looks_right` to."""
 
     def __init__(self) -> None:
         self.looks = 0
-        self.guards: Any = None
+        self.looks_right: Callable[..., bool] = lambda *tensors: False
         self.lists: TorchLists | None = None
 
 
@@ -74,7 +88,7 @@ _on_cpu: OrderedDict[tuple[Any, ...], _KindOnCpu] = OrderedDict()
 def recognise_on_cpu(slots: Slots) -> TorchLists | None:
     """Lists of these tensors, if such ones were there before."""
     kind = _on_cpu.get(_kind(slots))
-    if kind is None or kind.lists is None or not kind.guards.check(*_tensors(slots)):
+    if kind is None or kind.lists is None or not kind.looks_right(*_tensors(slots)):
         return None
     lists = copy.copy(kind.lists)
     lists.point_to(*rule_slots(slots))
@@ -88,7 +102,7 @@ def remember_on_cpu(slots: Slots, lists: TorchLists) -> None:
     kind = _on_cpu.setdefault(_kind(slots), _KindOnCpu())
     kind.looks += 1
     if 2 <= kind.looks <= _MOST_LOOKS:
-        kind.guards = _guards(slots)
+        kind.looks_right = looks_like(_tensors(slots))
         kind.lists = copy.copy(lists)
         kind.lists.point_to(())
     if len(_on_cpu) > _MOST:
@@ -111,15 +125,6 @@ def rule_slots(slots: Slots) -> tuple[Slots, Sequence[Tensor] | None]:
     if len(slots) > SLOTS:
         return slots[:SLOTS], slots[SLOTS]
     return (*slots, *(None,) * (SLOTS - len(slots))), None
-
-
-def _guards(slots: Slots) -> Any:
-    tensors = _tensors(slots)
-    return _Guards(
-        *tensors,
-        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
-    )
 
 
 def _addresses(slots: Slots) -> tuple[Any, ...] | None:
