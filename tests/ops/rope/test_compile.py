@@ -5,6 +5,7 @@ import torch
 
 from apex.ops import _library, rope
 from apex.transformer.functional import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
+from apex.transformer.functional.fused_rope import FusedRoPEFunc
 from tests.harness import Route, assert_close, routes
 
 
@@ -45,6 +46,17 @@ def test_compiled_without_graph_breaks(route: Route) -> None:
         (gradient,), (expected_gradient,) = (torch.autograd.grad(y.square().sum(), t) for y in (compiled, expected))
     assert_close(compiled, expected.double())
     assert_close(gradient, expected_gradient.double(), reduction=10)
+
+
+def test_compiling_autograd_functions_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    t = torch.randn(6, 2, 3, 8, requires_grad=True)
+    freqs = torch.rand(6, 1, 1, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(FusedRoPEFunc.apply, fullgraph=True, backend="aot_eager")
+    outputs = [call(t, freqs, False) for call in (compiled, FusedRoPEFunc.apply)]
+    gradient, wanted = (torch.autograd.grad(y.square().sum(), t)[0] for y in outputs)
+    assert_close(gradient, wanted.double())
+    assert not [str(each.message) for each in recwarn if "cache" in str(each.message)]
 
 
 @pytest.mark.parametrize("route", routes(interpreter=False))

@@ -184,6 +184,8 @@ def _save(
     ctx.save_for_backward(cu_seqlens, *tables)
     if planned is not None:
         ctx.specs = planned.inverse_specs
+    elif torch.compiler.is_compiling():  # which warns of caches
+        ctx.specs = [way_back.__wrapped__(spec, memory_is_swapped(t)) for t in tensors]
     else:
         ctx.specs = [way_back(spec, memory_is_swapped(t)) for t in tensors]
     return tables
