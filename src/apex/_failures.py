@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
+
+# Errors of this process alone, which say enough, and which callers may catch by their kind.
+OWN = (NotImplementedError, torch.OutOfMemoryError)
 
 
 @contextlib.contextmanager
@@ -13,6 +17,8 @@ def explained(what: str) -> Iterator[None]:
     """Says in which rank `what` failed, why that may be, and what to do; for calls of torch.distributed inside."""
     try:
         yield
+    except OWN:
+        raise
     # Backends raise it, or DistError, which is one.
     except RuntimeError as error:
         raise unanswered(what, error) from error

@@ -56,6 +56,23 @@ def test_tensors_by_type() -> None:
     assert lengths(by_type.values()) == [[1, 5], [2], [3], [4], [6]]
 
 
+def test_any_callable_gets_all_tensors_as_one() -> None:
+    """Methods of built-in types belong to no module, and objects have no name."""
+    seen: list[torch.Tensor] = []
+
+    class Twice:
+        __module__ = "torch.distributed"
+
+        def __call__(self, vector: torch.Tensor) -> None:
+            vector.mul_(2)
+
+    tensors = [torch.ones(2), torch.full((1, 2), 3.0)]
+    for call in (seen.append, Twice()):
+        distributed.apply_flat_dist_call(tensors, call)
+    assert torch.equal(seen[0], torch.tensor([1.0, 1.0, 3.0, 3.0]))
+    assert [tensor.flatten().tolist() for tensor in tensors] == [[2.0, 2.0], [6.0, 6.0]]
+
+
 def test_flatten_and_back() -> None:
     tensors = [torch.randn(2, 3), torch.randn(()), torch.randn(0, 2), torch.randn(4)]
     flat = distributed.flatten(tensors)

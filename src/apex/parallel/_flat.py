@@ -32,7 +32,8 @@ def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> Sequence[Tensor]:
 def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
     """`call(vector, *extra_args)` for all tensors at once, which are of one type; `all_reduce` gives their mean."""
     coalesced = flatten(bucket)
-    known = getattr(call, "__module__", "").startswith("torch.distributed")
+    # Of methods of built-in types it is None; some callables have no name.
+    known = str(getattr(call, "__module__", None)).startswith("torch.distributed") and hasattr(call, "__name__")
     with explained(f"{call.__name__} of {len(bucket)} tensors") if known else contextlib.nullcontext():
         call(coalesced, *(extra_args or ()))
     if call is dist.all_reduce:

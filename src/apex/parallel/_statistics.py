@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._failures import explained, unanswered
+from .._failures import OWN, unanswered
 
 # What is said where other processes do not answer.
 _GATHERING = "gathering the statistics of a batch norm over processes"
@@ -46,14 +46,15 @@ def gathered(packet: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     values = packet.numel()
     packets = packet.new_empty(group.size() * values)  # flat, as Gloo wants it
     if torch.compiler.is_compiling():
-        with explained(_GATHERING):
-            # The name that PyTorch 2.13 gave it, or the one before.
-            (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(packets, packet, group=group)
+        # The name that PyTorch 2.13 gave it, or the one before.
+        (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(packets, packet, group=group)
         return packets.view(-1, values)
     try:
         work = _carrier(group, packet.device)._allgather_base(packets, packet, _at_once("AllgatherOptions"))
         if work is not None:
             work.wait()
+    except OWN:
+        raise
     except RuntimeError as error:
         raise unanswered(_GATHERING, error) from error
     return packets.view(-1, values)
@@ -64,13 +65,14 @@ def summed(packet: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return packet
     if torch.compiler.is_compiling():
-        with explained(_ADDING):
-            dist.all_reduce(packet, group=group)
+        dist.all_reduce(packet, group=group)
         return packet
     try:
         work = _carrier(group, packet.device).allreduce([packet], _at_once("AllreduceOptions"))
         if work is not None:
             work.wait()
+    except OWN:
+        raise
     except RuntimeError as error:
         raise unanswered(_ADDING, error) from error
     return packet
