@@ -21,8 +21,9 @@ from ..ops.multi_tensor.flat import overlapping
 from ..ops.multi_tensor.lists import DTYPES, kernel_fits
 from ..ops.multi_tensor.recognition import looks_like
 from ..ops.multi_tensor.rule import SLOTS
+from ..ops.multi_tensor.tables import current_stream
 from ..ops.multi_tensor.torch_lists import TorchLists
-from ..ops.multi_tensor.triton_lists import TritonLists, current_stream
+from ..ops.multi_tensor.triton_lists import TritonLists
 
 MASTER = "master_param"
 

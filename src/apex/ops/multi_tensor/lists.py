@@ -15,8 +15,9 @@ from .. import _library
 from .recognition import recognise, recognise_on_cpu, remember, remember_on_cpu, rule_slots
 from .rule import GRADIENT
 from .self_check import self_check
+from .tables import current_stream
 from .torch_lists import TorchLists, is_dense
-from .triton_lists import TritonLists, current_stream
+from .triton_lists import TritonLists
 
 Slots = Sequence[Sequence[Tensor] | None]
 Lists = TritonLists | TorchLists
@@ -270,6 +271,8 @@ def _remembered_lists(key: _Key, slots: Slots) -> TritonLists:
         lists = TritonLists(*rule_slots(slots))
     else:
         lists.point_to(*rule_slots(slots))
+    if key.stream < 0:
+        return lists  # of a CUDA graph: see `current_stream`
     _remembered[key] = lists
     if len(_remembered) > _REMEMBERED:
         _remembered.popitem(last=False)

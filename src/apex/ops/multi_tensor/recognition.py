@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from .rule import SLOTS
+from .tables import current_stream
 from .torch_lists import TorchLists
-from .triton_lists import TritonLists, current_stream
+from .triton_lists import TritonLists
 
 # Nothing is recognised where PyTorch does not have it.
 _Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)

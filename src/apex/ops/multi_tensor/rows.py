@@ -18,9 +18,9 @@ from . import config
 from .lists import kernel_fits
 from .programs import elements_of
 from .rule import GRADIENT, Rule
-from .tables import AddressTable, Layout, keep_if_captured, upload
+from .tables import AddressTable, Layout, current_stream, keep_if_captured, upload
 from .torch_lists import CPU_PIECE, DEVICE_PIECE, Piece, Slots, TorchLists, cut_into_pieces, is_dense
-from .triton_lists import TritonLists, current_stream, reductions
+from .triton_lists import TritonLists, reductions
 
 if TYPE_CHECKING:
     from .._launch import BoundLaunch

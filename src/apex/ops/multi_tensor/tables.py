@@ -7,6 +7,7 @@ keep what they were given.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 # What captured uploads read from and write to, and tables that captured launches read: a replay uses them again.
 _captured: list[tuple[Tensor | None, ...]] = []
+_recordings = itertools.count(-1, -1)
 
 
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -35,6 +37,19 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 def is_captured(device: torch.device) -> bool:
     """Whether what is launched now becomes part of a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def current_stream(device: torch.device) -> int:
+    """The handle of the stream that work on `device` goes to, by which lists know whether they are still of use.
+
+    0 on the CPU. A number that no other call returns while work is recorded into a CUDA graph: what is uploaded then is
+    there when that graph is replayed, but neither before nor in another one.
+    """
+    if device.type != "cuda":
+        return 0
+    if torch.cuda.is_current_stream_capturing():
+        return next(_recordings)
+    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def keep_if_captured(device: torch.device, *tables: Tensor | None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import foreach, native, native_lamb, rules
 from .programs import Square, elements_of, pattern_of, program_of
 from .rule import FLAG_COUNT, SCALARS, SLOTS, Rule, padded
-from .tables import upload
+from .tables import current_stream, upload
 from .tracing import FULL, SMALL
 
 Slots = Sequence[Sequence[Tensor] | None]
@@ -142,7 +142,7 @@ class TorchLists:
         """With `contiguous` they are known to be so, all of them."""
         first = next(tensors for tensors in slots if tensors)
         self.device = first[0].device
-        self.stream = 0
+        self.stream = current_stream(self.device)
         self.results = len(first)
         self.point_to(slots, copy)
         self.sizes = tuple(map(Tensor.numel, first))

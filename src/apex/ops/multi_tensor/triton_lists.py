@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import _device
 from . import config, rules
 from .rule import FLAG_COUNT, GRADIENT, SCALARS, SLOTS, Rule, padded
-from .tables import AddressTable, Layout, is_captured, keep_if_captured, upload
+from .tables import AddressTable, Layout, current_stream, is_captured, keep_if_captured, upload
 
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
@@ -47,13 +47,6 @@ def _triton_type(dtype: torch.dtype | None) -> Any:
     import triton.language as tl
 
     return None if dtype is None else getattr(tl, str(dtype).removeprefix("torch."))
-
-
-def current_stream(device: torch.device) -> int:
-    """The handle of the stream that work on `device` goes to; 0 on the CPU."""
-    if device.type != "cuda":
-        return 0
-    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
 
 
 class TritonLists:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ....ops.multi_tensor import Lists, make_lists
 from ....ops.multi_tensor.rule import SLOTS
-from ....ops.multi_tensor.triton_lists import current_stream
+from ....ops.multi_tensor.tables import current_stream
 
 
 class FixedLists:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ....ops.multi_tensor import Lists, make_lists, max_norm, rules
-from ....ops.multi_tensor.triton_lists import TritonLists, current_stream
+from ....ops.multi_tensor.tables import current_stream
+from ....ops.multi_tensor.triton_lists import TritonLists
 from .arena import Arena
 from .gradients import GradientSync
 from .layout import LocalPiece, cuts
@@ -33,7 +34,7 @@ class _Bucket:
         self.wide = list(wide)
         self._narrow_pieces = list(map(self.cut, stored))
         self._wide_pieces = list(map(self.cut, self.wide))
-        self._stream = -1
+        self._stream: int | None = None
         # By owner: which pieces are its own; the lists of them, and the dtype of gradients that they are for.
         self.members: dict[int, list[int]] = {}
         for number, piece in enumerate(pieces):

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ....ops.multi_tensor import Lists, make_lists
 from ....ops.multi_tensor.rule import SLOTS
+from ....ops.multi_tensor.tables import current_stream
 from ....ops.multi_tensor.torch_lists import TorchLists, flat
-from ....ops.multi_tensor.triton_lists import TritonLists, current_stream
+from ....ops.multi_tensor.triton_lists import TritonLists
 from .arena import Arena
 from .gradients import GradientSync
 from .weights import Unit, Weights, pick, units_of, weights_of
