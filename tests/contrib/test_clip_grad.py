@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import apex
 from apex.contrib.clip_grad import clip_grad_norm_
-from apex.ops import _library
+from apex.ops import _library, implementation
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
 SHAPES = ((9, 8), (5,), (0,), (), (130,))
@@ -57,6 +57,20 @@ def check(params: list[nn.Parameter], max_norm: float, *norm_type: float) -> Non
 def test_against_torch(max_norm: float, norm_type, dtypes: tuple[torch.dtype, ...], route: Route) -> None:
     with _library.implementation(route.implementation):
         check(parameters(route, *dtypes), max_norm, float(norm_type))
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("max_norm", [1, True, "0.5", INF, float("nan"), -1.0])
+@pytest.mark.parametrize("bad", [None, INF])
+def test_any_limit_that_torch_takes(bad: float | None, max_norm, route: Route) -> None:
+    ours, torchs = ([nn.Parameter(torch.ones(size, device=route.device)) for size in (40, 3)] for _ in range(2))
+    for param in (*ours, *torchs):
+        param.grad = torch.full_like(param, 2.0 if bad is None or len(param) == 3 else bad)
+    with implementation(route.implementation):
+        norm = clip_grad_norm_(ours, max_norm)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(torchs, max_norm))
+    for param, expected in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(param.grad, expected.grad, equal_nan=True)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 3.0, 0.5])

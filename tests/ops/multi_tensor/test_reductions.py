@@ -5,9 +5,11 @@ import torch
 from torch import Tensor
 
 from apex.ops import implementation
+from apex.ops._launch import BoundLaunch
 from apex.ops.multi_tensor import clip, clipped_before, make_lists, rules, scale
 from apex.ops.multi_tensor.projection import project, thresholds
 from apex.ops.multi_tensor.rows import TritonRowLists, make_row_lists
+from apex.optimizers import FusedLAMB, FusedNovoGrad, NpuFusedAdamP
 from tests.harness import Route, assert_close, routes
 
 SIZES = (5, 300, 0, 64, 1)
@@ -140,3 +142,28 @@ def test_tensors_are_known_again_only_while_they_are_the_same(route: Route) -> N
         halves[:400], halves[800:1400] = 2.0, 2.0
         assert clipped(halves[:400], halves[800:1400]) == pytest.approx(4000**0.5)
         assert clipped_before([memory[:400], memory[400:900]]) is None
+
+
+@pytest.mark.parametrize("route", [parameter for parameter in routes() if parameter.id == "interpreter"])
+def test_kernels_get_floats(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles a kernel for the values of integers: one for a limit of 1 would serve all others."""
+    given: list[float] = []
+    launch = BoundLaunch.__call__
+
+    def noting(self: BoundLaunch, *tensors: Tensor | None, floats: tuple[float, ...] | None = None) -> None:
+        given.extend(floats or ())
+        launch(self, *tensors, floats=floats)
+
+    monkeypatch.setattr(BoundLaunch, "__call__", noting)
+    params = [torch.nn.Parameter(torch.ones(3, 4, device=route.device))]
+    params[0].grad = torch.ones_like(params[0])
+    with implementation(route.implementation):
+        clip([param.grad for param in params], 1, 0)
+        for made in (
+            FusedLAMB(params, lr=1, max_grad_norm=1),
+            FusedNovoGrad(params, lr=1, betas=(0, 0)),
+            NpuFusedAdamP(params, lr=1, eps=1, weight_decay=1, delta=1, wd_ratio=1),
+        ):
+            made.step()
+    assert len(given) > 20
+    assert {type(number) for number in given} == {float}

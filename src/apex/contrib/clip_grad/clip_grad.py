@@ -38,7 +38,7 @@ def clip_grad_norm_(
     if not gradients:
         return torch.tensor(0.0)
     if not error_if_nonfinite and not isinstance(max_norm, Tensor):
-        return clip(gradients, max_norm, MARGIN, maximum=norm_type != 2.0, known=known).reshape(())
+        return clip(gradients, float(max_norm), MARGIN, maximum=norm_type != 2.0, known=known).reshape(())
     norm = (l2norm if norm_type == 2.0 else maximum)(gradients)[0].reshape(())
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(

@@ -76,8 +76,7 @@ def reduce_partials(
     tl.store(at, found)
     if factor is not None:
         shorter = limit / (found + margin)
-        by = tl.where(shorter < 1.0, shorter, 1.0)
-        by = tl.where(found == found, by, found)
+        by = tl.where(shorter >= 1.0, 1.0, shorter)  # NaN stays NaN
         if grad_scale is not None:
             by = by * tl.load(grad_scale)
         tl.store(factor, by)

@@ -129,7 +129,7 @@ class TritonRowLists(TritonLists):
     ) -> Tensor:
         """See `projection.project`."""
         whole = torch.empty((len(self.sizes), 2), dtype=torch.float32, device=self.device)
-        on_device = None
+        on_device, decay = None, self._here(decay)
         if isinstance(decay, Tensor):
             on_device, decay = decay.to(self.device, torch.float32).reshape(1), 0.0
         key = on_device is None
@@ -143,7 +143,7 @@ class TritonRowLists(TritonLists):
                 num_warps=config.REDUCE_WARPS,
             )
         keep_if_captured(self.device, self._tensor_bounds, limits)
-        launch(found, self._tensor_bounds, limits, on_device, whole, floats=(eps, delta, decay, ratio))
+        launch(found, self._tensor_bounds, limits, on_device, whole, floats=(*map(float, (eps, delta, decay, ratio)),))
         return whole
 
 

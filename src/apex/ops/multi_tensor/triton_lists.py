@@ -279,8 +279,8 @@ class TritonLists:
                 num_warps=config.REDUCE_WARPS,
             )
         keep_if_captured(self.device, bounds)
-        factor, limit, margin = clip or (None, 0.0, 0.0)
-        launch(partials, bounds, noop, grad_scale, out, factor, floats=(limit, margin, share or 0.0))
+        factor, *numbers = clip or (None, 0.0, 0.0)
+        launch(partials, bounds, noop, grad_scale, out, factor, floats=(*map(float, numbers), float(share or 0.0)))
 
     def lamb(
         self,
