@@ -1,12 +1,14 @@
 """Applying rules: masters, stochastic rounding, flags and numbers on the device; by every route."""
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
 
 from apex.ops import _library
-from apex.ops.multi_tensor import make_lists, rules, scale
-from apex.ops.multi_tensor.lists import _facts
+from apex.ops.multi_tensor import Lists, make_lists, rules, scale
+from apex.ops.multi_tensor.lists import _facts, groups_of
 from apex.ops.multi_tensor.torch_lists import TorchLists
 from apex.ops.multi_tensor.triton_lists import TritonLists
 from tests.harness import Route, assert_close, assert_equal_bits, routes
@@ -196,3 +198,22 @@ def test_layouts(route: Route) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 assert torch.equal(output, tensor * 0.5)
                 output.zero_()
+
+
+@pytest.mark.parametrize("route", [parameter for parameter in routes() if parameter.id == "interpreter"])
+def test_threads_do_not_share_tables(route: Route) -> None:
+    """Tensors of the same sizes that another thread scales do not take the place of those that are about to be."""
+    mine, theirs = ([torch.ones(40, device=route.device) for _ in range(2)] for _ in range(2))
+
+    def found(tensors: list[Tensor]) -> Lists:
+        ((_, lists),) = groups_of((tensors, tensors), ("outputs", "inputs"))
+        return lists
+
+    with _library.implementation(route.implementation):
+        for _ in range(3):  # made, known by its sizes, known by its tensors
+            lists = found(mine)
+            other = threading.Thread(target=found, args=(theirs,))
+            other.start()
+            other.join()
+            lists.apply(rules.SCALE, {"factor": 2.0})
+    assert [tensor.unique().item() for tensor in (*mine, *theirs)] == [8.0, 8.0, 1.0, 1.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -38,8 +39,8 @@ FAMILY = _library.register_family(
     )
 )
 
-# Tables of lists that were used lately, by device, stream, dtypes and sizes: callers like a loss scaler come back with
-# the same gradients every step.
+# Tables of lists that were used lately, by device, stream, thread, dtypes and sizes: callers like a loss scaler come
+# back with the same gradients every step.
 _REMEMBERED = 32
 _remembered: OrderedDict[_Key, TritonLists] = OrderedDict()
 
@@ -178,13 +179,15 @@ class _Key(NamedTuple):
 
     device: torch.device
     stream: int
+    # What one has found is not to be pointed elsewhere by another before it is used.
+    thread: int
     types: tuple[torch.dtype | None, ...]
     sizes: tuple[int, ...]
 
 
 def _key(slots: Slots, device: torch.device, sizes: tuple[int, ...]) -> _Key:
     types = tuple(tensors[0].dtype if tensors else None for tensors in slots)
-    return _Key(device, current_stream(device), types, sizes)
+    return _Key(device, current_stream(device), threading.get_ident(), types, sizes)
 
 
 class _Facts(NamedTuple):

@@ -8,6 +8,7 @@ on a slow machine, half of what it takes to find these one by one.
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -68,8 +69,8 @@ def remember(slots: Slots, lists: TritonLists) -> None:
     """Lets `recognise` find `lists`, which point to these tensors."""
     key = _addresses(slots)
     if _Guards is not None and key is not None:
+        _known.pop(key, None)
         _known[key] = _Known(looks_like(_tensors(slots)), lists, lists.uploads)
-        _known.move_to_end(key)
         if len(_known) > _MOST:
             _known.popitem(last=False)
 
@@ -129,7 +130,7 @@ def rule_slots(slots: Slots) -> tuple[Slots, Sequence[Tensor] | None]:
 
 
 def _addresses(slots: Slots) -> tuple[Any, ...] | None:
-    key: list[Any] = []
+    key: list[Any] = [threading.get_ident()]
     for index, tensors in enumerate(slots):
         if tensors is None:
             key.append(None)
