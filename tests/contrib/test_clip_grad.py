@@ -73,6 +73,21 @@ def test_any_limit_that_torch_takes(bad: float | None, max_norm, route: Route) -
         torch.testing.assert_close(param.grad, expected.grad, equal_nan=True)
 
 
+@pytest.mark.parametrize("route", routes())
+def test_a_parameter_that_is_given_twice(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a GPU would write to its gradient at the same time."""
+    param = nn.Parameter(torch.ones(4, device=route.device))
+    calls: list[int] = []
+    torchs = nn.utils.clip_grad_norm_
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", lambda *args: [calls.append(1), torchs(*args)][1])
+    with implementation(route.implementation):
+        for _ in range(4):  # also when it is known
+            param.grad = torch.ones_like(param)
+            clip_grad_norm_([param, param], 1.0)
+    assert len(calls) == 4
+    assert_close(param.grad, torch.full((4,), 1 / 8, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("norm_type", [1.0, 3.0, 0.5])
 def test_other_norms(norm_type: float) -> None:
     check(parameters(Route("cpu", "torch"), torch.float32), 0.5, norm_type)

@@ -27,7 +27,7 @@ def clip_grad_norm_(
     """`torch.nn.utils.clip_grad_norm_`: scales all gradients by what brings their joint norm down to `max_norm`.
 
     Returns the norm before that, in float32 for half-precision gradients too. PyTorch's own function serves norms other
-    than 2 and infinity, and gradients that are float64, sparse or distributed.
+    than 2 and infinity, and gradients that are float64, sparse, distributed or given twice.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [gradient for gradient in map(_grad_of, parameters) if gradient is not None]
@@ -54,4 +54,6 @@ def _are_plain(gradients: list[Tensor]) -> bool:
         {type(gradient) for gradient in gradients} <= {Tensor}
         and {gradient.dtype for gradient in gradients} <= _DTYPES
         and {gradient.layout for gradient in gradients} <= {torch.strided}
+        # PyTorch scales a gradient as often as it is given; in one pass over all it would be written to at once.
+        and len(set(map(id, gradients))) == len(gradients)
     )
