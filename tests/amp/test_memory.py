@@ -112,12 +112,6 @@ def test_masters_cost_no_more_than_casting(name: str, levels: tuple[str, str]) -
         assert masters < 0.95 * casting
 
 
-def test_zeros_that_wait_for_gradients_are_not_at_the_peak() -> None:
-    """FusedSGD zeroes gradients by default, where others free them."""
-    freed = peak("O1", "language", lambda params: FusedSGD(params, lr=0.01, momentum=0.9, set_grad_none=True))
-    assert peak("O1", "language", OPTIMIZERS["FusedSGD"][1]) <= freed + SMALL
-
-
 def test_outputs_in_half_precision_take_less() -> None:
     """What `cast_model_outputs` is for: the model's own float32 copy of many outputs."""
     sizes = []

@@ -423,50 +423,6 @@ def test_zero_grad_of_an_optimizer_that_keeps_zeros(level: str) -> None:
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_zeros_are_dropped_and_given_back(level: str, unscales: bool) -> None:
-    """A backward pass starts without them; who gets no gradient has zeros again, and is updated by its momentum."""
-    model, kept = small_model(), nn.Linear(6, 4)
-    optimizer = FusedSGD(
-        [*model.parameters(), *kept.parameters()], lr=0.1, momentum=0.9, materialize_master_grads=not unscales
-    )
-    [model, kept], optimizer = quiet([model, kept], optimizer, opt_level=level, dynamic_init_scale=64.0)
-    x = torch.randn(5, 6)
-    for part in range(3):
-        optimizer.zero_grad()
-        before = values(kept.parameters())
-        loss = loss_of(model, part) if part else loss_of(model, 0) + kept(x).float().square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            assert all(param.grad is None for param in (*model.parameters(), *kept.parameters()))
-            scaled.backward()
-        if part and (level == "O1" or unscales):
-            assert all(not param.grad.any() for param in kept.parameters())
-        optimizer.step()
-        moved = [not torch.equal(a, b) for a, b in zip(before, kept.parameters(), strict=True)]
-        assert all(moved) or (part > 0 and level == "O2" and not unscales)
-
-
-def test_zeros_that_were_written_to_are_gradients() -> None:
-    model = small_model()
-    model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level="O1", dynamic_init_scale=64.0)
-    train(model, optimizer, 1)
-    optimizer.zero_grad()
-    model[0].weight.grad.fill_(3.0)
-    model[3].weight.grad = torch.full_like(model[3].weight, 5.0)
-    expected = [each.detach().clone() for each in torch.autograd.grad(loss_of(model, 0), list(model.parameters()))]
-    with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
-        scaled.backward()
-    torch.testing.assert_close(model[0].weight.grad, expected[0] + 3.0, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(model[3].weight.grad, expected[3] + 5.0, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(model[3].bias.grad, expected[4], rtol=1e-2, atol=1e-2)
-    # Nor are they lost by a pass that fails.
-    optimizer.zero_grad()
-    with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model, 0), optimizer):
-        raise ZeroDivisionError
-    assert all(param.grad is not None and not param.grad.any() for param in model.parameters())
-
-
 def test_a_step_after_backward_without_scale_loss() -> None:
     model = small_model()
     model, optimizer = quiet(model, FusedAdam([*model[0].parameters()], lr=0.1), opt_level="O2")

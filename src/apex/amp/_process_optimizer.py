@@ -27,7 +27,6 @@ from ._stash import (
     before_backward,
     cast_state,
     collect_params,
-    give_zeros_back,
 )
 from .scaler import LossScaler
 
@@ -252,8 +251,7 @@ def _zero_grad(self: Any, set_to_none: bool | None = None) -> None:
     """Clears the gradients of parameters and masters; frees them unless the optimizer or the caller wants zeros."""
     stash: AmpOptimizerState = self._amp_stash
     wants_zeros = not (getattr(innermost(self), "set_grad_none", True) if set_to_none is None else set_to_none)
-    give_zeros_back(stash)
-    stash.stashed, stash.zeros = {}, {}
+    stash.stashed = {}
     stash.params_have_scaled_gradients = False
     params = [*stash.model_params, *stash.all_fp32_from_fp16_params, *stash.frozen]
     if wants_zeros and set_to_none is None and stash.combined is None and not stash.optimizer_unscales:
@@ -262,7 +260,7 @@ def _zero_grad(self: Any, set_to_none: bool | None = None) -> None:
             param.grad = None
     if wants_zeros and stash.combined is not None:
         stash.combined.zero()
-    zeroed = []
+    gradients = []
     for param in params:
         gradient = param.grad
         if gradient is None:
@@ -272,10 +270,8 @@ def _zero_grad(self: Any, set_to_none: bool | None = None) -> None:
             continue
         if gradient.requires_grad:
             gradient = param.grad = gradient.detach()
-        zeroed.append((param, gradient))
-    zero([gradient for _, gradient in zeroed])
-    if stash.combined is None:
-        stash.zeros = {id(param): (gradient, gradient._version) for param, gradient in zeroed if not gradient.is_sparse}
+        gradients.append(gradient)
+    zero(gradients)
 
 
 def _group_adder(add_param_group: Callable[[dict[str, Any]], None]) -> Callable[..., None]:

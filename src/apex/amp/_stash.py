@@ -44,10 +44,6 @@ class AmpOptimizerState:
         self.frozen: list[Tensor] = []
         # Gradients that were there before the backward pass that is under way.
         self.stashed: dict[Tensor, Tensor] = {}
-        # Zeros that zero_grad left as gradients, and PyTorch's count of changes to them, by id of the parameter.
-        self.zeros: dict[int, tuple[Tensor, int]] = {}
-        # Parameters whose zeros were dropped for the backward pass that is under way.
-        self.without_zeros: list[Tensor] = []
         # The optimizer unscales gradients itself, and takes those of half-precision parameters as they are.
         self.optimizer_unscales = False
         self.combined: CombinedGradients | None = None
@@ -131,40 +127,22 @@ def cast_state(state: dict[str, Any], dtype: torch.dtype, of: tuple[torch.dtype,
 
 
 def before_backward(stash: AmpOptimizerState) -> None:
-    """Puts unscaled gradients aside, so that a backward pass with another scale does not add to them.
-
-    Zeros are dropped: the pass needs no memory for them, and what is unscaled afterwards need not be added to them.
-    """
+    """Puts unscaled gradients aside, so that a backward pass with another scale does not add to them."""
     stash.stashed = {}
-    zeros, stash.zeros = stash.zeros, {}
-    if not stash.optimizer_unscales:
-        for param in stash.all_fp16_params:
-            param.grad = None  # what was there is in the master's gradient already
-    for param in stash.model_params if stash.optimizer_unscales else stash.all_fp32_from_fp32_params:
-        gradient = param.grad
-        if gradient is None:
-            continue
-        param.grad = None
-        zero, changes = zeros.get(id(param), (None, 0))
-        if gradient is zero and gradient._version == changes:
-            stash.without_zeros.append(param)
-        else:
-            stash.stashed[param] = gradient
-
-
-def give_zeros_back(stash: AmpOptimizerState) -> None:
-    """Zeros for parameters that had them before a backward pass and got no gradient."""
-    for param in stash.without_zeros:
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-    stash.without_zeros = []
+    for param in stash.all_fp16_params:
+        if stash.optimizer_unscales and param.grad is not None:
+            stash.stashed[param] = param.grad
+        param.grad = None  # what was there is in the master's gradient already
+    for param in stash.all_fp32_from_fp32_params:
+        if param.grad is not None:
+            stash.stashed[param] = param.grad
+            param.grad = None
 
 
 def after_failure(stash: AmpOptimizerState) -> None:
     """Puts back what was put aside: the backward pass came to nothing."""
-    for param in stash.model_params if stash.stashed or stash.without_zeros else ():
+    for param in stash.model_params if stash.stashed else ():
         param.grad = stash.stashed.get(param)
-    give_zeros_back(stash)
     stash.stashed = {}
 
 
@@ -189,9 +167,8 @@ def after_backward(stash: AmpOptimizerState, scaler: LossScaler) -> list[Counted
             ways.add("fresh", param, gradient, master.grad)
         else:
             ways.add("added", param, gradient, master.grad, master.grad)
-    stashed = stash.stashed
     for param in stash.all_fp32_from_fp32_params:
-        gradient, earlier = param.grad, stashed.get(param) if stashed else None
+        gradient, earlier = param.grad, stash.stashed.get(param)
         if gradient is None:
             param.grad = earlier
         elif gradient.layout != torch.strided:
@@ -201,7 +178,6 @@ def after_backward(stash: AmpOptimizerState, scaler: LossScaler) -> list[Counted
         else:
             ways.add("added", param, gradient, gradient, earlier)
     stash.stashed = {}
-    give_zeros_back(stash)
     return ways.run(scaler, None)
 
 
@@ -216,9 +192,8 @@ def after_backward_scaled(optimizer: Any, stash: AmpOptimizerState, scaler: Loss
     kept = optimizer.most_recent_scale = new.clamp(max=before)
     optimizer.scale_set_by_backward = True
     ways = _Ways()
-    stashed = stash.stashed
     for param in stash.model_params:
-        gradient, earlier = param.grad, stashed.get(param) if stashed else None
+        gradient, earlier = param.grad, stash.stashed.get(param)
         if gradient is not None and earlier is not None:
             ways.add("added", param, gradient, gradient, earlier)
         elif gradient is not None:
@@ -228,7 +203,6 @@ def after_backward_scaled(optimizer: Any, stash: AmpOptimizerState, scaler: Loss
             if not first:
                 ways.add("lowered", param, earlier, earlier)
     stash.stashed = {}
-    give_zeros_back(stash)
     return ways.run(scaler, _Scales(new, before, kept))
 
 
@@ -255,20 +229,14 @@ class _Ways:
 
     def __init__(self) -> None:
         self._lists: dict[Any, _Lists] = {}
-        # Where the last one went, which is where most go.
-        self._last: Any = None, None, None
-        self._last_lists = _Lists()
         # Sparse gradients to be given to parameters, and what was there before.
         self._later: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def add(self, way: str, param: Tensor, grad: Tensor, output: Tensor, earlier: Tensor | None = None) -> None:
-        dtype, device = grad.dtype, grad.device
-        last_way, last_dtype, last_device = self._last
-        if way is last_way and dtype is last_dtype and device == last_device:
-            lists = self._last_lists
-        else:
-            self._last = way, dtype, device
-            lists = self._last_lists = self._lists.setdefault(self._last, _Lists())
+        kind = way, grad.dtype, grad.device
+        lists = self._lists.get(kind)
+        if lists is None:
+            lists = self._lists[kind] = _Lists()
         lists.params.append(param)
         lists.grads.append(grad)
         lists.outputs.append(output)
