@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from apex.ops.multi_tensor import native, rules, torch_lists
+from apex.ops.multi_tensor import native, rules
 from apex.ops.multi_tensor.rule import SCALARS, SLOTS, Rule
 from apex.ops.multi_tensor.torch_lists import TorchLists
 from tests.harness import assert_close
@@ -56,7 +56,7 @@ def test_gradients_scales_and_copies(
     batch: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch_lists, "CPU_BATCH", batch)
+    monkeypatch.setattr(native, "BATCH", batch)
     rule, hyper, flags = case
     slots = [tensors(gradient if slot == 1 else torch.float32) for slot in rule.slots]
     gradients = [tensor.clone() for tensor in slots[1]]

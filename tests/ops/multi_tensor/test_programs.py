@@ -115,7 +115,7 @@ def test_lists_are_cut_into_batches(rule: Rule, monkeypatch: pytest.MonkeyPatch)
     ]
     lists = make_lists([*slots, *[None] * (SLOTS - len(slots))])
     assert lists._run_lists(rule, hyper, ())
-    assert len(lists._batches) == 8
+    assert len(lists._batches_of(64)) == 8
     for slot in rule.writes:
         for tensor, wanted in zip(slots[slot], exact, strict=True):
             assert_close(tensor, wanted[slot])
