@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import apex
+from tests import warm
 
 SOURCE = Path(apex.__file__).resolve().parents[1]
 _LEFT_OUT = ("APEX_IMPL", "FORCE_COLOR", "NO_COLOR", "PYTHONPATH", "TERMINAL_WIDTH", "TRITON_INTERPRET")
@@ -16,13 +17,22 @@ _LEFT_OUT = ("APEX_IMPL", "FORCE_COLOR", "NO_COLOR", "PYTHONPATH", "TERMINAL_WID
 DOCTOR = ("-m", "apex", "doctor")
 
 
-def run_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python arguments...` with stdout and stderr in pipes and this package on the path."""
+def run_quickly(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python arguments...` with this package on the path, in a process that has PyTorch from the start."""
+    return warm.run_python(*arguments, cwd=cwd, environment=_complete(environment))
+
+
+def _complete(environment: dict[str, str]) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in _LEFT_OUT}
+    return {**inherited, "PYTHONPATH": str(SOURCE), **environment}
+
+
+def run_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The same in a process that imports everything, with stdout and stderr in pipes."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env={**inherited, "PYTHONPATH": str(SOURCE), **environment},
+        env=_complete(environment),
         capture_output=True,
         text=True,
         timeout=120,

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import apex
 from apex._cli.app import app
 
-from .helpers import run_python, words
+from .helpers import run_python, run_quickly, words
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_help(arguments: list[str]) -> None:
 
 
 def test_help_in_a_pipe_is_plain(tmp_path: Path) -> None:
-    result = run_python("-m", "apex", "--help", cwd=tmp_path)
+    result = run_quickly("-m", "apex", "--help", cwd=tmp_path)
     assert result.returncode == 0
     assert all(command in result.stdout for command in ("doctor", "demo", "bench", "run"))
     assert "\x1b" not in result.stdout
@@ -87,6 +87,6 @@ def test_importing_apex_imports_nothing_of_the_command_line(tmp_path: Path) -> N
 
 def test_a_missing_dependency_is_named(tmp_path: Path) -> None:
     code = "import sys; sys.modules['typer'] = None; import apex._cli; apex._cli.main()"
-    result = run_python("-c", code, cwd=tmp_path)
+    result = run_quickly("-c", code, cwd=tmp_path)
     assert result.returncode == 1
     assert "pip install typer" in result.stderr

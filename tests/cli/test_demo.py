@@ -21,7 +21,7 @@ from apex._cli.demo.report import Comparison, ModelFacts, print_comparison, prin
 from apex._cli.demo.training import LEVELS, Run
 from apex.ops import _library
 
-from .helpers import run_python, words
+from .helpers import run_quickly, words
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 QUICK = ["demo", "--device", "cpu", "--model", "conv"]
@@ -127,7 +127,7 @@ def test_an_implementation_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch) -
 
 def test_pipes_get_plain_text(tmp_path: Path) -> None:
     arguments = ("-m", "apex", *QUICK, "--steps", "2", "--levels", "O0,O5")
-    result = run_python(*arguments, cwd=tmp_path, FORCE_COLOR="1")
+    result = run_quickly(*arguments, cwd=tmp_path, FORCE_COLOR="1")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert "\x1b" not in result.stdout

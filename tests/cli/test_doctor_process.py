@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .helpers import DOCTOR, SOURCE, run_python, write_package
+from .helpers import DOCTOR, SOURCE, run_python, run_quickly, write_package
 
 
 def test_piped_output_is_plain_and_whole(tmp_path: Path) -> None:
@@ -21,13 +21,13 @@ def test_piped_output_is_plain_and_whole(tmp_path: Path) -> None:
 
 
 def test_json_is_the_only_thing_on_stdout(tmp_path: Path) -> None:
-    result = run_python(*DOCTOR, "--json", cwd=tmp_path)
+    result = run_quickly(*DOCTOR, "--json", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["status"] == "ok"
 
 
 def test_an_implementation_that_cannot_be_met_is_broken(tmp_path: Path) -> None:
-    result = run_python(*DOCTOR, "--json", cwd=tmp_path, APEX_IMPL="triton", CUDA_VISIBLE_DEVICES="")
+    result = run_quickly(*DOCTOR, "--json", cwd=tmp_path, APEX_IMPL="triton", CUDA_VISIBLE_DEVICES="")
     report = json.loads(result.stdout)
     assert result.returncode == 1
     assert report["requested_implementation"] == "triton"
@@ -36,7 +36,7 @@ def test_an_implementation_that_cannot_be_met_is_broken(tmp_path: Path) -> None:
 
 
 def test_an_unknown_implementation_is_broken_and_says_what_is_known(tmp_path: Path) -> None:
-    result = run_python(*DOCTOR, cwd=tmp_path, APEX_IMPL="cuda")
+    result = run_quickly(*DOCTOR, cwd=tmp_path, APEX_IMPL="cuda")
     assert result.returncode == 1
     assert "use one of auto, triton, torch" in result.stdout
     assert "Traceback" not in result.stderr
@@ -53,6 +53,6 @@ def test_torch_that_does_not_import_is_broken(tmp_path: Path) -> None:
 def test_a_shadowing_package(tmp_path: Path, position: str) -> None:
     folder = write_package(tmp_path / "other")
     code = f"import sys, apex._cli; sys.path.insert({position}, {str(folder)!r}); sys.argv = ['apex', 'doctor']; "
-    result = run_python("-c", code + "apex._cli.main()", cwd=tmp_path)
+    result = run_quickly("-c", code + "apex._cli.main()", cwd=tmp_path)
     assert str(folder / "apex") in result.stdout
     assert result.returncode == (1 if position == "0" else 0)

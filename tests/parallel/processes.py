@@ -1,8 +1,8 @@
 """Checks that run in several processes at once, connected by Gloo on the CPU: all of a file in one start.
 
 A module of checks has a dict `CHECKS` of functions that take the rank. After a check fails in one process the others
-may wait for it; nothing after it is run. One process imports everything, PyTorch's compiler too, which its optimizers
-ask for, and divides then: imports take longer than most checks.
+may wait for it; nothing after it is run. One process imports everything and divides then: imports take longer than
+most checks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import traceback
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import apex
+from tests.warm import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(apex.__file__).resolve().parents[1]
@@ -33,26 +33,16 @@ Check = Callable[[int], None]
 
 def run_checks(module: str, folder: Path, processes: int = 2, timeout: float = 150) -> dict[str, str]:
     """What became of each check: "" if it passed in all processes, else what went wrong."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
-    environment.update(PYTHONPATH=os.pathsep.join([str(SOURCE), str(ROOT)]), OMP_NUM_THREADS="1")
-    started = subprocess.Popen(
-        [sys.executable, "-m", __name__, module, str(folder), str(processes)],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    arguments = ("-m", __name__, module, str(folder), str(processes))
     try:
-        outputs = [started.communicate(timeout=timeout)[0]] * processes
-    except subprocess.TimeoutExpired:
-        os.killpg(started.pid, signal.SIGKILL)
-        outputs = [started.communicate()[0] + f"\nkilled after {timeout} s"] * processes
+        done = run_python(*arguments, cwd=folder, environment=environment(), timeout=timeout)
+        output = done.stdout + done.stderr
+    except subprocess.TimeoutExpired as late:
+        output = f"{late.output}{late.stderr}\nkilled after {timeout} s"
     found: dict[str, str] = {}
     for name in importlib.import_module(module).CHECKS:
         problems = []
-        for rank, output in enumerate(outputs):
+        for rank in range(processes):
             path = folder / f"rank{rank}.json"
             results = json.loads(path.read_text()) if path.exists() else {}
             problem = results.get(name, f"was not run\n{output[-3000:]}")
@@ -61,10 +51,15 @@ def run_checks(module: str, folder: Path, processes: int = 2, timeout: float = 1
     return found
 
 
+def environment() -> dict[str, str]:
+    """That of a process that runs this package as users do, and can import the tests."""
+    inherited = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
+    return {**inherited, "PYTHONPATH": os.pathsep.join([str(SOURCE), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+
+
 def main(module: str, folder: str, processes: int) -> None:
     """Imports, divides, and waits for all parts."""
     torch.set_num_threads(1)
-    importlib.import_module("torch._dynamo")
     importlib.import_module(module)
     children = []
     for rank in range(processes):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from apex import _env
 from apex._cli.app import app
 from apex.parallel import _torchrun, multiproc
-from tests.cli.helpers import run_python, words
+from tests.cli.helpers import run_quickly, words
 
 SCRIPT = """
 import json, sys
@@ -33,7 +33,7 @@ sys.exit(5 if "--fail" in sys.argv and "1" == sys.argv[-1] else 0)
 def test_multiproc_starts_processes(tmp_path: Path) -> None:
     """With their numbers as arguments; the exit status is that of the one that fails."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    result = run_python(
+    result = run_quickly(
         "-m", "apex.parallel.multiproc", "script.py", "--world-size", "2", "--lr", "0.1", "--fail", cwd=tmp_path
     )
     assert result.returncode == 5, result.stderr

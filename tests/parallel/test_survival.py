@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,8 @@ from torch import nn
 from apex import checkpoint
 from apex.parallel import check_replicas
 from tests.parallel import survival_checks, victim
-from tests.parallel.processes import ROOT, SOURCE, run_checks
+from tests.parallel.processes import environment, run_checks
+from tests.warm import run_python
 
 # Seconds for all runs to start and to stop: a hang is an error. Processes that nobody stops give up after 40.
 PATIENCE = 120
@@ -37,24 +35,6 @@ def test_replicas_need_a_process_group() -> None:
         check_replicas(nn.Linear(2, 2))
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
-    environment.update(PYTHONPATH=os.pathsep.join([str(SOURCE), str(ROOT)]), OMP_NUM_THREADS="1")
-    command = [sys.executable, *arguments]
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    try:
-        output = process.communicate(timeout=PATIENCE)[0]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        pytest.fail(f"still running after {PATIENCE} s:\n{process.communicate()[0][-3000:]}")
-    return process.returncode, output
-
-
 def assert_last_checkpoint_is_whole(folder: Path) -> None:
     state = checkpoint.Series(folder / "checkpoints").load()
     assert state["step"] == victim.DEATH // victim.EVERY * victim.EVERY
@@ -67,8 +47,9 @@ def assert_last_checkpoint_is_whole(folder: Path) -> None:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where runs of all kinds were, in three processes each, until the last one died."""
     folder = tmp_path_factory.mktemp("killed")
-    code, output = end(start(folder, victim.__file__, str(folder), "3", *victim.KINDS))
-    assert not code, output
+    arguments = (victim.__file__, str(folder), "3", *victim.KINDS)
+    done = run_python(*arguments, cwd=folder, environment=environment(), timeout=PATIENCE)
+    assert not done.returncode, done.stderr
     return folder
 
 
@@ -95,7 +76,7 @@ def test_the_others_stop_when_one_is_killed(kind: str, killed: Path) -> None:
 
 def test_the_launcher_stops_when_one_is_killed(tmp_path: Path) -> None:
     arguments = ("-m", "apex", "run", "--nproc-per-node", "2", victim.__file__, str(tmp_path))
-    code, output = end(start(tmp_path, *arguments))
-    assert code == 1, output
-    assert "Signal 9 (SIGKILL)" in output
+    done = run_python(*arguments, cwd=tmp_path, environment=environment(), timeout=PATIENCE)
+    assert done.returncode == 1, done.stderr
+    assert "Signal 9 (SIGKILL)" in done.stderr
     assert_last_checkpoint_is_whole(tmp_path)

@@ -7,7 +7,6 @@ its processes printed; `ends.json` has their exit codes.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -94,7 +93,6 @@ def die(*_: Tensor) -> None:
 
 def divide(folder: Path, processes: int, kinds: list[str]) -> None:
     """Every rank of every run in a process of its own."""
-    importlib.import_module("torch._dynamo")  # which optimizers ask for; it takes longer than a run
     children = {}
     for kind in kinds:
         (folder / kind).mkdir()
