@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,27 @@ import pytest
 import torch
 
 import apex
+from tests.parallel.processes import launched
+from tests.warm import run_together
 
 SOURCE = Path(apex.__file__).resolve().parents[1]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SYNTHETIC = ("--synthetic", "24", "--arch", "tiny", "--side", "16", "--batch", "8", "--workers", "0", "--epochs", "2")
 
 
-def run_example(name: str, *arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> str:
-    """Runs an example on the CPU and returns what it prints."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
-    result = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / name / "main.py"), *arguments],
-        cwd=cwd,
-        env={**environment, "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def run_example(name: str, *arguments: str, cwd: Path, processes: int | None = None) -> str:
+    """Runs an example on the CPU, in so many processes with numbers if need be, and returns what the first prints."""
+    inherited = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
+    environment = {**inherited, "PYTHONPATH": str(SOURCE)}
+    with contextlib.ExitStack() as stack:
+        environments = [environment]
+        if processes is not None:
+            environments = [{**environment, **numbers} for numbers in stack.enter_context(launched(processes))]
+        commands = [(str(EXAMPLES / name / "main.py"), *arguments)] * len(environments)
+        results = run_together(commands, cwd=cwd, environments=environments, timeout=240)
+    for result in results:
+        assert result.returncode == 0, result.stderr
+    return results[0].stdout
 
 
 def losses(output: str) -> list[float]:
@@ -56,9 +56,8 @@ def test_dcgan_scales_three_losses(tmp_path: Path) -> None:
 
 def test_distributed_learns_alike_and_resumes_to_the_bit(tmp_path: Path) -> None:
     def run(folder: str) -> str:
-        launcher = ("-m", "apex", "run", "--nproc-per-node", "2")
         arguments = ("--device", "cpu", "--steps", "60", "--batch", "8", "--save-every", "30", "--checkpoints", folder)
-        return run_example("distributed", *arguments, cwd=tmp_path, launcher=launcher)
+        return run_example("distributed", *arguments, cwd=tmp_path, processes=2)
 
     output = run("whole")
     assert losses(output)[-1] < 0.6 * losses(output)[0]

@@ -7,13 +7,14 @@ most checks.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -55,6 +56,22 @@ def environment() -> dict[str, str]:
     """That of a process that runs this package as users do, and can import the tests."""
     inherited = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
     return {**inherited, "PYTHONPATH": os.pathsep.join([str(SOURCE), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+
+
+@contextlib.contextmanager
+def launched(processes: int) -> Iterator[list[dict[str, str]]]:
+    """The numbers that a launcher gives each process in its environment, and the place where they meet."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "tests",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+    }
+    yield [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def main(module: str, folder: str, processes: int) -> None:
