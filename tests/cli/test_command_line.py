@@ -34,7 +34,7 @@ def bench_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def test_bench_passes_its_options_on_and_exits_with_the_status(bench_calls: list[tuple[Any, ...]]) -> None:
     arguments = ["bench", "norm", "softmax", "--output", "out.json", "--no-plot", "--quick", "--list"]
-    arguments += ["--device", "cuda:1", "--filter", "layer"]
+    arguments += ["--device", "cuda:1", "--filter", "layer", "--all-cores"]
     assert CliRunner().invoke(app, arguments).exit_code == 3
     assert bench_calls == [
         (
@@ -46,6 +46,7 @@ def test_bench_passes_its_options_on_and_exits_with_the_status(bench_calls: list
                 "device": "cuda:1",
                 "filter": "layer",
                 "list_only": True,
+                "all_cores": True,
             },
         )
     ]
@@ -53,8 +54,8 @@ def test_bench_passes_its_options_on_and_exits_with_the_status(bench_calls: list
 
 def test_bench_defaults(bench_calls: list[tuple[Any, ...]]) -> None:
     CliRunner().invoke(app, ["bench"])
-    expected = {"output": None, "plot": True, "quick": False, "device": None, "filter": None, "list_only": False}
-    assert bench_calls == [([], expected)]
+    off = dict.fromkeys(("quick", "list_only", "all_cores"), False)
+    assert bench_calls == [([], {"output": None, "plot": True, "device": None, "filter": None, **off})]
 
 
 def test_version() -> None:

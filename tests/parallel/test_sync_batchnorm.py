@@ -222,6 +222,7 @@ def test_plans_of_modules(route: Route, alone: dist.ProcessGroup, relu: bool, mo
                 assert_close(norm.weight.grad, own.weight.grad, reduction=36)
         assert any(joined._plans.values()) == (route.implementation == "triton")
         with pytest.raises(ValueError, match="expected 4 channels in dimension 1"):
-            SyncBatchNorm(4, affine=False, track_running_stats=False, process_group=alone)(torch.ones(2, 3, 2))
+            bare = SyncBatchNorm(4, affine=False, track_running_stats=False, process_group=alone)
+            bare(torch.ones(2, 3, 2, device=route.device))
         with pytest.raises(ValueError, match="weight has shape"):
             SyncBatchNorm(4, process_group=alone).to(route.device)(torch.ones(2, 3, 2, device=route.device))

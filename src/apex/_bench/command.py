@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import timing
+from . import cores, timing
 from .chart import ChartUnavailableError, write_chart
 from .environment import choose_device, describe, device_stem
 from .recorded import recorded_measurements
@@ -33,13 +34,15 @@ def run_bench(
     device: str | None = None,
     filter: str | None = None,
     list_only: bool = False,
+    all_cores: bool = False,
 ) -> int:
     """Runs the benchmark and returns an exit status.
 
     `families` empty means all. `output` is the JSON file, or a folder for it (default: `benchmarks/results`); the chart
     goes beside it. `filter` keeps the cases whose name contains all of its words. `list_only` prints names and measures
-    nothing. The status is 0, 1 where a result of ours was wrong or failed or a file could not be written, 2 for a
-    request that cannot be met, 130 when interrupted (what was measured is kept).
+    nothing. With `all_cores` the process is not kept on one core while a GPU is timed. The status is 0, 1 where a
+    result of ours was wrong or failed or a file could not be written, 2 for a request that cannot be met, 130 when
+    interrupted (what was measured is kept).
     """
     console, messages = output_console(), output_console(stderr=True)
     try:
@@ -54,7 +57,8 @@ def run_bench(
     except (ValueError, OSError) as error:
         messages.print(f"apex bench: {error}", style="red", markup=False)
         return BAD_USAGE
-    report = _run(selection, target, quick, console, messages)
+    effort = replace(timing.QUICK if quick else timing.FULL, one_core=not all_cores)
+    report = _run(selection, target, effort, quick, console, messages)
     return _publish(report, path, plot, console, messages)
 
 
@@ -87,9 +91,12 @@ def _writable_path(output: Path | None, device: torch.device, families: list[str
     return path
 
 
-def _run(selection: Selection, device: torch.device, quick: bool, console: Console, messages: Console) -> Report:
-    effort = timing.QUICK if quick else timing.FULL
+def _run(
+    selection: Selection, device: torch.device, effort: timing.Effort, quick: bool, console: Console, messages: Console
+) -> Report:
     environment = describe(device)
+    if device.type == "cuda":
+        environment["device"]["cores"] = 1 if effort.one_core and cores.may_be_chosen() else os.cpu_count()
     recorded = recorded_measurements(device_stem(environment["device"]["name"]))
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     progress = Progress(

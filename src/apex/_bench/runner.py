@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
@@ -11,7 +12,7 @@ from statistics import median
 
 import torch
 
-from . import timing
+from . import cores, timing
 from .check import mean_excess, worst_excess
 from .registry import OURS, Call, Case, Expected, MemoryCase
 from .results import CaseResult, Measurement, MemoryResult
@@ -63,7 +64,10 @@ def _measure(case: Case, device: torch.device, effort: timing.Effort) -> dict[st
             del call
     prepared.expected, prepared.expected_of = (), {}
     _release(device)
-    for name, outcome in _time(case, makers, device, effort).items():
+    on_one_core = effort.one_core and device.type == "cuda" and cores.may_be_chosen()
+    with cores.one_core() if on_one_core else contextlib.nullcontext():
+        outcomes = _time(case, makers, device, effort)
+    for name, outcome in outcomes.items():
         if isinstance(outcome, Exception):
             measurements[name] = Measurement(name, "failed", error=_describe(outcome))
         else:

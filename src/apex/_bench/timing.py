@@ -4,6 +4,7 @@ On a GPU the device time is the median over repetitions, each between two events
 so that the call finds a cold L2 cache; the number of repetitions follows from an estimate and a time budget. A call
 that keeps the host busy for longer than the clearing takes is measured with gaps in it; the GPU time is therefore
 measured once more, behind a delay on the GPU during which the host queues the whole call.
+While a GPU is timed the process stays on one core: see cores.py.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Effort:
     wall_rounds: int
     host_batches: int
     device_rounds: int = 1
+    one_core: bool = True  # while a GPU is timed
 
 
 FULL = Effort(warmup=10, repeat=40, wall_rounds=6, host_batches=10, device_rounds=2)

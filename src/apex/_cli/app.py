@@ -100,6 +100,9 @@ def bench(
         str | None, typer.Option("--filter", metavar="TEXT", help="Only cases whose name contains this.")
     ] = None,
     list_only: Annotated[bool, typer.Option("--list", help="List the cases and measure nothing.")] = False,
+    all_cores: Annotated[
+        bool, typer.Option("--all-cores", help="Do not keep the process on one core while a GPU is timed.")
+    ] = False,
 ) -> None:
     """Measure the ops on this machine, beside PyTorch's own."""
     from apex._bench.command import run_bench
@@ -112,6 +115,7 @@ def bench(
         device=device,
         filter=name_filter,
         list_only=list_only,
+        all_cores=all_cores,
     )
     raise typer.Exit(status)
 
