@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import OptState
 from ..ops.multi_tensor import make_lists, zero
 from ._buckets import MASTER, Bucket, GroupPlan, Seen, local
 from ._checkpoints import load_state, saved_state
-from ._hooks import hooked_step
+from ._hooks import hooked_step, unrecorded
 
 logger = logging.getLogger("apex.optimizers")
 
@@ -71,8 +71,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     _model_params: Mapping[Tensor, Tensor] = MappingProxyType({})
     _takes_model_grads = False
     _wrote_models = False
-    # Set during a step by subclasses that look at the parameters before the buckets do.
-    _seen: Sequence[Seen] = ()
 
     def __init__(
         self,
@@ -120,6 +118,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _rename_loaded_state(self) -> None:
         """Called after loading: for state that PyTorch's optimizers keep under another name."""
 
+    def _look(self) -> Sequence[Seen]:
+        """Called once per step, before the buckets look at the parameters; what they need not look at again."""
+        return ()
+
     def _before_plan(self, index: int, group: dict[str, Any]) -> None:
         """Called when a group's buckets are about to be made anew: parameters came or went, got other memory, ..."""
 
@@ -154,10 +156,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _step_outside_graph(self, skip: Skip) -> None:
         self._step_now(skip)
 
-    @torch.no_grad()
+    @unrecorded
     def _step_now(self, skip: Skip) -> None:
         self._check_capture()
-        ready = [(index, group, self._plan(index, group)) for index, group in enumerate(self.param_groups)]
+        seen = self._look()
+        ready = [(index, group, self._plan(index, group, seen)) for index, group in enumerate(self.param_groups)]
         self._ready = [(group, bucket) for _, group, plan in ready for bucket in plan.buckets]
         self._before_update(skip)
         for index, group, plan in ready:
@@ -195,10 +198,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "step before capturing"
             )
 
-    def _plan(self, index: int, group: dict[str, Any]) -> GroupPlan:
+    def _plan(self, index: int, group: dict[str, Any], seen: Sequence[Seen]) -> GroupPlan:
         plan = self._plans.get(index)
         names = tuple(self._state_names(group))  # an option may have changed: a momentum that was 0
-        if plan is None or plan.names != names or not plan.refresh(group["params"], self._seen):
+        if plan is None or plan.names != names or not plan.refresh(group["params"], seen):
             self._before_plan(index, group)
             prepare = lambda param: self._prepare(param, group, names)  # noqa: E731
             plan = self._plans[index] = GroupPlan(

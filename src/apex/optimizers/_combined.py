@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..ops.multi_tensor import flat
 from ..ops.multi_tensor.lists import DTYPES
-from ._base import FusedOptimizer, Skip
+from ._base import FusedOptimizer
 from ._buckets import Seen, local
 
 logger = logging.getLogger("apex.optimizers")
@@ -152,7 +152,6 @@ class CombinedTensors:
             for group, params in zip(groups, self._params, strict=True)
         )
 
-    @torch.no_grad()
     def update(self, groups: list[dict[str, Any]]) -> list[Seen]:
         """Makes the buffers hold what the parameters and gradients are now; what was seen where nothing moved."""
         if not self.knows(groups) or any(param.requires_grad for param in self._frozen):
@@ -223,13 +222,8 @@ class NpuFusedOptimizerBase(FusedOptimizer):
         super().__init__(*args, **options)
         self.set_grad_none = False
 
-    @torch.no_grad()
-    def _step_now(self, skip: Skip) -> None:
-        self._seen = self._combined.update(self.param_groups)
-        try:
-            super()._step_now(skip)
-        finally:
-            self._seen = ()
+    def _look(self) -> Sequence[Seen]:
+        return self._combined.update(self.param_groups)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Zeroes the gradients; with `set_to_none` they become None, and move to the buffer when there are new ones."""
@@ -280,6 +274,7 @@ class NpuFusedOptimizerBase(FusedOptimizer):
         ]
         return [[part for part in group if part is not None] for group in parts]
 
+    @torch.no_grad()
     def _combinations(self) -> list[Combination]:
         self._combined.update(self.param_groups)
         return self._combined.combinations

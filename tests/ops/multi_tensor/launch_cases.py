@@ -32,6 +32,7 @@ def _record(
     )
     found = lists.apply(plain, {}, flags, whole=torch.empty(3, 2, device="meta"), **options)
     if found is not None:
+        lists.apply(plain, {}, flags, **options)
         lists.total(found, maximum=rule.maximum, root=not rule.maximum)
     if rule.quantities == 1 and not rule.writes and not options:
         factor, averages = torch.empty(1, device="meta"), torch.empty(3, 2, device="meta")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._device import DeviceFacts
+from .._device import DeviceFacts, next_power_of_2
 
 # Elements per program. On an H200, AdamW on 1.3 billion bfloat16 parameters with float32 masters takes 8798 us with
 # 1024, 8911 with 2048, 9495 with 4096; in float32 8689, 8678, 8842. A pass over a single list gains from more: a norm
@@ -20,6 +20,9 @@ MEASURING_PROGRAMS = 1 << 16
 # Up to this many partial sums one program adds up all; more are added up per tensor first.
 TOTAL_AT_ONCE = 16384
 
+# Of which the last program of a launch loads so many at once.
+MOST_AT_ONCE = 4096
+
 REDUCE_BLOCK = 1024
 REDUCE_WARPS = 4
 
@@ -36,3 +39,8 @@ def blocks_together(facts: DeviceFacts, blocks: int) -> int:
     if facts.backend == "interpreter":
         return 2  # so that tests see a loop
     return 1 << max(0, (blocks - 1) // MEASURING_PROGRAMS).bit_length()
+
+
+def last_block(partials: int) -> int:
+    """Of how many partial sums the program that adds them up loads at once."""
+    return min(MOST_AT_ONCE, max(128, next_power_of_2(partials)))

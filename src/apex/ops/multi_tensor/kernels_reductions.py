@@ -22,6 +22,50 @@ def _largest(values):
     return tl.max(values, axis=0) + tl.sum(tl.where(values == values, 0.0, values), axis=0)
 
 
+@triton.jit
+def reduce_rows(
+    tensors,
+    numbers,
+    start,
+    stop,
+    quantity,
+    QUANTITIES: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    ROOT: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What `reduce_partials` does to rows `start` to `stop`; they may have been stored by the same launch."""
+    partials, grad_scale, at, factor = tensors
+    limit, margin, share = numbers
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for position in range(start, stop, BLOCK):
+        rows = (position + lanes).to(tl.int64)
+        source = partials + rows * QUANTITIES + quantity
+        value = tl.load(source, mask=rows < stop, other=0.0, cache_modifier=".cg")
+        if MAXIMUM:
+            total = _keep_larger(total, value)
+        else:
+            total += value
+    if MAXIMUM:
+        found = _largest(total)
+    else:
+        found = tl.sum(total, axis=0)
+    if ROOT:
+        found = tl.sqrt(found)
+    if AVERAGE:
+        before = tl.load(at)
+        found = tl.where(before < 0, found, before + share * (found - before))
+    tl.store(at, found)
+    if factor is not None:
+        shorter = limit / (found + margin)
+        by = tl.where(shorter >= 1.0, 1.0, shorter)  # NaN stays NaN
+        if grad_scale is not None:
+            by = by * tl.load(grad_scale)
+        tl.store(factor, by)
+
+
 @kernel
 @triton.jit
 def reduce_partials(
@@ -52,34 +96,18 @@ def reduce_partials(
             return
     index = tl.program_id(0)
     quantity = tl.program_id(1)
-    start = tl.load(bounds + index)
-    stop = tl.load(bounds + index + 1)
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for position in range(start, stop, BLOCK):
-        rows = (position + lanes).to(tl.int64)
-        value = tl.load(partials + rows * QUANTITIES + quantity, mask=rows < stop, other=0.0)
-        if MAXIMUM:
-            total = _keep_larger(total, value)
-        else:
-            total += value
-    if MAXIMUM:
-        found = _largest(total)
-    else:
-        found = tl.sum(total, axis=0)
-    if ROOT:
-        found = tl.sqrt(found)
-    at = out + index * COLUMNS + quantity
-    if AVERAGE:
-        before = tl.load(at)
-        found = tl.where(before < 0, found, before + share * (found - before))
-    tl.store(at, found)
-    if factor is not None:
-        shorter = limit / (found + margin)
-        by = tl.where(shorter >= 1.0, 1.0, shorter)  # NaN stays NaN
-        if grad_scale is not None:
-            by = by * tl.load(grad_scale)
-        tl.store(factor, by)
+    reduce_rows(
+        (partials, grad_scale, out + index * COLUMNS + quantity, factor),
+        (limit, margin, share),
+        tl.load(bounds + index),
+        tl.load(bounds + index + 1),
+        quantity,
+        QUANTITIES,
+        MAXIMUM,
+        ROOT,
+        AVERAGE,
+        BLOCK,
+    )
 
 
 @triton.jit

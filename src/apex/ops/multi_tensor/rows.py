@@ -15,12 +15,13 @@ from torch import Tensor
 
 from .. import _device
 from . import config
+from .launches import reductions
 from .lists import kernel_fits
 from .programs import elements_of
 from .rule import GRADIENT, Rule
 from .tables import AddressTable, Layout, current_stream, keep_if_captured, upload
 from .torch_lists import CPU_PIECE, DEVICE_PIECE, Piece, Slots, TorchLists, cut_into_pieces, is_dense
-from .triton_lists import TritonLists, reductions
+from .triton_lists import TritonLists
 
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
@@ -102,6 +103,7 @@ class TritonRowLists(TritonLists):
         self._tensor_bounds = upload(bounds, torch.int32, self.device)
         self._projections: dict[Any, BoundLaunch] = {}
         self._begin()
+        self._finishes_each = False  # mostly there is one program per row, and nothing to add up
         self.point_to(slots, copy)
 
     def _block_for(self, lists: int) -> int:

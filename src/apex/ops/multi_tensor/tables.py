@@ -72,6 +72,8 @@ class Layout:
         counts = -(-torch.tensor(sizes, dtype=torch.int64) // (block * together))
         ends = counts.cumsum(0)
         self.count = int(ends[-1]) if len(sizes) else 0
+        # The most programs that work on one tensor.
+        self.longest = int(counts.max()) if len(sizes) else 0
         if self.count >= 2**31:
             raise ValueError(f"{self.count} blocks of {block * together} elements are more than one launch can take")
         tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
@@ -105,9 +107,9 @@ class AddressTable:
         """Addresses of the gradients; uploaded if they differ from the last ones."""
         if addresses != self._moving_addresses:
             self.moving = None if addresses is None else upload(addresses, torch.int64, self.device)
-            self._moving_addresses = addresses
             self._moving_aligned = addresses is None or not _low_bits(addresses)
             self.uploads += 1
+        self._moving_addresses = addresses
 
     def holds(self, fixed: list[list[int]], moving: list[int] | None) -> bool:
         """Whether these are the addresses that were uploaded last."""

@@ -1,0 +1,387 @@
+"""What one program of the multi-tensor kernels does: a rule on some blocks of one tensor of each list."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _pointer(at, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(at).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _load(pointer, offset, mask, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    if MASKED:
+        x = tl.load(pointer + offset + tl.arange(0, BLOCK), mask=mask, other=0.0)
+    else:
+        x = tl.load(pointer + offset + tl.arange(0, BLOCK))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _store(pointer, offset, x, mask, TYPE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    if MASKED:
+        tl.store(pointer + offset + tl.arange(0, BLOCK), x.to(TYPE), mask=mask)
+    else:
+        tl.store(pointer + offset + tl.arange(0, BLOCK), x.to(TYPE))
+
+
+@triton.jit
+def _round_stochastically(x, seed, tensor, index):
+    """A float32 that bfloat16 can hold, up or down with the probability that makes it right on average.
+
+    16 bits of noise per element by Murmur's finaliser; `TorchLists` computes the same.
+    """
+    seed = tl.full((1,), seed, tl.float32).to(tl.uint32)  # a whole number below 2**24, which float32 holds exactly
+    noise = index.to(tl.uint32) * 0x9E3779B1 + (seed * 0x85EBCA6B + tensor.to(tl.uint32) * 0xC2B2AE35)
+    noise = (noise ^ (noise >> 16)) * 0x85EBCA6B
+    noise = (noise ^ (noise >> 13)) * 0xC2B2AE35
+    noise = (noise ^ (noise >> 16)) & 0xFFFF
+    bits = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def _not_finite(x):
+    return tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, axis=0)
+
+
+@triton.jit
+def _note(x, overflow, culprits, tensor):
+    """Raises the flag, and counts, where a number is not finite."""
+    if _not_finite(x) != 0:
+        tl.store(overflow, 1)
+        if culprits is not None:
+            # Sums of integers are the same in any order.
+            infinite = (tl.abs(x) == float("inf")).to(tl.int32)
+            tl.atomic_add(culprits + 2 * tensor, tl.sum(infinite, axis=0))
+            unknown = tl.where(x == x, 0, 1)
+            tl.atomic_add(culprits + 2 * tensor + 1, tl.sum(unknown, axis=0))
+
+
+@triton.jit
+def _measure(terms, before, mask, MAXIMUM: tl.constexpr, MASKED: tl.constexpr):
+    """What was found before and in these terms."""
+    if MASKED:
+        terms = tl.where(mask, terms, 0.0)
+    if MAXIMUM:
+        # tl.max and tl.maximum do not promise to let a NaN through.
+        unknown = tl.sum(tl.where(terms == terms, 0.0, terms), axis=0) + tl.where(before == before, 0.0, before)
+        found = tl.maximum(tl.max(terms, axis=0), before) + unknown
+    else:
+        found = before + tl.sum(terms, axis=0)
+    return found
+
+
+@triton.jit
+def _block(
+    tensors,
+    numbers,
+    seed,
+    tensor,
+    offset,
+    size,
+    q0,
+    q1,
+    q2,
+    q3,
+    RULE: tl.constexpr,
+    FLAGS: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    READS: tl.constexpr,
+    WRITES: tl.constexpr,
+    CHECKS: tl.constexpr,
+    QUANTITIES: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    TYPES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    table, moving, grad_scale, scalars, whole, overflow, culprits = tensors
+    s0, s1, s2, s3, s4, s5, s6, s7 = numbers
+    if ON_DEVICE[0]:
+        s0 = tl.load(scalars)
+        scalars += 1
+    if ON_DEVICE[1]:
+        s1 = tl.load(scalars)
+        scalars += 1
+    if ON_DEVICE[2]:
+        s2 = tl.load(scalars)
+        scalars += 1
+    if ON_DEVICE[3]:
+        s3 = tl.load(scalars)
+        scalars += 1
+    if ON_DEVICE[4]:
+        s4 = tl.load(scalars)
+        scalars += 1
+    if ON_DEVICE[5]:
+        s5 = tl.load(scalars)
+        scalars += 1
+    if ON_DEVICE[6]:
+        s6 = tl.load(scalars)
+        scalars += 1
+    if ON_DEVICE[7]:
+        s7 = tl.load(scalars)
+    w0 = 0.0
+    w1 = 0.0
+    if whole is not None:
+        w0 = tl.load(whole + 2 * tensor)
+        w1 = tl.load(whole + 2 * tensor + 1)
+
+    # A slot without a list is 0, which no rule looks at.
+    x0 = 0.0
+    x1 = 0.0
+    x2 = 0.0
+    x3 = 0.0
+    x4 = 0.0
+    mask = tl.arange(0, BLOCK) < size - offset
+    at = table + tensor * ROWS
+    if TYPES[0] is not None:
+        at += 1
+        p0 = _pointer(at, TYPES[0], ALIGNED)
+        if READS[0]:
+            x0 = _load(p0, offset, mask, MASKED, BLOCK)
+    if TYPES[1] is not None:
+        p1 = _pointer(moving + tensor, TYPES[1], ALIGNED)
+        if READS[1]:
+            x1 = _load(p1, offset, mask, MASKED, BLOCK)
+    if TYPES[2] is not None:
+        at += 1
+        p2 = _pointer(at, TYPES[2], ALIGNED)
+        if READS[2]:
+            x2 = _load(p2, offset, mask, MASKED, BLOCK)
+    if TYPES[3] is not None:
+        at += 1
+        p3 = _pointer(at, TYPES[3], ALIGNED)
+        if READS[3]:
+            x3 = _load(p3, offset, mask, MASKED, BLOCK)
+    if TYPES[4] is not None:
+        at += 1
+        p4 = _pointer(at, TYPES[4], ALIGNED)
+        if READS[4]:
+            x4 = _load(p4, offset, mask, MASKED, BLOCK)
+
+    if CHECKS[1]:
+        _note(x1, overflow, culprits, tensor)
+    if CHECKS[2]:
+        if _not_finite(x2) != 0:
+            tl.store(overflow, 1)
+    if CHECKS[0] and QUANTITIES == 0:
+        known = (tl.abs(x1) < float("inf")) & (tl.abs(x2) < float("inf"))
+    if grad_scale is not None:
+        x1 = x1 * tl.load(grad_scale)
+
+    values = (x0, x1, x2, x3, x4)
+    numbers = (s0, s1, s2, s3, s4, s5, s6, s7)
+    if QUANTITIES > 0:
+        values, terms = RULE(values, (w0, w1), numbers, FLAGS)
+        q0 = _measure(terms[0], q0, mask, MAXIMUM, MASKED)
+        if QUANTITIES > 1:
+            q1 = _measure(terms[1], q1, mask, MAXIMUM, MASKED)
+        if QUANTITIES > 2:
+            q2 = _measure(terms[2], q2, mask, MAXIMUM, MASKED)
+        if QUANTITIES > 3:
+            q3 = _measure(terms[3], q3, mask, MAXIMUM, MASKED)
+    else:
+        values = RULE(values, (w0, w1), numbers, FLAGS)
+
+    x0, x1, x2, x3, x4 = values
+    if CHECKS[0] and QUANTITIES == 0:
+        _note(tl.where(known, x0.to(TYPES[0]).to(tl.float32), 0.0), overflow, culprits, tensor)
+    if WRITES[0]:
+        if TYPES[5] is not None:
+            p5 = _pointer(at + 1, TYPES[5], ALIGNED)
+            _store(p5, offset, x0, mask, TYPES[5], MASKED, BLOCK)
+        if STOCHASTIC:
+            x0 = _round_stochastically(x0, seed, tensor, offset + tl.arange(0, BLOCK))
+        _store(p0, offset, x0, mask, TYPES[0], MASKED, BLOCK)
+    if WRITES[1]:
+        _store(p1, offset, x1, mask, TYPES[1], MASKED, BLOCK)
+    if WRITES[2]:
+        _store(p2, offset, x2, mask, TYPES[2], MASKED, BLOCK)
+    if WRITES[3]:
+        _store(p3, offset, x3, mask, TYPES[3], MASKED, BLOCK)
+    if WRITES[4]:
+        _store(p4, offset, x4, mask, TYPES[4], MASKED, BLOCK)
+    return q0, q1, q2, q3
+
+
+@triton.jit
+def _block_or_end(
+    tensors,
+    numbers,
+    seed,
+    tensor,
+    offset,
+    size,
+    q0,
+    q1,
+    q2,
+    q3,
+    RULE: tl.constexpr,
+    FLAGS: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    READS: tl.constexpr,
+    WRITES: tl.constexpr,
+    CHECKS: tl.constexpr,
+    QUANTITIES: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    TYPES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Loads under a mask are not vectorised, which costs 60% on large tensors: only a tensor's last block has one.
+    if offset + BLOCK <= size:
+        q0, q1, q2, q3 = _block(
+            tensors,
+            numbers,
+            seed,
+            tensor,
+            offset,
+            size,
+            q0,
+            q1,
+            q2,
+            q3,
+            RULE,
+            FLAGS,
+            ON_DEVICE,
+            READS,
+            WRITES,
+            CHECKS,
+            QUANTITIES,
+            MAXIMUM,
+            TYPES,
+            ROWS,
+            ALIGNED,
+            STOCHASTIC,
+            BLOCK,
+            MASKED=False,
+        )
+    else:
+        q0, q1, q2, q3 = _block(
+            tensors,
+            numbers,
+            seed,
+            tensor,
+            offset,
+            size,
+            q0,
+            q1,
+            q2,
+            q3,
+            RULE,
+            FLAGS,
+            ON_DEVICE,
+            READS,
+            WRITES,
+            CHECKS,
+            QUANTITIES,
+            MAXIMUM,
+            TYPES,
+            ROWS,
+            ALIGNED,
+            STOCHASTIC,
+            BLOCK,
+            MASKED=True,
+        )
+    return q0, q1, q2, q3
+
+
+@triton.jit
+def walk(
+    tensors,
+    programs,
+    numbers,
+    seed,
+    RULE: tl.constexpr,
+    FLAGS: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    READS: tl.constexpr,
+    WRITES: tl.constexpr,
+    CHECKS: tl.constexpr,
+    QUANTITIES: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    TYPES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """What this program has to do; its number, the number of its tensor, and what it measured."""
+    program = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(programs + 2 * program)
+    offset = tl.load(programs + 2 * program + 1).to(tl.int64) * (BLOCK * BLOCKS)
+    size = tl.load(tensors[0] + tensor * ROWS)
+    q0 = tl.full((), 0.0, tl.float32)
+    q1 = tl.full((), 0.0, tl.float32)
+    q2 = tl.full((), 0.0, tl.float32)
+    q3 = tl.full((), 0.0, tl.float32)
+    if BLOCKS == 1:
+        q0, q1, q2, q3 = _block_or_end(
+            tensors,
+            numbers,
+            seed,
+            tensor,
+            offset,
+            size,
+            q0,
+            q1,
+            q2,
+            q3,
+            RULE,
+            FLAGS,
+            ON_DEVICE,
+            READS,
+            WRITES,
+            CHECKS,
+            QUANTITIES,
+            MAXIMUM,
+            TYPES,
+            ROWS,
+            ALIGNED,
+            STOCHASTIC,
+            BLOCK,
+        )
+    else:
+        # Bounded by a value of run time: a loop of a constant number would be unrolled until registers spill.
+        stop = tl.minimum(size, offset + BLOCK * BLOCKS)
+        while offset < stop:
+            q0, q1, q2, q3 = _block_or_end(
+                tensors,
+                numbers,
+                seed,
+                tensor,
+                offset,
+                size,
+                q0,
+                q1,
+                q2,
+                q3,
+                RULE,
+                FLAGS,
+                ON_DEVICE,
+                READS,
+                WRITES,
+                CHECKS,
+                QUANTITIES,
+                MAXIMUM,
+                TYPES,
+                ROWS,
+                ALIGNED,
+                STOCHASTIC,
+                BLOCK,
+            )
+            offset += BLOCK
+    return program, tensor, q0, q1, q2, q3

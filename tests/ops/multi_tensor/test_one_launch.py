@@ -1,0 +1,107 @@
+"""Sums that the launch adds up whose programs found them, and the second launch that does it elsewhere."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import Tensor
+
+from apex.ops import implementation
+from apex.ops._device import DeviceFacts
+from apex.ops._launch import BoundLaunch
+from apex.ops.multi_tensor import l2norm, lists, make_lists, max_norm, recognition, rules
+from tests.harness import Route, assert_close, routes
+
+# Of several programs each, of one, and of one element.
+SIZES = (5, 3000, 64, 1, 700)
+KERNELS = [parameter for parameter in routes() if parameter.values[0].implementation == "triton"]
+
+
+def tensors_of(sizes: tuple[int, ...], device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=generator).to(device) for size in sizes]
+
+
+@pytest.fixture(params=["one launch", "two launches"])
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that were launched; with a second launch, as on AMD, or without."""
+    monkeypatch.setattr(DeviceFacts, "publishes_for_all", request.param == "one launch")
+    monkeypatch.setattr(lists, "_remembered", OrderedDict())
+    monkeypatch.setattr(recognition, "_known", OrderedDict())
+    names: list[str] = []
+    launch = BoundLaunch.__call__
+
+    def noting(self: BoundLaunch, *args: Tensor | None, **options: tuple[float, ...]) -> None:
+        names.append(self.kernel.name)
+        launch(self, *args, **options)
+
+    monkeypatch.setattr(BoundLaunch, "__call__", noting)
+    names.append(request.param)
+    return names
+
+
+@pytest.mark.parametrize("route", KERNELS)
+def test_sums_of_all_and_of_each(route: Route, launches: list[str]) -> None:
+    tensors = tensors_of(SIZES, route.device)
+    exact = [tensor.double().cpu() for tensor in tensors]
+    with implementation(route.implementation):
+        for _ in range(3):  # what programs count on is as it was
+            total, _ = l2norm(tensors)
+            assert_close(total, torch.cat(exact).norm().reshape(1), reduction=sum(SIZES))
+            _, each = l2norm(tensors, per_tensor=True)
+            assert_close(each, torch.stack([tensor.norm() for tensor in exact]), reduction=max(SIZES))
+            total, each = max_norm(tensors, per_tensor=True)
+            assert torch.equal(each.cpu().double(), torch.stack([tensor.abs().max() for tensor in exact]))
+            assert total.item() == each.max().item()
+        found = make_lists([tensors, tensors, None, None, None]).apply(rules.LARS_NORMS, {})
+        assert_close(found[:, 0], torch.stack([tensor.square().sum() for tensor in exact]), reduction=max(SIZES))
+        assert torch.equal(found[:, 0], found[:, 1])
+    kind, *names = launches
+    if kind == "one launch":
+        # The total of what was found for each is a launch of its own.
+        assert names.count("apply_and_reduce") == 3 * 3 + 1
+        assert names.count("reduce_partials") == 3 * 2
+        assert "apply_rule" not in names
+    else:
+        assert names.count("apply_rule") == 3 * 3 + 1
+        assert "apply_and_reduce" not in names
+
+
+@pytest.mark.parametrize("route", KERNELS)
+@pytest.mark.parametrize("sizes", [(0, 300, 0), (0,), (0, 0)])
+def test_empty_tensors(sizes: tuple[int, ...], route: Route, launches: list[str]) -> None:
+    tensors = tensors_of(sizes, route.device)
+    exact = [tensor.double().cpu() for tensor in tensors]
+    with implementation(route.implementation):
+        for _ in range(2):
+            total, each = l2norm(tensors, per_tensor=True)
+            assert_close(total, torch.cat(exact).norm().reshape(1), reduction=300)
+            assert_close(each, torch.stack([tensor.norm() for tensor in exact]), reduction=300)
+            assert_close(l2norm(tensors)[0], torch.cat(exact).norm().reshape(1), reduction=300)
+            assert max_norm(tensors)[0].item() == max([t.abs().max().item() for t in tensors if t.numel()], default=0)
+
+
+@pytest.mark.parametrize("route", KERNELS)
+def test_what_is_not_finite_is_found(route: Route, launches: list[str]) -> None:
+    tensors = tensors_of(SIZES, route.device)
+    with implementation(route.implementation):
+        for value in (torch.inf, torch.nan):
+            flag = torch.zeros(1, dtype=torch.int32, device=route.device)
+            l2norm(tensors, overflow=flag)
+            assert flag.item() == 0
+            tensors[1][2999] = value
+            total, _ = l2norm(tensors, overflow=flag)
+            assert flag.item() == 1
+            assert not total.isfinite().item()
+            assert not max_norm(tensors)[0].isfinite().item()
+            tensors[1][2999] = 0.0
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_time() -> None:
+    """Whichever program is the last."""
+    tensors = tensors_of((1 << 20, 5, 3_000_001, *(64,) * 100), "cuda")
+    totals = torch.cat([l2norm(tensors)[0] for _ in range(300)])
+    assert len(totals.unique()) == 1
+    each = torch.stack([l2norm(tensors, per_tensor=True)[1] for _ in range(100)])
+    assert torch.equal(each, each[:1].expand_as(each))
