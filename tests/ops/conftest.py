@@ -1,5 +1,7 @@
 """What holds for every launch of every test of kernels."""
 
+from typing import Any
+
 import pytest
 from torch import Tensor
 
@@ -18,10 +20,10 @@ def _launches_keep_their_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     launch = BoundLaunch.__call__
 
-    def checked(self: BoundLaunch, *tensors: Tensor | None, floats: tuple[float, ...] | None = None) -> None:
+    def checked(self: BoundLaunch, *tensors: Tensor | None, **options: Any) -> None:
         dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
         first = self.__dict__.setdefault("_first_dtypes", dtypes)
         assert dtypes == first, f"{self.kernel.name} was bound for {first}, now it gets {dtypes}"
-        launch(self, *tensors, floats=floats)
+        launch(self, *tensors, **options)
 
     monkeypatch.setattr(BoundLaunch, "__call__", checked)

@@ -11,6 +11,21 @@ import torch
 
 from . import _plans
 
+# The index of the current GPU, and from such an index the handle of its current stream, 0 being the default one.
+# Without the checks of torch.cuda.current_device() and current_stream(): where these are asked, tensors are on it.
+current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_stream = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+
+
+def stream_here(index: int | None) -> int | None:
+    """The handle of the current stream of GPU `index`, if that is the current device; None otherwise and off a GPU.
+
+    A plan asks once per pass. With a handle it makes results and launches the quick way, which is the current device's.
+    """
+    return current_stream(index) if index is not None and current_device() == index else None
+
 
 # Compared by identity: facts are read once per device and are part of the keys of cached launch plans.
 @dataclass(frozen=True, eq=False)

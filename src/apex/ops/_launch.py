@@ -18,6 +18,8 @@ import torch
 import triton
 from torch import Tensor
 
+from ._device import current_device, current_stream
+
 KERNELS: dict[str, Kernel] = {}
 
 _recorder: list[Launch] | None = None
@@ -27,11 +29,6 @@ _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # From Triton 3.3 to 3.9 a compiled kernel's `run` takes the arguments given here; others are launched plainly.
 _RUN_IS_KNOWN = (3, 3) <= _TRITON <= (3, 9)
 _ALIGNMENT = 16
-# Without the checks of torch.cuda.current_device() and current_stream(): tensors on the device exist by then.
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_current_stream = getattr(
-    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
-)
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class BoundLaunch:
     """Call it with the kernel's tensors, whose dtypes must be the same every time; None stands for an absent one.
 
     `floats` replaces the bound numbers for one call. They must all be floats: Triton compiles a kernel for the
-    values of its integers, never for those of its floats.
+    values of its integers, never for those of its floats. `stream` is what `stream_here` says, where the caller knows.
     """
 
     def __init__(
@@ -95,7 +92,9 @@ class BoundLaunch:
         self._middle: tuple[Any, ...] = ()
         self._index = device.index
 
-    def __call__(self, *tensors: Tensor | None, floats: tuple[float, ...] | None = None) -> None:
+    def __call__(
+        self, *tensors: Tensor | None, floats: tuple[float, ...] | None = None, stream: int | None = None
+    ) -> None:
         run = self._run
         tail = self._tail if floats is None else (*floats, *self.constants)
         if run is None or _recorder is not None:
@@ -105,12 +104,14 @@ class BoundLaunch:
         if math.gcd(_ALIGNMENT, *addresses) != _ALIGNMENT:  # half the time of looking at them one by one
             self._launch_plainly(tensors, tail)
             return
-        index = self._index
-        if _current_device() != index:
-            with torch.cuda.device(index):
-                self(*tensors, floats=floats)
-            return
-        run(*self._head, _current_stream(index), *self._middle, *addresses, *tail)
+        if stream is None:
+            index = self._index
+            if current_device() != index:
+                with torch.cuda.device(index):
+                    self(*tensors, floats=floats)
+                return
+            stream = current_stream(index)
+        run(*self._head, stream, *self._middle, *addresses, *tail)
 
     def _launch_first(self, tensors: tuple[Tensor | None, ...], tail: tuple[Any, ...]) -> None:
         if _recorder is not None:

@@ -17,6 +17,8 @@ from _thread import get_ident
 import torch
 from torch import Tensor
 
+from ._device import stream_here
+
 TICKETS = 4096
 
 _kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -27,10 +29,14 @@ def partial_sums(elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
     Beside them TICKETS for programs that finish each other's work: int32 that are 0, and must be 0 after that launch.
     """
-    index = device.index
-    if device.type != "cuda" or torch._C._cuda_getDevice() != index or torch._C._cuda_getCurrentRawStream(index):
+    return partial_sums_on(stream_here(device.index), elements, device)
+
+
+def partial_sums_on(stream: int | None, elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same for a caller that knows what `stream_here` says."""
+    if stream != 0:
         return _make(elements, device)
-    key = (get_ident(), index)
+    key = (get_ident(), device.index)
     kept = _kept.get(key)
     if kept is None or kept[0].numel() < elements:
         kept = _kept[key] = _make(elements, device)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _device
-from .._workspace import TICKETS, partial_sums
+from .._results import Like, like, maker
+from .._workspace import TICKETS, partial_sums_on
 from . import config
 from .spec import GroupNormSpec
 
@@ -26,26 +28,33 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
     return kernels, kernels_walk
 
 
+class _Dense(NamedTuple):
+    """What an input is like: contiguous, or with its channels `last` in memory."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    last: bool
+    dtype: torch.dtype
+
+
 class _Shape:
     """Sizes of one input, whether its channels are last in memory, and the flags that every kernel takes."""
 
     def __init__(
-        self,
-        images: int,
-        positions: int,
-        channels: int,
-        last: bool,
-        spec: GroupNormSpec,
-        has_weight: bool,
-        has_bias: bool,
+        self, input: _Dense, spec: GroupNormSpec, weight: Like | None, bias: Like | None, device: torch.device
     ) -> None:
-        self.images, self.positions, self.channels, self.spec = images, positions, channels, spec
+        self.images, self.channels = input.sizes[:2]
+        self.positions, self.spec = math.prod(input.sizes[2:]), spec
         self.groups = spec.groups
-        self.group_channels = channels // spec.groups
-        self.last = last
-        self.flags = (has_weight, has_bias, spec.silu, last)
-        self.has_weight, self.has_bias = has_weight, has_bias
+        self.group_channels = self.channels // spec.groups
+        self.last = input.last
+        self.has_weight, self.has_bias = weight is not None, bias is not None
+        self.flags = (self.has_weight, self.has_bias, spec.silu, self.last)
         self.group_block = _device.next_power_of_2(self.group_channels)
+        # Results like the input and like the parameters, where there are any.
+        self.device = device
+        self.like_input = maker(input.sizes, input.dtype, device, input.strides)
+        self.like_parameters = tuple(None if each is None else maker(*each, device) for each in (weight, bias))
 
     def small(self, direction: str) -> config.SmallConfig | None:
         return config.small_config(self.positions, self.group_channels, direction)
@@ -57,12 +66,13 @@ class _Shape:
 class ForwardPlan:
     """Launches of a forward pass: one where a program takes a whole group, three where groups are cut up."""
 
-    def __init__(self, shape: _Shape, device: torch.device) -> None:
-        (kernels, walks), spec = _kernels(), shape.spec
+    def __init__(self, shape: _Shape) -> None:
+        (kernels, walks), spec, device = _kernels(), shape.spec, shape.device
         small, walk = shape.small("forward"), shape.walk("forward")
         self.spec = spec
-        self._statistics_shape = (shape.images, shape.groups, 2)
-        self._shape, self._device = shape, device
+        self._shape = shape
+        self._y = shape.like_input
+        self._new_statistics = maker((shape.images, shape.groups, 2), torch.float32, device)
         self._backward: dict[bool, BackwardPlan] = {}
         self._whole: BoundLaunch | None = None
         sizes = (shape.positions, shape.channels, spec.groups)
@@ -86,7 +96,7 @@ class ForwardPlan:
             return
         tile = config.tile_config(shape.positions, shape.channels, config.FORWARD_TILE[shape.last], shape.last)
         grid = (shape.images * tile.chunks, tile.channel_blocks)
-        self._partials = (shape.images, tile.chunks, 2, shape.channels)
+        self._partials = maker((shape.images, tile.chunks, 2, shape.channels), torch.float32, device)
         self._measure = kernels.group_norm_measure.bind(
             grid,
             (shape.positions, shape.channels, tile.chunks),
@@ -111,22 +121,22 @@ class ForwardPlan:
 
     def run(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output, laid out as the input, and statistics."""
-        y = torch.empty_like(x)
-        statistics = torch.empty(*self._statistics_shape, dtype=torch.float32, device=self._device)
+        stream = _device.stream_here(self._shape.device.index)
+        y, statistics = self._y(stream), self._new_statistics(stream)
         if self._whole is not None:
-            self._whole(x, weight, bias, y, statistics)
+            self._whole(x, weight, bias, y, statistics, stream=stream)
             return y, statistics
-        partials = torch.empty(*self._partials, dtype=torch.float32, device=self._device)
-        self._measure(x, partials)
-        self._statistics(partials, statistics)
-        self._apply(x, weight, bias, statistics, y)
+        partials = self._partials(stream)
+        self._measure(x, partials, stream=stream)
+        self._statistics(partials, statistics, stream=stream)
+        self._apply(x, weight, bias, statistics, y, stream=stream)
         return y, statistics
 
     def backward(self, param_grads: bool) -> BackwardPlan:
         """The plan for a gradient of the input's dtype and layout, made when it is first asked for."""
         plan = self._backward.get(param_grads)
         if plan is None:
-            plan = self._backward[param_grads] = BackwardPlan(self._shape, param_grads, self._device)
+            plan = self._backward[param_grads] = BackwardPlan(self._shape, param_grads)
         return plan
 
 
@@ -136,11 +146,13 @@ class BackwardPlan:
     A single launch where a program takes a whole group.
     """
 
-    def __init__(self, shape: _Shape, param_grads: bool, device: torch.device) -> None:
-        (kernels, walks), spec = _kernels(), shape.spec
+    def __init__(self, shape: _Shape, param_grads: bool) -> None:
+        (kernels, walks), spec, device = _kernels(), shape.spec, shape.device
         small, walk = shape.small("backward"), shape.walk("backward")
         self.spec = spec
         self._device = device
+        self._dx = shape.like_input
+        self._dweight, self._dbias = shape.like_parameters if param_grads else (None, None)
         self._param_grads = param_grads and (shape.has_weight or shape.has_bias)
         self._whole: BoundLaunch | None = None
         self._parameters: BoundLaunch | None = None
@@ -201,56 +213,50 @@ class BackwardPlan:
             device=self._device,
             num_warps=config.SUM_WARPS,
         )
-        self._scratch += shape.images * 2 * (spec.groups + tile.chunks * shape.channels)
+        scratch = self._scratch + shape.images * 2 * (spec.groups + tile.chunks * shape.channels)
+        self._tile_scratch = maker((scratch,), torch.float32, shape.device)
 
     def run(
         self, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Gradients of input, weight and bias; `dy` is laid out as the input, weight and bias are contiguous."""
-        dx = torch.empty_like(x)
-        dweight = dbias = None
-        if self._param_grads:
-            dweight = None if weight is None else torch.empty_like(weight)
-            dbias = None if bias is None else torch.empty_like(bias)
+        stream = _device.stream_here(self._device.index)
+        dx = self._dx(stream)
+        dweight = None if self._dweight is None else self._dweight(stream)
+        dbias = None if self._dbias is None else self._dbias(stream)
+        scratch = tickets = None
         if self._whole is not None:
-            scratch, tickets = partial_sums(self._scratch, self._device) if self._scratch else (None, None)
-            self._whole(x, dy, weight, bias, statistics, dx, scratch, tickets, dweight, dbias)
+            if self._scratch:
+                scratch, tickets = partial_sums_on(stream, self._scratch, self._device)
+            self._whole(x, dy, weight, bias, statistics, dx, scratch, tickets, dweight, dbias, stream=stream)
         else:
-            scratch = torch.empty(self._scratch, dtype=torch.float32, device=self._device)
-            self._measure(x, dy, weight, bias, statistics, scratch)
-            self._sums(weight, scratch)
-            self._apply(x, dy, weight, bias, statistics, scratch, dx)
+            scratch = self._tile_scratch(stream)  # too much of it to be kept
+            self._measure(x, dy, weight, bias, statistics, scratch, stream=stream)
+            self._sums(weight, scratch, stream=stream)
+            self._apply(x, dy, weight, bias, statistics, scratch, dx, stream=stream)
         if self._parameters is not None:
-            self._parameters(scratch, dweight, dbias)
+            self._parameters(scratch, dweight, dbias, stream=stream)
         return dx, dweight, dbias
 
 
 # Dtypes are part of the keys because a bound launch is for one set of them.
 @functools.lru_cache(maxsize=4096)
-def _forward_plan(sizes, spec, dtypes, device, facts):
-    return ForwardPlan(_shape(sizes, spec, dtypes), device)
+def _forward_plan(input, spec, weight, bias, device, facts):
+    return ForwardPlan(_Shape(input, spec, weight, bias, device))
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward_plan(sizes, spec, dtypes, param_grads, device, facts):
-    return BackwardPlan(_shape(sizes, spec, dtypes), param_grads, device)
+def _backward_plan(input, spec, weight, bias, dy_dtype, param_grads, device, facts):
+    return BackwardPlan(_Shape(input, spec, weight, bias, device), param_grads)
 
 
-def _shape(sizes: tuple[int, int, int, bool], spec: GroupNormSpec, dtypes: tuple) -> _Shape:
-    images, positions, channels, last = sizes
-    return _Shape(images, positions, channels, last, spec, dtypes[1] is not None, dtypes[2] is not None)
-
-
-def _facts_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[tuple[int, int, int, bool], tuple]:
-    images, channels = x.shape[:2]
-    dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
-    return (images, x.numel() // (images * channels), channels, channels_last(x)), dtypes
+def _kind(x: Tensor) -> _Dense:
+    return _Dense(tuple(x.shape), x.stride(), channels_last(x), x.dtype)
 
 
 def forward_plan(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> ForwardPlan:
     """The plan for tensors like these, whose dtypes a bound launch depends on as well."""
-    sizes, dtypes = _facts_of(x, weight, bias)
-    return _forward_plan(sizes, spec, dtypes, x.device, _device.facts(x.device))
+    return _forward_plan(_kind(x), spec, like(weight), like(bias), x.device, _device.facts(x.device))
 
 
 def triton_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> tuple[Tensor, Tensor]:
@@ -270,10 +276,10 @@ def triton_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias."""
     weight, bias = contiguous(weight), contiguous(bias)
-    sizes, dtypes = _facts_of(x, weight, bias)
     if dy.stride() != x.stride():
         dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
-    plan = _backward_plan(sizes, spec, (*dtypes, dy.dtype), param_grads, x.device, _device.facts(x.device))
+    kinds = (_kind(x), spec, like(weight), like(bias), dy.dtype)
+    plan = _backward_plan(*kinds, param_grads, x.device, _device.facts(x.device))
     return plan.run(dy, x, statistics, weight, bias)
 
 

@@ -71,7 +71,7 @@ def backward_from_saved(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | N
     elif not torch.is_grad_enabled():
         return plan.run(dy, saved, statistics, weight, bias)
     else:
-        spec, input_dtype = plan.spec, plan.dx_dtype or saved.dtype
+        spec, input_dtype = plan.spec, plan.dx_dtype
     param_grads = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
     if torch.compiler.is_compiling():
         dx, dweight, dbias = torch.ops.apex.norm_backward(

@@ -6,8 +6,8 @@ What depends on shapes and dtypes alone is planned once and cached; a call then 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import _device
-from .._workspace import partial_sums
+from .._results import Like, Maker, like, maker
+from .._workspace import partial_sums_on
 from . import config
 from .spec import NormSpec
 
@@ -42,16 +43,14 @@ class ForwardPlan:
         self,
         spec: NormSpec,
         launch: BoundLaunch,
-        statistics_shape: tuple[int, int],
-        out_dtype: torch.dtype | None,
         device: torch.device,
+        output: Maker,
+        statistics: Maker,
         backward: Callable[[bool], BackwardPlan],
     ) -> None:
         self.spec = spec
-        self._launch = launch
-        self._statistics_shape = statistics_shape
-        self._out_dtype = out_dtype  # None where it is the input's
-        self._device = device
+        self._launch, self._index = launch, device.index
+        self._output, self._statistics = output, statistics
         self._plan_backward = backward
         self._backward: dict[bool, BackwardPlan] = {}
 
@@ -59,9 +58,9 @@ class ForwardPlan:
         """Output and statistics; weight and bias must be contiguous."""
         if not input.is_contiguous():
             input = input.contiguous()
-        output = torch.empty_like(input, dtype=self._out_dtype) if self._out_dtype else torch.empty_like(input)
-        statistics = torch.empty(*self._statistics_shape, dtype=torch.float32, device=self._device)
-        self._launch(input, weight, bias, output, statistics)
+        stream = _device.stream_here(self._index)
+        output, statistics = self._output(stream), self._statistics(stream)
+        self._launch(input, weight, bias, output, statistics, stream=stream)
         return output, statistics
 
     def backward(self, param_grads: bool) -> BackwardPlan:
@@ -75,18 +74,18 @@ class ForwardPlan:
 @functools.lru_cache(maxsize=4096)
 def _forward_plan(
     spec: NormSpec,
-    rows: int,
-    input_dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
+    input: Like,
+    weight: Like | None,
+    bias: Like | None,
     out_dtype: torch.dtype,
     device: torch.device,
     facts: _device.DeviceFacts,
 ) -> ForwardPlan:
     kernels = _kernels()[0]
     row_length, eps, subtract_mean, from_output = spec
-    chosen = config.forward_config(rows, row_length, input_dtype.itemsize, subtract_mean, facts)
-    flags = (subtract_mean, weight_dtype is not None, bias_dtype is not None)
+    rows = math.prod(input.sizes) // row_length
+    chosen = config.forward_config(rows, row_length, input.dtype.itemsize, subtract_mean, facts)
+    flags = (subtract_mean, weight is not None, bias is not None)
     if chosen.rows_per_program:
         full = row_length == chosen.block and rows % chosen.rows_per_program == 0
         launch = kernels.norm_forward_rows.bind(
@@ -105,13 +104,16 @@ def _forward_plan(
             num_warps=chosen.num_warps,
         )
 
-    def backward(param_grads: bool) -> BackwardPlan:
-        saved_dtype = out_dtype if from_output else input_dtype
-        dtypes = (saved_dtype, out_dtype, weight_dtype, bias_dtype, input_dtype)
-        return _backward_plan(spec, rows, param_grads and weight_dtype is not None, *dtypes, device, facts)
+    output = Like(input.sizes, out_dtype)
 
-    statistics = (2 if subtract_mean else 1, rows)
-    return ForwardPlan(spec, launch, statistics, None if out_dtype == input_dtype else out_dtype, device, backward)
+    def backward(param_grads: bool) -> BackwardPlan:
+        saved = output if from_output else input
+        return _backward_plan(
+            spec, saved, out_dtype, weight, bias, input.dtype, param_grads and weight is not None, device, facts
+        )
+
+    statistics = maker((2 if subtract_mean else 1, rows), torch.float32, device)
+    return ForwardPlan(spec, launch, device, maker(*output, device), statistics, backward)
 
 
 def forward_plan(
@@ -119,16 +121,8 @@ def forward_plan(
 ) -> ForwardPlan:
     """The plan for tensors like these."""
     device = input.device
-    return _forward_plan(
-        spec,
-        input.numel() // spec.row_length,
-        input.dtype,
-        None if weight is None else weight.dtype,
-        None if bias is None else bias.dtype,
-        out_dtype,
-        device,
-        _device.facts(device),
-    )
+    kind = Like(tuple(input.shape), input.dtype)
+    return _forward_plan(spec, kind, like(weight), like(bias), out_dtype, device, _device.facts(device))
 
 
 def triton_forward(
@@ -138,24 +132,35 @@ def triton_forward(
     return forward_plan(input, weight, bias, spec, out_dtype).run(input, weight, bias)
 
 
-@dataclass(frozen=True)
 class BackwardPlan:
-    """The launches of one backward pass.
+    """The launches of one backward pass."""
 
-    `row_means` runs first where rows are too long for one kernel; no `partial_sums` without parameter gradients.
-    `dx_dtype` is None where it is that of the saved tensor. `sum_partials` adds up the partial sums,
-    unless the main launch is one that may and does.
-    """
+    def __init__(
+        self,
+        spec: NormSpec,
+        dx: Like,
+        parameters: tuple[Like | None, Like | None],
+        device: torch.device,
+        partial_sums: int,
+        main: BoundLaunch,
+        main_may_sum: bool,
+        sum_partials: BoundLaunch | None,
+        row_means: tuple[BoundLaunch, int] | None,
+    ) -> None:
+        """`parameters` are those whose gradients are wanted, which need `partial_sums`.
 
-    spec: NormSpec
-    main: BoundLaunch
-    row_means: BoundLaunch | None
-    sum_partials: BoundLaunch | None
-    rows: int
-    partial_sums: int
-    dx_dtype: torch.dtype | None
-    device: torch.device
-    main_may_sum: bool
+        `sum_partials` adds them up, unless the `main` launch is one that may and does. `row_means`, a launch and the
+        number of rows, runs first where rows are too long for one kernel.
+        """
+        self.spec, self.dx_dtype = spec, dx.dtype
+        self._dx = maker(*dx, device)
+        self._dweight, self._dbias = (None if each is None else maker(*each, device) for each in parameters)
+        self._device, self._partial_sums = device, partial_sums
+        self._main, self._main_may_sum, self._sum_partials = main, main_may_sum, sum_partials
+        self._measure = self._row_means = None
+        if row_means is not None:
+            self._measure, rows = row_means
+            self._row_means = maker((2, rows), torch.float32, device)
 
     def run(
         self, dy: Tensor, saved: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -165,43 +170,45 @@ class BackwardPlan:
             dy = dy.contiguous()
         if not saved.is_contiguous():
             saved = saved.contiguous()
-        dx = torch.empty_like(saved) if self.dx_dtype is None else torch.empty_like(saved, dtype=self.dx_dtype)
+        stream = _device.stream_here(self._device.index)
+        dx = self._dx(stream)
         partials = tickets = dweight = dbias = None
-        if self.partial_sums:
-            partials, tickets = partial_sums(self.partial_sums, self.device)
-            dweight = torch.empty_like(weight)  # type: ignore[arg-type]
-            dbias = None if bias is None else torch.empty_like(bias)
-        if self.row_means is not None:
-            row_means = statistics.new_empty(2, self.rows)
-            self.row_means(dy, saved, weight, bias, statistics, row_means)
-            self.main(dy, saved, weight, bias, statistics, row_means, dx, partials)
-        elif self.main_may_sum:
-            self.main(dy, saved, weight, bias, statistics, dx, partials, tickets, dweight, dbias)
+        if self._dweight is not None:
+            dweight = self._dweight(stream)
+            if self._dbias is not None:
+                dbias = self._dbias(stream)
+            partials, tickets = partial_sums_on(stream, self._partial_sums, self._device)
+        if self._main_may_sum:
+            self._main(dy, saved, weight, bias, statistics, dx, partials, tickets, dweight, dbias, stream=stream)
+        elif self._measure is None or self._row_means is None:
+            self._main(dy, saved, weight, bias, statistics, dx, partials, stream=stream)
         else:
-            self.main(dy, saved, weight, bias, statistics, dx, partials)
-        if self.sum_partials is not None:
-            self.sum_partials(partials, dweight, dbias)
+            row_means = self._row_means(stream)
+            self._measure(dy, saved, weight, bias, statistics, row_means, stream=stream)
+            self._main(dy, saved, weight, bias, statistics, row_means, dx, partials, stream=stream)
+        if self._sum_partials is not None:
+            self._sum_partials(partials, dweight, dbias, stream=stream)
         return dx, dweight, dbias
 
 
 @functools.lru_cache(maxsize=4096)
 def _backward_plan(
     spec: NormSpec,
-    rows: int,
-    param_grads: bool,
-    saved_dtype: torch.dtype,
-    dy_dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
+    saved: Like,
+    dy_dtype: torch.dtype,  # asked for by none, but a bound launch is for one set of dtypes
+    weight: Like | None,
+    bias: Like | None,
     dx_dtype: torch.dtype,
+    param_grads: bool,
     device: torch.device,
     facts: _device.DeviceFacts,
 ) -> BackwardPlan:
     kernels = _kernels()[1]
     row_length, eps, subtract_mean, from_output = spec
-    has_weight, has_bias = weight_dtype is not None, bias_dtype is not None
+    rows = math.prod(saved.sizes) // row_length
+    has_weight, has_bias = weight is not None, bias is not None
     flags = (subtract_mean, from_output, has_weight, has_bias)
-    chosen = config.backward_config(rows, row_length, saved_dtype.itemsize, has_bias and param_grads, facts)
+    chosen = config.backward_config(rows, row_length, saved.dtype.itemsize, has_bias and param_grads, facts)
     row_means = None
     group = chosen.group if param_grads else 0
     if chosen.kind == "rows":
@@ -253,9 +260,16 @@ def _backward_plan(
         )
     sums = chosen.programs + -(-chosen.programs // group) if group else chosen.programs
     partial_sums = sums * row_length * (param_grads + (param_grads and has_bias))
-    own_dtype = None if dx_dtype == saved_dtype else dx_dtype
     return BackwardPlan(
-        spec, main, row_means, sum_partials, rows, partial_sums, own_dtype, device, chosen.kind == "rows"
+        spec,
+        Like(saved.sizes, dx_dtype),
+        (weight, bias) if param_grads else (None, None),
+        device,
+        partial_sums,
+        main,
+        chosen.kind == "rows",
+        sum_partials,
+        None if row_means is None else (row_means, rows),
     )
 
 
@@ -270,17 +284,17 @@ def triton_backward(
     param_grads: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     weight, bias = _contiguous(weight), _contiguous(bias)
+    device = saved.device
     plan = _backward_plan(
         spec,
-        saved.numel() // spec.row_length,
-        param_grads and weight is not None,
-        saved.dtype,
+        Like(tuple(saved.shape), saved.dtype),
         dy.dtype,
-        None if weight is None else weight.dtype,
-        None if bias is None else bias.dtype,
+        like(weight),
+        like(bias),
         dx_dtype,
-        saved.device,
-        _device.facts(saved.device),
+        param_grads and weight is not None,
+        device,
+        _device.facts(device),
     )
     return plan.run(dy, saved, statistics, weight, bias)
 
