@@ -183,11 +183,13 @@ def check(
 
 
 def _runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec) -> bool:
-    """Not for few elements, nor where nothing follows the norm, unless it is one that PyTorch is slow at."""
+    """Not for few elements, nor where nothing follows the norm, unless it is one that PyTorch is slow or inexact at."""
     if not _library.runs_triton(FAMILY, input):
         return False
     if _library.requested() == "triton":
         return True
+    if z is not None and input.element_size() <= 2:
+        return True  # PyTorch would round the norm before it adds
     if input.numel() < stages.NATIVE_BELOW:
         return False
     if spec.relu or z is not None:
@@ -252,6 +254,11 @@ def _native(
 ) -> tuple[Tensor, BatchStatistics | None]:
     """PyTorch's operators, which take parameters in float32 beside any input, and in its dtype otherwise."""
     wide = torch.promote_types(input.dtype, torch.float32)
+    if z is not None and input.dtype != wide:  # rounded once, behind the sum
+        plain = spec._replace(relu=False)
+        output, found = _native(input.to(wide), z, running_mean, running_var, weight, bias, plain, wanted)
+        output = output.to(input.dtype)
+        return output.relu_() if spec.relu else output, found
     weight, bias = _cast(weight, wide), _cast(bias, wide)
     mean, variance = _cast(running_mean, wide), _cast(running_var, wide)
     values = input if spec.channel_dim == 1 else input.movedim(-1, 1)

@@ -30,7 +30,8 @@ FAMILY = _library.register_family(
         "batch_norm",
         "batch norm with an addend and ReLU, in both layouts",
         self_check,
-        small_inputs=f"PyTorch's operators below {NATIVE_BELOW:,} elements, and mostly without an addend or ReLU",
+        small_inputs=f"PyTorch's operators below {NATIVE_BELOW:,} elements (but for halves to which something is added), "
+        "and mostly without an addend or ReLU",
     )
 )
 
