@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # Without compiling: most files are never imported, and the first import compiles the others.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 INPUTS := pyproject.toml constraints.txt src/apex/_version.py
+# What an import compiles is kept, whatever images of containers say: else every process compiles PyTorch anew, for 3
+# seconds, and its compiler for 4 more.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint types format clean
 
