@@ -19,7 +19,8 @@ from apex.optimizers import FusedAdam
 from apex.parallel import DistributedDataParallel, ReplicaCheck, check_replicas
 from tests.parallel.processes import Check, assert_same_everywhere
 
-STEPS, PARTS = 200, 2
+# What happens with periods of 3, 5 and 7 steps, in all combinations.
+STEPS, PARTS = 3 * 5 * 7, 2
 
 
 def small() -> nn.Module:
