@@ -1,6 +1,7 @@
 """apex.contrib.conv_bias_relu and the compiled name fused_conv_bias_relu, against PyTorch in float64."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from torch.nn import functional
 import fused_conv_bias_relu
 from apex.contrib.conv_bias_relu import ConvBias, ConvBiasMaskReLU, ConvBiasReLU, ConvFrozenScaleBiasReLU
 from apex.ops import _library
+from apex.ops.conv import plans
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
 PADDING, STRIDE = 1, 2
+needs_interpreter = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter")
 KINDS = ("bias", "bias relu", "mask", "frozen scale")
 
 
@@ -101,18 +104,85 @@ def test_compiled_name(route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes(interpreter=False))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast(kind: str, route: Route) -> None:
+def test_autocast(kind: str, dtype: torch.dtype, route: Route) -> None:
     tensors = problem(route.device, torch.float32)
-    with torch.autocast(route.device, dtype=torch.bfloat16), _library.implementation(route.implementation):
-        output, *gradients = results(ours, kind, (*tensors[:5], tensors[5].bfloat16()))
+    with torch.autocast(route.device, dtype=dtype), _library.implementation(route.implementation):
+        output, *gradients = results(ours, kind, (*tensors[:5], tensors[5].to(dtype)))
     expected, *wanted = results(exact, kind, tuple(each.double().cpu() for each in tensors))
-    assert output.dtype == torch.bfloat16
+    assert output.dtype == dtype
     assert_close(output, expected, reduction=54)
     for actual, want in zip(gradients, wanted, strict=True):
         if actual is not None:
             assert actual.dtype == torch.float32
-            assert_close(actual.bfloat16(), want, reduction=54)
+            assert_close(actual.to(dtype), want, reduction=54)
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans on the CPU: PyTorch's convolution in place of cuDNN's call, kernels by Triton's interpreter."""
+
+    def relu(x, weight, bias, stride, padding, dilation, groups):  # type: ignore[no-untyped-def]
+        assert bias.dim() == 1
+        return functional.conv2d(x, weight, bias, stride, padding, dilation, groups).relu()
+
+    monkeypatch.setattr(plans, "cudnn_does_it", lambda *tensors: True)
+    monkeypatch.setattr(torch, "cudnn_convolution_relu", relu)
+    with _library.implementation("triton"):
+        yield
+
+
+@needs_interpreter
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("wanted", ["xwb", "xw", "b", "w"])
+@pytest.mark.parametrize("channels_last", [True, False], ids=["last", "first"])
+@pytest.mark.usefixtures("planned")
+def test_planned(channels_last: bool, wanted: str, autocast: bool) -> None:
+    """The same results as without a plan, whatever is wanted and however gradients lie."""
+    x, weight, bias, *_, dy = problem("cpu", torch.float32 if autocast else torch.float16, channels_last)
+    given, dtype = (x, weight, bias), torch.bfloat16 if autocast else dy.dtype
+    exact_leaves = [each.double().requires_grad_(name in wanted) for name, each in zip("xwb", given, strict=True)]
+    for gradient in (dy.to(dtype), dy.to(dtype).contiguous(), dy.new_ones(1, dtype=dtype).expand(dy.shape)):
+        leaves = [each.detach().requires_grad_(name in wanted) for name, each in zip("xwb", given, strict=True)]
+        with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+            output = ConvBiasReLU(*leaves, PADDING, STRIDE)
+        assert output.grad_fn.plan is not None
+        assert output.dtype == dtype
+        output.backward(gradient)
+        right = exact("bias relu", *exact_leaves, None, None)
+        gradients = torch.autograd.grad(right, [each for each in exact_leaves if each.requires_grad], gradient.double())
+        for leaf in leaves:
+            assert (leaf.grad is None) != leaf.requires_grad
+        found = [each.grad for each in leaves if each.grad is not None]
+        for actual, want in zip([output, *found], [right, *gradients], strict=True):
+            assert_close(actual.to(dtype), want, reduction=54)
+        assert all(leaf.grad.dtype == leaf.dtype for leaf in leaves if leaf.grad is not None)
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("planned")
+def test_planned_second_derivatives_are_refused() -> None:
+    x, weight, bias, *_ = problem("cpu", torch.float32)
+    output = ConvBiasReLU(x.requires_grad_(), weight, bias, PADDING, STRIDE)
+    (first,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("planned")
+def test_what_was_planned_is_checked_again_for_other_tensors() -> None:
+    x, weight, bias, *_ = problem("cpu", torch.float32)
+    ConvBiasReLU(x, weight, bias, PADDING, STRIDE)
+    with pytest.raises(ValueError, match="bias has shape"):
+        ConvBiasReLU(x, weight, bias[:, 1:], PADDING, STRIDE)
+    with pytest.raises(ValueError, match="bias is on meta"):
+        ConvBiasReLU(x, weight, bias.to("meta"), PADDING, STRIDE)
+    with pytest.raises(ValueError, match="stride=0"):
+        ConvBiasReLU(x, weight, bias, PADDING, 0)
+    with pytest.raises(ValueError, match="images"):
+        ConvBiasReLU(x[0], weight, bias, PADDING, STRIDE)
 
 
 def test_gradients_that_nobody_wants_are_not_computed() -> None:

@@ -7,6 +7,7 @@ but a mask is cast to its dtype. Only what PyTorch's operators compute has a sec
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ from ...ops.conv import (
     conv_bias_gradients,
     conv_bias_relu,
     conv_bias_relu_gradients,
-    plan_gradients,
-    planned_gradients,
+    plan_for,
 )
 
 
@@ -31,9 +31,9 @@ def _autocast_off(tensor: Tensor) -> contextlib.AbstractContextManager:
     return torch.autocast(tensor.device.type, enabled=False)
 
 
-def _cast(*tensors: Tensor) -> list[Tensor]:
+def _cast(*tensors: Tensor) -> Sequence[Tensor]:
     dtype = autocast_dtype(tensors[0])
-    return list(tensors) if dtype is None else [tensor.to(dtype) for tensor in tensors]
+    return tensors if dtype is None else [tensor.to(dtype) for tensor in tensors]
 
 
 def _back(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -54,10 +54,7 @@ def _relu_forward(
     with _autocast_off(x):
         output = conv_bias_relu(cast_x, cast_weight, cast_bias, spec, mask, cast_scale)
     ctx.save_for_backward(cast_x, cast_weight, output, cast_scale)
-    wanted = ctx.needs_input_grad
-    ctx.plan = plan_gradients(output, scale is None and wanted[2]) if True in wanted else None
     ctx.spec, ctx.dtypes, ctx.bias_shape = spec, (x.dtype, weight.dtype, bias.dtype), bias.shape
-    ctx.as_given = cast_x is x  # nothing was cast, so neither are gradients
     return output
 
 
@@ -66,7 +63,7 @@ def _relu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, 
     wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
     bias_grad = scale is None and ctx.needs_input_grad[2]
     with _autocast_off(x):
-        gradients = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, bias_grad, wanted, scale, ctx.plan)
+        gradients = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, bias_grad, wanted, scale)
     dx, dweight, dbias = (_back(each, dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True))
     return dx, dweight, _shaped(dbias, ctx.bias_shape)
 
@@ -75,25 +72,28 @@ def _shaped(dbias: Tensor | None, shape: torch.Size) -> Tensor | None:
     return dbias if dbias is None or dbias.shape == shape else dbias.view(shape)
 
 
-_relu_backward_once = once_differentiable(_relu_backward)
-
-
 class ConvBiasReLU_(torch.autograd.Function):
     """relu(conv(x, weight) + bias)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, padding, stride):  # type: ignore[override]
-        return _relu_forward(ctx, x, weight, bias, ConvSpec(padding, stride))
+        cast_x, cast_weight, cast_bias = _cast(x, weight, bias)
+        plan = ctx.plan = plan_for(cast_x, cast_weight, cast_bias, padding, stride)
+        if plan is None:
+            return _relu_forward(ctx, x, weight, bias, ConvSpec(padding, stride))
+        output = plan.run(cast_x, cast_weight, cast_bias)
+        ctx.save_for_backward(cast_x, cast_weight, output)
+        return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):  # type: ignore[override]
-        plan, wanted = ctx.plan, ctx.needs_input_grad
-        if plan is not None and ctx.as_given and not torch.is_grad_enabled():
-            x, weight, output, _ = ctx.saved_tensors
-            if grad_output.stride() == output.stride():
-                gradients = planned_gradients(plan, grad_output, output, x, weight, ctx.spec, wanted[:2])
-                return gradients[0], gradients[1], _shaped(gradients[2], ctx.bias_shape), None, None
-        return *_relu_backward_once(ctx, grad_output), None, None
+        plan = ctx.plan
+        if plan is None:
+            return *_relu_backward(ctx, grad_output), None, None
+        x, weight, output = ctx.saved_tensors
+        # What was cast, autograd casts back.
+        return *plan.gradients(grad_output, output, x, weight, ctx.needs_input_grad), None, None
 
 
 class ConvBiasMaskReLU_(torch.autograd.Function):

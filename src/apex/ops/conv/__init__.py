@@ -1,15 +1,7 @@
 """Bias, ReLU, mask and frozen scale behind a convolution."""
 
-from .op import (
-    FAMILY,
-    ConvSpec,
-    conv_bias,
-    conv_bias_gradients,
-    conv_bias_relu,
-    conv_bias_relu_gradients,
-    plan_gradients,
-    planned_gradients,
-)
+from .op import FAMILY, ConvSpec, conv_bias, conv_bias_gradients, conv_bias_relu, conv_bias_relu_gradients
+from .plans import plan_for
 
 __all__ = [
     "FAMILY",
@@ -18,6 +10,5 @@ __all__ = [
     "conv_bias_gradients",
     "conv_bias_relu",
     "conv_bias_relu_gradients",
-    "plan_gradients",
-    "planned_gradients",
+    "plan_for",
 ]

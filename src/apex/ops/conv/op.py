@@ -15,12 +15,10 @@ from torch.nn import functional
 
 from .. import _device, _library
 from ..dense import activation_backward
-from ..dense.op import plan_activation_backward
 from .self_check import self_check
 
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
-    from ..dense.launches import ActivationPlan
 
 FAMILY = _library.register_family(
     _library.OpFamily(
@@ -57,7 +55,7 @@ def conv_bias_relu(
 ) -> Tensor:
     """relu(conv(input, weight) * scale + bias), and 0 where `mask`, of the output's shape, is 0; without autograd."""
     check(input, weight, spec, bias=bias, scale=scale)
-    if mask is None and scale is None and _cudnn_does_it(input, weight, bias):
+    if mask is None and scale is None and cudnn_does_it(input, weight, bias):
         stride, padding = [spec.stride] * 2, [spec.padding] * 2
         return torch.cudnn_convolution_relu(input, weight, bias.reshape(-1), stride, padding, [1, 1], 1)
     fused = scale is not None or torch.compiler.is_compiling() or _library.runs_triton(FAMILY, input)
@@ -76,7 +74,7 @@ def conv_bias_relu(
     return _epilogue(output, scale, bias.reshape(-1), mask)
 
 
-def _cudnn_does_it(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
+def cudnn_does_it(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
     """Whether one call of cuDNN does bias and ReLU too: on an H200, 25 us where convolution and kernel took 54.
 
     That call checks nothing; tensors that do not fit each other are for PyTorch's convolution to refuse.
@@ -92,14 +90,6 @@ def _cudnn_does_it(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
         and weight.shape[1] == input.shape[1]
         and _library.runs_triton(FAMILY, input)
     )
-
-
-def plan_gradients(output: Tensor, bias_grad: bool) -> ActivationPlan | None:
-    """How `conv_bias_relu_gradients` will run, planned ahead because autograd's thread runs Python more slowly."""
-    if not output.is_contiguous(memory_format=torch.channels_last):
-        return None
-    channels = output.shape[1]
-    return plan_activation_backward(output, "relu", bias_grad, (output.numel() // max(1, channels), channels))
 
 
 def conv_bias_gradients(
@@ -119,13 +109,10 @@ def conv_bias_relu_gradients(
     bias_grad: bool,
     wanted: tuple[bool, bool],
     scale: Tensor | None = None,
-    plan: ActivationPlan | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The same behind ReLU, from its output; a mask has made that 0, and so needs no further thought."""
     if dy.shape != output.shape:
         raise ValueError(f"the gradient has shape {list(dy.shape)}, the output {list(output.shape)}")
-    if scale is None and plan is not None and dy.stride() == output.stride() and dy.dtype == output.dtype:
-        return planned_gradients(plan, dy, output, input, weight, spec, wanted)
     if output.is_contiguous(memory_format=torch.channels_last):
         dy_rows, output_rows = (each.movedim(1, -1).reshape(-1, output.shape[1]) for each in (dy, output))
         dz, dbias = activation_backward(dy_rows, output_rows, "relu", bias_grad)
@@ -139,21 +126,6 @@ def conv_bias_relu_gradients(
     factor = scale.reshape(-1, 1, 1, 1)
     dx, dweight = _conv_gradients(dz, input, weight * factor, spec, wanted)
     return dx, None if dweight is None else dweight * factor, dbias
-
-
-def planned_gradients(
-    plan: ActivationPlan,
-    dy: Tensor,
-    output: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    spec: ConvSpec,
-    wanted: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The same by kernels, with little else for the host to do; `dy` has the dtype and the layout of the output."""
-    dz = torch.empty_like(dy)
-    dbias = plan.run(dy, output, dz)
-    return *_conv_gradients(dz, input, weight, spec, wanted), dbias
 
 
 def _conv_gradients(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import _device
-from .._workspace import partial_sums
+from .._results import maker
+from .._workspace import partial_sums_on
 from .reference import ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -64,26 +65,36 @@ def activation_config(rows: int, columns: int, device: _device.DeviceFacts) -> A
 class ActivationPlan:
     """The launches of one activation's backward pass, for contiguous matrices of one shape and dtype."""
 
-    def __init__(self, main: BoundLaunch, sum_groups: BoundLaunch | None, groups: int, columns: int) -> None:
+    def __init__(
+        self,
+        main: BoundLaunch,
+        sum_groups: BoundLaunch | None,
+        groups: int,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self._main = main
-        self._bias_grad = bool(groups)
+        self._dbias = maker((columns,), dtype, device) if groups else None
         self._sum_groups = sum_groups
         self._partials = groups * columns
-        self._columns = columns
+        self._device = device
 
     def run(self, dy: Tensor, saved: Tensor, dz: Tensor) -> Tensor | None:
         """Fills `dz`, which may be `dy`, and returns the bias gradient, where one was planned."""
-        if not self._bias_grad:
-            self._main(dy, saved, dz, None)
-            return None
-        dbias = dy.new_empty(self._columns)
-        if self._sum_groups is None:
-            self._main(dy, saved, dz, dbias)
-            return dbias
-        partials, _ = partial_sums(self._partials, dy.device)
-        self._main(dy, saved, dz, partials)
-        self._sum_groups(partials, dbias)
+        stream = _device.stream_here(self._device.index)
+        dbias = None if self._dbias is None else self._dbias(stream)
+        self.fill(stream, dy, saved, dz, dbias)
         return dbias
+
+    def fill(self, stream: int | None, dy: Tensor, saved: Tensor, dz: Tensor, dbias: Tensor | None) -> None:
+        """The same for a caller that has a place for the bias gradient and knows what `stream_here` says."""
+        if self._sum_groups is None:
+            self._main(dy, saved, dz, dbias, stream=stream)
+            return
+        partials, _ = partial_sums_on(stream, self._partials, self._device)
+        self._main(dy, saved, dz, partials, stream=stream)
+        self._sum_groups(partials, dbias, stream=stream)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,7 +124,7 @@ def _activation_plan(
         sum_groups = _kernels().sum_groups.bind(
             (-(-columns // 64),), (groups, columns), (32, 64), device=device, num_warps=4
         )
-    return ActivationPlan(main, sum_groups, groups if bias_grad else 0, columns)
+    return ActivationPlan(main, sum_groups, groups if bias_grad else 0, columns, dtype, device)
 
 
 def activation_plan(
