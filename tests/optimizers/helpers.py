@@ -26,9 +26,12 @@ Factory = Callable[[Any], torch.optim.Optimizer]
 # A block is 64 elements under the interpreter: two blocks, part of one, nothing.
 SHAPES = ((9, 8), (5,), (0,))
 STEPS = 100
-# Triton's interpreter takes 5 to 8 ms for a block of any kernel; a test that wants all steps says so.
-INTERPRETER_STEPS = 12
+# On a CPU options show in fewer steps, and one test of each optimizer takes all; Triton's interpreter takes 5 to 8 ms
+# for a block of any kernel.
+CPU_STEPS = 30
+INTERPRETER_STEPS = 5
 INTERPRETER = [parameter for parameter in routes() if parameter.id == "interpreter"]
+CPU_ROUTES = [parameter for parameter in routes() if parameter.values[0].device == "cpu"]
 # Norm-wise over all parameters, float32 against float64.
 LIMIT = 1e-6
 
@@ -139,7 +142,14 @@ def assert_same_options(first: dict[str, Any], second: dict[str, Any]) -> None:
 
 
 def default_steps(route: Route) -> int:
-    return INTERPRETER_STEPS if route == Route("cpu", "triton") else STEPS
+    if route.device != "cpu":
+        return STEPS
+    return INTERPRETER_STEPS if route.implementation == "triton" else CPU_STEPS
+
+
+def many_steps(route: Route) -> int:
+    """For the one test of an optimizer that looks at where it gets in the long run."""
+    return 40 if route == Route("cpu", "triton") else STEPS
 
 
 def check_training(

@@ -15,7 +15,7 @@ from apex.ops import _library
 from apex.optimizers import FusedAdam
 from tests.harness import Route, assert_equal_bits, routes
 
-SHAPES = ((5,), (30, 7), (0,), (3, 4, 5, 2), (1,), ())
+SHAPES = ((5,), (9, 8), (0,), (3, 4, 2, 2), (1,), ())
 
 
 def parameters(device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Parameter]:
@@ -69,7 +69,7 @@ def test_a_hundred_steps(options: dict, route: Route) -> None:
     for mine, other in zip(ours, exact, strict=True):
         other.data.copy_(mine.data)
     # The interpreter takes milliseconds per block: one case goes all the way there.
-    steps = 12 if route == Route("cpu", "triton") and options else 100
+    steps = 5 if route == Route("cpu", "triton") and options else 100
     with _library.implementation(route.implementation):
         train(FusedAdam(ours, **{"lr": LR, **options}), ours, steps)
     train(reference(exact, options), exact, steps)
@@ -105,8 +105,8 @@ def test_master_weights(dtype: torch.dtype, route: Route) -> None:
     with _library.implementation(route.implementation):
         optimizer = FusedAdam(ours, lr=1e-3, weight_decay=0.1, master_weights=True)
         single = FusedAdam(twin, lr=1e-3, weight_decay=0.1)
-        train(optimizer, ours, 20)
-        train(single, twin, 20)
+        train(optimizer, ours, 8)
+        train(single, twin, 8)
     masters = optimizer.master_parameters()
     assert all(master.dtype == torch.float32 for master in masters)
     if route.implementation == "triton":

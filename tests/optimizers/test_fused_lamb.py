@@ -198,9 +198,9 @@ def test_bad_options(cls: type) -> None:
             cls(parameters(), **options)
 
 
-@pytest.mark.parametrize("route", helpers.INTERPRETER)
-def test_hundred_steps(route: Route) -> None:
-    helpers.check_training(ours(), exact(), route, steps=100)
+@pytest.mark.parametrize("route", helpers.CPU_ROUTES)
+def test_many_steps(route: Route) -> None:
+    helpers.check_training(ours(), exact(), route, steps=helpers.many_steps(route))
 
 
 @pytest.mark.gpu

@@ -123,9 +123,11 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         FusedLARS(parameters(), **{"lr": 0.1, **options})
 
 
-@pytest.mark.parametrize("route", helpers.INTERPRETER)
-def test_hundred_steps(route: Route) -> None:
-    helpers.check_training(ours(**FLAGS["nesterov"]), exact(**FLAGS["nesterov"]), route, steps=100)
+@pytest.mark.parametrize("route", helpers.CPU_ROUTES)
+def test_many_steps(route: Route) -> None:
+    helpers.check_training(
+        ours(**FLAGS["nesterov"]), exact(**FLAGS["nesterov"]), route, steps=helpers.many_steps(route)
+    )
 
 
 @pytest.mark.gpu

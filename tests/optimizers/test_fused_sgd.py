@@ -241,9 +241,11 @@ def test_cuda_graph(flags: dict[str, Any]) -> None:
     helpers.check_graph(ours(**flags, capturable=True))
 
 
-@pytest.mark.parametrize("route", helpers.INTERPRETER)
-def test_hundred_steps(route: Route) -> None:
-    helpers.check_training(ours(**FLAGS["nesterov"]), theirs(**FLAGS["nesterov"]), route, steps=100)
+@pytest.mark.parametrize("route", helpers.CPU_ROUTES)
+def test_many_steps(route: Route) -> None:
+    helpers.check_training(
+        ours(**FLAGS["nesterov"]), theirs(**FLAGS["nesterov"]), route, steps=helpers.many_steps(route)
+    )
 
 
 def test_gradients_that_need_no_copy() -> None:

@@ -76,6 +76,11 @@ def test_matches_torch(case: Case, route: Route) -> None:
     helpers.check_training(case.ours(), case.theirs, route)
 
 
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
+def test_hundred_steps(case: Case) -> None:
+    helpers.check_training(case.ours(), case.theirs, Route("cpu", "torch"), steps=helpers.STEPS)
+
+
 @pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
 def test_groups_and_late_gradients(case: Case, route: Route) -> None:
