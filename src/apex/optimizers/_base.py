@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, MethodType
 from typing import Any
@@ -56,6 +57,10 @@ class FusedOptimizer(torch.optim.Optimizer):
       updates are not lost; the same seed gives the same bits;
     - `capturable`: the step count (and the learning rate, if it is a tensor) stays on the device, so that a CUDA graph
       can be replayed.
+
+    Between steps gradients, state and `param.data` may be replaced; a step finds what is there. Only where `param.data`
+    became a part of itself, with the first element in the same place and the old gradient still there, a GPU goes on
+    with the whole: clear gradients after shrinking a parameter.
     """
 
     # Whether an update depends on how many there were before: then a graph needs the count on the device.
@@ -93,6 +98,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.capturable = capturable
         self.set_grad_none = set_grad_none
         self._plans: dict[int, GroupPlan] = {}
+        # The values of `state` when the last plan was made: who replaces one is not asked to say so.
+        self._states: list[dict[str, Any]] = []
         # Steps that an overflow kept from happening, which the host has not heard of yet; by group.
         self._skipped: dict[int, Tensor] = {}
         super().__init__(params, defaults)
@@ -159,6 +166,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     @unrecorded
     def _step_now(self, skip: Skip) -> None:
         self._check_capture()
+        if len(self.state) != len(self._states) or not all(map(operator.is_, self.state.values(), self._states)):
+            self._plans.clear()
         seen = self._look()
         ready = [(index, group, self._plan(index, group, seen)) for index, group in enumerate(self.param_groups)]
         self._ready = [(group, bucket) for _, group, plan in ready for bucket in plan.buckets]
@@ -207,6 +216,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             plan = self._plans[index] = GroupPlan(
                 group["params"], prepare, names, self._make_lists, self._model_params, self._takes_model_grads
             )
+            self._states = list(self.state.values())
         return plan
 
     def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
@@ -311,6 +321,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plans = {}
+        self._states = []
         self._skipped = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedOptimizer:
@@ -322,11 +333,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             {
                 name: copy.deepcopy(value, memo)
                 for name, value in self.__dict__.items()
-                if name not in ("_plans", "_ready", "_amp_stash", "_model_params", "_takes_model_grads")
+                if name not in ("_plans", "_states", "_ready", "_amp_stash", "_model_params", "_takes_model_grads")
                 and not isinstance(value, MethodType)  # apex.amp's and schedulers', bound to the original
             }
         )
-        twin._plans = {}
+        twin._plans, twin._states = {}, []
         return twin
 
 

@@ -21,7 +21,7 @@ from ..ops.multi_tensor.flat import overlapping
 from ..ops.multi_tensor.lists import DTYPES, kernel_fits
 from ..ops.multi_tensor.recognition import looks_like
 from ..ops.multi_tensor.rule import SLOTS
-from ..ops.multi_tensor.tables import current_stream
+from ..ops.multi_tensor.tables import current_stream, lie_at
 from ..ops.multi_tensor.torch_lists import TorchLists
 from ..ops.multi_tensor.triton_lists import TritonLists
 
@@ -68,6 +68,8 @@ class Bucket:
     ) -> None:
         self.params = params
         self._models = models
+        # What must be where it was when the lists were made.
+        self._located = params if models is None else params + models
         self._sources = models if models and of_models else params
         self.kind = kind
         # What an optimizer keeps for as long as the bucket lives.
@@ -89,9 +91,9 @@ class Bucket:
         self.lists = make(*self._slots(self._held))
         self.device = self.lists.device
         self._addresses = self._param_addresses()
-        self._state_checks = [
-            (operator.itemgetter(key), tensors) for key, tensors in zip(self._keys, self._state_lists, strict=True)
-        ]
+        self._state_checks: list[tuple[Callable[[dict[str, Any]], Any], list[Tensor]]] = []
+        for key in self._keys:
+            self.watch(key)
         # The list of another, whose parameters were found to be these; it is not changed once made.
         self._seen_before: list[Tensor] | None = None
 
@@ -125,19 +127,24 @@ class Bucket:
         return self._slots(self._gradients())
 
     def _param_addresses(self) -> list[int]:
-        params = self.params if self._models is None else self.params + self._models
-        return list(map(_data_ptr, map(local, params) if self._distributed else params))
+        return list(map(_data_ptr, map(local, self._located) if self._distributed else self._located))
+
+    def watch(self, name: str) -> None:
+        """The bucket is made anew when a parameter's state of this name is no longer the tensor that it is now."""
+        self._state_checks.append((operator.itemgetter(name), [state[name] for state in self.states]))
 
     def refresh(self, seen: Sequence[Seen] = ()) -> bool:
         """Points the lists to where the tensors are now; False when the bucket must be made anew."""
-        for get, tensors in self._state_checks:
-            if not all(map(operator.is_, map(get, self.states), tensors)):
-                return False
+        if not self._has_state():
+            return False
         lists = self.lists
         if self._distributed or not isinstance(lists, TritonLists):
             return self._refresh_slowly()
         try:
-            addresses, gradients, moving = self._found_in(seen) or self._look()
+            found = self._seen_in(seen) or self._look(lists)
+            if found is None:
+                return False
+            gradients, addresses = found
             if not self._looks_right(*gradients):
                 if not self._fit(gradients):
                     return False
@@ -146,25 +153,37 @@ class Bucket:
                     return self._refresh_slowly()
         except (TypeError, RuntimeError):  # a gradient that is None, sparse, or a tensor without memory
             return False
-        if addresses != self._addresses or lists.stream != current_stream(self.device):
+        if lists.stream != current_stream(self.device):
             return False
-        self._addresses = addresses  # the same numbers; to compare a list with itself takes a tenth of the time
-        lists.move_gradients(moving)
+        if addresses is not None:
+            lists.move_gradients(addresses)
         return True
 
-    def _look(self) -> tuple[list[int], list[Tensor], list[int]]:
-        gradients = list(map(_grad_of, self._sources))
-        return self._param_addresses(), gradients, list(map(_data_ptr, gradients))
+    def _has_state(self) -> bool:
+        try:
+            return all(all(map(operator.is_, map(get, self.states), tensors)) for get, tensors in self._state_checks)
+        except KeyError:
+            return False
 
-    def _found_in(self, seen: Sequence[Seen]) -> tuple[list[int], list[Tensor], list[int]] | None:
+    def _look(self, lists: TritonLists) -> tuple[list[Tensor], list[int] | None] | None:
+        """The gradients, and their addresses unless these are as before; None where a parameter moved."""
+        gradients = list(map(_grad_of, self._sources))
+        if not lie_at(self._located, self._addresses):
+            return None
+        return gradients, None if lists.has_gradients(gradients) else list(map(_data_ptr, gradients))
+
+    def _seen_in(self, seen: Sequence[Seen]) -> tuple[list[Tensor], list[int]] | None:
         """What `_look` would find, where others saw just these parameters."""
         if self._models is None:
-            for params, *found in seen:
+            for params, addresses, *found in seen:
                 if params is not self._seen_before and len(params) == len(self.params):
                     if not all(map(operator.is_, params, self.params)):
                         continue
                     self._seen_before = params
                 if params is self._seen_before:
+                    if addresses != self._addresses:
+                        return None
+                    self._addresses = addresses  # to compare a list with itself takes a tenth of the time
                     return found  # type: ignore[return-value]
         return None
 

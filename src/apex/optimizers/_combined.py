@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..ops.multi_tensor import flat
 from ..ops.multi_tensor.lists import DTYPES
+from ..ops.multi_tensor.tables import lie_at
 from ._base import FusedOptimizer
 from ._buckets import Seen, local
 
@@ -59,9 +60,9 @@ class Combination:
 
         The buffer then has them all, where `_addresses` says.
         """
-        addresses = list(map(_data_ptr, self.members))
-        if addresses == self._addresses:
+        if lie_at(self.members, self._addresses):
             return True
+        addresses = list(map(_data_ptr, self.members))
         moved = [index for index, address in enumerate(addresses) if address != self._addresses[index]]
         for index in moved:
             member, home = self.members[index], self._homes[index]
@@ -99,9 +100,9 @@ class Combination:
             self.members[index].grad = self._grad_homes[index]
         return None
 
-    def _shares_all(self, gradients: Sequence[Tensor | None]) -> bool:
+    def _shares_all(self, gradients: list[Tensor | None]) -> bool:
         try:
-            return list(map(_data_ptr, gradients)) == self._grad_addresses  # type: ignore[arg-type]
+            return lie_at(gradients, self._grad_addresses)  # type: ignore[arg-type]
         except (TypeError, RuntimeError):  # a gradient that is None or sparse
             return False
 

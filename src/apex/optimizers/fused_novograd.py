@@ -117,6 +117,7 @@ class FusedNovoGrad(FusedOptimizer):
             if averages is None or averages.device != bucket.device:
                 averages = self._gather(group, bucket)
             bucket.kept["averages"] = averages
+            bucket.watch(NORM)
         return averages
 
     def _gather(self, group: dict[str, Any], bucket: Bucket) -> Tensor:

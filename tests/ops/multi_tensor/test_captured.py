@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apex.ops import implementation
+from apex.ops import _device, implementation
 from apex.ops.multi_tensor import l2norm
 from apex.ops.multi_tensor.known import known
 from apex.ops.multi_tensor.lists import _REMEMBERED
@@ -68,10 +68,13 @@ def test_graphs_do_not_need_each_other(implementation_name: str) -> None:
 
 def test_work_of_a_graph_is_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(_device, "current_stream", lambda index: 7)
     device = torch.device("cuda", 0)
     numbers = [current_stream(device) for _ in range(3)]
     assert len(set(numbers)) == 3
     assert max(numbers) < 0
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert current_stream(device) == 7
     assert current_stream(torch.device("cpu")) == 0
 
 

@@ -16,6 +16,10 @@ WARPS = 4
 # A measuring program writes one partial sum per quantity; more programs than this walk over several blocks each, so
 # that the sums of any model take less than a megabyte.
 MEASURING_PROGRAMS = 1 << 16
+# To be counted at its end takes a program as long as to measure a block of 1024 elements. So it walks over as many
+# elements as this, unless there would be too few programs.
+WALK = 8192
+ENOUGH_PROGRAMS = 2048
 
 # Up to this many partial sums one program adds up all; more are added up per tensor first.
 TOTAL_AT_ONCE = 16384
@@ -34,11 +38,13 @@ def block(facts: DeviceFacts, lists: int) -> int:
     return SINGLE_LIST_BLOCK if lists == 1 else BLOCK
 
 
-def blocks_together(facts: DeviceFacts, blocks: int) -> int:
-    """How many blocks a measuring program walks over, of so many in all: a power of two."""
+def blocks_together(facts: DeviceFacts, blocks: int, block: int) -> int:
+    """How many blocks, of so many elements, a measuring program walks over, of so many in all: a power of two."""
     if facts.backend == "interpreter":
         return 2  # so that tests see a loop
-    return 1 << max(0, (blocks - 1) // MEASURING_PROGRAMS).bit_length()
+    least = 1 << max(0, (blocks - 1) // MEASURING_PROGRAMS).bit_length()
+    wanted = min(WALK // block, blocks // ENOUGH_PROGRAMS)
+    return max(least, 1 << max(0, wanted.bit_length() - 1))
 
 
 def last_block(partials: int) -> int:

@@ -69,7 +69,8 @@ def scale(
     # Scaling changes nothing about what is infinite or NaN, so that it can be counted afterwards.
     at_once = outputs[0].dtype == torch.float32 and (culprits is None or 0 < abs(factor) <= 1)
     if overflow is not None and at_once and sum(lists.sizes) < _LOOKED_AT_ONCE * len(targets):
-        _copy(inputs, targets)
+        if outputs is not inputs:
+            _copy(inputs, targets)
         found = torch.zeros(1)
         torch._amp_foreach_non_finite_check_and_unscale_(targets, found, torch.full((1,), factor))
         if found.item():

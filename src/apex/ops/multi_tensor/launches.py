@@ -102,7 +102,8 @@ class ListLaunches:
 
     def _blocks_together(self, block: int) -> int:
         """How many blocks a program that measures walks over."""
-        return config.blocks_together(_device.facts(self.device), sum(-(-size // block) for size in self.sizes))
+        blocks = sum(-(-size // block) for size in self.sizes)
+        return config.blocks_together(_device.facts(self.device), blocks, block)
 
     def _layout(self, rule: Rule) -> Layout:
         """A program per block; or, of a rule that measures, per so many that what they find takes little memory."""
@@ -131,6 +132,10 @@ class ListLaunches:
     def uploads(self) -> int:
         """How often addresses were uploaded: as long as it stays the same, the tensors do."""
         return self._table.uploads
+
+    def has_gradients(self, gradients: list[Tensor]) -> bool:
+        """Whether these, as many, lie where the present gradients do."""
+        return self._table.has_gradients(gradients)
 
     def move_gradients(self, addresses: list[int]) -> None:
         """Other gradients, given their addresses."""

@@ -7,9 +7,8 @@ NaN elements of every tensor that is checked.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,27 +32,29 @@ def scale(
     """`outputs[i] = factor * inputs[i]`; they may be the same tensors."""
     for indices, lists in groups_of((outputs, inputs), names):
         on_device = factor.reshape(1).to(lists.device, torch.float32) if isinstance(factor, Tensor) else None
-        with _counters(culprits, indices, lists.device) as counters:
-            lists.apply(
-                rules.SCALE,
-                {"factor": 1.0 if on_device is not None else factor},
-                grad_scale=on_device,
-                overflow=flag_on(overflow, lists.device),
-                culprits=counters,
-                noop=flag_on(noop, lists.device),
-                checks=(1,) if overflow is not None else (),
-            )
+        counters = _counters(culprits, indices, lists.device)
+        lists.apply(
+            rules.SCALE,
+            {"factor": 1.0 if on_device is not None else factor},
+            grad_scale=on_device,
+            overflow=flag_on(overflow, lists.device),
+            culprits=counters,
+            noop=flag_on(noop, lists.device),
+            checks=(1,) if overflow is not None else (),
+        )
+        _add_counters(culprits, counters, indices)
 
 
-@contextlib.contextmanager
-def _counters(culprits: Tensor | None, indices: Sequence[int], device: torch.device) -> Iterator[Tensor | None]:
-    """The counters of one group of tensors, which are added to those of all."""
+def _counters(culprits: Tensor | None, indices: Sequence[int], device: torch.device) -> Tensor | None:
+    """Those of all tensors where these are all, or new ones for a group of them."""
     if culprits is None or (len(indices) == len(culprits) and culprits.device == device):
-        yield culprits
-        return
-    counters = torch.zeros(len(indices), 2, dtype=torch.int32, device=device)
-    yield counters
-    culprits[torch.tensor(indices, device=culprits.device)] += counters.to(culprits.device)
+        return culprits
+    return torch.zeros(len(indices), 2, dtype=torch.int32, device=device)
+
+
+def _add_counters(culprits: Tensor | None, counters: Tensor | None, indices: Sequence[int]) -> None:
+    if culprits is not None and counters is not None and counters is not culprits:
+        culprits[torch.tensor(indices, device=culprits.device)] += counters.to(culprits.device)
 
 
 @torch.no_grad()
@@ -91,16 +92,17 @@ def axpby(
     slots = tuple(slot for slot, is_checked in wanted if overflow is not None and is_checked)
     for indices, lists in groups_of((outputs, x, y), names):
         on_device = a.reshape(1).to(lists.device, torch.float32) if isinstance(a, Tensor) else None
-        with _counters(culprits, indices, lists.device) as counters:
-            lists.apply(
-                rules.AXPBY,
-                {"a": 1.0 if on_device is not None else a, "b": b.reshape(()) if isinstance(b, Tensor) else b},
-                grad_scale=on_device,
-                overflow=flag_on(overflow, lists.device),
-                culprits=counters,
-                noop=flag_on(noop, lists.device),
-                checks=slots,
-            )
+        counters = _counters(culprits, indices, lists.device)
+        lists.apply(
+            rules.AXPBY,
+            {"a": 1.0 if on_device is not None else a, "b": b.reshape(()) if isinstance(b, Tensor) else b},
+            grad_scale=on_device,
+            overflow=flag_on(overflow, lists.device),
+            culprits=counters,
+            noop=flag_on(noop, lists.device),
+            checks=slots,
+        )
+        _add_counters(culprits, counters, indices)
 
 
 def l2norm(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .rule import SLOTS
-from .tables import current_stream
+from .tables import current_stream, lie_at
 from .torch_lists import TorchLists
 from .triton_lists import TritonLists
 
@@ -47,6 +47,7 @@ def looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 class _Known(NamedTuple):
     looks_right: Callable[..., bool]
+    addresses: list[int]
     lists: TritonLists
     uploads: int
 
@@ -56,21 +57,25 @@ _known: OrderedDict[tuple[Any, ...], _Known] = OrderedDict()
 
 def recognise(slots: Slots) -> TritonLists | None:
     """The lists that were remembered for just these tensors, on this stream."""
-    found = _known.get(_addresses(slots) or ())
-    if found is None:
+    try:
+        found = _known.get(_key(slots))
+        if found is None:
+            return None
+        looks_right, addresses, lists, uploads = found
+        if lists.uploads != uploads or lists.stream != current_stream(lists.device):
+            return None
+        tensors = _tensors(slots)
+        return lists if lie_at(tensors, addresses) and looks_right(*tensors) else None
+    except (RuntimeError, TypeError):  # sparse tensors, or others without memory
         return None
-    looks_right, lists, uploads = found
-    if lists.uploads != uploads or lists.stream != current_stream(lists.device):
-        return None
-    return lists if looks_right(*_tensors(slots)) else None
 
 
 def remember(slots: Slots, lists: TritonLists) -> None:
     """Lets `recognise` find `lists`, which point to these tensors."""
-    key = _addresses(slots)
-    if _Guards is not None and key is not None:
+    if _Guards is not None:
+        key, tensors = _key(slots), _tensors(slots)
         _known.pop(key, None)
-        _known[key] = _Known(looks_like(_tensors(slots)), lists, lists.uploads)
+        _known[key] = _Known(looks_like(tensors), list(map(Tensor.data_ptr, tensors)), lists, lists.uploads)
         if len(_known) > _MOST:
             _known.popitem(last=False)
 
@@ -129,26 +134,29 @@ def rule_slots(slots: Slots) -> tuple[Slots, Sequence[Tensor] | None]:
     return (*slots, *(None,) * (SLOTS - len(slots))), None
 
 
-def _addresses(slots: Slots) -> tuple[Any, ...] | None:
+def _key(slots: Slots) -> tuple[Any, ...]:
+    """What tells lists apart at a glance: how many tensors there are, and where the first and the last one lie."""
     key: list[Any] = [threading.get_ident()]
     for index, tensors in enumerate(slots):
         if tensors is None:
             key.append(None)
         elif index and tensors is slots[index - 1]:
             key.append("in place")
+        elif tensors:
+            key.append((len(tensors), tensors[0].data_ptr(), tensors[-1].data_ptr()))
         else:
-            try:
-                key.append(tuple(map(Tensor.data_ptr, tensors)))
-            except (RuntimeError, TypeError):  # sparse tensors, or others without memory
-                return None
+            key.append(0)
     return tuple(key)
 
 
-def _tensors(slots: Slots) -> Sequence[Tensor]:
+def _tensors(slots: Slots) -> list[Tensor]:
     """All tensors, but those of a list that is in two slots in a row only once: as many as a key tells."""
     different = [
         tensors
         for index, tensors in enumerate(slots)
         if tensors is not None and not (index and tensors is slots[index - 1])
     ]
-    return different[0] if len(different) == 1 else [tensor for tensors in different for tensor in tensors]
+    if len(different) == 1:
+        (tensors,) = different
+        return tensors if isinstance(tensors, list) else list(tensors)
+    return [tensor for tensors in different for tensor in tensors]

@@ -15,9 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _device
+
 # What captured uploads read from and write to, and tables that captured launches read: a replay uses them again.
 _captured: list[tuple[Tensor | None, ...]] = []
 _recordings = itertools.count(-1, -1)
+
+# Of PyTorch's own CUDA graphs: whether tensors have the addresses of a list, both taken at indices. Not on CPUs.
+_have_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+@functools.lru_cache(64)
+def _indices(count: int) -> list[int]:
+    return list(range(count))
+
+
+def lie_at(tensors: list[Tensor], addresses: list[int]) -> bool:
+    """Whether these are the addresses of the tensors, which must be as many.
+
+    Raises a TypeError or RuntimeError for what has no address: None, a sparse tensor.
+    """
+    if _have_addresses is None:
+        return list(map(Tensor.data_ptr, tensors)) == addresses
+    return _have_addresses(tensors, addresses, _indices(len(addresses)))
 
 
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -36,7 +56,7 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def is_captured(device: torch.device) -> bool:
     """Whether what is launched now becomes part of a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return current_stream(device) < 0
 
 
 def current_stream(device: torch.device) -> int:
@@ -47,9 +67,9 @@ def current_stream(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 0
-    if torch.cuda.is_current_stream_capturing():
-        return next(_recordings)
-    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
+    stream = _device.current_stream(_device.current_device() if device.index is None else device.index)
+    # The default stream, 0, cannot be captured; to ask takes 1 us.
+    return next(_recordings) if stream and torch.cuda.is_current_stream_capturing() else stream
 
 
 def keep_if_captured(device: torch.device, *tables: Tensor | None) -> None:
@@ -110,6 +130,10 @@ class AddressTable:
             self._moving_aligned = addresses is None or not _low_bits(addresses)
             self.uploads += 1
         self._moving_addresses = addresses
+
+    def has_gradients(self, tensors: list[Tensor]) -> bool:
+        """Whether the gradients, as many, lie where they did when their addresses were uploaded last."""
+        return self._moving_addresses is not None and lie_at(tensors, self._moving_addresses)
 
     def holds(self, fixed: list[list[int]], moving: list[int] | None) -> bool:
         """Whether these are the addresses that were uploaded last."""

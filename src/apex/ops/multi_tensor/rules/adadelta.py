@@ -13,7 +13,7 @@ def _adadelta(values, whole, scalars, FLAGS):
     lr, rho, rest, eps, decay, _b, _c, _d = scalars
     g = g + decay * p
     square = square * rho + rest * g * g
-    delta = tl.sqrt(travelled + eps) / tl.sqrt(square + eps) * g
+    delta = tl.sqrt((travelled + eps) / (square + eps)) * g  # one root is quicker than two, and closer
     travelled = travelled * rho + rest * delta * delta
     return p - lr * delta, g, square, travelled, a
 
