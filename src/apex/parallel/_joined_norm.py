@@ -62,8 +62,7 @@ def joined_forward(
         if norm is None or not _are_contiguous(running_mean, running_var):
             mean, variance = joined_statistics(packets, spec.momentum, running_mean, running_var)
         else:
-            momentum = None if running_mean is None else spec.momentum
-            mean, variance = combine(packets, running_mean, running_var, momentum)
+            mean, variance = combine(packets, running_mean, running_var, spec.momentum)
     if norm is None:
         return normalise(input, z, mean, variance, weight, bias, spec), mean, variance
     z = None if z is None else laid_out_like(input, z)

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..ops._library import quick_apply
 from ..ops.batch_norm import BatchNormSpec, batch_norm_with_statistics
+from ..ops.batch_norm.checks import check
 from ..ops.batch_norm.joined import joined_plan
-from ..ops.batch_norm.op import check
 from ._statistics import connected, process_count
 from .optimized_sync_batchnorm_kernel import PlannedSyncBatchNorm, SyncBatchnormFunction
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from apex.ops import _library
-from apex.ops.batch_norm import BatchNormSpec, batch_norm, config, kernel_norm, reference, stages
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from apex.ops.batch_norm import BatchNormSpec, batch_norm, config, kernel_norm, plans, reference, stages
+from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -385,14 +385,14 @@ def test_opcheck(route: Route) -> None:
     parameters = (weight.requires_grad_(), bias.requires_grad_())
     flags = (1e-5, True, True, 1)
     with _library.implementation(route.implementation):
-        torch.library.opcheck(torch.ops.apex.batch_norm_statistics.default, (x, 1))
+        opcheck(route, torch.ops.apex.batch_norm_statistics.default, (x, 1))
         arguments = (x.requires_grad_(), z.requires_grad_(), mean, variance, *parameters, *flags)
-        torch.library.opcheck(torch.ops.apex.batch_norm_normalise.default, arguments)
+        opcheck(route, torch.ops.apex.batch_norm_normalise.default, arguments)
         y = torch.ops.apex.batch_norm_normalise(*arguments).detach()
         x, weight, bias = x.detach(), weight.detach(), bias.detach()
         for output, has_z in ((y, True), (None, False)):
             arguments = (x, x, output, mean, variance, weight, bias, *flags, has_z)
-            torch.library.opcheck(torch.ops.apex.batch_norm_backward.default, arguments)
+            opcheck(route, torch.ops.apex.batch_norm_backward.default, arguments)
 
 
 @pytest.mark.parametrize("route", routes())
@@ -458,25 +458,65 @@ def test_cuda_graph_capture() -> None:
     assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if not case.offset], ids=str)
+def test_plans_of_torchs_operators(case: BatchNormCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of small inputs on a GPU, taken on the CPU."""
+    monkeypatch.setattr(_library, "may_plan", lambda tensor: True)
+    check(case, Route("cpu", "torch"))
+
+
+def test_which_plans_torchs_operators_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_library, "may_plan", lambda tensor: True)
+    x, weight = torch.randn(2, 6, 3, 4), torch.rand(6)
+
+    def plan(x: Tensor, z: Tensor | None = None, weight: Tensor | None = weight, channel_dim: int = 1) -> object:
+        return plans.plan_for(x, z, None, None, weight, weight, BatchNormSpec(channel_dim=channel_dim))
+
+    with _library.implementation("torch"):
+        assert plan(x) is plan(x) is not None
+        assert plan(x, x) is not None
+        assert plan(x.half()) is not None
+        assert plan(x.movedim(1, -1), channel_dim=-1) is not None
+        assert plan(x.half(), x.half()) is None  # rounded twice
+        assert plan(x.half(), weight=None) is None  # statistics in half precision
+        assert plan(x, weight=weight.double()) is None
+        with pytest.raises(ValueError, match="weight has shape"):
+            plan(x, weight=weight[:5])
+
+
+@pytest.mark.parametrize("route", routes())
+def test_one_plan_for_all_momenta(route: Route) -> None:
+    """An average over all batches has another one in every step."""
+    x = torch.randn(4, 6, 3, 3, device=route.device)
+    mean, variance = torch.zeros(6, device=route.device), torch.zeros(6, device=route.device)
+    kept = set()
+    with _library.implementation(route.implementation):
+        for step in range(1, 4):
+            batch_norm(x * step, mean, variance, momentum=1 / step, relu=True)
+            kept.add(len(plans._plans))
+    assert len(kept) == 1
+    assert_close(mean, 2 * x.double().mean((0, 2, 3)), reduction=36)
+    assert_close(variance, (1 + 4 + 9) / 3 * x.double().var((0, 2, 3)), reduction=36)
+
+
 def test_what_is_left_to_torch() -> None:
     """Most plain norms and small inputs, unless kernels are asked for or PyTorch would round twice."""
-    from apex.ops.batch_norm.op import _runs_kernels
-
+    runs_kernels = plans.runs_kernels
     small, large = torch.empty(2, 4, 8, 8), torch.empty(1, 1, 1, 1).expand(32, 256, 32, 32)
     wide = torch.empty(32, 64, 64, 64, device="meta")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_library, "runs_triton", lambda family, tensor: True)
-        assert _runs_kernels(large, None, BatchNormSpec(relu=True))
-        assert _runs_kernels(large, large, BatchNormSpec())
-        assert not _runs_kernels(large, None, BatchNormSpec())
-        assert _runs_kernels(wide, None, BatchNormSpec())
-        assert not _runs_kernels(wide, None, BatchNormSpec(training=False))
-        assert not _runs_kernels(wide.to(memory_format=torch.channels_last), None, BatchNormSpec())
-        assert not _runs_kernels(small, None, BatchNormSpec(relu=True))
-        assert not _runs_kernels(small, small, BatchNormSpec(relu=True))
-        assert _runs_kernels(small.half(), small, BatchNormSpec())
+        assert runs_kernels(large, None, BatchNormSpec(relu=True))
+        assert runs_kernels(large, large, BatchNormSpec())
+        assert not runs_kernels(large, None, BatchNormSpec())
+        assert runs_kernels(wide, None, BatchNormSpec())
+        assert not runs_kernels(wide, None, BatchNormSpec(training=False))
+        assert not runs_kernels(wide.to(memory_format=torch.channels_last), None, BatchNormSpec())
+        assert not runs_kernels(small, None, BatchNormSpec(relu=True))
+        assert not runs_kernels(small, small, BatchNormSpec(relu=True))
+        assert runs_kernels(small.half(), small, BatchNormSpec())
         with _library.implementation("triton"):
-            assert _runs_kernels(small, None, BatchNormSpec())
+            assert runs_kernels(small, None, BatchNormSpec())
 
 
 @pytest.mark.parametrize("last", [True, False])

@@ -18,7 +18,7 @@ from ...ops.batch_norm import (
     gradients,
     normalise,
 )
-from ...ops.batch_norm.op import check
+from ...ops.batch_norm.checks import check
 from ...parallel._consecutive_groups import consecutive_group
 from ...parallel._joined_norm import GroupBatchNormFunction, joined_forward, joined_gradients, norm_of
 

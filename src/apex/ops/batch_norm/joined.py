@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._device import stream_here
 from .._plans import Plans, kind
+from .checks import check
 from .kernel_norm import KernelNorm, combine
 from .launches import ApplyPlan, InputGradientPlan, PacketPlan, SumsPlan
 from .layout import laid_out_like
-from .op import check
 from .spec import BatchNormSpec
 from .stages import direct_norm
 
@@ -28,13 +29,13 @@ AddUp = Callable[[Tensor], object]
 class JoinedPlan:
     """A norm of training, of dense inputs of one kind. Gradients have the dtype of the input."""
 
-    def __init__(self, norm: KernelNorm, spec: BatchNormSpec, dtype: torch.dtype, z: torch.dtype | None) -> None:
+    def __init__(self, norm: KernelNorm, spec: BatchNormSpec, z: torch.dtype | None) -> None:
         self.spec, self.z_dtype = spec, z
         # Without an addend what ReLU let through is computed again, so that the output need not be kept or read.
         self.keeps_output = norm.relu and z is not None
-        self._norm, self._itemsize = norm, dtype.itemsize
+        self._norm = norm
         self._packet = PacketPlan(norm.geometry, norm.device, norm.multiprocessors)
-        self._apply = ApplyPlan(norm.geometry, norm.present, z is not None, norm.eps, norm.relu, norm.device)
+        self._apply = ApplyPlan(norm.kind, norm.present, z is not None, norm.eps, norm.relu, norm.device)
         self._backward: dict[bool, tuple[SumsPlan, InputGradientPlan]] = {}
 
     def forward(
@@ -49,9 +50,10 @@ class JoinedPlan:
         gather: Gather,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The output, and mean and biased variance of all inputs, towards which the running ones move."""
-        packets = gather(self._packet.run(x))
-        mean, variance = combine(packets, running_mean, running_var, None if running_mean is None else momentum)
-        return self._apply.run(x, z, mean, variance, weight, bias), mean, variance
+        stream = stream_here(self._norm.device.index)
+        packets = gather(self._packet.run(stream, x))
+        mean, variance = combine(packets, running_mean, running_var, momentum)
+        return self._apply.run(stream, x, z, mean, variance, weight, bias), mean, variance
 
     def gradients(
         self,
@@ -72,23 +74,23 @@ class JoinedPlan:
         plans = self._backward.get(wants_z)
         if plans is None:
             plans = self._backward[wants_z] = self._plan_backward(wants_z)
-        dy = laid_out_like(x, dy)
-        kept, plain, along, packet = plans[0].run(dy, x, y, mean, variance, weight, bias)
+        dy, stream = laid_out_like(x, dy), stream_here(self._norm.device.index)
+        kept, plain, along, packet = plans[0].run(stream, dy, x, y, mean, variance, weight, bias)
         assert packet is not None  # the plan is one with a packet
         add_up(packet)
         if kept is None:
-            dx = plans[1].run(dy, x, y, mean, variance, weight, bias, packet, None)
+            dx = plans[1].run(stream, dy, x, y, mean, variance, weight, bias, packet, None)
             return dx, dy if wants_z else None, along, plain
         # What ReLU let through is there: no need to ask the output again.
-        return plans[1].run(kept, x, None, mean, variance, weight, bias, packet, None), kept, along, plain
+        return plans[1].run(stream, kept, x, None, mean, variance, weight, bias, packet, None), kept, along, plain
 
     def _plan_backward(self, wants_z: bool) -> tuple[SumsPlan, InputGradientPlan]:
         norm = self._norm
         # How kernels learn what ReLU let through: from the output, or from the input again.
         mask = 0 if not norm.relu else 2 if self.keeps_output else 1
         write_dz = wants_z and norm.relu
-        shared = (norm.geometry, norm.present)
-        sums = SumsPlan(*shared, mask, write_dz, True, norm.eps, self._itemsize, norm.device, norm.multiprocessors)
+        shared = (norm.kind, norm.present)
+        sums = SumsPlan(*shared, mask, write_dz, True, norm.eps, norm.kind.dtype, norm.device, norm.multiprocessors)
         return sums, InputGradientPlan(*shared, 0 if write_dz else mask, True, norm.eps, None, norm.device)
 
 
@@ -136,4 +138,4 @@ def _made(
     ):
         return None
     norm = direct_norm(input, weight, bias, spec)
-    return None if norm is None else JoinedPlan(norm, spec, input.dtype, None if z is None else z.dtype)
+    return None if norm is None else JoinedPlan(norm, spec, None if z is None else z.dtype)

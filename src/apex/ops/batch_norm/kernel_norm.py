@@ -4,41 +4,41 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _device
 from .launches import ApplyPlan, CombinePlan, InputGradientPlan, MeasurePlan, PacketPlan, Present, SumsPlan
-from .layout import Geometry, geometry_of
+from .layout import Kind, kind_of
 from .spec import BatchNormSpec
+
+Dtype = torch.dtype | None
 
 
 def kernel_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: BatchNormSpec) -> KernelNorm:
     """The stages for a dense input."""
     return _kernel_norm(
-        geometry_of(x, spec),
+        kind_of(x, spec),
         _dtype(weight),
         _dtype(bias),
         spec.eps,
         spec.relu,
         spec.training,
-        x.dtype,
         x.device,
         _device.facts(x.device),
     )
 
 
 class KernelNorm:
-    """The stages of norms of one geometry, dtype and specification.
+    """The stages of norms of one kind and specification.
 
     Inputs are dense, what else is of their size is laid out like them, and all that is per channel contiguous.
     """
 
     def __init__(
         self,
-        geometry: Geometry,
+        kind: Kind,
         present: Present,
         eps: float,
         relu: bool,
@@ -46,21 +46,21 @@ class KernelNorm:
         device: torch.device,
         multiprocessors: int,
     ) -> None:
-        self.geometry, self.present, self.eps = geometry, present, eps
+        self.kind, self.geometry, self.present, self.eps = kind, kind.geometry, present, eps
         self.relu, self.training = relu, training
         self.device, self.multiprocessors = device, multiprocessors
-        self.inverse_count = 1 / geometry.values
+        self.inverse_count = 1 / kind.geometry.values
 
     def statistics(
-        self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float | None
+        self, x: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, momentum: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance; with a momentum, running statistics are updated."""
-        plan = _measure_plan(self, momentum, _dtype(running_mean), _dtype(running_var))
-        return plan.run(x, running_mean, running_var)
+        """Mean and biased variance, towards which running statistics move by `momentum`."""
+        plan = measure_plan(self, _dtype(running_mean), _dtype(running_var))
+        return plan.run(self._stream(), x, running_mean, running_var, momentum)
 
     def packet(self, x: Tensor) -> Tensor:
         """Means, sums of squared deviations and number of values."""
-        return _packet_plan(self).run(x)
+        return _packet_plan(self).run(self._stream(), x)
 
     def apply(
         self,
@@ -72,7 +72,8 @@ class KernelNorm:
         bias: Tensor | None,
     ) -> Tensor:
         """The output, given statistics."""
-        return _apply_plan(self, _dtype(z), mean.dtype, variance.dtype).run(x, z, mean, variance, weight, bias)
+        plan = apply_plan(self, _dtype(z), mean.dtype, variance.dtype)
+        return plan.run(self._stream(), x, z, mean, variance, weight, bias)
 
     def sums(
         self,
@@ -88,7 +89,8 @@ class KernelNorm:
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """What ReLU lets through (where it is to be written), its sums, and these as a packet (likewise)."""
         dtypes = (dy.dtype, _dtype(y), mean.dtype, variance.dtype)
-        return _sums_plan(self, write_dz, packet, *dtypes).run(dy, x, y, mean, variance, weight, bias)
+        plan = sums_plan(self, write_dz, packet, *dtypes)
+        return plan.run(self._stream(), dy, x, y, mean, variance, weight, bias)
 
     def input_gradient(
         self,
@@ -110,8 +112,8 @@ class KernelNorm:
         `dy` already.
         """
         dtypes = (dy.dtype, _dtype(y), mean.dtype, variance.dtype)
-        plan = _input_gradient_plan(self, self.relu and not let_through, inverse_count, *dtypes)
-        return plan.run(dy, x, y, mean, variance, weight, bias, plain, along)
+        plan = input_gradient_plan(self, self.relu and not let_through, inverse_count, *dtypes)
+        return plan.run(self._stream(), dy, x, y, mean, variance, weight, bias, plain, along)
 
     def gradients(
         self,
@@ -141,93 +143,17 @@ class KernelNorm:
             dx = self.input_gradient(kept, x, None, *given, *sums, let_through=True)
         return dx, (kept if self.relu else dy) if wants_z else None, plain, along, packet
 
-
-class NormPlan:
-    """A norm over one input alone, by kernels: what is left to do for tensors of one kind."""
-
-    def __init__(
-        self,
-        norm: KernelNorm,
-        spec: BatchNormSpec,
-        x: torch.dtype,
-        z: torch.dtype | None,
-        running: tuple[torch.dtype | None, torch.dtype | None],
-    ) -> None:
-        self.spec, self.z_dtype = spec, z
-        # Without an addend what ReLU let through is computed again, so that the output need not be kept or read.
-        self.keeps_output = spec.relu and z is not None
-        self._norm, self._x_dtype = norm, x
-        self._measure = None
-        statistics: tuple[torch.dtype | None, ...] = running
-        if spec.training:
-            self._measure = _measure_plan(norm, None if running[0] is None else spec.momentum, *running)
-            statistics = (torch.float32, torch.float32)
-        self._statistics = statistics
-        self._apply = _apply_plan(norm, z, *statistics)
-        self._gradients: dict[bool, GradientsPlan] = {}
-
-    def forward(
-        self,
-        x: Tensor,
-        z: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Any,
-        running_var: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Output and the statistics it was normalised by; in training the running ones are updated."""
-        mean, variance = running_mean, running_var
-        if self._measure is not None:
-            mean, variance = self._measure.run(x, running_mean, running_var)
-        return self._apply.run(x, z, mean, variance, weight, bias), mean, variance
-
-    def gradients(self, wants_z: bool) -> GradientsPlan:
-        """The plan of the backward pass, made when it is first asked for."""
-        plan = self._gradients.get(wants_z)
-        if plan is None:
-            plan = self._gradients[wants_z] = GradientsPlan(
-                self._norm, self._x_dtype, self.keeps_output, self._statistics, wants_z
-            )
-        return plan
-
-
-class GradientsPlan:
-    """The backward pass of a norm over one input alone."""
-
-    def __init__(self, norm: KernelNorm, dy: torch.dtype, given_output: bool, statistics: Any, wants_z: bool) -> None:
-        let_through = wants_z and norm.relu
-        y = dy if given_output else None
-        self._wants_z = wants_z
-        self._sums = _sums_plan(norm, let_through, False, dy, y, *statistics)
-        relu, seen = (False, None) if let_through else (norm.relu, y)
-        self._input = _input_gradient_plan(norm, relu, norm.inverse_count, dy, seen, *statistics)
-
-    def run(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        y: Tensor | None,
-        mean: Tensor,
-        variance: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Gradients of input, addend (None if it is not wanted), weight and bias; `dy` is laid out as the input."""
-        kept, plain, along, _ = self._sums.run(dy, x, y, mean, variance, weight, bias)
-        if kept is None:
-            dx = self._input.run(dy, x, y, mean, variance, weight, bias, plain, along)
-            return dx, dy if self._wants_z else None, along, plain
-        # What ReLU let through is there: no need to ask the output again.
-        return self._input.run(kept, x, None, mean, variance, weight, bias, plain, along), kept, along, plain
+    def _stream(self) -> int | None:
+        return _device.stream_here(self.device.index)
 
 
 def combine(
-    parts: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, momentum: float | None = None
+    parts: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, momentum: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of a whole from packets; with a momentum, running statistics are updated."""
-    dtypes = (_dtype(running_mean), _dtype(running_var))
-    plan = _combine_plan(parts.shape[0], parts.shape[1] // 2, momentum, *dtypes, parts.device)
-    return plan.run(parts, running_mean, running_var)
+    """Mean and biased variance of a whole from packets, towards which running statistics move by `momentum`."""
+    device, dtypes = parts.device, (_dtype(running_mean), _dtype(running_var))
+    plan = _combine_plan(parts.shape[0], parts.shape[1] // 2, *dtypes, device)
+    return plan.run(_device.stream_here(device.index), parts, running_mean, running_var, momentum)
 
 
 def clear_plans() -> None:
@@ -238,18 +164,19 @@ def clear_plans() -> None:
 
 # Dtypes are part of the keys because a bound launch is for one set of them; facts because launch rules ask them.
 @functools.lru_cache(maxsize=4096)
-def _kernel_norm(geometry, weight, bias, eps, relu, training, dtype, device, facts):
-    return KernelNorm(geometry, Present(weight, bias), eps, relu, training, device, facts.multiprocessors)
+def _kernel_norm(kind, weight, bias, eps, relu, training, device, facts):
+    return KernelNorm(kind, Present(weight, bias), eps, relu, training, device, facts.multiprocessors)
 
 
 @functools.lru_cache(maxsize=4096)
-def _combine_plan(parts, channels, momentum, mean, variance, device):
-    return CombinePlan(parts, channels, 2 * channels + 1, momentum, device)
+def _combine_plan(parts, channels, mean, variance, device):
+    return CombinePlan(parts, channels, 2 * channels + 1, mean is not None, device)
 
 
 @functools.lru_cache(maxsize=4096)
-def _measure_plan(norm, momentum, mean, variance):
-    return MeasurePlan(norm.geometry, momentum, norm.device, norm.multiprocessors)
+def measure_plan(norm: KernelNorm, mean: Dtype, variance: Dtype) -> MeasurePlan:
+    """For running statistics of these dtypes."""
+    return MeasurePlan(norm.geometry, mean is not None, norm.device, norm.multiprocessors)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -258,22 +185,33 @@ def _packet_plan(norm):
 
 
 @functools.lru_cache(maxsize=4096)
-def _apply_plan(norm, z, mean, variance):
-    return ApplyPlan(norm.geometry, norm.present, z is not None, norm.eps, norm.relu, norm.device)
+def apply_plan(norm: KernelNorm, z: Dtype, mean: Dtype, variance: Dtype) -> ApplyPlan:
+    """For an addend and statistics of these dtypes."""
+    return ApplyPlan(norm.kind, norm.present, z is not None, norm.eps, norm.relu, norm.device)
 
 
 @functools.lru_cache(maxsize=4096)
-def _sums_plan(norm, write_dz, packet, dy, y, mean, variance):
+def sums_plan(
+    norm: KernelNorm, write_dz: bool, packet: bool, dy: torch.dtype, y: Dtype, mean: Dtype, variance: Dtype
+) -> SumsPlan:
+    """For tensors of these dtypes; `y` is the output, where kernels are given it."""
     mask = _mask(norm.relu, y)
-    return SumsPlan(
-        norm.geometry, norm.present, mask, write_dz, packet, norm.eps, dy.itemsize, norm.device, norm.multiprocessors
-    )
+    return SumsPlan(norm.kind, norm.present, mask, write_dz, packet, norm.eps, dy, norm.device, norm.multiprocessors)
 
 
 @functools.lru_cache(maxsize=4096)
-def _input_gradient_plan(norm, relu, inverse_count, dy, y, mean, variance):
+def input_gradient_plan(
+    norm: KernelNorm,
+    relu: bool,
+    inverse_count: float | None,
+    dy: torch.dtype,
+    y: Dtype,
+    mean: Dtype,
+    variance: Dtype,
+) -> InputGradientPlan:
+    """The same; `relu` unless it let through what it does already."""
     mask = _mask(relu, y)
-    return InputGradientPlan(norm.geometry, norm.present, mask, norm.training, norm.eps, inverse_count, norm.device)
+    return InputGradientPlan(norm.kind, norm.present, mask, norm.training, norm.eps, inverse_count, norm.device)
 
 
 def _mask(relu: bool, y: torch.dtype | None) -> int:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .._workspace import partial_sums
+from .._results import maker
+from .._workspace import partial_sums_on
 from . import config
-from .layout import Geometry
+from .layout import Geometry, Kind
 
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
@@ -33,40 +34,56 @@ class Present(NamedTuple):
 
 
 class CombinePlan:
-    """Statistics of a whole from those of its parts, in one launch."""
+    """Statistics of a whole from those of its parts, in one launch; with `running` ones, these move towards them."""
 
-    def __init__(self, parts: int, channels: int, pitch: int, momentum: float | None, device: torch.device) -> None:
+    def __init__(self, parts: int, channels: int, pitch: int, running: bool, device: torch.device) -> None:
         part_block, channel_block = config.finish_block(parts)
-        self._channels = channels
+        self._per_channel = maker((channels,), torch.float32, device)
+        self._sizes = (parts, channels, pitch)
         self._statistics = _kernels().batch_norm_statistics.bind(
             (-(-channels // channel_block),),
-            (parts, channels, pitch, 0.0 if momentum is None else float(momentum)),
-            (momentum is not None, False, part_block, channel_block),
+            (*self._sizes, 0.0),
+            (running, False, part_block, channel_block),
             device=device,
             num_warps=config.FINISH_WARPS,
         )
 
-    def run(self, parts: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance; moves the running ones towards them where the plan has a momentum."""
-        mean, variance = parts.new_empty(self._channels), parts.new_empty(self._channels)
-        self._statistics(parts, mean, variance, running_mean, running_var)
+    def run(
+        self,
+        stream: int | None,
+        parts: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance."""
+        mean, variance = self._per_channel(stream), self._per_channel(stream)
+        numbers = (*self._sizes, momentum)
+        self._statistics(parts, mean, variance, running_mean, running_var, floats=numbers, stream=stream)
         return mean, variance
 
 
 class MeasurePlan:
-    """Statistics of an input, in two launches."""
+    """Statistics of an input, in two launches; with `running` ones, these move towards them."""
 
-    def __init__(self, geometry: Geometry, momentum: float | None, device: torch.device, multiprocessors: int) -> None:
+    def __init__(self, geometry: Geometry, running: bool, device: torch.device, multiprocessors: int) -> None:
         self._measure, programs = _bound_measure(geometry, device, multiprocessors)
         pitch = config.pitch(geometry.channels)
         self._device, self._partials = device, programs * pitch
-        self._combine = CombinePlan(programs, geometry.channels, pitch, momentum, device)
+        self._combine = CombinePlan(programs, geometry.channels, pitch, running, device)
 
-    def run(self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance; moves the running ones towards them where the plan has a momentum."""
-        partials, _ = partial_sums(self._partials, self._device)
-        self._measure(x, partials)
-        return self._combine.run(partials, running_mean, running_var)
+    def run(
+        self,
+        stream: int | None,
+        x: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance."""
+        partials, _ = partial_sums_on(stream, self._partials, self._device)
+        self._measure(x, partials, stream=stream)
+        return self._combine.run(stream, partials, running_mean, running_var, momentum)
 
 
 class PacketPlan:
@@ -76,7 +93,8 @@ class PacketPlan:
         self._measure, programs = _bound_measure(geometry, device, multiprocessors)
         part_block, channel_block = config.finish_block(programs)
         pitch = config.pitch(geometry.channels)
-        self._device, self._partials, self._packet = device, programs * pitch, 2 * geometry.channels + 1
+        self._device, self._partials = device, programs * pitch
+        self._packet = maker((2 * geometry.channels + 1,), torch.float32, device)
         self._finish = _kernels().batch_norm_statistics.bind(
             (-(-geometry.channels // channel_block),),
             (programs, geometry.channels, pitch, 0.0),
@@ -85,12 +103,12 @@ class PacketPlan:
             num_warps=config.FINISH_WARPS,
         )
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, stream: int | None, x: Tensor) -> Tensor:
         """Means, sums of squared deviations and a count: [2C + 1]."""
-        partials, _ = partial_sums(self._partials, self._device)
-        packet = partials.new_empty(self._packet)
-        self._measure(x, partials)
-        self._finish(partials, packet, None, None, None)
+        partials, _ = partial_sums_on(stream, self._partials, self._device)
+        packet = self._packet(stream)
+        self._measure(x, partials, stream=stream)
+        self._finish(partials, packet, None, None, None, stream=stream)
         return packet
 
 
@@ -115,9 +133,8 @@ def _bound_measure(geometry: Geometry, device: torch.device, multiprocessors: in
 class ApplyPlan:
     """The output, in one launch."""
 
-    def __init__(
-        self, geometry: Geometry, present: Present, has_z: bool, eps: float, relu: bool, device: torch.device
-    ) -> None:
+    def __init__(self, kind: Kind, present: Present, has_z: bool, eps: float, relu: bool, device: torch.device) -> None:
+        geometry, self._output = kind.geometry, kind.maker(device)
         tiles = config.tiling(geometry.positions, geometry.channels, geometry.last, config.APPLY_TILE)
         units = geometry.images * tiles.chunks
         has_weight, has_bias = (each is not None for each in present)
@@ -142,6 +159,7 @@ class ApplyPlan:
 
     def run(
         self,
+        stream: int | None,
         x: Tensor,
         z: Tensor | None,
         mean: Tensor,
@@ -150,8 +168,8 @@ class ApplyPlan:
         bias: Tensor | None,
     ) -> Tensor:
         """The output, laid out as the input."""
-        y = torch.empty_like(x)
-        self._apply(x, z, weight, bias, mean, variance, y)
+        y = self._output(stream)
+        self._apply(x, z, weight, bias, mean, variance, y, stream=stream)
         return y
 
 
@@ -160,26 +178,29 @@ class SumsPlan:
 
     def __init__(
         self,
-        geometry: Geometry,
+        kind: Kind,
         present: Present,
         mask: int,
         write_dz: bool,
         packet: bool,
         eps: float,
-        itemsize: int,
+        dy: torch.dtype,
         device: torch.device,
         multiprocessors: int,
     ) -> None:
-        kernels, channels = _kernels(), geometry.channels
-        pace = config.backward_pace(geometry.positions, geometry.last, itemsize)
+        kernels, geometry = _kernels(), kind.geometry
+        channels = geometry.channels
+        pace = config.backward_pace(geometry.positions, geometry.last, dy.itemsize)
         tiles = config.tiling(geometry.positions, channels, geometry.last, pace.elements)
         units = geometry.images * tiles.chunks
         programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors, pace)
         align = config.alignment(geometry.positions, geometry.last)
         steps = geometry.positions // align
         has_weight, has_bias = (each is not None for each in present)
-        self._device, self._channels, self._write_dz = device, channels, write_dz
-        self._partials, self._packet = programs * 2 * channels, 2 * channels + 1 if packet else None
+        self._device, self._partials = device, programs * 2 * channels
+        self._dz = kind.maker(device, dy) if write_dz else None
+        self._sum = maker((channels,), torch.float32, device)
+        self._packet = maker((2 * channels + 1,), torch.float32, device) if packet else None
         self._measure = kernels.batch_norm_measure_backward.bind(
             (programs * tiles.channel_blocks,),
             (steps, channels, tiles.chunks, units, programs, tiles.channel_blocks, float(eps)),
@@ -208,6 +229,7 @@ class SumsPlan:
 
     def run(
         self,
+        stream: int | None,
         dy: Tensor,
         x: Tensor,
         y: Tensor | None,
@@ -217,12 +239,12 @@ class SumsPlan:
         bias: Tensor | None,
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """What ReLU lets through of the gradient, where it is to be written, the sums, in float32, and a packet."""
-        dz = torch.empty_like(dy) if self._write_dz else None
-        partials, _ = partial_sums(self._partials, self._device)
-        plain, along = partials.new_empty(self._channels), partials.new_empty(self._channels)
-        packet = None if self._packet is None else partials.new_empty(self._packet)
-        self._measure(x, dy, y, weight, bias, mean, variance, dz, partials)
-        self._sums(partials, plain, along, packet)
+        dz = None if self._dz is None else self._dz(stream)
+        partials, _ = partial_sums_on(stream, self._partials, self._device)
+        plain, along = self._sum(stream), self._sum(stream)
+        packet = None if self._packet is None else self._packet(stream)
+        self._measure(x, dy, y, weight, bias, mean, variance, dz, partials, stream=stream)
+        self._sums(partials, plain, along, packet, stream=stream)
         return dz, plain, along, packet
 
 
@@ -231,7 +253,7 @@ class InputGradientPlan:
 
     def __init__(
         self,
-        geometry: Geometry,
+        kind: Kind,
         present: Present,
         mask: int,
         training: bool,
@@ -239,6 +261,7 @@ class InputGradientPlan:
         inverse_count: float | None,
         device: torch.device,
     ) -> None:
+        geometry, self._dx = kind.geometry, kind.maker(device)
         elements = config.APPLY_BACKWARD_TILE[geometry.last]
         tiles = config.tiling(geometry.positions, geometry.channels, geometry.last, elements)
         units = geometry.images * tiles.chunks
@@ -272,6 +295,7 @@ class InputGradientPlan:
 
     def run(
         self,
+        stream: int | None,
         dy: Tensor,
         x: Tensor,
         y: Tensor | None,
@@ -283,6 +307,6 @@ class InputGradientPlan:
         along: Tensor | None,
     ) -> Tensor:
         """The gradient, laid out as the input; without an inverse of a count `plain` is a packet."""
-        dx = torch.empty_like(x)
-        self._apply(x, dy, y, weight, bias, mean, variance, plain, along, dx)
+        dx = self._dx(stream)
+        self._apply(x, dy, y, weight, bias, mean, variance, plain, along, dx, stream=stream)
         return dx

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._results import Maker, maker
 from .spec import BatchNormSpec
 
 
@@ -25,9 +26,23 @@ class Geometry(NamedTuple):
         return self.images * self.positions
 
 
-def geometry_of(tensor: Tensor, spec: BatchNormSpec) -> Geometry:
-    """The geometry of a dense tensor."""
-    return _geometry(tensor.shape, spec.channel_dim, tensor.is_contiguous())
+class Kind(NamedTuple):
+    """What dense inputs of norms have in common, and results with them."""
+
+    geometry: Geometry
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def maker(self, device: torch.device, dtype: torch.dtype | None = None) -> Maker:
+        """What makes uninitialised tensors that are laid out like the input."""
+        return maker(self.sizes, dtype or self.dtype, device, self.strides)
+
+
+def kind_of(tensor: Tensor, spec: BatchNormSpec) -> Kind:
+    """The kind of a dense tensor."""
+    geometry = _geometry(tensor.shape, spec.channel_dim, tensor.is_contiguous())
+    return Kind(geometry, tensor.shape, tensor.stride(), tensor.dtype)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -30,8 +30,8 @@ FAMILY = _library.register_family(
         "batch_norm",
         "batch norm with an addend and ReLU, in both layouts",
         self_check,
-        small_inputs=f"PyTorch's operators below {NATIVE_BELOW:,} elements (but for halves to which something is added), "
-        "and mostly without an addend or ReLU",
+        small_inputs=f"PyTorch's operators below {NATIVE_BELOW:,} elements, but for halves with an addend, and mostly "
+        "without an addend or ReLU",
     )
 )
 
@@ -62,8 +62,6 @@ def local_statistics(
         return mean, variance
     values = dense(input, spec)
     norm = kernel_norm.kernel_norm(values, None, None, spec)
-    if running_mean is None or running_var is None:
-        return norm.statistics(values, None, None, None)
     with contiguous_places(running_mean, running_var) as places:
         return norm.statistics(values, *places, spec.momentum)
 
@@ -95,8 +93,6 @@ def joined_statistics(
                 else:
                     running.copy_(running.to(value.dtype).lerp(value, share))
         return mean, deviations / count.clamp(min=1)
-    if running_mean is None or running_var is None:
-        return kernel_norm.combine(parts)
     with contiguous_places(running_mean, running_var) as places:
         return kernel_norm.combine(parts, *places, momentum)
 
@@ -277,18 +273,18 @@ def gradients(
 
 
 class contiguous_places:
-    """A context with running statistics as kernels can write them."""
+    """A context with running statistics, where there are any, as kernels can write them."""
 
-    def __init__(self, running_mean: Tensor, running_var: Tensor) -> None:
+    def __init__(self, running_mean: Tensor | None, running_var: Tensor | None) -> None:
         self._running = (running_mean, running_var)
 
-    def __enter__(self) -> tuple[Tensor, Tensor]:
-        self._places = (self._running[0].contiguous(), self._running[1].contiguous())
+    def __enter__(self) -> tuple[Tensor | None, Tensor | None]:
+        self._places = (_contiguous(self._running[0]), _contiguous(self._running[1]))
         return self._places
 
     def __exit__(self, *error: object) -> None:
         for running, updated in zip(self._running, self._places, strict=True):
-            if updated is not running:
+            if running is not None and updated is not None and updated is not running:
                 running.copy_(updated)
 
 
