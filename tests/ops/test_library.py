@@ -117,6 +117,15 @@ def test_quick_apply_is_apply() -> None:
     output = quick(x)
     assert type(output.grad_fn) is type(Double.apply(x).grad_fn)
     assert torch.equal(torch.autograd.grad(output.sum(), x)[0], torch.full((3,), 2.0))
+
+    class Triple(Double):
+        @staticmethod
+        def backward(ctx, dy):  # type: ignore[override]
+            return 3 * dy
+
+    assert torch.equal(torch.autograd.grad(Triple.apply(x).sum(), x)[0], torch.full((3,), 3.0))
+    slope = torch.autograd.grad(quick(x), x, x, create_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(slope.sum(), x)[0], torch.full((3,), 2.0))
     for apply in (Double.apply, quick):  # both leave it to PyTorch to say what torch.func needs
         with pytest.raises(RuntimeError, match="setup_context"):
             torch.func.grad(lambda x, apply=apply: apply(x).sum())(x)

@@ -228,8 +228,10 @@ def register_op(
 def quick_apply(function: type[torch.autograd.Function]) -> Callable:
     """`function.apply` without what only `torch.func` and `torch.compile` need: 18 us instead of 26 for seven tensors.
 
-    For a Function without `setup_context` that is called with positional arguments.
+    For a Function without `setup_context` that is called with positional arguments. Its nodes also call `backward`
+    without PyTorch's method in between, which looks each time whether there is a `vjp` instead: 1 us less.
     """
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
     directly = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(*args):  # type: ignore[no-untyped-def]

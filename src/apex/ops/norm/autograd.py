@@ -100,4 +100,9 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
+        plan = ctx.plan
+        if plan is not None and not torch.is_grad_enabled():  # as below, with a call less
+            saved, weight, bias, statistics = ctx.saved_tensors
+            dx, dweight, dbias = plan.run(dy, saved, statistics, weight, bias)
+            return dx, dweight, dbias, None, None, None
         return *backward_from_saved(ctx, dy), None, None, None

@@ -77,7 +77,7 @@ def _is_small(input: Tensor, weight: Tensor | None, bias: Tensor | None, out_dty
         and (weight is None or weight.dtype == dtype)
         and (bias is None or bias.dtype == dtype)
         and (out_dtype is None or out_dtype == dtype)
-        and _library.requested() == "auto"
+        and _library._requested == "auto"  # what `requested` returns
     )
 
 
