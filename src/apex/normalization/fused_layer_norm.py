@@ -236,11 +236,6 @@ class _Norm(nn.Module):
         values = nn.Parameter(torch.empty(self.normalized_shape)) if self.elementwise_affine else None
         self.register_parameter(name, values)
 
-    def _own(self, name: str) -> Tensor | None:
-        """A parameter, or what was put in its place; `nn.Module` takes a microsecond more to find one."""
-        parameters = self._parameters
-        return parameters[name] if name in parameters else getattr(self, name)
-
     def extra_repr(self) -> str:
         return f"{tuple(self.normalized_shape)}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
@@ -271,7 +266,10 @@ class FusedLayerNorm(_Norm):
             init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self._own("weight"), self._own("bias")
+        parameters = self._parameters  # where `self.weight` would take a microsecond more to look
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if weight is None or bias is None:  # or something else is in their place
+            weight, bias = self.weight, self.bias
         if torch._C._is_any_autocast_enabled():  # asked here too: a small norm has no microsecond to give away
             input, weight, bias = _cast_for_autocast(input, weight, bias)
         return norm.layer_norm(
@@ -298,7 +296,9 @@ class FusedRMSNorm(_Norm):
             init.ones_(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = self._own("weight")
+        weight = self._parameters.get("weight")
+        if weight is None:
+            weight = self.weight
         if torch._C._is_any_autocast_enabled():
             input, weight = _cast_for_autocast(input, weight)
         return norm.rms_norm(input, self.normalized_shape, weight, self.eps, memory_efficient=self.memory_efficient)

@@ -17,7 +17,7 @@ from .reference import as_rows, compute_dtype, normalised_from_output
 from .spec import NormSpec
 
 # Before it had a fused RMS norm, PyTorch computed the one of half-precision tensors in half precision.
-_RMS_NORM_IS_FUSED = hasattr(torch.ops.aten, "_fused_rms_norm")
+RMS_NORM_IS_FUSED = hasattr(torch.ops.aten, "_fused_rms_norm")
 
 
 def layer_norm(input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -30,7 +30,7 @@ def layer_norm(input: Tensor, shape: Sequence[int], weight: Tensor | None, bias:
 
 def rms_norm(input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
     """`torch.rms_norm` in the input's dtype, also under autocast."""
-    if not _RMS_NORM_IS_FUSED and input.dtype in half_layer_norm.HALF:
+    if not RMS_NORM_IS_FUSED and input.dtype in half_layer_norm.HALF:
         return rms_norm(input.float(), shape, None if weight is None else weight.float(), eps).to(input.dtype)
     if torch._C._is_any_autocast_enabled():
         with _autocast_off(input):

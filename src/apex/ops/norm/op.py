@@ -37,7 +37,9 @@ def layer_norm(
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
         try:
             if input.is_cuda or input.dtype not in half_layer_norm.HALF or not torch.is_grad_enabled():
-                return native.layer_norm(input, shape, weight, bias, eps)
+                if torch._C._is_any_autocast_enabled():
+                    return native.layer_norm(input, shape, weight, bias, eps)
+                return torch.layer_norm(input, shape, weight, bias, eps)  # what that does, with a call less
             return _layer_norm_without_kernel(input, shape, weight, bias, eps, input.dtype)
         except (RuntimeError, TypeError):
             # Says what is wrong in the same words as for large inputs, or accepts what PyTorch does not.
@@ -58,7 +60,9 @@ def rms_norm(
     if not memory_efficient and _is_small(input, weight, None, out_dtype):
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
         try:
-            return native.rms_norm(input, shape, weight, eps)
+            if torch._C._is_any_autocast_enabled() or not native.RMS_NORM_IS_FUSED:
+                return native.rms_norm(input, shape, weight, eps)
+            return torch.rms_norm(input, shape, weight, eps)
         except (RuntimeError, TypeError):
             normalized_shape = checked_shape(input, normalized_shape, weight, None)
     return _norm(input, normalized_shape, weight, None, eps, memory_efficient, False, out_dtype)
