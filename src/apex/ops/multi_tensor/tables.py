@@ -21,8 +21,23 @@ from .. import _device
 _captured: list[tuple[Tensor | None, ...]] = []
 _recordings = itertools.count(-1, -1)
 
-# Of PyTorch's own CUDA graphs: whether tensors have the addresses of a list, both taken at indices. Not on CPUs.
-_have_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+def _comparison() -> Any:
+    """PyTorch's check of CUDA graphs, whether tensors have the addresses of a list, both taken at indices.
+
+    None where PyTorch has none (on CPUs), or one that does something else.
+    """
+    found: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    tensors = list(torch.empty(2))
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    try:
+        same = [found(tensors, given, [0, 1]) for given in (addresses, addresses[::-1], [addresses[0], 0])]
+    except TypeError:
+        return None
+    return found if same == [True, False, False] else None
+
+
+_have_addresses = _comparison()
 
 
 @functools.lru_cache(64)
