@@ -1,8 +1,7 @@
 """Empty tensors for the results of a plan, made the quick way.
 
 A plan knows sizes, strides and dtype of everything it returns. `torch.empty_like` would find them out again and pass
-through PyTorch's dispatcher twice: 1.9 us on a host where the function that Inductor's code calls, which does neither,
-takes 0.8.
+through PyTorch's dispatcher twice: beside an H200, 1.6 us where the function that Inductor's code calls takes 1.0.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-
+try:
+    from torch._C._dynamo.guards import _empty_strided_cuda as _quick  # type: ignore[attr-defined]
+except ImportError:  # it is not among what PyTorch promises
+    _quick = None
 
 Maker = Callable[[int | None], Tensor]
 
