@@ -48,6 +48,16 @@ def routes(*, interpreter: bool = True) -> list:
     return parameters
 
 
+def opcheck(route: Route, operator: torch._ops.OpOverload, arguments: tuple[object, ...]) -> None:
+    """PyTorch's checks of an operator.
+
+    Nearly all their time goes into tracing it for all sizes. What is traced does not depend on the implementation, so
+    on a CPU that is done for one of two.
+    """
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(operator, arguments, test_utils=checks[:-1] if route == Route("cpu", "triton") else checks)
+
+
 def assert_close(actual: Tensor | None, expected: Tensor | None, *, reduction: int = 1, what: str = "result") -> None:
     """Holds a result against its float64 expectation by the one tolerance table."""
     assert (actual is None) == (expected is None), f"{what}: {actual is None=}, {expected is None=}"

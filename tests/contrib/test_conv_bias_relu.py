@@ -12,7 +12,7 @@ import fused_conv_bias_relu
 from apex.contrib.conv_bias_relu import ConvBias, ConvBiasMaskReLU, ConvBiasReLU, ConvFrozenScaleBiasReLU
 from apex.ops import _library
 from apex.ops.conv import plans
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 PADDING, STRIDE = 1, 2
 needs_interpreter = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter")
@@ -265,4 +265,4 @@ def test_opcheck(route: Route) -> None:
     scale, bias = (torch.rand(6, device=route.device) for _ in range(2))
     mask = torch.randint(0, 2, values.shape, device=route.device, dtype=torch.int8)
     with _library.implementation(route.implementation):
-        torch.library.opcheck(torch.ops.apex.conv_epilogue.default, (values, scale, bias, mask))
+        opcheck(route, torch.ops.apex.conv_epilogue.default, (values, scale, bias, mask))

@@ -5,7 +5,7 @@ import torch
 
 from apex.ops import _library
 from apex.ops.attention import FAMILY, attention, biased, config, packed, packed_attention
-from tests.harness import Route, routes
+from tests.harness import Route, opcheck, routes
 from tests.ops.attention.cases import BIASED_CASES, PACKED_CASES, assert_close
 
 
@@ -14,11 +14,11 @@ def test_opcheck(route: Route) -> None:
     (query, key, value, bias), mask, dout = BIASED_CASES[2].tensors(route.device)
     leaves = [t.requires_grad_() for t in (query, key, value, bias)]
     with _library.implementation(route.implementation):
-        torch.library.opcheck(torch.ops.apex.attention_forward.default, (*leaves[:3], mask, leaves[3], 1e9))
+        opcheck(route, torch.ops.apex.attention_forward.default, (*leaves[:3], mask, leaves[3], 1e9))
         plain = [t.detach() for t in leaves]
         output, statistics = biased.forward(*plain[:3], mask, plain[3], 1e9)
         given = (*plain[:3], mask, plain[3], output, statistics, 1e9, True)
-        torch.library.opcheck(torch.ops.apex.attention_backward.default, (dout, *given))
+        opcheck(route, torch.ops.apex.attention_backward.default, (dout, *given))
 
 
 @pytest.mark.parametrize("route", routes())
@@ -28,9 +28,10 @@ def test_opcheck_of_packed_sequences(route: Route) -> None:
     seed = torch.tensor([5], device=route.device)
     options = (1, 0.2, True)
     with _library.implementation(route.implementation):
-        torch.library.opcheck(torch.ops.apex.packed_attention_forward.default, (leaf, bounds, seed, *options))
+        opcheck(route, torch.ops.apex.packed_attention_forward.default, (leaf, bounds, seed, *options))
         output, statistics = packed.forward(qkv, bounds, seed, *options)
-        torch.library.opcheck(
+        opcheck(
+            route,
             torch.ops.apex.packed_attention_backward.default,
             (dout, qkv, bounds, seed, output, statistics, *options),
         )

@@ -8,7 +8,7 @@ import torch
 from apex.fused_dense import FusedDenseGeluDense
 from apex.mlp import MLP
 from apex.ops import _library, dense
-from tests.harness import Route, assert_close, routes
+from tests.harness import Route, assert_close, opcheck, routes
 
 
 @pytest.mark.parametrize("route", routes())
@@ -17,14 +17,14 @@ def test_opcheck_of_the_gradient(activation: str, route: Route) -> None:
     dy, saved = (torch.randn(6, 20, device=route.device) for _ in range(2))
     with _library.implementation(route.implementation):
         for bias_grad in (True, False):
-            torch.library.opcheck(torch.ops.apex.activation_backward.default, (dy, saved, activation, bias_grad))
+            opcheck(route, torch.ops.apex.activation_backward.default, (dy, saved, activation, bias_grad))
 
 
 @pytest.mark.parametrize("route", routes())
 def test_opcheck_of_accumulation(route: Route) -> None:
     x, dy = (torch.randn(6, width, device=route.device, dtype=torch.float16) for width in (20, 30))
     with _library.implementation(route.implementation):
-        torch.library.opcheck(torch.ops.apex.wgrad_gemm_accum.default, (x, dy, torch.ones(30, 20, device=route.device)))
+        opcheck(route, torch.ops.apex.wgrad_gemm_accum.default, (x, dy, torch.ones(30, 20, device=route.device)))
 
 
 def test_the_operator_refuses_a_derivative() -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from apex.ops import _library, focal_loss
 from apex.ops.focal_loss import FocalSpec, reference
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 _HALF, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -163,11 +163,9 @@ def test_opcheck(route: Route) -> None:
     logits, targets, num_positives, grad_loss = tensors((6, 8), 8, _F32, route.device)
     with _library.implementation(route.implementation):
         spec = (8, ALPHA, 2.0, 0.1)
-        torch.library.opcheck(
-            torch.ops.apex.focal_loss.default, (logits.requires_grad_(), targets, num_positives, *spec)
-        )
+        opcheck(route, torch.ops.apex.focal_loss.default, (logits.requires_grad_(), targets, num_positives, *spec))
         given = grad_loss, logits.detach(), targets, num_positives
-        torch.library.opcheck(torch.ops.apex.focal_loss_backward.default, (*given, *spec))
+        opcheck(route, torch.ops.apex.focal_loss_backward.default, (*given, *spec))
 
 
 def test_the_operator_refuses_a_second_derivative() -> None:

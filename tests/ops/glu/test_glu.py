@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from apex.ops import _device, _library, glu
 from apex.ops.glu import reference
 from apex.ops.glu.launches import triton_backward
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 _HALF, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -242,9 +242,9 @@ def test_autocast(route: Route) -> None:
 def test_opcheck(route: Route, bias: bool) -> None:
     input, offset, dy = tensors((4, 40), _F32, _F32 if bias else None, route.device)
     with _library.implementation(route.implementation):
-        torch.library.opcheck(torch.ops.apex.glu_forward.default, (input, offset, "silu"))
+        opcheck(route, torch.ops.apex.glu_forward.default, (input, offset, "silu"))
         plain = (input.detach(), offset if offset is None else offset.detach())
-        torch.library.opcheck(torch.ops.apex.glu_backward.default, (dy, *plain, "silu", bias))
+        opcheck(route, torch.ops.apex.glu_backward.default, (dy, *plain, "silu", bias))
 
 
 @pytest.mark.parametrize("route", routes())

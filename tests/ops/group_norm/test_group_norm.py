@@ -12,7 +12,7 @@ from torch.nn import functional
 from apex.ops import _library
 from apex.ops.group_norm import config, group_norm, group_norm_backward, group_norm_forward, launches, op, reference
 from apex.ops.group_norm.spec import GroupNormSpec
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -284,10 +284,10 @@ def test_opcheck(route: Route) -> None:
     x = torch.randn(2, 6, 3, 3, device=route.device).to(memory_format=torch.channels_last).requires_grad_()
     weight, bias = (torch.rand(6, device=route.device, requires_grad=True) for _ in range(2))
     with _library.implementation(route.implementation):
-        torch.library.opcheck(torch.ops.apex.group_norm_forward.default, (x, weight, bias, 3, 1e-5, True))
+        opcheck(route, torch.ops.apex.group_norm_forward.default, (x, weight, bias, 3, 1e-5, True))
         _, statistics = torch.ops.apex.group_norm_forward(x.detach(), weight, bias, 3, 1e-5, True)
         arguments = (x.detach(), x.detach(), statistics.detach(), weight.detach(), None, 3, 1e-5, True, True)
-        torch.library.opcheck(torch.ops.apex.group_norm_backward.default, arguments)
+        opcheck(route, torch.ops.apex.group_norm_backward.default, arguments)
 
 
 @pytest.mark.parametrize("route", routes())

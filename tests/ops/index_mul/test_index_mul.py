@@ -8,7 +8,7 @@ from torch import Tensor
 
 from apex.ops import _library, index_mul
 from apex.ops.index_mul import reference
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 _HALF, _BF16, _F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -207,9 +207,9 @@ def test_self_check(route: Route) -> None:
 def test_opcheck(route: Route) -> None:
     _, _, grad_out, in1, in2, index = tensors((5, 40, 12, _F32, "random"), route.device)
     with _library.implementation(route.implementation):
-        torch.library.opcheck(torch.ops.apex.index_mul.default, (in1.requires_grad_(), in2.requires_grad_(), index))
+        opcheck(route, torch.ops.apex.index_mul.default, (in1.requires_grad_(), in2.requires_grad_(), index))
         plain = (grad_out, in1.detach(), in2.detach(), index)
-        torch.library.opcheck(torch.ops.apex.index_mul_backward.default, (*plain, True, True))
+        opcheck(route, torch.ops.apex.index_mul_backward.default, (*plain, True, True))
 
 
 def test_the_operator_refuses_a_second_derivative() -> None:

@@ -6,7 +6,7 @@ import torch
 from apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction, FusedRMSNormAffineFunction
 from apex.ops import _library, norm
-from tests.harness import Route, assert_close, routes
+from tests.harness import Route, assert_close, opcheck, routes
 
 
 @pytest.mark.parametrize("route", routes())
@@ -18,11 +18,12 @@ def test_opcheck(route: Route, subtract_mean: bool, memory_efficient: bool) -> N
     bias = torch.rand(40, device=route.device, requires_grad=True) if subtract_mean else None
     with _library.implementation(route.implementation):
         spec = norm.NormSpec(40, 1e-5, subtract_mean, memory_efficient)
-        torch.library.opcheck(torch.ops.apex.norm_forward.default, (x, weight, bias, *spec, torch.float32))
+        opcheck(route, torch.ops.apex.norm_forward.default, (x, weight, bias, *spec, torch.float32))
         plain = [None if t is None else t.detach() for t in (x, weight, bias)]
         output, statistics = norm.norm_forward(*plain, spec, torch.float32)
         saved = output if memory_efficient else plain[0]
-        torch.library.opcheck(
+        opcheck(
+            route,
             torch.ops.apex.norm_backward.default,
             (torch.randn_like(output), saved, statistics, *plain[1:], *spec, torch.float32, True),
         )

@@ -6,7 +6,7 @@ import torch
 from apex.ops import _library, rope
 from apex.transformer.functional import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 from apex.transformer.functional.fused_rope import FusedRoPEFunc
-from tests.harness import Route, assert_close, routes
+from tests.harness import Route, assert_close, opcheck, routes
 
 
 @pytest.mark.parametrize("route", routes())
@@ -17,11 +17,11 @@ def test_opcheck(route: Route) -> None:
     edges = torch.tensor([0, 3, 4], dtype=torch.int32, device=route.device)
     one, two = torch.ops.apex.rope.default, torch.ops.apex.rope_pair.default
     with _library.implementation(route.implementation):
-        torch.library.opcheck(one, (t, [freqs], None, "sbhd", True, False, 0))
-        torch.library.opcheck(one, (swapped.detach(), [freqs, freqs], None, "sbhd", False, True, 0))
-        torch.library.opcheck(one, (t.detach()[:, 0], [freqs], edges, "thd", False, False, 0))
-        torch.library.opcheck(one, (t.detach()[:2], [table] * 4, None, "image", False, False, 2))
-        torch.library.opcheck(two, (t, swapped, [freqs], None, "sbhd", False, False, 0))
+        opcheck(route, one, (t, [freqs], None, "sbhd", True, False, 0))
+        opcheck(route, one, (swapped.detach(), [freqs, freqs], None, "sbhd", False, True, 0))
+        opcheck(route, one, (t.detach()[:, 0], [freqs], edges, "thd", False, False, 0))
+        opcheck(route, one, (t.detach()[:2], [table] * 4, None, "image", False, False, 2))
+        opcheck(route, two, (t, swapped, [freqs], None, "sbhd", False, False, 0))
 
 
 @pytest.mark.parametrize("route", routes())

@@ -6,7 +6,7 @@ import torch
 from apex.ops import _library, softmax
 from apex.ops.softmax import SoftmaxSpec
 from apex.transformer.functional import scaled_masked_softmax, scaled_softmax, scaled_upper_triang_masked_softmax
-from tests.harness import Route, assert_close, routes
+from tests.harness import Route, assert_close, opcheck, routes
 
 
 @pytest.mark.parametrize("route", routes())
@@ -17,10 +17,10 @@ def test_opcheck(route: Route, dropout: float) -> None:
     spec = SoftmaxSpec(0.5, mask is None, dropout)
     with _library.implementation(route.implementation):
         noise = softmax.draw_noise(x, spec)
-        torch.library.opcheck(torch.ops.apex.softmax_forward.default, (x, mask, noise, *spec))
+        opcheck(route, torch.ops.apex.softmax_forward.default, (x, mask, noise, *spec))
         _, probabilities = softmax.softmax_forward(x, mask, spec, noise)
         arguments = (torch.randn_like(x).detach(), probabilities, noise, *spec)
-        torch.library.opcheck(torch.ops.apex.softmax_backward.default, arguments)
+        opcheck(route, torch.ops.apex.softmax_backward.default, arguments)
 
 
 @pytest.mark.parametrize("route", routes())

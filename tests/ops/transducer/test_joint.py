@@ -8,7 +8,7 @@ from torch import Tensor
 
 from apex.ops import _library, transducer
 from apex.ops.transducer import JointSpec, reference_joint
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 from tests.ops.transducer import formulas
 
 _HALF, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -181,10 +181,10 @@ def test_opcheck(route: Route) -> None:
     with _library.implementation(route.implementation):
         joint, backward = torch.ops.apex.transducer_joint.default, torch.ops.apex.transducer_joint_backward.default
         keep = torch.ones(rows, 8, dtype=torch.uint8, device=route.device)
-        torch.library.opcheck(joint, (f, g, f_len, g_len, offset, keep, True, 0.5, rows, True))
-        torch.library.opcheck(joint, (f, g, f_len, g_len, None, None, False, 0.0, 0, False))
+        opcheck(route, joint, (f, g, f_len, g_len, offset, keep, True, 0.5, rows, True))
+        opcheck(route, joint, (f, g, f_len, g_len, None, None, False, 0.0, 0, False))
         dh = torch.randn(2, 5, 3, 8, device=route.device)
-        torch.library.opcheck(backward, (dh, dh, f_len, g_len, None, 5, 3, 1.5, _F32, _HALF))
+        opcheck(route, backward, (dh, dh, f_len, g_len, None, 5, 3, 1.5, _F32, _HALF))
 
 
 @pytest.mark.gpu

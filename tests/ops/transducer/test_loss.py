@@ -8,7 +8,7 @@ from torch import Tensor
 
 from apex.ops import _library, transducer
 from apex.ops.transducer import config, launches, reference_loss
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 from tests.ops.transducer import formulas
 
 _HALF, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -233,9 +233,9 @@ def test_opcheck(route: Route) -> None:
     x, label, f_len, y_len, offset, grad = tensors((2, 1, 4, [2, 1], [1, 1], 0, _F32), route.device, packed=True)
     given = x, label, f_len, y_len, offset
     with _library.implementation(route.implementation):
-        torch.library.opcheck(torch.ops.apex.transducer_loss.default, (*given, 2, 0, True))
+        opcheck(route, torch.ops.apex.transducer_loss.default, (*given, 2, 0, True))
         _, saved, _ = transducer.loss_forward(*given, 2, 0)
-        torch.library.opcheck(torch.ops.apex.transducer_loss_backward.default, (grad, *given, 0, *saved))
+        opcheck(route, torch.ops.apex.transducer_loss_backward.default, (grad, *given, 0, *saved))
 
 
 @pytest.mark.parametrize("route", routes(interpreter=False))

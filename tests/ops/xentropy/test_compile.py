@@ -5,7 +5,7 @@ import torch
 
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.ops import _library
-from tests.harness import Route, assert_close, routes
+from tests.harness import Route, assert_close, opcheck, routes
 
 
 @pytest.mark.parametrize("route", routes())
@@ -13,15 +13,13 @@ def test_opcheck(route: Route) -> None:
     logits = torch.randn(4, 37, device=route.device, requires_grad=True)
     labels = torch.randint(0, 37, (4,), device=route.device)
     with _library.implementation(route.implementation):
-        torch.library.opcheck(torch.ops.apex.xentropy_forward.default, (logits, labels, 0.1, 0))
+        opcheck(route, torch.ops.apex.xentropy_forward.default, (logits, labels, 0.1, 0))
         losses, log_sums = torch.ops.apex.xentropy_forward(logits.detach(), labels, 0.1, 0)
-        torch.library.opcheck(
-            torch.ops.apex.xentropy_backward.default, (losses, logits.detach(), log_sums, labels, 0.1, 0)
-        )
+        opcheck(route, torch.ops.apex.xentropy_backward.default, (losses, logits.detach(), log_sums, labels, 0.1, 0))
         input, weight = torch.randn(4, 8, device=route.device), torch.randn(37, 8, device=route.device)
         for wanted, bias in (([True, True, True], weight[:, 0]), ([False, False, False], None)):
             arguments = (input, weight, bias, labels, None, 0.1, -100, wanted, torch.float32, 3)
-            torch.library.opcheck(torch.ops.apex.linear_xentropy.default, arguments)
+            opcheck(route, torch.ops.apex.linear_xentropy.default, arguments)
 
 
 @pytest.mark.parametrize("route", routes())
