@@ -230,13 +230,13 @@ def scaler_alone(rank: int) -> None:
     """Without `set_global_scale` the scaler's is used, and `step` completes the reductions."""
     params = parameters()
     optimizer = made(params)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
     for step in range(STEPS):
         optimizer.zero_grad()
         backward(params, share(step, params), scaler.scale(torch.ones(())))
         scaler.step(optimizer)
         scaler.update()
-    assert scaler.get_scale() == 4096.0
+    assert scaler.get_scale() == 1024.0 * 2**STEPS
     assert_solved(params, STEPS)
 
 
