@@ -4,7 +4,7 @@ Importing PyTorch takes two seconds, its compiler, which its optimizers ask for,
 `python arguments...` in an environment and a folder of its own: it imports this package and what else it needs itself.
 What PyTorch reads of the environment while it is imported is what the tests started with, and at its end a fork calls
 what was registered for it, but does not take PyTorch apart, half a second each. A test of importing, or of a process
-itself, starts a real one.
+itself, starts a real one; where there is a GPU, whose driver may not be forked, all are real ones.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 # Of several of PyTorch's own, since a fork would import them anew each time.
 IMPORTED = (
-    "torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.elastic.multiprocessing.errors",
@@ -56,7 +58,8 @@ def run_together(
             {"arguments": list(arguments), "cwd": str(cwd), "environment": dict(environment), "outputs": names}
             for arguments, environment, names in zip(commands, environments, outputs, strict=True)
         ]
-        statuses = _Nursery.common().run(requests, timeout)
+        run = _run_real_ones if torch.cuda.is_available() else _Nursery.common().run
+        statuses = run(requests, timeout)
         texts = [[Path(name).read_text() if Path(name).exists() else "" for name in names] for names in outputs]
     if statuses is None:
         raise subprocess.TimeoutExpired(commands[0], timeout, *("\n".join(text) for text in zip(*texts, strict=True)))
@@ -64,6 +67,28 @@ def run_together(
         subprocess.CompletedProcess(list(arguments), status, *text)
         for arguments, status, text in zip(commands, statuses, texts, strict=True)
     ]
+
+
+def _run_real_ones(requests: list[dict[str, Any]], timeout: float) -> list[int] | None:
+    """As `_Nursery.run`."""
+    processes = []
+    for request in requests:
+        with open(request["outputs"][0], "w") as output, open(request["outputs"][1], "w") as errors:
+            command = [sys.executable, *request["arguments"]]
+            places: dict[str, Any] = {"cwd": request["cwd"], "stdin": subprocess.DEVNULL, "stdout": output}
+            environment = {**request["environment"], "OMP_NUM_THREADS": "1"}
+            processes.append(
+                subprocess.Popen(command, **places, stderr=errors, env=environment, start_new_session=True)
+            )
+    deadline = time.monotonic() + timeout
+    try:
+        return [process.wait(deadline - time.monotonic()) for process in processes]
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _kill([process.pid for process in processes])
+        for process in processes:
+            process.wait()
 
 
 class _Nursery:
@@ -196,7 +221,7 @@ def _run(request: dict[str, Any]) -> None:
 if __name__ == "__main__":
     for name in IMPORTED:
         importlib.import_module(name)
-    sys.modules["torch"].set_num_threads(1)  # threads are lost in a fork
+    torch.set_num_threads(1)  # threads are lost in a fork
     gc.freeze()
     fork = _serve()
     if fork is not None:

@@ -1,7 +1,7 @@
 """Kinds of modules at every level, several models, optimizers and losses at once, and the plain script."""
 
-import subprocess
-import sys
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from apex import amp
 from apex.normalization import FusedLayerNorm
 from apex.optimizers import FusedAdam, FusedSGD
 from tests.amp.common import LEVELS, quiet, small_model
+from tests.warm import run_python
 
 
 class Scale(torch.autograd.Function):
@@ -239,7 +240,8 @@ def test_two_optimizers_that_share_a_model(level: str) -> None:
 # The plain script ----------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import sys
+import sys, warnings
+warnings.simplefilter("error")
 import torch
 from apex import amp
 
@@ -260,10 +262,9 @@ for level in sys.argv[2:]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_three_lines(device: str) -> None:
+def test_the_three_lines(device: str, tmp_path: Path) -> None:
     """In a process of its own, where a warning is an error."""
-    command = [sys.executable, "-W", "error", "-c", SCRIPT, device, "O1", "O2"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = run_python("-c", SCRIPT, device, "O1", "O2", cwd=tmp_path, environment=os.environ)
     assert result.returncode == 0, result.stderr
     losses = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("loss ")]
     assert len(losses) == 2

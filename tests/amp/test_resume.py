@@ -1,8 +1,6 @@
 """A run that is broken off and resumed in a new process, by the documented recipe, ends as one without the break."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from apex import amp
 from tests.amp import resume_process
 from tests.amp.common import assert_same, quiet, small_model, train
 from tests.amp.resume_process import SAVED_AFTER, STEPS, cases, outcome, prepared, recipe, run
+from tests.warm import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,8 +29,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.save(outcome(model, optimizer, losses), folder / f"{case}.expected")
         amp.shutdown()
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", resume_process.__name__, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = run_python("-m", resume_process.__name__, str(folder), cwd=ROOT, environment=environment)
     assert done.returncode == 0, done.stderr
     return folder
 
