@@ -7,20 +7,22 @@ import torch
 from apex.ops.batch_norm import BatchNormSpec
 from apex.ops.batch_norm.kernel_norm import combine, kernel_norm
 
-# channels last, dtype, dtype of the parameters, addend
+# shape, channels last, dtype, dtype of the parameters, addend
 _CASES = [
-    (True, torch.float16, torch.float32, True),
-    (False, torch.bfloat16, torch.bfloat16, False),
+    ((32, 256, 56, 56), True, torch.float16, torch.float32, True),
+    ((32, 256, 56, 56), False, torch.bfloat16, torch.bfloat16, False),
+    ((2, 16384, 32, 32), False, torch.float32, torch.float32, True),  # too many blocks for the last programs to finish
 ]
 
 
 def record() -> None:
     """Plans and (under `recording`) collects forward and backward of every case."""
-    for last, dtype, parameters, addend in _CASES:
-        x = torch.empty(32, 256, 56, 56, dtype=dtype, device="meta")
+    for shape, last, dtype, parameters, addend in _CASES:
+        channels = shape[1]
+        x = torch.empty(shape, dtype=dtype, device="meta")
         x = x.to(memory_format=torch.channels_last) if last else x
-        weight = torch.empty(256, dtype=parameters, device="meta")
-        running = torch.empty(256, device="meta")
+        weight = torch.empty(channels, dtype=parameters, device="meta")
+        running = torch.empty(channels, device="meta")
         z = x if addend else None
         spec = BatchNormSpec(relu=True)
         norm = kernel_norm(x, weight, weight, spec)

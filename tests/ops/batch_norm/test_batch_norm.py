@@ -170,14 +170,17 @@ def test_matches_float64(case: BatchNormCase, route: Route) -> None:
 
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("last", [True, False])
-def test_programs_that_take_several_tiles(route: Route, last: bool) -> None:
+@pytest.mark.parametrize("finish", [True, False], ids=["one launch", "two launches"])
+def test_programs_that_take_several_tiles(route: Route, last: bool, finish: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("FORWARD_PACE", "BACKWARD_PACE"):
             patch.setattr(config, name, config.Pace(128, getattr(config, name).unroll, 4))
-        patch.setattr(config, "measure_programs", lambda units, blocks, multiprocessors, pace: 2)
+        patch.setattr(config, "measure_programs", lambda units, blocks, multiprocessors, pace: 5)
         patch.setattr(config, "finish_block", lambda parts: (1, 16))
+        patch.setattr(config, "finishes", lambda programs, blocks, facts: finish)
+        patch.setattr(config, "GROUP", 2)  # three groups, the last of one program
         kernel_norm.clear_plans()
-        check(BatchNormCase((3, 6, 5, 7), BF16, addend=BF16, last=last), route)
+        check(BatchNormCase((6, 6, 5, 7), BF16, addend=BF16, last=last), route)
     kernel_norm.clear_plans()
 
 

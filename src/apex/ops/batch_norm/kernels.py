@@ -3,9 +3,12 @@
 Legend: a tensor has I images of S positions and C channels, in memory [I, S, C] (LAST; then I is 1 and S counts the
 positions of all images) or [I, C, S]. It is cut into tiles of R positions and C_BLOCK channels; the `chunks` tiles of
 an image, of all images in turn, are the units of a block of channels. A pass that sums has P programs per block, each
-of which takes every P-th unit, so that all march through memory together; what they find is put together by a second
-kernel in a fixed order. Forward that is a row of means, sums of squared deviations and a count, `pitch` values after
-the row before. Statistics are float32: mean and biased variance.
+of which takes every P-th unit, so that all march through memory together. What each finds is a row of partial results:
+forward means, sums of squared deviations and a count, backward two sums, `pitch` values after the row before. Rows are
+put together in a fixed order: with FINISH by the last programs of the same launch, which saves the host one, otherwise
+by a second kernel. Then of each `group` of a block's programs the last one puts the group's rows together, into a row
+behind those of all programs, and the last of those puts these together. Statistics are float32: mean and biased
+variance.
 
 A packet is what a process tells others: forward such a row, backward the sums of the gradient, of it times the
 normalised input, and a count; [2C + 1] in both directions.
@@ -21,6 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._arrival import arrives_last
 from .._launch import kernel
 
 # Numbers that differ from shape to shape and would have kernels compiled anew for being 1 or a multiple of 16, which of
@@ -81,11 +85,83 @@ def _let_through(gradient, values, x, y, offset, mask, mean, scale, shift, MASK:
     return gradient
 
 
+@triton.jit
+def _joined(rows, number, channel, inside, channels, pitch, P_BLOCK: tl.constexpr):
+    """Mean and sum of squared deviations of every channel over `number` rows, and how many values they are of.
+
+    P_BLOCK rows at a time, around the mean of these, then by Chan's formula. Rows may be of no values, and if all are
+    so is the result.
+    """
+    centre = tl.zeros(channel.shape, tl.float32)
+    sum_of_squares = tl.zeros(channel.shape, tl.float32)
+    values = 0.0
+    for first in range(0, number, P_BLOCK):
+        part = first + tl.arange(0, P_BLOCK)
+        mask = (part < number)[:, None] & inside[None, :]
+        begin = rows + part.to(tl.int64) * pitch
+        count = tl.load(begin + 2 * channels, part < number, other=0.0, cache_modifier=".cg")
+        found = begin[:, None] + channel[None, :]
+        means = tl.load(found, mask, other=0.0, cache_modifier=".cg")
+        deviations = tl.load(found + channels, mask, other=0.0, cache_modifier=".cg")
+        here = tl.sum(count, 0)
+        mean_here = tl.sum(count[:, None] * means, 0) / tl.maximum(here, 1.0)
+        away = means - mean_here[None, :]
+        squares_here = tl.sum(deviations + count[:, None] * away * away, 0)
+        shift = mean_here - centre
+        share = here / tl.maximum(values + here, 1.0)
+        centre += shift * share
+        sum_of_squares += squares_here + shift * shift * (values * share)
+        values += here
+    return centre, sum_of_squares, values
+
+
+@triton.jit
+def _store_statistics(
+    mean,
+    variance,
+    running_mean,
+    running_variance,
+    channel,
+    inside,
+    channels,
+    centre,
+    sum_of_squares,
+    values,
+    momentum,
+    RUNNING: tl.constexpr,
+    PACKET: tl.constexpr,
+):
+    """Statistics, and what they do to the running ones, which stay if there are no values.
+
+    With PACKET, `mean` is one, and gets everything.
+    """
+    count = tl.maximum(values, 1.0)
+    tl.store(mean + channel, centre, inside)
+    if PACKET:
+        tl.store(mean + channels + channel, sum_of_squares, inside)
+        tl.store(mean + 2 * channels + channel, values, channel == 0)
+    else:
+        tl.store(variance + channel, sum_of_squares / count, inside)
+    if RUNNING:
+        old_mean = tl.load(running_mean + channel, inside, other=0.0).to(tl.float32)
+        old_variance = tl.load(running_variance + channel, inside, other=0.0).to(tl.float32)
+        share = momentum * tl.minimum(values, 1.0)
+        new_mean = (1.0 - share) * old_mean + share * centre
+        new_variance = (1.0 - share) * old_variance + share * (sum_of_squares / tl.maximum(count - 1.0, 1.0))
+        tl.store(running_mean + channel, new_mean.to(running_mean.dtype.element_ty), inside)
+        tl.store(running_variance + channel, new_variance.to(running_variance.dtype.element_ty), inside)
+
+
 @kernel
-@triton.jit(do_not_specialize=[*COUNTS, "programs"])
+@triton.jit(do_not_specialize=[*COUNTS, "programs", "group"])
 def batch_norm_measure(
     x,
     partials,
+    tickets,
+    mean,
+    variance,
+    running_mean,
+    running_variance,
     steps,
     channels,
     chunks,
@@ -93,11 +169,17 @@ def batch_norm_measure(
     programs,
     channel_blocks,
     pitch,
+    group,
+    momentum,
     LAST: tl.constexpr,
     ALIGN: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
+    FINISH: tl.constexpr,
+    RUNNING: tl.constexpr,
+    PACKET: tl.constexpr,
+    P_BLOCK: tl.constexpr,
 ):
     """Mean and sum of squared deviations of every channel over a program's units, and how many values these are.
 
@@ -107,6 +189,7 @@ def batch_norm_measure(
     program = tl.program_id(0) // channel_blocks
     block = tl.program_id(0) % channel_blocks
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
+    inside = channel < channels
     # A tile with as many rows as any that follows: only the last one of an image may have fewer.
     first = program if LAST else program // chunks * chunks
     offset, mask, _rows = _tile(first, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
@@ -129,13 +212,46 @@ def batch_norm_measure(
     # Differences from one row of pivots, which are exact where all values are alike: only the mean itself is rounded.
     base = tl.sum(tl.where((tl.arange(0, R) == 0)[:, None], pivot.to(tl.float32), 0.0), 0)
     means = pivot.to(tl.float32) - base[None, :] + shift
-    mean = tl.sum(means * counts[:, None], 0) / number
-    away = means - mean[None, :]
+    own_mean = tl.sum(means * counts[:, None], 0) / number
+    away = means - own_mean[None, :]
     deviations = tl.sum(tl.maximum(squares - total * shift, 0.0) + counts[:, None] * away * away, 0)
     found = partials + program.to(tl.int64) * pitch
-    tl.store(found + channel, base + mean, channel < channels)
-    tl.store(found + channels + channel, deviations, channel < channels)
-    tl.store(found + 2 * channels, number, mask=block == 0)
+    tl.store(found + channel, base + own_mean, inside)
+    tl.store(found + channels + channel, deviations, inside)
+    # By all blocks alike, so that each sees it in time.
+    tl.store(found + 2 * channels, number)
+    if FINISH:
+        groups = tl.cdiv(programs, group)
+        own_group = program // group
+        members = tl.minimum(group, programs - own_group * group)
+        own_tickets = tickets + block * (1 + groups)
+        if arrives_last(own_tickets + 1 + own_group, members):
+            rows_of_group = partials + (own_group * group).to(tl.int64) * pitch
+            rows_of_groups = partials + tl.cast(programs, tl.int64) * pitch
+            centre, sum_of_squares, values = _joined(rows_of_group, members, channel, inside, channels, pitch, P_BLOCK)
+            joined = rows_of_groups + own_group.to(tl.int64) * pitch
+            tl.store(joined + channel, centre, inside)
+            tl.store(joined + channels + channel, sum_of_squares, inside)
+            tl.store(joined + 2 * channels, values)
+            if arrives_last(own_tickets, groups):
+                centre, sum_of_squares, values = _joined(
+                    rows_of_groups, groups, channel, inside, channels, pitch, P_BLOCK
+                )
+                _store_statistics(
+                    mean,
+                    variance,
+                    running_mean,
+                    running_variance,
+                    channel,
+                    inside,
+                    channels,
+                    centre,
+                    sum_of_squares,
+                    values,
+                    momentum,
+                    RUNNING,
+                    PACKET,
+                )
 
 
 @kernel
@@ -155,48 +271,25 @@ def batch_norm_statistics(
     P_BLOCK: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
-    """Mean and variance of every channel from those of its parts, and what they do to the running ones.
-
-    P_BLOCK parts at a time, around the mean of these, then by Chan's formula. Parts may be empty; if all are,
-    statistics are 0 and the running ones stay. With PACKET, `mean` is one, and gets everything.
-    """
+    """Mean and variance of every channel from those of its parts, and what they do to the running ones."""
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
-    centre = tl.zeros((C_BLOCK,), tl.float32)
-    sum_of_squares = tl.zeros((C_BLOCK,), tl.float32)
-    values = 0.0
-    for first in range(0, programs, P_BLOCK):
-        part = first + tl.arange(0, P_BLOCK)
-        mask = (part < programs)[:, None] & inside[None, :]
-        begin = partials + part.to(tl.int64) * pitch
-        number = tl.load(begin + 2 * channels, part < programs, other=0.0)
-        found = begin[:, None] + channel[None, :]
-        means = tl.load(found, mask, other=0.0)
-        deviations = tl.load(found + channels, mask, other=0.0)
-        here = tl.sum(number, 0)
-        mean_here = tl.sum(number[:, None] * means, 0) / tl.maximum(here, 1.0)
-        away = means - mean_here[None, :]
-        squares_here = tl.sum(deviations + number[:, None] * away * away, 0)
-        shift = mean_here - centre
-        share = here / tl.maximum(values + here, 1.0)
-        centre += shift * share
-        sum_of_squares += squares_here + shift * shift * (values * share)
-        values += here
-    count = tl.maximum(values, 1.0)
-    tl.store(mean + channel, centre, inside)
-    if PACKET:
-        tl.store(mean + channels + channel, sum_of_squares, inside)
-        tl.store(mean + 2 * channels, values, mask=tl.program_id(0) == 0)
-    else:
-        tl.store(variance + channel, sum_of_squares / count, inside)
-    if RUNNING:
-        old_mean = tl.load(running_mean + channel, inside, other=0.0).to(tl.float32)
-        old_variance = tl.load(running_variance + channel, inside, other=0.0).to(tl.float32)
-        share = momentum * tl.minimum(values, 1.0)
-        new_mean = (1.0 - share) * old_mean + share * centre
-        new_variance = (1.0 - share) * old_variance + share * (sum_of_squares / tl.maximum(count - 1.0, 1.0))
-        tl.store(running_mean + channel, new_mean.to(running_mean.dtype.element_ty), inside)
-        tl.store(running_variance + channel, new_variance.to(running_variance.dtype.element_ty), inside)
+    centre, sum_of_squares, values = _joined(partials, programs, channel, inside, channels, pitch, P_BLOCK)
+    _store_statistics(
+        mean,
+        variance,
+        running_mean,
+        running_variance,
+        channel,
+        inside,
+        channels,
+        centre,
+        sum_of_squares,
+        values,
+        momentum,
+        RUNNING,
+        PACKET,
+    )
 
 
 @kernel
@@ -244,8 +337,33 @@ def batch_norm_apply(
     tl.store(y + offset, result.to(y.dtype.element_ty), mask)
 
 
+@triton.jit
+def _summed(rows, number, channel, inside, channels, P_BLOCK: tl.constexpr):
+    """Both sums of `number` rows."""
+    first_sum = tl.zeros((P_BLOCK, channel.shape[0]), tl.float32)
+    second_sum = tl.zeros((P_BLOCK, channel.shape[0]), tl.float32)
+    for first in range(0, number, P_BLOCK):
+        part = first + tl.arange(0, P_BLOCK)
+        mask = (part < number)[:, None] & inside[None, :]
+        found = rows + part.to(tl.int64)[:, None] * 2 * channels + channel[None, :]
+        first_sum += tl.load(found, mask, other=0.0, cache_modifier=".cg")
+        second_sum += tl.load(found + channels, mask, other=0.0, cache_modifier=".cg")
+    return tl.sum(first_sum, 0), tl.sum(second_sum, 0)
+
+
+@triton.jit
+def _store_sums(plain, along, packet, channel, inside, channels, count, all_plain, all_along, PACKET: tl.constexpr):
+    """The gradients of bias and weight, and with PACKET these and `count` once more, as a packet."""
+    tl.store(plain + channel, all_plain, inside)
+    tl.store(along + channel, all_along, inside)
+    if PACKET:
+        tl.store(packet + channel, all_plain, inside)
+        tl.store(packet + channels + channel, all_along, inside)
+        tl.store(packet + 2 * channels + channel, count, channel == 0)
+
+
 @kernel
-@triton.jit(do_not_specialize=[*COUNTS, "programs"])
+@triton.jit(do_not_specialize=[*COUNTS, "programs", "group"])
 def batch_norm_measure_backward(
     x,
     dy,
@@ -256,13 +374,19 @@ def batch_norm_measure_backward(
     variance,
     dz,
     partials,
+    tickets,
+    all_plain,
+    all_along,
+    packet,
     steps,
     channels,
     chunks,
     units,
     programs,
     channel_blocks,
+    group,
     eps,
+    count,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     MASK: tl.constexpr,
@@ -272,6 +396,9 @@ def batch_norm_measure_backward(
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
+    FINISH: tl.constexpr,
+    PACKET: tl.constexpr,
+    P_BLOCK: tl.constexpr,
 ):
     """Sums of the gradient and of gradient times normalised input over a program's units.
 
@@ -303,6 +430,21 @@ def batch_norm_measure_backward(
     found = partials + program.to(tl.int64) * 2 * channels + channel
     tl.store(found, tl.sum(plain, 0), inside)
     tl.store(found + channels, tl.sum(along, 0) * factor, inside)
+    if FINISH:
+        groups = tl.cdiv(programs, group)
+        own_group = program // group
+        members = tl.minimum(group, programs - own_group * group)
+        own_tickets = tickets + block * (1 + groups)
+        if arrives_last(own_tickets + 1 + own_group, members):
+            rows_of_group = partials + (own_group * group).to(tl.int64) * 2 * channels
+            rows_of_groups = partials + tl.cast(programs, tl.int64) * 2 * channels
+            group_plain, group_along = _summed(rows_of_group, members, channel, inside, channels, P_BLOCK)
+            here = rows_of_groups + own_group.to(tl.int64) * 2 * channels + channel
+            tl.store(here, group_plain, inside)
+            tl.store(here + channels, group_along, inside)
+            if arrives_last(own_tickets, groups):
+                total, total_along = _summed(rows_of_groups, groups, channel, inside, channels, P_BLOCK)
+                _store_sums(all_plain, all_along, packet, channel, inside, channels, count, total, total_along, PACKET)
 
 
 @kernel
@@ -319,27 +461,11 @@ def batch_norm_sums(
     P_BLOCK: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
-    """Adds up what the programs of the pass before have found: the gradients of bias and weight.
-
-    With PACKET they are written to one too, with `count`.
-    """
+    """Adds up what the programs of the pass before have found."""
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
-    first_sum = tl.zeros((P_BLOCK, C_BLOCK), tl.float32)
-    second_sum = tl.zeros((P_BLOCK, C_BLOCK), tl.float32)
-    for first in range(0, programs, P_BLOCK):
-        part = first + tl.arange(0, P_BLOCK)
-        mask = (part < programs)[:, None] & inside[None, :]
-        found = partials + part.to(tl.int64)[:, None] * 2 * channels + channel[None, :]
-        first_sum += tl.load(found, mask, other=0.0)
-        second_sum += tl.load(found + channels, mask, other=0.0)
-    all_plain, all_along = tl.sum(first_sum, 0), tl.sum(second_sum, 0)
-    tl.store(plain + channel, all_plain, inside)
-    tl.store(along + channel, all_along, inside)
-    if PACKET:
-        tl.store(packet + channel, all_plain, inside)
-        tl.store(packet + channels + channel, all_along, inside)
-        tl.store(packet + 2 * channels, count, mask=tl.program_id(0) == 0)
+    all_plain, all_along = _summed(partials, programs, channel, inside, channels, P_BLOCK)
+    _store_sums(plain, along, packet, channel, inside, channels, count, all_plain, all_along, PACKET)
 
 
 @kernel

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from .._device import DeviceFacts
 from .._results import maker
 from .._workspace import partial_sums_on
 from . import config
@@ -33,20 +34,26 @@ class Present(NamedTuple):
     bias: torch.dtype | None
 
 
+def _bound_statistics(
+    parts: int, channels: int, pitch: int, running: bool, packet: bool, device: torch.device
+) -> BoundLaunch:
+    part_block, channel_block = config.finish_block(parts)
+    return _kernels().batch_norm_statistics.bind(
+        (-(-channels // channel_block),),
+        (parts, channels, pitch, 0.0),
+        (running, packet, part_block, channel_block),
+        device=device,
+        num_warps=config.FINISH_WARPS,
+    )
+
+
 class CombinePlan:
     """Statistics of a whole from those of its parts, in one launch; with `running` ones, these move towards them."""
 
     def __init__(self, parts: int, channels: int, pitch: int, running: bool, device: torch.device) -> None:
-        part_block, channel_block = config.finish_block(parts)
         self._per_channel = maker((channels,), torch.float32, device)
         self._sizes = (parts, channels, pitch)
-        self._statistics = _kernels().batch_norm_statistics.bind(
-            (-(-channels // channel_block),),
-            (*self._sizes, 0.0),
-            (running, False, part_block, channel_block),
-            device=device,
-            num_warps=config.FINISH_WARPS,
-        )
+        self._statistics = _bound_statistics(parts, channels, pitch, running, False, device)
 
     def run(
         self,
@@ -64,13 +71,11 @@ class CombinePlan:
 
 
 class MeasurePlan:
-    """Statistics of an input, in two launches; with `running` ones, these move towards them."""
+    """Statistics of an input, in one launch or two; with `running` ones, these move towards them."""
 
-    def __init__(self, geometry: Geometry, running: bool, device: torch.device, multiprocessors: int) -> None:
-        self._measure, programs = _bound_measure(geometry, device, multiprocessors)
-        pitch = config.pitch(geometry.channels)
-        self._device, self._partials = device, programs * pitch
-        self._combine = CombinePlan(programs, geometry.channels, pitch, running, device)
+    def __init__(self, geometry: Geometry, running: bool, device: torch.device, facts: DeviceFacts) -> None:
+        self._per_channel = maker((geometry.channels,), torch.float32, device)
+        self._measure = _Measure(geometry, running, False, device, facts)
 
     def run(
         self,
@@ -81,53 +86,77 @@ class MeasurePlan:
         momentum: float,
     ) -> tuple[Tensor, Tensor]:
         """Mean and biased variance."""
-        partials, _ = partial_sums_on(stream, self._partials, self._device)
-        self._measure(x, partials, stream=stream)
-        return self._combine.run(stream, partials, running_mean, running_var, momentum)
+        mean, variance = self._per_channel(stream), self._per_channel(stream)
+        self._measure.run(stream, x, mean, variance, running_mean, running_var, momentum)
+        return mean, variance
 
 
 class PacketPlan:
-    """What a process tells others of its input, in two launches."""
+    """What a process tells others of its input, in one launch or two."""
 
-    def __init__(self, geometry: Geometry, device: torch.device, multiprocessors: int) -> None:
-        self._measure, programs = _bound_measure(geometry, device, multiprocessors)
-        part_block, channel_block = config.finish_block(programs)
-        pitch = config.pitch(geometry.channels)
-        self._device, self._partials = device, programs * pitch
+    def __init__(self, geometry: Geometry, device: torch.device, facts: DeviceFacts) -> None:
         self._packet = maker((2 * geometry.channels + 1,), torch.float32, device)
-        self._finish = _kernels().batch_norm_statistics.bind(
-            (-(-geometry.channels // channel_block),),
-            (programs, geometry.channels, pitch, 0.0),
-            (False, True, part_block, channel_block),
-            device=device,
-            num_warps=config.FINISH_WARPS,
-        )
+        self._measure = _Measure(geometry, False, True, device, facts)
 
     def run(self, stream: int | None, x: Tensor) -> Tensor:
         """Means, sums of squared deviations and a count: [2C + 1]."""
-        partials, _ = partial_sums_on(stream, self._partials, self._device)
         packet = self._packet(stream)
-        self._measure(x, partials, stream=stream)
-        self._finish(partials, packet, None, None, None, stream=stream)
+        self._measure.run(stream, x, packet, None, None, None, 0.0)
         return packet
 
 
-def _bound_measure(geometry: Geometry, device: torch.device, multiprocessors: int) -> tuple[BoundLaunch, int]:
-    """The pass over the input that finds statistics of parts, and how many parts these are."""
-    pace = config.FORWARD_PACE
-    tiles = config.tiling(geometry.positions, geometry.channels, geometry.last, pace.elements)
-    units = geometry.images * tiles.chunks
-    programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors, pace)
-    align = config.alignment(geometry.positions, geometry.last)
-    steps, pitch = geometry.positions // align, config.pitch(geometry.channels)
-    bound = _kernels().batch_norm_measure.bind(
-        (programs * tiles.channel_blocks,),
-        (steps, geometry.channels, tiles.chunks, units, programs, tiles.channel_blocks, pitch),
-        (geometry.last, align, tiles.rows, tiles.channel_block, pace.unroll),
-        device=device,
-        num_warps=config.WARPS,
-    )
-    return bound, programs
+class _Measure:
+    """The pass over the input that finds its statistics, and where that does not finish them, the launch behind it."""
+
+    def __init__(
+        self, geometry: Geometry, running: bool, packet: bool, device: torch.device, facts: DeviceFacts
+    ) -> None:
+        pace, channels = config.FORWARD_PACE, geometry.channels
+        tiles = config.tiling(geometry.positions, channels, geometry.last, pace.elements)
+        units = geometry.images * tiles.chunks
+        programs = config.measure_programs(units, tiles.channel_blocks, facts.multiprocessors, pace)
+        finish = config.finishes(programs, tiles.channel_blocks, facts)
+        align = config.alignment(geometry.positions, geometry.last)
+        steps, pitch = geometry.positions // align, config.pitch(channels)
+        self._device, self._partials = device, config.rows_with_groups(programs) * pitch
+        counts = (tiles.chunks, units, programs, tiles.channel_blocks, pitch, config.GROUP)
+        self._sizes = (steps, channels, *counts)
+        self._measure = _kernels().batch_norm_measure.bind(
+            (programs * tiles.channel_blocks,),
+            (*self._sizes, 0.0),
+            (
+                geometry.last,
+                align,
+                tiles.rows,
+                tiles.channel_block,
+                pace.unroll,
+                finish,
+                running and finish,
+                packet and finish,
+                config.finish_rows(tiles.channel_block),
+            ),
+            device=device,
+            num_warps=config.WARPS,
+        )
+        self._finish_sizes = (programs, channels, pitch)
+        self._finish = None if finish else _bound_statistics(programs, channels, pitch, running, packet, device)
+
+    def run(
+        self,
+        stream: int | None,
+        x: Tensor,
+        mean: Tensor,
+        variance: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+    ) -> None:
+        """Fills `mean` and `variance`, or the former as a packet."""
+        partials, tickets = partial_sums_on(stream, self._partials, self._device)
+        statistics = (mean, variance, running_mean, running_var)
+        self._measure(x, partials, tickets, *statistics, floats=(*self._sizes, momentum), stream=stream)
+        if self._finish is not None:
+            self._finish(partials, *statistics, floats=(*self._finish_sizes, momentum), stream=stream)
 
 
 class ApplyPlan:
@@ -174,7 +203,7 @@ class ApplyPlan:
 
 
 class SumsPlan:
-    """Per channel the sums of the gradient, and of it times the normalised input, in two launches."""
+    """Per channel the sums of the gradient, and of it times the normalised input, in one launch or two."""
 
     def __init__(
         self,
@@ -186,24 +215,28 @@ class SumsPlan:
         eps: float,
         dy: torch.dtype,
         device: torch.device,
-        multiprocessors: int,
+        facts: DeviceFacts,
     ) -> None:
         kernels, geometry = _kernels(), kind.geometry
         channels = geometry.channels
         pace = config.backward_pace(geometry.positions, geometry.last, dy.itemsize)
         tiles = config.tiling(geometry.positions, channels, geometry.last, pace.elements)
         units = geometry.images * tiles.chunks
-        programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors, pace)
+        programs = config.measure_programs(units, tiles.channel_blocks, facts.multiprocessors, pace)
+        finish = config.finishes(programs, tiles.channel_blocks, facts)
         align = config.alignment(geometry.positions, geometry.last)
         steps = geometry.positions // align
         has_weight, has_bias = (each is not None for each in present)
-        self._device, self._partials = device, programs * 2 * channels
+        self._device, self._partials = device, config.rows_with_groups(programs) * 2 * channels
         self._dz = kind.maker(device, dy) if write_dz else None
         self._sum = maker((channels,), torch.float32, device)
         self._packet = maker((2 * channels + 1,), torch.float32, device) if packet else None
         self._measure = kernels.batch_norm_measure_backward.bind(
             (programs * tiles.channel_blocks,),
-            (steps, channels, tiles.chunks, units, programs, tiles.channel_blocks, float(eps)),
+            (
+                *(steps, channels, tiles.chunks, units, programs, tiles.channel_blocks, config.GROUP),
+                *(float(eps), float(geometry.values)),
+            ),
             (
                 has_weight,
                 has_bias,
@@ -214,18 +247,23 @@ class SumsPlan:
                 tiles.rows,
                 tiles.channel_block,
                 pace.unroll,
+                finish,
+                packet and finish,
+                config.finish_rows(tiles.channel_block),
             ),
             device=device,
             num_warps=config.WARPS,
         )
-        part_block, channel_block = config.finish_block(programs)
-        self._sums = kernels.batch_norm_sums.bind(
-            (-(-channels // channel_block),),
-            (programs, channels, float(geometry.values)),
-            (packet, part_block, channel_block),
-            device=device,
-            num_warps=config.FINISH_WARPS,
-        )
+        self._sums: BoundLaunch | None = None
+        if not finish:
+            part_block, channel_block = config.finish_block(programs)
+            self._sums = kernels.batch_norm_sums.bind(
+                (-(-channels // channel_block),),
+                (programs, channels, float(geometry.values)),
+                (packet, part_block, channel_block),
+                device=device,
+                num_warps=config.FINISH_WARPS,
+            )
 
     def run(
         self,
@@ -240,11 +278,13 @@ class SumsPlan:
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """What ReLU lets through of the gradient, where it is to be written, the sums, in float32, and a packet."""
         dz = None if self._dz is None else self._dz(stream)
-        partials, _ = partial_sums_on(stream, self._partials, self._device)
+        partials, tickets = partial_sums_on(stream, self._partials, self._device)
         plain, along = self._sum(stream), self._sum(stream)
         packet = None if self._packet is None else self._packet(stream)
-        self._measure(x, dy, y, weight, bias, mean, variance, dz, partials, stream=stream)
-        self._sums(partials, plain, along, packet, stream=stream)
+        sums = (plain, along, packet)
+        self._measure(x, dy, y, weight, bias, mean, variance, dz, partials, tickets, *sums, stream=stream)
+        if self._sums is not None:
+            self._sums(partials, *sums, stream=stream)
         return dz, plain, along, packet
 
 
