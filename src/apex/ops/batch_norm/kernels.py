@@ -1,23 +1,4 @@
-"""Batch norm, with an addend and ReLU behind it, in both layouts.
-
-Legend: a tensor has I images of S positions and C channels, in memory [I, S, C] (LAST; then I is 1 and S counts the
-positions of all images) or [I, C, S]. It is cut into tiles of R positions and C_BLOCK channels; the `chunks` tiles of
-an image, of all images in turn, are the units of a block of channels. A pass that sums has P programs per block, each
-of which takes every P-th unit, so that all march through memory together. What each finds is a row of partial results:
-forward means, sums of squared deviations and a count, backward two sums, `pitch` values after the row before. Rows are
-put together in a fixed order: with FINISH by the last programs of the same launch, which saves the host one, otherwise
-by a second kernel. Then of each `group` of a block's programs the last one puts the group's rows together, into a row
-behind those of all programs, and the last of those puts these together. Statistics are float32: mean and biased
-variance.
-
-A packet is what a process tells others: forward such a row, backward the sums of the gradient, of it times the
-normalised input, and a count; [2C + 1] in both directions.
-
-S is given as `steps` of ALIGN positions, so that loads are as wide as it allows where positions are contiguous.
-
-MASK says what ReLU let through: 0 everything (there is none), 1 where its argument, computed again, is positive (there
-is no addend), 2 where the output is.
-"""
+"""Batch norm, with an addend and ReLU behind it, in both layouts; the legend is that of kernel_tiles.py."""
 
 from __future__ import annotations
 
@@ -26,63 +7,7 @@ import triton.language as tl
 
 from .._arrival import arrives_last
 from .._launch import kernel
-
-# Numbers that differ from shape to shape and would have kernels compiled anew for being 1 or a multiple of 16, which of
-# all numbers only that of channels need be known for.
-COUNTS = ["steps", "chunks", "units", "channel_blocks"]
-
-
-@triton.jit
-def _tile(
-    unit,
-    block,
-    steps,
-    channels,
-    chunks,
-    units,
-    LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
-    """Where the elements of a tile lie, [R, C_BLOCK], which of them exist, and its number of positions."""
-    positions = steps * ALIGN
-    image = unit // chunks
-    first = (unit % chunks).to(positions.dtype) * R
-    row = tl.arange(0, R)[:, None]
-    column = tl.arange(0, C_BLOCK)[None, :]
-    rows = tl.where(unit < units, tl.minimum(positions - first, R), 0)
-    begin = image.to(tl.int64) * positions * channels
-    first_channel = (block * C_BLOCK).to(tl.int64)
-    if LAST:
-        offset = begin + first.to(tl.int64) * channels + first_channel + (row * channels + column)
-    else:
-        offset = begin + first_channel * positions + first + (column.to(tl.int64) * positions + row)
-    mask = (row < rows) & (block * C_BLOCK + column < channels)
-    return offset, mask, rows
-
-
-@triton.jit
-def _parameter(pointer, channel, mask, PRESENT: tl.constexpr, absent: tl.constexpr):
-    """Weights or biases of channels, or what stands for those that a norm does not have."""
-    if PRESENT:
-        values = tl.load(pointer + channel, mask, other=0.0).to(tl.float32)
-    else:
-        values = tl.full(channel.shape, absent, tl.float32)
-    return values
-
-
-@triton.jit
-def _let_through(gradient, values, x, y, offset, mask, mean, scale, shift, MASK: tl.constexpr):
-    """The gradient at the argument of ReLU."""
-    if MASK == 1:
-        # Rounded as the output was, which may be 0 then.
-        output = ((values - mean[None, :]) * scale[None, :] + shift[None, :]).to(x.dtype.element_ty)
-        gradient = tl.where(output > 0.0, gradient, 0.0)
-    elif MASK == 2:
-        output = tl.load(y + offset, mask, other=0.0)
-        gradient = tl.where(output > 0.0, gradient, 0.0)
-    return gradient
+from .kernel_tiles import COUNTS, parameter, tile
 
 
 @triton.jit
@@ -192,14 +117,14 @@ def batch_norm_measure(
     inside = channel < channels
     # A tile with as many rows as any that follows: only the last one of an image may have fewer.
     first = program if LAST else program // chunks * chunks
-    offset, mask, _rows = _tile(first, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
+    offset, mask, _rows = tile(first, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
     pivot = tl.load(x + offset, mask, other=0.0)
     total = tl.zeros((R, C_BLOCK), tl.float32)
     squares = tl.zeros((R, C_BLOCK), tl.float32)
     counts = tl.zeros((R,), tl.float32)
     for start in tl.range(program, units, programs * UNROLL):
         for step in tl.static_range(UNROLL):
-            offset, mask, rows = _tile(
+            offset, mask, rows = tile(
                 start + step * programs, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK
             )
             # What is not there differs by nothing.
@@ -322,12 +247,12 @@ def batch_norm_apply(
     block = tl.program_id(0) % channel_blocks
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
-    offset, mask, _rows = _tile(unit, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
+    offset, mask, _rows = tile(unit, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
     spread = tl.load(variance + channel, inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(spread + eps) * _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
-    shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
+    scale = tl.rsqrt(spread + eps) * parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
+    shift = parameter(bias, channel, inside, HAS_BIAS, 0.0)
     result = (values - centre[None, :]) * scale[None, :] + shift[None, :]
     if HAS_Z:
         result += tl.load(z + offset, mask, other=0.0).to(tl.float32)
@@ -335,192 +260,3 @@ def batch_norm_apply(
         # A comparison that keeps NaN, as PyTorch's ReLU does.
         result = tl.where(result < 0.0, 0.0, result)
     tl.store(y + offset, result.to(y.dtype.element_ty), mask)
-
-
-@triton.jit
-def _summed(rows, number, channel, inside, channels, P_BLOCK: tl.constexpr):
-    """Both sums of `number` rows."""
-    first_sum = tl.zeros((P_BLOCK, channel.shape[0]), tl.float32)
-    second_sum = tl.zeros((P_BLOCK, channel.shape[0]), tl.float32)
-    for first in range(0, number, P_BLOCK):
-        part = first + tl.arange(0, P_BLOCK)
-        mask = (part < number)[:, None] & inside[None, :]
-        found = rows + part.to(tl.int64)[:, None] * 2 * channels + channel[None, :]
-        first_sum += tl.load(found, mask, other=0.0, cache_modifier=".cg")
-        second_sum += tl.load(found + channels, mask, other=0.0, cache_modifier=".cg")
-    return tl.sum(first_sum, 0), tl.sum(second_sum, 0)
-
-
-@triton.jit
-def _store_sums(plain, along, packet, channel, inside, channels, count, all_plain, all_along, PACKET: tl.constexpr):
-    """The gradients of bias and weight, and with PACKET these and `count` once more, as a packet."""
-    tl.store(plain + channel, all_plain, inside)
-    tl.store(along + channel, all_along, inside)
-    if PACKET:
-        tl.store(packet + channel, all_plain, inside)
-        tl.store(packet + channels + channel, all_along, inside)
-        tl.store(packet + 2 * channels + channel, count, channel == 0)
-
-
-@kernel
-@triton.jit(do_not_specialize=[*COUNTS, "programs", "group"])
-def batch_norm_measure_backward(
-    x,
-    dy,
-    y,
-    weight,
-    bias,
-    mean,
-    variance,
-    dz,
-    partials,
-    tickets,
-    all_plain,
-    all_along,
-    packet,
-    steps,
-    channels,
-    chunks,
-    units,
-    programs,
-    channel_blocks,
-    group,
-    eps,
-    count,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    MASK: tl.constexpr,
-    WRITE_DZ: tl.constexpr,
-    LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-    FINISH: tl.constexpr,
-    PACKET: tl.constexpr,
-    P_BLOCK: tl.constexpr,
-):
-    """Sums of the gradient and of gradient times normalised input over a program's units.
-
-    With WRITE_DZ the gradient that ReLU lets through is kept: it is that of the addend.
-    """
-    program = tl.program_id(0) // channel_blocks
-    block = tl.program_id(0) % channel_blocks
-    channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
-    inside = channel < channels
-    centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
-    factor = tl.rsqrt(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps)
-    scale = factor * _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
-    shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
-    plain = tl.zeros((R, C_BLOCK), tl.float32)
-    along = tl.zeros((R, C_BLOCK), tl.float32)
-    for start in tl.range(program, units, programs * UNROLL):
-        for step in tl.static_range(UNROLL):
-            offset, mask, _rows = _tile(
-                start + step * programs, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK
-            )
-            values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
-            # Outside the input the gradient is 0, and so is every term.
-            gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
-            gradient = _let_through(gradient, values, x, y, offset, mask, centre, scale, shift, MASK)
-            if WRITE_DZ:
-                tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask)
-            plain += gradient
-            along += gradient * (values - centre[None, :])
-    found = partials + program.to(tl.int64) * 2 * channels + channel
-    tl.store(found, tl.sum(plain, 0), inside)
-    tl.store(found + channels, tl.sum(along, 0) * factor, inside)
-    if FINISH:
-        groups = tl.cdiv(programs, group)
-        own_group = program // group
-        members = tl.minimum(group, programs - own_group * group)
-        own_tickets = tickets + block * (1 + groups)
-        if arrives_last(own_tickets + 1 + own_group, members):
-            rows_of_group = partials + (own_group * group).to(tl.int64) * 2 * channels
-            rows_of_groups = partials + tl.cast(programs, tl.int64) * 2 * channels
-            group_plain, group_along = _summed(rows_of_group, members, channel, inside, channels, P_BLOCK)
-            here = rows_of_groups + own_group.to(tl.int64) * 2 * channels + channel
-            tl.store(here, group_plain, inside)
-            tl.store(here + channels, group_along, inside)
-            if arrives_last(own_tickets, groups):
-                total, total_along = _summed(rows_of_groups, groups, channel, inside, channels, P_BLOCK)
-                _store_sums(all_plain, all_along, packet, channel, inside, channels, count, total, total_along, PACKET)
-
-
-@kernel
-@triton.jit(do_not_specialize=["programs"])
-def batch_norm_sums(
-    partials,
-    plain,
-    along,
-    packet,
-    programs,
-    channels,
-    count,
-    PACKET: tl.constexpr,
-    P_BLOCK: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
-    """Adds up what the programs of the pass before have found."""
-    channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
-    inside = channel < channels
-    all_plain, all_along = _summed(partials, programs, channel, inside, channels, P_BLOCK)
-    _store_sums(plain, along, packet, channel, inside, channels, count, all_plain, all_along, PACKET)
-
-
-@kernel
-@triton.jit(do_not_specialize=COUNTS)
-def batch_norm_apply_backward(
-    x,
-    dy,
-    y,
-    weight,
-    bias,
-    mean,
-    variance,
-    plain,
-    along,
-    dx,
-    steps,
-    channels,
-    chunks,
-    units,
-    channel_blocks,
-    eps,
-    inverse_count,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    MASK: tl.constexpr,
-    BATCH: tl.constexpr,
-    PACKET: tl.constexpr,
-    LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
-    """The gradient of one tile of the input; without BATCH the statistics did not depend on the input.
-
-    With PACKET, `plain` is one, of all processes together, and nothing is asked of `along` and `inverse_count`.
-    """
-    unit = units - 1 - tl.program_id(0) // channel_blocks
-    block = tl.program_id(0) % channel_blocks
-    channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
-    inside = channel < channels
-    offset, mask, _rows = _tile(unit, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
-    gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
-    values = gradient
-    if BATCH or MASK == 1:
-        values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
-    centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
-    factor = tl.rsqrt(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps)
-    scale = factor * _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
-    shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
-    gradient = _let_through(gradient, values, x, y, offset, mask, centre, scale, shift, MASK)
-    if BATCH:
-        if PACKET:
-            along = plain + channels
-            inverse_count = 1.0 / tl.maximum(tl.load(plain + 2 * channels), 1.0)
-        mean_plain = tl.load(plain + channel, inside, other=0.0) * inverse_count
-        mean_along = tl.load(along + channel, inside, other=0.0) * inverse_count * factor
-        gradient -= mean_plain[None, :] + (values - centre[None, :]) * mean_along[None, :]
-    tl.store(dx + offset, (gradient * scale[None, :]).to(dx.dtype.element_ty), mask)

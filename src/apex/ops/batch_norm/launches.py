@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def _kernels() -> ModuleType:
-    """Imported at first use: importing apex needs no Triton."""
-    from . import kernels
+def _kernels() -> tuple[ModuleType, ModuleType]:
+    """Those forward and backward, imported at first use: importing apex needs no Triton."""
+    from . import kernels, kernels_backward
 
-    return kernels
+    return kernels, kernels_backward
 
 
 class Present(NamedTuple):
@@ -38,7 +38,7 @@ def _bound_statistics(
     parts: int, channels: int, pitch: int, running: bool, packet: bool, device: torch.device
 ) -> BoundLaunch:
     part_block, channel_block = config.finish_block(parts)
-    return _kernels().batch_norm_statistics.bind(
+    return _kernels()[0].batch_norm_statistics.bind(
         (-(-channels // channel_block),),
         (parts, channels, pitch, 0.0),
         (running, packet, part_block, channel_block),
@@ -121,7 +121,7 @@ class _Measure:
         self._device, self._partials = device, config.rows_with_groups(programs) * pitch
         counts = (tiles.chunks, units, programs, tiles.channel_blocks, pitch, config.GROUP)
         self._sizes = (steps, channels, *counts)
-        self._measure = _kernels().batch_norm_measure.bind(
+        self._measure = _kernels()[0].batch_norm_measure.bind(
             (programs * tiles.channel_blocks,),
             (*self._sizes, 0.0),
             (
@@ -169,7 +169,7 @@ class ApplyPlan:
         has_weight, has_bias = (each is not None for each in present)
         align = config.alignment(geometry.positions, geometry.last)
         steps = geometry.positions // align
-        self._apply = _kernels().batch_norm_apply.bind(
+        self._apply = _kernels()[0].batch_norm_apply.bind(
             (units * tiles.channel_blocks,),
             (steps, geometry.channels, tiles.chunks, units, tiles.channel_blocks, float(eps)),
             (
@@ -217,7 +217,7 @@ class SumsPlan:
         device: torch.device,
         facts: DeviceFacts,
     ) -> None:
-        kernels, geometry = _kernels(), kind.geometry
+        kernels, geometry = _kernels()[1], kind.geometry
         channels = geometry.channels
         pace = config.backward_pace(geometry.positions, geometry.last, dy.itemsize)
         tiles = config.tiling(geometry.positions, channels, geometry.last, pace.elements)
@@ -307,7 +307,7 @@ class InputGradientPlan:
         units = geometry.images * tiles.chunks
         has_weight, has_bias = (each is not None for each in present)
         align = config.alignment(geometry.positions, geometry.last)
-        self._apply = _kernels().batch_norm_apply_backward.bind(
+        self._apply = _kernels()[1].batch_norm_apply_backward.bind(
             (units * tiles.channel_blocks,),
             (
                 geometry.positions // align,
