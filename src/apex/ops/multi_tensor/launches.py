@@ -100,16 +100,17 @@ class ListLaunches:
         """Elements of each of so many lists that a program handles at once."""
         return config.block(_device.facts(self.device), lists)
 
-    def _blocks_together(self, block: int) -> int:
-        """How many blocks a program that measures walks over."""
+    def _blocks_together(self, block: int, lists: int) -> int:
+        """How many blocks of so many lists a program that measures walks over."""
         blocks = sum(-(-size // block) for size in self.sizes)
-        return config.blocks_together(_device.facts(self.device), blocks, block)
+        return config.blocks_together(_device.facts(self.device), blocks, lists * block)
 
     def _layout(self, rule: Rule) -> Layout:
         """A program per block; or, of a rule that measures, per so many that what they find takes little memory."""
         copied = self.types[SLOTS] is not None and 0 in rule.writes
-        block = self._block_for(len(rule.slots) + copied)
-        together = self._blocks_together(block) if rule.quantities else 1
+        lists = len(rule.slots) + copied
+        block = self._block_for(lists)
+        together = self._blocks_together(block, lists) if rule.quantities else 1
         layout = self._layouts.get((block, together))
         if layout is None:
             layout = self._layouts[block, together] = Layout(self.sizes, block, self.device, together)

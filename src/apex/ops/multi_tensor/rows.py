@@ -112,10 +112,10 @@ class TritonRowLists(TritonLists):
         average = sum(self.sizes) // max(1, len(self.sizes))
         return min(largest, max(MINIMUM_BLOCK, 1 << (average - 1).bit_length() if average > 1 else 1))
 
-    def _blocks_together(self, block: int) -> int:
+    def _blocks_together(self, block: int, lists: int) -> int:
         """A program per row, so that nothing is left to add up, unless a row is very long."""
         needed = -(-max(self.sizes) // block)
-        return 1 << (needed - 1).bit_length() if needed <= LONGEST_WALK else super()._blocks_together(block)
+        return 1 << (needed - 1).bit_length() if needed <= LONGEST_WALK else super()._blocks_together(block, lists)
 
     def _scratch(self, shape: tuple[int, ...]) -> Tensor:
         """Sums of rows may go to whoever asked for them."""
