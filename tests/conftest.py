@@ -21,6 +21,9 @@ if os.environ.get("PYTHONPATH"):
 if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     quick_interpreter.install()
+    # For devices that may come PyTorch would keep the stack of every call that seeds them: a millisecond each time.
+    for devices in (torch.cuda, torch.mtia, torch.xpu):
+        devices.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
