@@ -11,7 +11,7 @@ from torch.nn import functional
 import fused_conv_bias_relu
 from apex.contrib.conv_bias_relu import ConvBias, ConvBiasMaskReLU, ConvBiasReLU, ConvFrozenScaleBiasReLU
 from apex.ops import _library
-from apex.ops.conv import plans
+from apex.ops.conv import op, plans
 from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 PADDING, STRIDE = 1, 2
@@ -103,6 +103,21 @@ def test_compiled_name(route: Route) -> None:
             assert_close(result, want, reduction=54, what=kind)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bias relu", "mask"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rounded_once(kind: str, dtype: torch.dtype) -> None:
+    """A sum of convolution and bias near zero shows what was rounded before."""
+    tensors = [torch.randn(shape, device="cuda") for shape in ((8, 64, 14, 14), (64, 64, 3, 3), (64,))]
+    x, weight, bias = (each.to(dtype) for each in tensors)
+    x, weight = (each.to(memory_format=torch.channels_last) for each in (x, weight / 24))
+    mask = torch.ones(8, 64, 7, 7, dtype=torch.int8, device="cuda").to(memory_format=torch.channels_last)
+    with _library.implementation("auto"):
+        output = ours(kind, x, weight, bias, mask, bias)
+    wide = [each.double().cpu() for each in (x, weight, bias.view(1, -1, 1, 1), mask)]
+    assert_close(output, exact(kind, *wide, wide[2]), reduction=64 * 9)
+
+
 @pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -127,7 +142,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert bias.dim() == 1
         return functional.conv2d(x, weight, bias, stride, padding, dilation, groups).relu()
 
-    monkeypatch.setattr(plans, "cudnn_does_it", lambda *tensors: True)
+    for module in (op, plans):
+        monkeypatch.setattr(module, "cudnn_does_it", lambda *tensors: True)
     monkeypatch.setattr(torch, "cudnn_convolution_relu", relu)
     with _library.implementation("triton"):
         yield
@@ -158,6 +174,17 @@ def test_planned(channels_last: bool, wanted: str, autocast: bool) -> None:
         for actual, want in zip([output, *found], [right, *gradients], strict=True):
             assert_close(actual.to(dtype), want, reduction=54)
         assert all(leaf.grad.dtype == leaf.dtype for leaf in leaves if leaf.grad is not None)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("channels_last", [True, False], ids=["last", "first"])
+@pytest.mark.usefixtures("planned")
+def test_behind_cudnns_call(kind: str, channels_last: bool) -> None:
+    tensors = problem("cpu", torch.float32, channels_last)
+    expected = results(exact, kind, tuple(each.double() for each in tensors))
+    for actual, wanted in zip(results(ours, kind, tensors), expected, strict=True):
+        assert_close(actual, wanted, reduction=54)
 
 
 @needs_interpreter

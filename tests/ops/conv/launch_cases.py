@@ -8,9 +8,11 @@ from apex.ops.conv.op import triton_epilogue
 
 
 def record() -> None:
-    """Collects (under `recording`) one launch with every flag and one with none."""
+    """Collects (under `recording`) launches with every flag, without scale and mask, and with a mask alone."""
     for dtype, flags in ((torch.float16, True), (torch.float32, False)):
         values = torch.empty(2, 8, 16, 256, dtype=dtype, device="meta").movedim(-1, 1)
         bias = torch.empty(256, dtype=dtype, device="meta")
         mask = torch.empty_like(values, dtype=torch.int8) if flags else None
         triton_epilogue(values, bias if flags else None, bias, mask)
+        if mask is not None:
+            triton_epilogue(values, None, None, mask)

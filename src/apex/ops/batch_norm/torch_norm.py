@@ -38,12 +38,12 @@ class NativePlan:
             output, found = _with_statistics(values, weight, bias, running_mean, running_var, flags)
         else:
             output = torch.batch_norm(values, weight, bias, running_mean, running_var, *flags)
-        if self._back is not None:
-            output = output.permute(self._back)
         # In place: no derivative of a batch norm asks for its output.
         if z is not None:
-            output = output.add_(z)
-        return output.relu_() if self._relu else output, found
+            output = output.add_(z if self._order is None else z.permute(self._order))
+        if self._relu:
+            output = output.relu_()
+        return output if self._back is None else output.permute(self._back), found
 
 
 def native_plan(
@@ -159,11 +159,11 @@ def native_norm(
     if channels_last_shape is not None:
         output = output.movedim(1, -1).reshape(channels_last_shape).movedim(-1, 1)
         output = output.contiguous() if contiguous else output
-    output = output if spec.channel_dim == 1 else output.movedim(1, -1)
     # In place: no derivative of a batch norm asks for its output.
     if z is not None:
-        output = output.add_(z.to(output.dtype))
-    return output.relu_() if spec.relu else output, found
+        output = output.add_((z if spec.channel_dim == 1 else z.movedim(-1, 1)).to(output.dtype))
+    output = output.relu_() if spec.relu else output
+    return output if spec.channel_dim == 1 else output.movedim(1, -1), found
 
 
 def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:

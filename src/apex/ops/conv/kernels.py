@@ -16,6 +16,7 @@ def conv_epilogue(
     elements,
     channels,
     HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -26,7 +27,8 @@ def conv_epilogue(
     result = tl.load(values + offset, inside, other=0.0).to(tl.float32)
     if HAS_SCALE:
         result *= tl.load(scale + channel, inside, other=0.0).to(tl.float32)
-    result += tl.load(bias + channel, inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        result += tl.load(bias + channel, inside, other=0.0).to(tl.float32)
     result = tl.where(result <= 0.0, 0.0, result)  # not by tl.maximum: NaN must stay NaN
     if HAS_MASK:
         result = tl.where(tl.load(mask + offset, inside, other=0) == 0, 0.0, result)

@@ -55,12 +55,17 @@ def conv_bias_relu(
 ) -> Tensor:
     """relu(conv(input, weight) * scale + bias), and 0 where `mask`, of the output's shape, is 0; without autograd."""
     check(input, weight, spec, bias=bias, scale=scale)
-    if mask is None and scale is None and cudnn_does_it(input, weight, bias):
+    shift: Tensor | None = bias.reshape(-1)
+    if scale is None and cudnn_does_it(input, weight, bias):
         stride, padding = [spec.stride] * 2, [spec.padding] * 2
-        return torch.cudnn_convolution_relu(input, weight, bias.reshape(-1), stride, padding, [1, 1], 1)
-    fused = scale is not None or torch.compiler.is_compiling() or _library.runs_triton(FAMILY, input)
-    # Where no kernel follows, the convolution adds the bias with less trouble.
-    output = functional.conv2d(input, weight, None if fused else bias.reshape(-1), spec.stride, spec.padding)
+        output = torch.cudnn_convolution_relu(input, weight, shift, stride, padding, [1, 1], 1)
+        if mask is None:
+            return output
+        fused, shift = True, None
+    else:
+        fused = scale is not None or torch.compiler.is_compiling() or _library.runs_triton(FAMILY, input)
+        # Where no kernel follows, the convolution adds the bias with less trouble.
+        output = functional.conv2d(input, weight, None if fused else shift, spec.stride, spec.padding)
     if mask is not None and (mask.shape != output.shape or mask.device != output.device):
         raise ValueError(
             f"mask has shape {list(mask.shape)} on {mask.device}, the output of the convolution {list(output.shape)} "
@@ -70,12 +75,13 @@ def conv_bias_relu(
         return output.relu_() if mask is None else output.relu_().masked_fill_(mask == 0, 0)
     scale = None if scale is None else scale.reshape(-1)
     if torch.compiler.is_compiling():
-        return torch.ops.apex.conv_epilogue(output, scale, bias.reshape(-1), mask)
-    return _epilogue(output, scale, bias.reshape(-1), mask)
+        return torch.ops.apex.conv_epilogue(output, scale, shift, mask)
+    return _epilogue(output, scale, shift, mask)
 
 
 def cudnn_does_it(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """Whether one call of cuDNN does bias and ReLU too: on an H200, 25 us where convolution and kernel took 54.
+    """Whether one call of cuDNN does bias and ReLU too, and rounds once: on an H200, 25 us where convolution and kernel
+    took 54.
 
     That call checks nothing; tensors that do not fit each other are for PyTorch's convolution to refuse.
     """
@@ -83,7 +89,7 @@ def cudnn_does_it(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
         input.is_cuda
         and torch.version.hip is None
         and torch.backends.cudnn.enabled
-        and input.dtype in (torch.float16, torch.float32)
+        and input.dtype in (torch.float16, torch.bfloat16, torch.float32)
         and input.numel() > 0
         and weight.dtype == bias.dtype == input.dtype
         and weight.device == input.device
@@ -163,8 +169,8 @@ def check(input: Tensor, weight: Tensor, spec: ConvSpec, **per_channel: Tensor |
             raise ValueError(f"{name} is on {values.device}, the input on {input.device}")
 
 
-def _epilogue(output: Tensor, scale: Tensor | None, bias: Tensor, mask: Tensor | None) -> Tensor:
-    """In place, on the output of a convolution that nobody else has."""
+def _epilogue(output: Tensor, scale: Tensor | None, bias: Tensor | None, mask: Tensor | None) -> Tensor:
+    """In place, on the output of a convolution that nobody else has; a scale comes with a bias."""
     if (
         output.numel()
         and _library.runs_triton(FAMILY, output)
@@ -172,8 +178,8 @@ def _epilogue(output: Tensor, scale: Tensor | None, bias: Tensor, mask: Tensor |
     ):
         return triton_epilogue(output, scale, bias, mask)
     shape = (1, -1, 1, 1)
-    if scale is None:
-        output = output.add_(bias.reshape(shape)).relu_()
+    if scale is None or bias is None:
+        output = (output if bias is None else output.add_(bias.reshape(shape))).relu_()
     else:  # rounded once
         wide = torch.promote_types(output.dtype, torch.float32)
         factor, shift = (each.to(wide).reshape(shape) for each in (scale, bias))
@@ -181,15 +187,15 @@ def _epilogue(output: Tensor, scale: Tensor | None, bias: Tensor, mask: Tensor |
     return output if mask is None else output.masked_fill_(mask == 0, 0)
 
 
-def triton_epilogue(output: Tensor, scale: Tensor | None, bias: Tensor, mask: Tensor | None) -> Tensor:
+def triton_epilogue(output: Tensor, scale: Tensor | None, bias: Tensor | None, mask: Tensor | None) -> Tensor:
     """The same by the kernel, for an output whose channels are last."""
     if mask is not None:
         mask = mask.contiguous(memory_format=torch.channels_last)
         mask = mask.view(torch.int8) if mask.dtype == torch.bool else mask
-    scale = None if scale is None else scale.contiguous()
-    dtypes = (output.dtype, bias.dtype, *(None if each is None else each.dtype for each in (scale, mask)))
+    scale, bias = (None if each is None else each.contiguous() for each in (scale, bias))
+    dtypes = tuple(None if each is None else each.dtype for each in (output, scale, bias, mask))
     launch = _plan(output.numel(), output.shape[1], dtypes, output.device, _device.facts(output.device))
-    launch(output, scale, bias.contiguous(), mask)
+    launch(output, scale, bias, mask)
     return output
 
 
@@ -200,7 +206,7 @@ def _plan(elements: int, channels: int, dtypes: tuple, device: torch.device, fac
     return conv_epilogue.bind(
         (-(-elements // _BLOCK),),
         (elements, channels),
-        (dtypes[2] is not None, dtypes[3] is not None, _BLOCK),
+        (*(dtype is not None for dtype in dtypes[1:]), _BLOCK),
         device=device,
         num_warps=_WARPS,
     )
@@ -211,7 +217,7 @@ def _functional_epilogue(output, scale, bias, mask):
 
 
 _library.register_op(
-    "conv_epilogue(Tensor output, Tensor? scale, Tensor bias, Tensor? mask) -> Tensor",
+    "conv_epilogue(Tensor output, Tensor? scale, Tensor? bias, Tensor? mask) -> Tensor",
     _functional_epilogue,
     lambda output, scale, bias, mask: torch.empty_like(output),
 )
