@@ -1,6 +1,7 @@
 """Where tests run: on a GPU for real when there is one, else on the CPU with Triton's interpreter."""
 
 import gc
+import importlib
 import os
 from collections.abc import Iterator
 
@@ -38,6 +39,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What was imported and collected stays: whoever collects garbage need not look through it each time."""
+    if (
+        "PYTEST_XDIST_WORKER" in os.environ
+    ):  # not a single test: some will make PyTorch's optimizers import its compiler
+        importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
 

@@ -153,11 +153,11 @@ def test_multiplicative_lstm(bias: bool, output_size: int | None, dtype: torch.d
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize(
-    ("name", "output_size"), [*itertools.product([*PEERS, "mLSTM"], [None]), ("LSTM", 2), ("Tanh", 2), ("mLSTM", 2)]
+    ("name", "output_size"), [*itertools.product([*PEERS, "mLSTM"], [None]), ("LSTM", 1), ("Tanh", 1), ("mLSTM", 1)]
 )
 def test_gradcheck(name: str, output_size: int | None) -> None:
-    network = getattr(RNN, name)(2, 3, 2, output_size=output_size).double()
-    x = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
+    network = getattr(RNN, name)(3, 2, 2, output_size=output_size).double()
+    x = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)
 
     def function(x: Tensor, *params: Tensor) -> tuple[Tensor, ...]:
         network.reset_hidden(2)

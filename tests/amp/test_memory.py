@@ -58,14 +58,6 @@ PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Te
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _little_to_look_through() -> None:
-    """Tests here collect garbage several times, which takes 0.3 s with all of PyTorch's compiler."""
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports it
-    gc.collect()
-    gc.freeze()
-
-
 def step(model: nn.Module, optimizer: Any, data: tuple[Tensor, Tensor]) -> None:
     optimizer.zero_grad()
     loss = F.cross_entropy(model(data[0]), data[1])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
+from tests.warm import run_python
 
 from apex._bench import command, environment, results
 from apex._bench.command import run_bench
@@ -54,14 +54,8 @@ def test_piped_output_is_plain_and_whole(tmp_path):
         f"raise SystemExit(run_bench(['norm'], output=Path('r.json'), plot=False, quick=True, device='cpu', "
         f"filter={ONE_CASE!r}, list_only=False))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "40", "PYTHONIOENCODING": "utf-8"},
-        check=False,
-    )
+    environment = {**os.environ, "COLUMNS": "40", "PYTHONIOENCODING": "utf-8"}
+    done = run_python("-c", code, cwd=tmp_path, environment=environment)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     assert done.stderr == ""

@@ -25,10 +25,10 @@ def cases(device: torch.device, **options: bool) -> dict[str, registry.Case]:
 
 @pytest.fixture
 def small_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of the same make, but small."""
+    """Models of the same make, but small, and of those that are timed every fourth tensor."""
     resnet, few = parameter_sets.resnet50, parameter_sets.small_tensors
     monkeypatch.setattr(parameter_sets, "resnet50", lambda width=64: resnet(2, classes=5))
-    monkeypatch.setitem(parameter_sets.SETS, "resnet50", lambda: resnet(4, classes=5))
+    monkeypatch.setitem(parameter_sets.SETS, "resnet50", lambda: resnet(4, classes=5)[::4])
     monkeypatch.setitem(parameter_sets.SETS, "1000_small", lambda: few(6))
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import apex
 from tests.checkpoint import kills
+from tests.warm import run_python
 
 SOURCE = Path(apex.__file__).resolve().parents[1]
 
@@ -19,14 +18,9 @@ SOURCE = Path(apex.__file__).resolve().parents[1]
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 @pytest.mark.parametrize(("kind", "count"), [("file", 50), ("sharded", 10)])
 def test_killed_at_any_moment(kind: str, count: int, tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, kills.__file__, str(tmp_path / "run"), str(count), kind],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    arguments = (kills.__file__, str(tmp_path / "run"), str(count), kind)
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    result = run_python(*arguments, cwd=tmp_path, environment=environment, timeout=200)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     # Kills did hit processes that were saving, and nothing of that is left.
