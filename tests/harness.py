@@ -30,16 +30,17 @@ class Route:
 
 
 def routes(*, interpreter: bool = True) -> list:
-    """Every way to reach an op, as pytest parameters.
+    """Every way to reach an op on this machine, as pytest parameters.
 
     The interpreter takes milliseconds per block of elements, so it is for tests of numbers; what an optimizer does
     around its updates is tested without it.
     """
-    parameters = [
-        pytest.param(Route("cpu", "torch"), id="cpu-torch"),
-        pytest.param(Route("cuda", "torch"), id="gpu-torch", marks=pytest.mark.gpu),
-        pytest.param(Route("cuda", "triton"), id="gpu-triton", marks=pytest.mark.gpu),
-    ]
+    parameters = [pytest.param(Route("cpu", "torch"), id="cpu-torch")]
+    if torch.cuda.is_available():
+        parameters += [
+            pytest.param(Route("cuda", implementation), id=f"gpu-{implementation}", marks=pytest.mark.gpu)
+            for implementation in ("torch", "triton")
+        ]
     if interpreter:
         usable = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
         reason = "Triton's interpreter needs triton, and is for machines without a GPU"

@@ -38,8 +38,9 @@ def test_opcheck_with_a_wider_weight() -> None:
             )
 
 
-def modules() -> list:
-    return [
+@pytest.mark.parametrize("route", routes())
+def test_compiled_modules_without_graph_breaks(route: Route) -> None:
+    modules = [
         FusedLayerNorm(48),
         FusedRMSNorm(48),
         FusedLayerNorm(48, memory_efficient=True),
@@ -47,21 +48,19 @@ def modules() -> list:
         MixedFusedLayerNorm(48),
         MixedFusedRMSNorm(48, memory_efficient=True),
     ]
-
-
-@pytest.mark.parametrize("route", routes())
-@pytest.mark.parametrize("index", range(6))
-def test_compiled_module_without_graph_breaks(route: Route, index: int) -> None:
-    module = modules()[index].to(route.device)
     x = torch.randn(6, 48, device=route.device, requires_grad=True)
+    inputs = [x, *(param for module in modules for param in module.to(route.device).parameters())]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([module(x + index) for index, module in enumerate(modules)])
+
     # Generated C++ would need a compiler; on a GPU the generated code is Triton.
     backend = "inductor" if route.device == "cuda" else "aot_eager"
-    inputs = (x, *module.parameters())
     with _library.implementation(route.implementation):
         torch._dynamo.reset()
-        expected = module(x)
+        expected = function(x)
         expected_gradients = torch.autograd.grad(expected.sin().sum(), inputs)
-        compiled = torch.compile(module, fullgraph=True, backend=backend)(x)
+        compiled = torch.compile(function, fullgraph=True, backend=backend)(x)
         gradients = torch.autograd.grad(compiled.sin().sum(), inputs)
     assert_close(compiled, expected.double())
     for actual, wanted in zip(gradients, expected_gradients, strict=True):
