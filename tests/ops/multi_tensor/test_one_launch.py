@@ -97,6 +97,24 @@ def test_what_is_not_finite_is_found(route: Route, launches: list[str]) -> None:
             tensors[1][2999] = 0.0
 
 
+@pytest.mark.parametrize("route", KERNELS)
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_a_flag_that_is_raised_and_looked_at(per_tensor: bool, route: Route, launches: list[str]) -> None:
+    """By the same launch: programs that see it do nothing, and later launches count on nothing of that."""
+    tensors = tensors_of(SIZES, route.device)
+    flag = torch.zeros(1, dtype=torch.int32, device=route.device)
+    with implementation(route.implementation):
+        for step in range(4):
+            tensors[1][0] = torch.inf if step == 1 else step
+            tensors[4][0] = 10.0 * step
+            flag.zero_()
+            total, _ = l2norm(tensors, per_tensor=per_tensor, overflow=flag, noop=flag)
+            assert flag.item() == (step == 1)
+            if step != 1:
+                exact = torch.cat([tensor.double().cpu() for tensor in tensors]).norm()
+                assert_close(total, exact.reshape(1), reduction=sum(SIZES))
+
+
 @pytest.mark.gpu
 def test_the_same_bits_every_time() -> None:
     """Whichever program is the last."""

@@ -16,6 +16,14 @@ _EACH, _AVERAGES = Finish(True), Finish(True, averages=True)
 _TOTAL, _NORM = Finish(False), Finish(False, root=True)
 
 
+def _may_finish(noop: Tensor | None, overflow: Tensor | None) -> bool:
+    """Whether all programs of a launch see the same `noop`: not those after one that raised it, and then none is last.
+
+    The two may be views of the same number.
+    """
+    return noop is None or overflow is None
+
+
 class TritonLists(ListLaunches):
     """Lists of dense tensors on one device, one dtype per list, whose tensors of equal index share their layout.
 
@@ -37,7 +45,8 @@ class TritonLists(ListLaunches):
         seed: int | None = None,
     ) -> Tensor | None:
         """Runs `rule`; returns what it measured, float32 [tensors, 2 or more]. See `TorchLists.apply`."""
-        if rule.quantities and self._finishes_each and whole is None and culprits is None and seed is None:
+        alone = whole is None and culprits is None and seed is None and _may_finish(noop, overflow)
+        if rule.quantities and self._finishes_each and alone:
             found = torch.empty((len(self.sizes), max(2, rule.quantities)), dtype=torch.float32, device=self.device)
             self._measure(_EACH, rule, hyper, flags, found, noop, grad_scale, overflow, checks)
             return found
@@ -81,7 +90,7 @@ class TritonLists(ListLaunches):
     ) -> Tensor:
         """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1]."""
         out = torch.empty(1, dtype=torch.float32, device=self.device)
-        if self._finishes_all:
+        if self._finishes_all and _may_finish(noop, overflow):
             self._measure(_NORM if root else _TOTAL, rule, hyper, (), out, noop, grad_scale, overflow, checks)
             return out
         partials = self._measured_in_parts(rule, hyper, noop, grad_scale, overflow, checks)
