@@ -54,7 +54,7 @@ TARGETS = {
 THOROUGH = ("sm_90", "gfx942")
 
 # Kernels that launch rules choose for some GPUs only.
-NOT_CHOSEN = {"hip": {"apply_and_reduce", "norm_backward_held"}}
+NOT_CHOSEN = {"cuda": {"sum_groups"}, "hip": {"apply_and_reduce", "norm_backward_held"}}
 
 _POINTERS = {
     torch.float16: "*fp16",

@@ -14,6 +14,7 @@ _ACTIVATIONS = [
     (8191, 1000, _BF16, "gelu", False),
     (4096, 1024, _BF16, "relu", True),
     (4096, 1000, _F32, "sigmoid", True),
+    (100352, 256, _HALF, "relu", True),
 ]
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from apex.ops import _library, dense
 from apex.ops._tolerance import excess, tensor_core_error
-from apex.ops.dense import op, reference
+from apex.ops.dense import launches, op, reference
 from apex.ops.dense.perceptron import composed_mlp
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
@@ -91,6 +91,22 @@ def test_gradients_of_activation_and_bias(
     # PyTorch's operators round before anything is added; its sigmoid does it in every step, so ours widens first.
     summed = dz.double() if str(route) == "cuda-torch" and activation != "sigmoid" else exact
     assert_close(dbias, summed.sum(0), reduction=shape[0])
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("tickets", [launches.TICKETS, 0], ids=["one launch", "two launches"])
+def test_bias_gradients_of_several_programs(tickets: int, route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    for constant, value in (("FEW_ROWS", 0), ("SMALL_MATRIX", 0), ("UNION", 2), ("TICKETS", tickets)):
+        monkeypatch.setattr(launches, constant, value)
+    launches._activation_plan.cache_clear()
+    dy, saved = random(100, 150, device=route.device), random(100, 150, device=route.device)
+    with _library.implementation(route.implementation):
+        found, again = (op.activation_backward(dy, saved, "relu", True) for _ in range(2))
+    launches._activation_plan.cache_clear()
+    assert_equal_bits(found, again)
+    exact = reference.activation_backward(*wide(dy, saved), "relu")
+    assert_close(found[0], exact)
+    assert_close(found[1], exact.sum(0), reduction=100)
 
 
 @pytest.mark.parametrize("route", routes())

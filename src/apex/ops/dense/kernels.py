@@ -6,6 +6,7 @@ All matrices are contiguous, all arithmetic is float32. Run-time arguments first
 import triton
 import triton.language as tl
 
+from .._arrival import arrives_last
 from .._launch import kernel
 
 RELU = tl.constexpr(1)
@@ -40,6 +41,18 @@ def gelu_forward(input, output, elements, BLOCK: tl.constexpr, FULL: tl.constexp
     tl.store(output + place, (x * _gelu_gate(x, x * x)).to(output.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _sum_rows(rows, number, column, columns, ROWS: tl.constexpr):
+    """The sum of `number` rows, of which other programs of this launch may have stored some."""
+    sums = tl.zeros([ROWS, column.shape[0]], tl.float32)
+    for start in tl.range(0, number, ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < number)[:, None] & (column < columns)[None, :]
+        place = rows + row.to(tl.int64)[:, None] * columns + column[None, :]
+        sums += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
+    return tl.sum(sums, 0)
+
+
 @kernel
 @triton.jit
 def activation_backward(
@@ -47,6 +60,8 @@ def activation_backward(
     saved,
     dz,
     partials,
+    tickets,
+    dbias,
     rows,
     columns,
     rows_per_program,
@@ -56,12 +71,15 @@ def activation_backward(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     FULL: tl.constexpr,
+    FINISH: tl.constexpr,
 ):
     """The gradient before an activation, and sums of it over the rows that a program walks: the bias gradient.
 
     `saved` is the activation's output, for gelu its input. `dz` may be `dy`.
     A program has BLOCK columns and `rows_per_program` rows (a multiple of ROWS) and writes its own row of `partials`,
     which is the bias gradient itself where there is but one. FULL: no row or column needs a mask.
+    With FINISH, not 0, these rows are added up here too, which saves the host a launch: of every FINISH programs the
+    last adds up theirs, into a row behind those of all programs, and the last of these adds up those, into `dbias`.
     """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     group = tl.program_id(1)
@@ -87,6 +105,20 @@ def activation_backward(
     if BIAS_GRAD:
         place = partials + group.to(tl.int64) * columns + column
         tl.store(place, tl.sum(sums, 0).to(partials.dtype.element_ty), mask=None if FULL else column < columns)
+        if FINISH:
+            programs = tl.num_programs(1)
+            unions = tl.cdiv(programs, FINISH)
+            union = group // FINISH
+            members = tl.minimum(FINISH, programs - union * FINISH)
+            own_tickets = tickets + tl.program_id(0) * (1 + unions)
+            if arrives_last(own_tickets + 1 + union, members):
+                first_row = partials + (union * FINISH).to(tl.int64) * columns
+                rows_of_unions = partials + tl.cast(programs, tl.int64) * columns
+                total = _sum_rows(first_row, members, column, columns, ROWS)
+                tl.store(rows_of_unions + union.to(tl.int64) * columns + column, total, column < columns)
+                if arrives_last(own_tickets, unions):
+                    total = _sum_rows(rows_of_unions, unions, column, columns, ROWS)
+                    tl.store(dbias + column, total.to(dbias.dtype.element_ty), column < columns)
 
 
 @kernel
@@ -94,12 +126,8 @@ def activation_backward(
 def sum_groups(partials, dbias, groups, columns, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     """The bias gradient from the partial sums of `groups` programs, added in a fixed order."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    sums = tl.zeros([GROUPS, BLOCK], tl.float32)
-    for start in tl.range(0, groups, GROUPS):
-        group = start + tl.arange(0, GROUPS)
-        mask = (group < groups)[:, None] & (column < columns)[None, :]
-        sums += tl.load(partials + group.to(tl.int64)[:, None] * columns + column[None, :], mask=mask, other=0.0)
-    tl.store(dbias + column, tl.sum(sums, 0).to(dbias.dtype.element_ty), mask=column < columns)
+    total = _sum_rows(partials, groups, column, columns, GROUPS)
+    tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=column < columns)
 
 
 @kernel

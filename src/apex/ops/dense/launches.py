@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import _device
-from .._results import maker
-from .._workspace import partial_sums_on
+from .._results import Maker, maker
+from .._workspace import TICKETS, partial_sums_on
 from .reference import ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ def _kernels() -> ModuleType:
 # H200, 4096x4096 in 41 (two launches: 16.4 and 38, but twice the host time, 30 us instead of 15).
 SMALL_MATRIX = 1 << 24
 FEW_ROWS = 2048
+# Programs that leave their sums to the last of them.
+UNION = 32
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,12 @@ class ActivationPlan:
         self,
         main: BoundLaunch,
         sum_groups: BoundLaunch | None,
-        groups: int,
-        columns: int,
-        dtype: torch.dtype,
+        dbias: Maker | None,
+        partials: int,
         device: torch.device,
     ) -> None:
-        self._main = main
-        self._dbias = maker((columns,), dtype, device) if groups else None
-        self._sum_groups = sum_groups
-        self._partials = groups * columns
+        self._main, self._sum_groups = main, sum_groups
+        self._dbias, self._partials = dbias, partials
         self._device = device
 
     def run(self, dy: Tensor, saved: Tensor, dz: Tensor) -> Tensor | None:
@@ -89,11 +88,14 @@ class ActivationPlan:
 
     def fill(self, stream: int | None, dy: Tensor, saved: Tensor, dz: Tensor, dbias: Tensor | None) -> None:
         """The same for a caller that has a place for the bias gradient and knows what `stream_here` says."""
-        if self._sum_groups is None:
-            self._main(dy, saved, dz, dbias, stream=stream)
+        if not self._partials:
+            self._main(dy, saved, dz, dbias, None, None, stream=stream)
             return
-        partials, _ = partial_sums_on(stream, self._partials, self._device)
-        self._main(dy, saved, dz, partials, stream=stream)
+        partials, tickets = partial_sums_on(stream, self._partials, self._device)
+        if self._sum_groups is None:
+            self._main(dy, saved, dz, partials, tickets, dbias, stream=stream)
+            return
+        self._main(dy, saved, dz, partials, None, None, stream=stream)
         self._sum_groups(partials, dbias, stream=stream)
 
 
@@ -112,19 +114,26 @@ def _activation_plan(
     rows_per_program = -(-tiles // chosen.groups) * chosen.rows
     groups = -(-rows // rows_per_program)
     full = columns % chosen.block == 0 and rows % chosen.rows == 0
+    blocks, unions = -(-columns // chosen.block), -(-groups // UNION)
+    partials = groups > 1 and bias_grad
+    finish = partials and facts.publishes_for_all and blocks * (1 + unions) <= TICKETS
     main = _kernels().activation_backward.bind(
-        (-(-columns // chosen.block), groups),
+        (blocks, groups),
         (rows, columns, rows_per_program),
-        (ACTIVATIONS.index(activation), bias_grad, chosen.rows, chosen.block, chosen.stages, full),
+        (
+            *(ACTIVATIONS.index(activation), bias_grad, chosen.rows, chosen.block, chosen.stages, full),
+            UNION if finish else 0,
+        ),
         device=device,
         num_warps=chosen.num_warps,
     )
     sum_groups = None
-    if bias_grad and groups > 1:
+    if partials and not finish:
         sum_groups = _kernels().sum_groups.bind(
             (-(-columns // 64),), (groups, columns), (32, 64), device=device, num_warps=4
         )
-    return ActivationPlan(main, sum_groups, groups if bias_grad else 0, columns, dtype, device)
+    dbias = maker((columns,), dtype, device) if bias_grad else None
+    return ActivationPlan(main, sum_groups, dbias, (groups + unions) * columns if partials else 0, device)
 
 
 def activation_plan(
