@@ -43,9 +43,11 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("route", KERNELS)
 def test_sums_of_all_and_of_each(route: Route, launches: list[str]) -> None:
     tensors = tensors_of(SIZES, route.device)
-    exact = [tensor.double().cpu() for tensor in tensors]
     with implementation(route.implementation):
-        for _ in range(3):  # what programs count on is as it was
+        for _ in range(3):  # what programs count on is as it was, and nothing else
+            for tensor in tensors:
+                tensor.mul_(1.5)
+            exact = [tensor.double().cpu() for tensor in tensors]
             total, _ = l2norm(tensors)
             assert_close(total, torch.cat(exact).norm().reshape(1), reduction=sum(SIZES))
             _, each = l2norm(tensors, per_tensor=True)
@@ -105,8 +107,9 @@ def test_a_flag_that_is_raised_and_looked_at(per_tensor: bool, route: Route, lau
     flag = torch.zeros(1, dtype=torch.int32, device=route.device)
     with implementation(route.implementation):
         for step in range(4):
-            tensors[1][0] = torch.inf if step == 1 else step
-            tensors[4][0] = 10.0 * step
+            tensors[1][-1] = 10.0 * step
+            tensors[1][0] = torch.inf if step == 1 else 0.0
+            tensors[4][-1] = 10.0 * step  # the last program of all
             flag.zero_()
             total, _ = l2norm(tensors, per_tensor=per_tensor, overflow=flag, noop=flag)
             assert flag.item() == (step == 1)
