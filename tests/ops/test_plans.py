@@ -61,3 +61,28 @@ def test_what_does_not_fit_is_refused_and_what_is_strided_works_after_a_plan_was
     assert_close(inferred, output.double())
     for one, other in zip(gradients, others, strict=True):
         assert_close(other, one.double(), reduction=8)
+
+
+def _batch_norm_and_addend(x, weight, bias):
+    return batch_norm.batch_norm(x, None, None, weight, bias, z=x, relu=True)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("gradient_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("function", [_group_norm, _batch_norm, _batch_norm_and_addend])
+def test_hooks_may_give_saved_tensors_another_layout(function, gradient_format, route: Route) -> None:
+    """As `torch.autograd.graph.save_on_cpu(pin_memory=True)` does."""
+    x = torch.randn(2, 8, 3, 5, device=route.device).to(memory_format=torch.channels_last).requires_grad_()
+    weight, bias = (torch.rand(8, device=route.device, requires_grad=True) for _ in range(2))
+    dy = torch.randn(x.shape, device=route.device).to(memory_format=gradient_format)
+    with _library.implementation(route.implementation):
+        expected = torch.autograd.grad(function(x, weight, bias), (x, weight, bias), dy)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(memory_format=torch.contiguous_format), _same):
+            output = function(x, weight, bias)
+        gradients = torch.autograd.grad(output, (x, weight, bias), dy)
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert_close(gradient, other.double(), reduction=30)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

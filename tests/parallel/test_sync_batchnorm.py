@@ -13,8 +13,9 @@ from torch import nn
 
 import apex.parallel
 from apex.ops import _library
-from apex.ops.batch_norm import joined
+from apex.ops.batch_norm import BatchNormSpec, joined
 from apex.parallel import SyncBatchNorm, convert_syncbn_model, optimized_sync_batchnorm, sync_batchnorm
+from apex.parallel._joined_norm import GroupBatchNormFunction
 from apex.parallel.optimized_sync_batchnorm_kernel import SyncBatchnormFunction
 from tests.harness import Route, assert_close, routes
 from tests.parallel import sync_batchnorm_checks
@@ -226,3 +227,30 @@ def test_plans_of_modules(route: Route, alone: dist.ProcessGroup, relu: bool, mo
             bare(torch.ones(2, 3, 2, device=route.device))
         with pytest.raises(ValueError, match="weight has shape"):
             SyncBatchNorm(4, process_group=alone).to(route.device)(torch.ones(2, 3, 2, device=route.device))
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("planned", [True, False])
+def test_hooks_may_give_saved_tensors_another_layout(
+    route: Route, alone: dist.ProcessGroup, planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `torch.autograd.graph.save_on_cpu(pin_memory=True)` does."""
+    monkeypatch.setattr(optimized_sync_batchnorm, "process_count", lambda group: 2)
+    norm = SyncBatchNorm(4, fuse_relu=True, process_group=alone).to(route.device)
+
+    def apply(x, z):
+        if planned:
+            return norm(x, z)
+        rest = (norm.weight, norm.bias, None, None, BatchNormSpec(relu=True), alone)
+        return GroupBatchNormFunction.apply(x, z, *rest)[0]
+
+    x, z = (torch.randn(3, 4, 2, 5, device=route.device).to(memory_format=torch.channels_last) for _ in range(2))
+    leaves = (x.requires_grad_(), z.requires_grad_(), norm.weight, norm.bias)
+    dy = torch.randn(3, 4, 2, 5, device=route.device)
+    with _library.implementation(route.implementation):
+        expected = torch.autograd.grad(apply(x, z), leaves, dy)
+        hooks = (lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t)
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            output = apply(x, z)
+        for gradient, other in zip(torch.autograd.grad(output, leaves, dy), expected, strict=True):
+            assert_close(gradient, other.double(), reduction=30)

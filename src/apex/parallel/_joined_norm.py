@@ -107,8 +107,8 @@ def joined_gradients(
     """
     statistics = (mean, variance, weight, bias)
     if norm is not None:
-        dy = laid_out_like(input, dy)
-        output = None if output is None else laid_out_like(input, output)
+        laid_out = norm.kind.laid_out
+        dy, input, output = laid_out(dy), laid_out(input), None if output is None else laid_out(output)
         dx, dz, plain, along, told = norm.gradients(
             dy, input, output, *statistics, wants_z, lambda packet: summed(packet, group)
         )

@@ -502,6 +502,22 @@ def test_one_plan_for_all_momenta(route: Route) -> None:
     assert_close(variance, (1 + 4 + 9) / 3 * x.double().var((0, 2, 3)), reduction=36)
 
 
+@pytest.mark.parametrize("finish", [True, False])
+def test_a_whole_number_as_momentum_is_launched_as_a_float(finish: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would compile the kernel for an integer of 1 and run it for every other momentum, too."""
+    given = []
+    monkeypatch.setattr(config, "finishes", lambda *_: finish)
+    launches = pytest.importorskip("apex.ops._launch")
+    monkeypatch.setattr(launches.BoundLaunch, "__call__", lambda launch, *_, floats, stream: given.append(floats[-1]))
+    running = torch.zeros(6), torch.ones(6)
+    kernel_norm.clear_plans()
+    kernel_norm.kernel_norm(torch.randn(4, 6), None, None, BatchNormSpec()).statistics(torch.randn(4, 6), *running, 1)
+    kernel_norm.combine(torch.ones(2, 13), *running, 1)
+    kernel_norm.clear_plans()
+    assert len(given) == (2 if finish else 3)
+    assert all(type(momentum) is float for momentum in given)
+
+
 def test_what_is_left_to_torch() -> None:
     """Most plain norms and small inputs, unless kernels are asked for or PyTorch would round twice."""
     runs_kernels = plans.runs_kernels

@@ -17,7 +17,6 @@ from .._plans import Plans, kind
 from .checks import check
 from .kernel_norm import KernelNorm, combine
 from .launches import ApplyPlan, InputGradientPlan, PacketPlan, SumsPlan
-from .layout import laid_out_like
 from .spec import BatchNormSpec
 from .stages import direct_norm
 
@@ -74,7 +73,8 @@ class JoinedPlan:
         plans = self._backward.get(wants_z)
         if plans is None:
             plans = self._backward[wants_z] = self._plan_backward(wants_z)
-        dy, stream = laid_out_like(x, dy), stream_here(self._norm.device.index)
+        laid_out, stream = self._norm.kind.laid_out, stream_here(self._norm.device.index)
+        dy, x, y = laid_out(dy), laid_out(x), None if y is None else laid_out(y)
         kept, plain, along, packet = plans[0].run(stream, dy, x, y, mean, variance, weight, bias)
         assert packet is not None  # the plan is one with a packet
         add_up(packet)

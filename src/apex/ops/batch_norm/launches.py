@@ -65,7 +65,7 @@ class CombinePlan:
     ) -> tuple[Tensor, Tensor]:
         """Mean and biased variance."""
         mean, variance = self._per_channel(stream), self._per_channel(stream)
-        numbers = (*self._sizes, momentum)
+        numbers = (*self._sizes, float(momentum))
         self._statistics(parts, mean, variance, running_mean, running_var, floats=numbers, stream=stream)
         return mean, variance
 
@@ -154,9 +154,9 @@ class _Measure:
         """Fills `mean` and `variance`, or the former as a packet."""
         partials, tickets = partial_sums_on(stream, self._partials, self._device)
         statistics = (mean, variance, running_mean, running_var)
-        self._measure(x, partials, tickets, *statistics, floats=(*self._sizes, momentum), stream=stream)
+        self._measure(x, partials, tickets, *statistics, floats=(*self._sizes, float(momentum)), stream=stream)
         if self._finish is not None:
-            self._finish(partials, *statistics, floats=(*self._finish_sizes, momentum), stream=stream)
+            self._finish(partials, *statistics, floats=(*self._finish_sizes, float(momentum)), stream=stream)
 
 
 class ApplyPlan:

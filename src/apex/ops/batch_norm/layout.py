@@ -38,6 +38,15 @@ class Kind(NamedTuple):
         """What makes uninitialised tensors that are laid out like the input."""
         return maker(self.sizes, dtype or self.dtype, device, self.strides)
 
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """`tensor` laid out like the input, its own dtype kept.
+
+        Ask it for what autograd had saved, too: hooks like `torch.autograd.graph.save_on_cpu` return it contiguous.
+        """
+        if tensor.stride() == self.strides:
+            return tensor
+        return torch.empty_strided(self.sizes, self.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
 
 def kind_of(tensor: Tensor, spec: BatchNormSpec) -> Kind:
     """The kind of a dense tensor."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from .._device import stream_here
 from .autograd import apply_node
 from .kernel_norm import Dtype, KernelNorm, apply_plan, input_gradient_plan, kernel_norm, measure_plan, sums_plan
-from .layout import laid_out_like
 from .spec import BatchNormSpec, BatchStatistics
 
 
@@ -66,7 +65,7 @@ class GradientsPlan:
         dy = norm.kind.dtype
         let_through = wants_z and norm.relu
         y = dy if given_output else None
-        self._index, self._strides, self._wants_z = norm.device.index, norm.kind.strides, wants_z
+        self._index, self._kind, self._wants_z = norm.device.index, norm.kind, wants_z
         self._sums = sums_plan(norm, let_through, False, dy, y, *statistics)
         relu, seen = (False, None) if let_through else (norm.relu, y)
         self._input = input_gradient_plan(norm, relu, norm.inverse_count, dy, seen, *statistics)
@@ -82,8 +81,8 @@ class GradientsPlan:
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Gradients of input, addend (None if it is not wanted), weight and bias."""
-        if dy.stride() != self._strides:
-            dy = laid_out_like(x, dy)
+        laid_out = self._kind.laid_out
+        dy, x, y = laid_out(dy), laid_out(x), None if y is None else laid_out(y)
         stream = stream_here(self._index)
         kept, plain, along, _ = self._sums.run(stream, dy, x, y, mean, variance, weight, bias)
         if kept is None:

@@ -47,7 +47,7 @@ class _Shape:
         self.positions, self.spec = math.prod(input.sizes[2:]), spec
         self.groups = spec.groups
         self.group_channels = self.channels // spec.groups
-        self.last = input.last
+        self.last, self.strides = input.last, input.strides
         self.has_weight, self.has_bias = weight is not None, bias is not None
         self.flags = (self.has_weight, self.has_bias, spec.silu, self.last)
         self.group_block = _device.next_power_of_2(self.group_channels)
@@ -150,6 +150,7 @@ class BackwardPlan:
         (kernels, walks), spec, device = _kernels(), shape.spec, shape.device
         small, walk = shape.small("backward"), shape.walk("backward")
         self.spec = spec
+        self.strides = shape.strides
         self._device = device
         self._dx = shape.like_input
         self._dweight, self._dbias = shape.like_parameters if param_grads else (None, None)

@@ -204,7 +204,7 @@ class GroupNormFunction(torch.autograd.Function):
         if (
             plan is not None
             and not torch.is_grad_enabled()
-            and dy.stride() == input.stride()
+            and dy.stride() == input.stride() == plan.strides  # hooks may have saved the input in another layout
             and dy.dtype == input.dtype
         ):
             return *plan.run(dy, input, statistics, weight, bias), None, None
