@@ -12,12 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..ops._library import quick_apply
 from ..ops.batch_norm import BatchNormSpec, batch_norm_with_statistics
-from ..ops.batch_norm.checks import check
-from ..ops.batch_norm.joined import joined_plan
-from ._statistics import connected, process_count
-from .optimized_sync_batchnorm_kernel import PlannedSyncBatchNorm, SyncBatchnormFunction
+from ._statistics import process_count
+from .optimized_sync_batchnorm_kernel import SyncBatchnormFunction
 
-_apply_node, _apply_planned = quick_apply(SyncBatchnormFunction), quick_apply(PlannedSyncBatchNorm)
+_apply_node = quick_apply(SyncBatchnormFunction)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -63,38 +61,30 @@ class SyncBatchNorm(_BatchNorm):
         if training and not self.track_running_stats:
             mean = variance = None
         channel_dim = -1 if self.channel_last and input.dim() > 2 else 1
-        spec = BatchNormSpec(self.eps, self.momentum or 0.0, by_batch, self.fuse_relu, channel_dim)
-        processes = process_count(self.process_group) if by_batch else 1
-        # A plan is one for tensors that were checked.
-        plan = joined_plan(input, z, weight, bias, mean, variance, spec) if processes > 1 else None
-        if plan is None:
-            check(input, mean, variance, weight, bias, z, spec)
         channels = self.num_features
-        if input.shape[channel_dim] != channels:
+        if input.dim() < 2 or input.shape[channel_dim] != channels:
             raise ValueError(
-                f"input has shape {list(input.shape)}, expected {channels} channels in dimension {channel_dim}"
+                f"input has shape {list(input.shape)}, expected {channels} channels in dimension {channel_dim} and "
+                "at least two dimensions"
             )
-        if processes < 2 and by_batch and input.numel() == channels:
-            raise ValueError(f"input has shape {list(input.shape)}; training needs more than one value per channel")
-        if training and self.track_running_stats:
-            spec = self._count_batch(spec)
+        batches = self.num_batches_tracked if training and self.track_running_stats else None
+        momentum = self.momentum
+        if momentum is None:  # all batches weigh alike in the running statistics
+            momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1)
+        processes = process_count(self.process_group) if by_batch else 1
         if processes < 2:
-            return batch_norm_with_statistics(input, z, mean, variance, weight, bias, spec, wanted=False)[0]
-        if plan is not None:
-            group = connected(self.process_group)
-            return _apply_planned(input, z, weight, bias, mean, variance, spec.momentum, plan, group)
-        return _apply_node(
-            *(input, z, weight, bias, mean, variance),
-            *(spec.eps, True, spec.momentum, self.process_group, channel_dim == -1, spec.relu),
-        )
-
-    def _count_batch(self, spec: BatchNormSpec) -> BatchNormSpec:
-        """One batch more; without a momentum all weigh alike in the running statistics."""
-        batches = self.num_batches_tracked
-        if batches is None:
-            return spec
-        batches.add_(1)
-        return spec if self.momentum is not None else spec._replace(momentum=1.0 / float(batches))
+            if by_batch and input.numel() == channels:
+                raise ValueError(f"input has shape {list(input.shape)}; training needs more than one value per channel")
+            spec = BatchNormSpec(self.eps, momentum, by_batch, self.fuse_relu, channel_dim)
+            output, _ = batch_norm_with_statistics(input, z, mean, variance, weight, bias, spec, wanted=False)
+        else:
+            output = _apply_node(
+                *(input, z, weight, bias, mean, variance),
+                *(self.eps, True, momentum, self.process_group, channel_dim == -1, self.fuse_relu),
+            )
+        if batches is not None:
+            batches.add_(1)
+        return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         """A copy with parameters and running statistics of its own, in the same group of processes."""

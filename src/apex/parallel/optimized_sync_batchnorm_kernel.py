@@ -15,7 +15,8 @@ from ..ops.batch_norm import (
     gradients,
     normalise,
 )
-from ..ops.batch_norm.joined import JoinedPlan, joined_plan
+from ..ops.batch_norm.checks import check
+from ..ops.batch_norm.joined import joined_plan
 from ._joined_norm import joined_forward, joined_gradients, norm_of
 from ._statistics import connected, gathered, summed
 
@@ -46,12 +47,17 @@ class SyncBatchnormFunction(torch.autograd.Function):
     ) -> Tensor:
         spec = BatchNormSpec(eps, momentum, track_running_stats, fuse_relu, -1 if channel_last else 1)
         group = connected(process_group) if track_running_stats else None
+        plan = None
         if group is not None:
             plan = joined_plan(input, z, weight, bias, running_mean, running_variance, spec)
-            if plan is not None:
-                return _planned_forward(
-                    ctx, input, z, weight, bias, running_mean, running_variance, momentum, plan, group
-                )
+        ctx.plan, ctx.group = plan, group
+        if plan is not None:
+            output, mean, variance = plan.forward(
+                input, z, weight, bias, running_mean, running_variance, momentum, lambda packet: gathered(packet, group)
+            )
+            ctx.save_for_backward(input, output if plan.keeps_output else None, mean, variance, weight, bias)
+            return output
+        check(input, running_mean, running_variance, weight, bias, z, spec)
         norm = norm_of(input, weight, bias, spec) if track_running_stats else None
         if track_running_stats:
             output, mean, variance = joined_forward(
@@ -65,8 +71,7 @@ class SyncBatchnormFunction(torch.autograd.Function):
         # Without an addend what ReLU let through is computed again, so that the output need not be kept or read.
         kept = output if spec.relu and z is not None else None
         ctx.save_for_backward(input, kept, mean, variance, weight, bias)
-        ctx.spec, ctx.group, ctx.norm, ctx.z_dtype = spec, group, norm, None if z is None else z.dtype
-        ctx.plan = None
+        ctx.spec, ctx.norm, ctx.z_dtype = spec, norm, None if z is None else z.dtype
         return output
 
     @staticmethod
@@ -92,50 +97,6 @@ class SyncBatchnormFunction(torch.autograd.Function):
             _as(bias, dbias) if wants_bias else None,
             *(None,) * 8,
         )
-
-
-class PlannedSyncBatchNorm(torch.autograd.Function):
-    """The same where `plan` is the `joined_plan` of the tensors."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        input: Tensor,
-        z: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_variance: Tensor | None,
-        momentum: float,
-        plan: JoinedPlan,
-        group: dist.ProcessGroup,
-    ) -> Tensor:
-        return _planned_forward(ctx, input, z, weight, bias, running_mean, running_variance, momentum, plan, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor):  # type: ignore[override]
-        return (*_planned_gradients(ctx, grad_output), *(None,) * 5)
-
-
-def _planned_forward(
-    ctx: Any,
-    input: Tensor,
-    z: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_variance: Tensor | None,
-    momentum: float,
-    plan: JoinedPlan,
-    group: dist.ProcessGroup,
-) -> Tensor:
-    output, mean, variance = plan.forward(
-        input, z, weight, bias, running_mean, running_variance, momentum, lambda packet: gathered(packet, group)
-    )
-    ctx.save_for_backward(input, output if plan.keeps_output else None, mean, variance, weight, bias)
-    ctx.plan, ctx.group = plan, group
-    return output
 
 
 def _planned_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
