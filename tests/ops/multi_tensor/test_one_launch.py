@@ -10,6 +10,7 @@ from apex.ops import implementation
 from apex.ops._device import DeviceFacts
 from apex.ops._launch import BoundLaunch
 from apex.ops.multi_tensor import l2norm, lists, make_lists, max_norm, recognition, rules
+from apex.ops.multi_tensor.torch_lists import TorchLists
 from tests.harness import Route, assert_close, routes
 
 # Of several programs each, of one, and of one element.
@@ -97,6 +98,47 @@ def test_what_is_not_finite_is_found(route: Route, launches: list[str]) -> None:
             assert not total.isfinite().item()
             assert not max_norm(tensors)[0].isfinite().item()
             tensors[1][2999] = 0.0
+
+
+@pytest.mark.parametrize("route", KERNELS)
+def test_averages(route: Route, launches: list[str]) -> None:
+    """With no empty tensor among them, as in models."""
+    tensors = tensors_of(SIZES, route.device)
+    averages = torch.tensor([[-1.0, 7.0]] * len(SIZES), device=route.device)
+    skip, go_on = torch.ones(1, device=route.device), torch.zeros(1, device=route.device)
+    exact = None
+    with implementation(route.implementation):
+        whole = make_lists([None, tensors, None, None, None])
+        for step in range(4):
+            for tensor in tensors:
+                tensor.mul_(1.5)
+            whole.measured_average(rules.SQUARE_SUM, averages, 0.25, noop=skip if step == 1 else go_on)
+            if step != 1:
+                found = torch.stack([tensor.double().cpu().square().sum() for tensor in tensors])
+                exact = found if exact is None else 0.75 * exact + 0.25 * found
+            assert_close(averages[:, 0], exact, reduction=max(SIZES))
+    assert averages[:, 1].eq(7).all()
+    assert ("reduce_partials" in launches) == (launches[0] == "two launches")
+
+
+@pytest.mark.parametrize("route", KERNELS)
+def test_steps_of_lamb(route: Route, launches: list[str]) -> None:
+    slots: list[list[Tensor]] = [tensors_of(SIZES, "cpu") for _ in range(4)]
+    slots[3] = [tensor.square() for tensor in slots[3]]
+    there = [[tensor.to(route.device) for tensor in tensors] for tensors in slots]
+    exact = [[tensor.double() for tensor in tensors] for tensors in slots]
+    flags = [torch.full((1,), value, device=route.device) for value in (0.0, 1.0)]
+    with implementation(route.implementation):
+        mine = make_lists([*there, None])
+        for step, skipped in enumerate((False, True, False), 1):
+            hyper = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "step": step}
+            mine.lamb(hyper, (True,), noop=flags[skipped])
+            if not skipped:
+                TorchLists([*exact, None]).lamb(hyper, (True,))
+    for slot in (0, 2, 3):
+        for tensor, wanted in zip(there[slot], exact[slot], strict=True):
+            assert_close(tensor, wanted, reduction=max(SIZES))
+    assert ("reduce_partials" in launches) == (launches[0] == "two launches")
 
 
 @pytest.mark.parametrize("route", KERNELS)
