@@ -222,11 +222,16 @@ def test_plans_of_modules(route: Route, alone: dist.ProcessGroup, relu: bool, mo
             if affine:
                 assert_close(norm.weight.grad, own.weight.grad, reduction=36)
         assert any(joined._plans.values()) == (route.implementation == "triton")
+        bare = SyncBatchNorm(4, affine=False, track_running_stats=False, process_group=alone)
         with pytest.raises(ValueError, match="expected 4 channels in dimension 1"):
-            bare = SyncBatchNorm(4, affine=False, track_running_stats=False, process_group=alone)
             bare(torch.ones(2, 3, 2, device=route.device))
-        with pytest.raises(ValueError, match="weight has shape"):
-            SyncBatchNorm(4, process_group=alone).to(route.device)(torch.ones(2, 3, 2, device=route.device))
+        norm = SyncBatchNorm(4, process_group=alone).to(route.device)
+        with pytest.raises(ValueError, match="expected 4 channels in dimension 1"):
+            norm(torch.ones(2, 3, 2, device=route.device))
+        with pytest.raises(ValueError, match="z has shape"):
+            norm(torch.ones(2, 4, 2, device=route.device), torch.ones(2, 4, 3, device=route.device))
+        assert norm.num_batches_tracked == 0
+        assert not norm.running_mean.any()
 
 
 @pytest.mark.parametrize("route", routes())
