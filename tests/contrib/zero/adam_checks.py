@@ -150,7 +150,7 @@ def differ(rank: int, **options: Any) -> None:
     """Passes do not use what others use; the first sends nothing; clients have collectives of their own in between."""
     size = dist.get_world_size()
     net, reference = Net(), Net()
-    optimizer = DistributedFusedAdam(groups_of(net), lr=0.01, bucket_cap_mb=0.0003, pipeline_size=1, **options)
+    optimizer = DistributedFusedAdam(groups_of(net), lr=0.01, bucket_cap_mb=0.0008, pipeline_size=1, **options)
     plain = torch.optim.AdamW(groups_of(reference), lr=0.01, weight_decay=0.0)
     for step in range(3):
         optimizer.zero_grad()
@@ -188,7 +188,7 @@ def in_checkpoints(rank: int, **options: Any) -> None:
 
     outside = bool(options)  # whether the first gradient of all arrives in the pass itself, or in one inside it
     net, reference = Net(), Net()
-    optimizer = DistributedFusedAdam(groups_of(net), lr=0.01, bucket_cap_mb=0.0003, **options)
+    optimizer = DistributedFusedAdam(groups_of(net), lr=0.01, bucket_cap_mb=0.0008, **options)
     plain = torch.optim.AdamW(groups_of(reference), lr=0.01, weight_decay=0.0)
     for step in range(3):
         optimizer.zero_grad()
@@ -421,8 +421,8 @@ def overlapping_parameters(rank: int) -> None:
             groups_of(net), lr=0.01, overlap_param_sync=True, bucket_cap_mb=0.001, pipeline_size=1
         )
         plain = DistributedFusedAdam(groups_of(twin), lr=0.01, bucket_cap_mb=0.001)
-        train(net, optimizer, rank)
-        train(twin, plain, rank)
+        train(net, optimizer, rank, range(2))
+        train(twin, plain, rank, range(2))
         optimizer.zero_grad()
         assert not optimizer._parameters.is_complete
         assert type(net.first.weight) is not nn.Parameter
