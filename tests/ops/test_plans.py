@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from apex.ops import _device, _library, _plans, batch_norm, group_norm, norm
 from tests.harness import Route, assert_close, routes
@@ -86,3 +87,25 @@ def test_hooks_may_give_saved_tensors_another_layout(function, gradient_format, 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("function", [_layer_norm, _group_norm, _batch_norm])
+def test_transforms_of_torch_func_see_operators(function, route: Route) -> None:
+    x, tangent = (torch.randn(6, 8, device=route.device) for _ in range(2))
+    weight, bias = (torch.rand(8, device=route.device) for _ in range(2))
+
+    def total(x):
+        return function(x, weight, bias).square().sum()
+
+    with _library.implementation("torch"):
+        slope = torch.autograd.functional.jvp(lambda x: function(x, weight, bias), x, tangent)[1]
+    with _library.implementation(route.implementation):
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(total(leaf), leaf)
+        assert_close(torch.func.grad(total)(x), gradient.double(), reduction=60)
+        each = torch.func.vmap(lambda x: function(x, weight, bias))(torch.stack((x, 2 * x)))
+        assert_close(each[1], function(2 * x, weight, bias).double(), reduction=8)
+        with torch.no_grad(), forward_ad.dual_level():
+            output = function(forward_ad.make_dual(x, tangent), weight, bias)
+            assert_close(forward_ad.unpack_dual(output).tangent, slope.double(), reduction=60)

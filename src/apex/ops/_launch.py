@@ -120,7 +120,8 @@ class BoundLaunch:
         compiled = self._launch_plainly(tensors, tail)
         aligned = all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
         if _RUN_IS_KNOWN and aligned and self.device.type == "cuda" and self.device.index is not None:
-            self._run, self._middle = _launcher(compiled)
+            run, self._middle = _launcher(compiled)
+            self._run = run  # last: another thread may be about to launch the same
 
     def _launch_plainly(self, tensors: tuple[Tensor | None, ...], tail: tuple[Any, ...]) -> Any:
         function = self.kernel.function

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
 from .. import _env
 from . import _plans
@@ -160,7 +161,8 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
     """Whether `family` takes its Triton kernels for `tensor`: the hot-path form of `explain`.
 
     Never for a tensor subclass (DTensor, FakeTensor, ...): it has no address of its own, while PyTorch's operators know
-    what to do with it. Nor for torch.jit.trace, which sees operators, not launches.
+    what to do with it. Nor for torch.jit.trace, torch.func and forward-mode derivatives, which see operators, not
+    launches.
     """
     if type(tensor) not in _plans.PLAIN:
         if _requested == "triton":
@@ -168,7 +170,7 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
         return False
     if torch.compiler.is_compiling():
         return _answer_while_compiling(family.name, tensor.device, tensor.dtype, _requested)
-    if torch._C._get_tracing_state() is not None:
+    if torch._C._is_tracing() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
     key = (family.name, tensor.device, tensor.dtype)
     answer = _runs_triton.get(key)
@@ -181,8 +183,10 @@ def may_plan(tensor: torch.Tensor) -> bool:
     """The quick question before a plan is looked for: whether there can be one, in eager mode, for such a tensor."""
     return (
         not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None
+        and not torch._C._is_tracing()
         and type(tensor) in _plans.PLAIN
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
         and (_requested == "triton" or (_requested == "auto" and not tensor.is_cpu))
     )
 
