@@ -208,6 +208,8 @@ def test_what_was_planned_is_checked_again_for_other_tensors() -> None:
         ConvBiasReLU(x, weight, bias.to("meta"), PADDING, STRIDE)
     with pytest.raises(ValueError, match="stride=0"):
         ConvBiasReLU(x, weight, bias, PADDING, 0)
+    with pytest.raises(ValueError, match="reach beyond images"):
+        ConvBiasReLU(x[:, :, :2], weight, bias, 0, STRIDE)
     with pytest.raises(ValueError, match="images"):
         ConvBiasReLU(x[0], weight, bias, PADDING, STRIDE)
 
@@ -264,6 +266,8 @@ def test_bad_arguments() -> None:
         ConvBiasMaskReLU(x, weight, bias, mask.to("meta"), PADDING, STRIDE)
     with pytest.raises(ValueError, match="stride=0"):
         ConvBias(x, weight, bias, PADDING, 0)
+    with pytest.raises(ValueError, match="reach beyond images"):  # cuDNN's call would not look
+        ConvBiasReLU(x[:, :, :2], weight, bias, 0, STRIDE)
     with pytest.raises(ValueError, match="images"):
         ConvBias(x[0], weight, bias, PADDING, STRIDE)
 

@@ -160,6 +160,10 @@ def check(input: Tensor, weight: Tensor, spec: ConvSpec, **per_channel: Tensor |
         )
     if spec.padding < 0 or spec.stride < 1:
         raise ValueError(f"padding={spec.padding}, stride={spec.stride}: at least 0 and 1 are needed")
+    if any(width > side + 2 * spec.padding for width, side in zip(weight.shape[2:], input.shape[2:], strict=True)):
+        raise ValueError(
+            f"weights {list(weight.shape)} reach beyond images {list(input.shape)} with padding={spec.padding}"
+        )
     for name, values in per_channel.items():
         if values is not None and values.numel() != weight.shape[0]:
             raise ValueError(
