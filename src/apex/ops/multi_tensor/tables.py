@@ -28,11 +28,13 @@ def _comparison() -> Any:
     None where PyTorch has none (on CPUs), or one that does something else.
     """
     found: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    tensors = list(torch.empty(2))
-    addresses = [tensor.data_ptr() for tensor in tensors]
+    if found is None:
+        return None
+    tensors = list(torch.empty(2, device="cpu"))
     try:
+        addresses = [tensor.data_ptr() for tensor in tensors]
         same = [found(tensors, given, [0, 1]) for given in (addresses, addresses[::-1], [addresses[0], 0])]
-    except TypeError:
+    except (TypeError, RuntimeError):  # other arguments, or tensors without memory where this is imported
         return None
     return found if same == [True, False, False] else None
 
