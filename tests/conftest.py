@@ -39,10 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What was imported and collected stays: whoever collects garbage need not look through it each time."""
-    if (
-        "PYTEST_XDIST_WORKER" in os.environ
-    ):  # not a single test: some will make PyTorch's optimizers import its compiler
-        importlib.import_module("torch._dynamo")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        importlib.import_module("torch._dynamo")  # which PyTorch's optimizers import; tests alone may do without
     gc.collect()
     gc.freeze()
 
