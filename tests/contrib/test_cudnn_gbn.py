@@ -39,6 +39,15 @@ def test_module_is_torchs_batch_norm(route: Route, options: dict) -> None:
         assert_close(ours.eval()(x), torchs.eval()(wide))
 
 
+def test_a_refused_batch_is_not_counted() -> None:
+    module = GroupBatchNorm2d(8, 1, momentum=None)
+    with pytest.raises(ValueError, match="weight has shape"):
+        module(torch.ones(2, 4, 3, 3))
+    assert module.num_batches_tracked == 0
+    module(torch.ones(2, 8, 3, 3))
+    assert module.num_batches_tracked == 1
+
+
 def test_autocast_casts_the_input() -> None:
     module = GroupBatchNorm2d(8, 1)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -111,6 +111,8 @@ def test_state_and_copies_are_those_of_torch() -> None:
 def test_a_running_average_of_equal_shares() -> None:
     module, torchs = BatchNorm2d_NHWC(8), nn.BatchNorm2d(8, momentum=None)
     module.momentum = None
+    with pytest.raises(ValueError, match="weight has shape"):  # and is not counted
+        module(torch.ones(2, 3, 3, 4))
     for _ in range(3):
         x = torch.randn(SHAPE)
         module(x)

@@ -69,4 +69,6 @@ class GroupBatchNorm2d(_BatchNorm):
         output, batch = group_batch_norm(input, None, *running, self.weight, self.bias, spec, group)
         if batch is not None:
             self._batch = batch
+        if tracked and self.momentum is None and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
         return output

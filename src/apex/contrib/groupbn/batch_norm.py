@@ -177,4 +177,6 @@ class BatchNorm2d_NHWC(_BatchNorm):
         output, batch = group_batch_norm(x, z, self.running_mean, self.running_var, self.weight, self.bias, spec, group)
         if batch is not None:
             self._batch = batch
+        if training and self.momentum is None and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
         return output

@@ -84,11 +84,11 @@ def _by_kernels(
 def average_factor(momentum: float | None, num_batches_tracked: Tensor | None) -> float:
     """The weight of the next batch in running statistics: the momentum, or where that is None an equal share.
 
-    As in PyTorch, an equal share counts the batches, and waits for the device to do so.
+    As in PyTorch, an equal share waits for the device to say how many there were. The caller counts the batch, once the
+    norm has taken it.
     """
     if momentum is not None:
         return momentum
     if num_batches_tracked is None:
         return 0.0
-    num_batches_tracked.add_(1)
-    return 1.0 / float(num_batches_tracked)
+    return 1.0 / (float(num_batches_tracked) + 1.0)
