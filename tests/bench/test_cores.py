@@ -34,3 +34,13 @@ def test_a_failure_gives_the_cores_back() -> None:
     with pytest.raises(RuntimeError, match="measured"), cores.one_core():
         raise RuntimeError("it could not be measured")
     assert _cores() == before
+
+
+@pytest.mark.skipif(len(_cores()) < 2, reason="there is but one core")
+def test_a_thread_that_has_a_core_of_its_own_keeps_it() -> None:
+    *_, last = _cores()
+    with ThreadPoolExecutor(1) as bound:
+        bound.submit(lambda: os.sched_setaffinity(0, {last})).result()
+        with cores.one_core():
+            pass
+        assert bound.submit(_cores).result() == {last}

@@ -24,13 +24,17 @@ def may_be_chosen() -> bool:
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """Keeps the process on the core it runs on; threads that start meanwhile stay there too."""
-    before = os.sched_getaffinity(0)
-    _move_threads({_current_core()} & before or {min(before)})
+    """Keeps the process on the core it runs on; threads that start meanwhile stay there too.
+
+    Afterwards each thread has its own cores again (OpenMP may have given one to each), a new one those of this thread.
+    """
+    own, before = os.sched_getaffinity(0), _cores_of_threads()
+    core = {_current_core()} & own or {min(own)}
+    _move_threads({}, core)
     try:
         yield
     finally:
-        _move_threads(before)
+        _move_threads(before, own)
 
 
 def _current_core() -> int:
@@ -38,7 +42,20 @@ def _current_core() -> int:
     return int(fields_after_the_name[36])
 
 
-def _move_threads(cores: set[int]) -> None:
-    for task in _TASKS.iterdir():
+def _cores_of_threads() -> dict[int, set[int]]:
+    found = {}
+    for thread in _threads():
         with contextlib.suppress(OSError):  # it has ended
-            os.sched_setaffinity(int(task.name), cores)
+            found[thread] = os.sched_getaffinity(thread)
+    return found
+
+
+def _move_threads(cores: dict[int, set[int]], others: set[int]) -> None:
+    """Every thread to its `cores`, those that have none there to the `others`."""
+    for thread in _threads():
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(thread, cores.get(thread, others))
+
+
+def _threads() -> list[int]:
+    return [int(task.name) for task in _TASKS.iterdir()]
