@@ -103,6 +103,7 @@ class _Nursery:
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,  # an answer that came into a buffer together with the one before would be waited for
             env={**environment, "OMP_NUM_THREADS": "1"},
         )
 
@@ -123,18 +124,18 @@ class _Nursery:
     def run(self, requests: list[dict[str, Any]], timeout: float) -> list[int] | None:
         """Exit codes; None if not all ended in time, and then they were killed."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         children: list[int] = []
         try:
             self._process.stdin.write(json.dumps(requests).encode() + b"\n")
-            self._process.stdin.flush()
             children = self._answer()
-            assert self._process.stdout is not None
             in_time = select.select([self._process.stdout], [], [], timeout)[0]
             if not in_time:
                 _kill(children)
             statuses = self._answer()
         except BaseException:  # such as one that ends a test
             _kill(children)
+            self._process.kill()
             type(self).stop()
             raise
         return statuses if in_time else None
