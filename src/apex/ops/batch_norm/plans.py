@@ -85,7 +85,7 @@ def runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec) -> bool:
         return True
     if z is not None and input.element_size() <= 2:
         return True  # PyTorch would round the norm before it adds
-    if spec.training and not keeps_float32(input if spec.channel_dim == 1 else input.movedim(-1, 1)):
+    if not keeps_float32(input if spec.channel_dim == 1 else input.movedim(-1, 1), spec.training):
         return True  # its gradients would be inexact, or cost copies to be exact
     if input.numel() < stages.NATIVE_BELOW:
         return False

@@ -60,7 +60,7 @@ def native_plan(
     halves = input.dtype != wide
     if (
         not (spec.channel_dim == 1 or images)
-        or not keeps_float32(input if spec.channel_dim == 1 else input.movedim(-1, 1))
+        or not keeps_float32(input if spec.channel_dim == 1 else input.movedim(-1, 1), spec.training)
         or (z is not None and (halves or z.dtype != input.dtype))
         or (halves and (weight is None or bias is None))
         or not all(_cast(each, wide) is each for each in (weight, bias, running_mean, running_var))
@@ -82,11 +82,12 @@ def _with_statistics(
     return found[0], BatchStatistics(found[1].detach(), found[2].detach(), True)
 
 
-def keeps_float32(values: Tensor) -> bool:
+def keeps_float32(values: Tensor, training: bool) -> bool:
     """Whether PyTorch's batch norm of [N, C, ...] computes all of its gradients in float32.
 
-    On a GPU it does for channels-last images and where cuDNN takes them, which refuses contiguous bfloat16, on a CPU
-    for images and contiguous tensors; anywhere else it rounds to half precision between the steps of the backward pass.
+    On a GPU it does for channels-last images and where cuDNN takes them, which is in training and not for contiguous
+    bfloat16, on a CPU for images and contiguous tensors; anywhere else it rounds to half precision between the steps of
+    the backward pass.
     """
     if values.element_size() > 2:
         return True
@@ -94,7 +95,7 @@ def keeps_float32(values: Tensor) -> bool:
         return values.dim() == 4 or values.is_contiguous()
     if values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last):
         return True
-    return values.dtype == torch.float16 and values.dim() in (4, 5) and torch.backends.cudnn.enabled
+    return training and values.dtype == torch.float16 and values.dim() in (4, 5) and torch.backends.cudnn.enabled
 
 
 def by_reference(
@@ -142,7 +143,7 @@ def native_norm(
         weight = values.new_ones(values.shape[1], dtype=wide) if weight is None else weight
         bias = values.new_zeros(values.shape[1], dtype=wide) if bias is None else bias
     channels_last_shape = None
-    if not keeps_float32(values):  # one long image with channels last
+    if not keeps_float32(values, spec.training):  # one long image with channels last
         rows = values.movedim(1, -1)
         channels_last_shape, contiguous = rows.shape, values.is_contiguous()
         values = rows.reshape(1, -1, 1, rows.shape[-1]).movedim(-1, 1)
