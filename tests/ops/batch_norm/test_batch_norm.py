@@ -170,15 +170,12 @@ def test_matches_float64(case: BatchNormCase, route: Route) -> None:
 
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("last", [True, False])
-@pytest.mark.parametrize("finish", [True, False], ids=["one launch", "two launches"])
-def test_programs_that_take_several_tiles(route: Route, last: bool, finish: bool) -> None:
+def test_programs_that_take_several_tiles(route: Route, last: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("FORWARD_PACE", "BACKWARD_PACE"):
             patch.setattr(config, name, config.Pace(128, getattr(config, name).unroll, 4))
         patch.setattr(config, "measure_programs", lambda units, blocks, multiprocessors, pace: 5)
         patch.setattr(config, "finish_block", lambda parts: (1, 16))
-        patch.setattr(config, "finishes", lambda programs, blocks, facts: finish)
-        patch.setattr(config, "GROUP", 2)  # three groups, the last of one program
         kernel_norm.clear_plans()
         check(BatchNormCase((6, 6, 5, 7), BF16, addend=BF16, last=last), route)
     kernel_norm.clear_plans()
@@ -502,20 +499,19 @@ def test_one_plan_for_all_momenta(route: Route) -> None:
     assert_close(variance, (1 + 4 + 9) / 3 * x.double().var((0, 2, 3)), reduction=36)
 
 
-@pytest.mark.parametrize("finish", [True, False])
-def test_a_whole_number_as_momentum_is_launched_as_a_float(finish: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_number_as_momentum_is_launched_as_a_float(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton would compile the kernel for an integer of 1 and run it for every other momentum, too."""
     given = []
-    monkeypatch.setattr(config, "finishes", lambda *_: finish)
     launches = pytest.importorskip("apex.ops._launch")
-    monkeypatch.setattr(launches.BoundLaunch, "__call__", lambda launch, *_, floats, stream: given.append(floats[-1]))
+    monkeypatch.setattr(launches.BoundLaunch, "__call__", lambda launch, *_, floats=None, stream: given.append(floats))
     running = torch.zeros(6), torch.ones(6)
     kernel_norm.clear_plans()
     kernel_norm.kernel_norm(torch.randn(4, 6), None, None, BatchNormSpec()).statistics(torch.randn(4, 6), *running, 1)
     kernel_norm.combine(torch.ones(2, 13), *running, 1)
     kernel_norm.clear_plans()
-    assert len(given) == (2 if finish else 3)
-    assert all(type(momentum) is float for momentum in given)
+    momenta = [floats[-1] for floats in given if floats is not None]
+    assert len(momenta) == 2
+    assert all(type(momentum) is float for momentum in momenta)
 
 
 def test_what_is_left_to_torch() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .._device import DeviceFacts, next_power_of_2
-from .._workspace import TICKETS
+from .._device import next_power_of_2
 
 # Elements of each tensor that one program has in hand, by the kind of pass. On an H200, with 64 x 256 x 56 x 56 values
 # in half precision, an elementwise pass takes 1.09 times the floor of its traffic forward (1.2 with 8192 if positions
@@ -85,22 +84,3 @@ def finish_block(parts: int) -> tuple[int, int]:
     """Partial results and channels that a program has in hand which puts results together."""
     together = min(FINISH_TILE, next_power_of_2(parts))
     return together, min(128, FINISH_TILE // together)
-
-
-# Programs of a block that leave their rows to the last of them. On an H200 at most 528 share a block: 17 groups.
-GROUP = 32
-
-
-def finishes(programs: int, channel_blocks: int, facts: DeviceFacts) -> bool:
-    """Whether the last programs of a pass can put its rows together: there are tickets for all groups of all blocks."""
-    return facts.publishes_for_all and channel_blocks * (1 + -(-programs // GROUP)) <= TICKETS
-
-
-def rows_with_groups(programs: int) -> int:
-    """Rows of partial results, those of groups included."""
-    return programs + -(-programs // GROUP)
-
-
-def finish_rows(channel_block: int) -> int:
-    """Rows that the last programs have in hand: no more elements than in the pass itself, which they must not slow."""
-    return min(GROUP, max(1, 2048 // channel_block))

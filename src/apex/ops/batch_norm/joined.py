@@ -33,7 +33,7 @@ class JoinedPlan:
         # Without an addend what ReLU let through is computed again, so that the output need not be kept or read.
         self.keeps_output = norm.relu and z is not None
         self._norm = norm
-        self._packet = PacketPlan(norm.geometry, norm.device, norm.facts)
+        self._packet = PacketPlan(norm.geometry, norm.device, norm.multiprocessors)
         self._apply = ApplyPlan(norm.kind, norm.present, z is not None, norm.eps, norm.relu, norm.device)
         self._backward: dict[bool, tuple[SumsPlan, InputGradientPlan]] = {}
 
@@ -90,7 +90,7 @@ class JoinedPlan:
         mask = 0 if not norm.relu else 2 if self.keeps_output else 1
         write_dz = wants_z and norm.relu
         shared = (norm.kind, norm.present)
-        sums = SumsPlan(*shared, mask, write_dz, True, norm.eps, norm.kind.dtype, norm.device, norm.facts)
+        sums = SumsPlan(*shared, mask, write_dz, True, norm.eps, norm.kind.dtype, norm.device, norm.multiprocessors)
         return sums, InputGradientPlan(*shared, 0 if write_dz else mask, True, norm.eps, None, norm.device)
 
 

@@ -44,11 +44,11 @@ class KernelNorm:
         relu: bool,
         training: bool,
         device: torch.device,
-        facts: _device.DeviceFacts,
+        multiprocessors: int,
     ) -> None:
         self.kind, self.geometry, self.present, self.eps = kind, kind.geometry, present, eps
         self.relu, self.training = relu, training
-        self.device, self.facts = device, facts
+        self.device, self.multiprocessors = device, multiprocessors
         self.inverse_count = 1 / kind.geometry.values
 
     def statistics(
@@ -165,7 +165,7 @@ def clear_plans() -> None:
 # Dtypes are part of the keys because a bound launch is for one set of them; facts because launch rules ask them.
 @functools.lru_cache(maxsize=4096)
 def _kernel_norm(kind, weight, bias, eps, relu, training, device, facts):
-    return KernelNorm(kind, Present(weight, bias), eps, relu, training, device, facts)
+    return KernelNorm(kind, Present(weight, bias), eps, relu, training, device, facts.multiprocessors)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -176,12 +176,12 @@ def _combine_plan(parts, channels, mean, variance, device):
 @functools.lru_cache(maxsize=4096)
 def measure_plan(norm: KernelNorm, mean: Dtype, variance: Dtype) -> MeasurePlan:
     """For running statistics of these dtypes."""
-    return MeasurePlan(norm.geometry, mean is not None, norm.device, norm.facts)
+    return MeasurePlan(norm.geometry, mean is not None, norm.device, norm.multiprocessors)
 
 
 @functools.lru_cache(maxsize=4096)
 def _packet_plan(norm):
-    return PacketPlan(norm.geometry, norm.device, norm.facts)
+    return PacketPlan(norm.geometry, norm.device, norm.multiprocessors)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -196,7 +196,7 @@ def sums_plan(
 ) -> SumsPlan:
     """For tensors of these dtypes; `y` is the output, where kernels are given it."""
     mask = _mask(norm.relu, y)
-    return SumsPlan(norm.kind, norm.present, mask, write_dz, packet, norm.eps, dy, norm.device, norm.facts)
+    return SumsPlan(norm.kind, norm.present, mask, write_dz, packet, norm.eps, dy, norm.device, norm.multiprocessors)
 
 
 @functools.lru_cache(maxsize=4096)

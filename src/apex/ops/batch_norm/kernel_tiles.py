@@ -5,10 +5,8 @@ positions of all images) or [I, C, S]. It is cut into tiles of R positions and C
 an image, of all images in turn, are the units of a block of channels. A pass that sums has P programs per block, each
 of which takes every P-th unit, so that all march through memory together. What each finds is a row of partial results:
 forward means, sums of squared deviations and a count, `pitch` values after the row before, backward two sums, 2C values
-after it. Rows are put together in a fixed order. With FINISH the last programs of the same launch do so, which saves
-the host one: of each `group` of a block's programs the last puts the group's rows together, into a row behind those of
-all programs, and the last of these puts those together. Otherwise a second kernel does. Statistics are float32: mean
-and biased variance.
+after it. A second kernel puts the rows together, in a fixed order: were this left to the last programs of the pass, it
+would take 6 to 10 us longer on an H200 for the 5 that the host saves. Statistics are float32: mean and biased variance.
 
 A packet is what a process tells others: forward such a row, backward the sums of the gradient, of it times the
 normalised input, and a count; [2C + 1] in both directions.

@@ -5,88 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._arrival import arrives_last
 from .._launch import kernel
 from .kernel_tiles import COUNTS, parameter, tile
 
 
-@triton.jit
-def _joined(rows, number, channel, inside, channels, pitch, P_BLOCK: tl.constexpr):
-    """Mean and sum of squared deviations of every channel over `number` rows, and how many values they are of.
-
-    P_BLOCK rows at a time, around the mean of these, then by Chan's formula. Rows may be of no values, and if all are
-    so is the result.
-    """
-    centre = tl.zeros(channel.shape, tl.float32)
-    sum_of_squares = tl.zeros(channel.shape, tl.float32)
-    values = 0.0
-    for first in range(0, number, P_BLOCK):
-        part = first + tl.arange(0, P_BLOCK)
-        mask = (part < number)[:, None] & inside[None, :]
-        begin = rows + part.to(tl.int64) * pitch
-        count = tl.load(begin + 2 * channels, part < number, other=0.0, cache_modifier=".cg")
-        found = begin[:, None] + channel[None, :]
-        means = tl.load(found, mask, other=0.0, cache_modifier=".cg")
-        deviations = tl.load(found + channels, mask, other=0.0, cache_modifier=".cg")
-        here = tl.sum(count, 0)
-        mean_here = tl.sum(count[:, None] * means, 0) / tl.maximum(here, 1.0)
-        away = means - mean_here[None, :]
-        squares_here = tl.sum(deviations + count[:, None] * away * away, 0)
-        shift = mean_here - centre
-        share = here / tl.maximum(values + here, 1.0)
-        centre += shift * share
-        sum_of_squares += squares_here + shift * shift * (values * share)
-        values += here
-    return centre, sum_of_squares, values
-
-
-@triton.jit
-def _store_statistics(
-    mean,
-    variance,
-    running_mean,
-    running_variance,
-    channel,
-    inside,
-    channels,
-    centre,
-    sum_of_squares,
-    values,
-    momentum,
-    RUNNING: tl.constexpr,
-    PACKET: tl.constexpr,
-):
-    """Statistics, and what they do to the running ones, which stay if there are no values.
-
-    With PACKET, `mean` is one, and gets everything.
-    """
-    count = tl.maximum(values, 1.0)
-    tl.store(mean + channel, centre, inside)
-    if PACKET:
-        tl.store(mean + channels + channel, sum_of_squares, inside)
-        tl.store(mean + 2 * channels + channel, values, channel == 0)
-    else:
-        tl.store(variance + channel, sum_of_squares / count, inside)
-    if RUNNING:
-        old_mean = tl.load(running_mean + channel, inside, other=0.0).to(tl.float32)
-        old_variance = tl.load(running_variance + channel, inside, other=0.0).to(tl.float32)
-        share = momentum * tl.minimum(values, 1.0)
-        new_mean = (1.0 - share) * old_mean + share * centre
-        new_variance = (1.0 - share) * old_variance + share * (sum_of_squares / tl.maximum(count - 1.0, 1.0))
-        tl.store(running_mean + channel, new_mean.to(running_mean.dtype.element_ty), inside)
-        tl.store(running_variance + channel, new_variance.to(running_variance.dtype.element_ty), inside)
-
-
 @kernel
-@triton.jit(do_not_specialize=[*COUNTS, "programs", "group"])
+@triton.jit(do_not_specialize=[*COUNTS, "programs"])
 def batch_norm_measure(
     x,
     partials,
-    tickets,
-    mean,
-    variance,
-    running_mean,
-    running_variance,
     steps,
     channels,
     chunks,
@@ -94,17 +21,11 @@ def batch_norm_measure(
     programs,
     channel_blocks,
     pitch,
-    group,
-    momentum,
     LAST: tl.constexpr,
     ALIGN: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
-    FINISH: tl.constexpr,
-    RUNNING: tl.constexpr,
-    PACKET: tl.constexpr,
-    P_BLOCK: tl.constexpr,
 ):
     """Mean and sum of squared deviations of every channel over a program's units, and how many values these are.
 
@@ -137,46 +58,13 @@ def batch_norm_measure(
     # Differences from one row of pivots, which are exact where all values are alike: only the mean itself is rounded.
     base = tl.sum(tl.where((tl.arange(0, R) == 0)[:, None], pivot.to(tl.float32), 0.0), 0)
     means = pivot.to(tl.float32) - base[None, :] + shift
-    own_mean = tl.sum(means * counts[:, None], 0) / number
-    away = means - own_mean[None, :]
+    mean = tl.sum(means * counts[:, None], 0) / number
+    away = means - mean[None, :]
     deviations = tl.sum(tl.maximum(squares - total * shift, 0.0) + counts[:, None] * away * away, 0)
     found = partials + program.to(tl.int64) * pitch
-    tl.store(found + channel, base + own_mean, inside)
+    tl.store(found + channel, base + mean, inside)
     tl.store(found + channels + channel, deviations, inside)
-    # By all blocks alike, so that each sees it in time.
-    tl.store(found + 2 * channels, number)
-    if FINISH:
-        groups = tl.cdiv(programs, group)
-        own_group = program // group
-        members = tl.minimum(group, programs - own_group * group)
-        own_tickets = tickets + block * (1 + groups)
-        if arrives_last(own_tickets + 1 + own_group, members):
-            rows_of_group = partials + (own_group * group).to(tl.int64) * pitch
-            rows_of_groups = partials + tl.cast(programs, tl.int64) * pitch
-            centre, sum_of_squares, values = _joined(rows_of_group, members, channel, inside, channels, pitch, P_BLOCK)
-            joined = rows_of_groups + own_group.to(tl.int64) * pitch
-            tl.store(joined + channel, centre, inside)
-            tl.store(joined + channels + channel, sum_of_squares, inside)
-            tl.store(joined + 2 * channels, values)
-            if arrives_last(own_tickets, groups):
-                centre, sum_of_squares, values = _joined(
-                    rows_of_groups, groups, channel, inside, channels, pitch, P_BLOCK
-                )
-                _store_statistics(
-                    mean,
-                    variance,
-                    running_mean,
-                    running_variance,
-                    channel,
-                    inside,
-                    channels,
-                    centre,
-                    sum_of_squares,
-                    values,
-                    momentum,
-                    RUNNING,
-                    PACKET,
-                )
+    tl.store(found + 2 * channels, number, mask=block == 0)
 
 
 @kernel
@@ -196,25 +84,48 @@ def batch_norm_statistics(
     P_BLOCK: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
-    """Mean and variance of every channel from those of its parts, and what they do to the running ones."""
+    """Mean and variance of every channel from those of its parts, and what they do to the running ones.
+
+    P_BLOCK parts at a time, around the mean of these, then by Chan's formula. Parts may be empty; if all are,
+    statistics are 0 and the running ones stay. With PACKET, `mean` is one, and gets everything.
+    """
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
-    centre, sum_of_squares, values = _joined(partials, programs, channel, inside, channels, pitch, P_BLOCK)
-    _store_statistics(
-        mean,
-        variance,
-        running_mean,
-        running_variance,
-        channel,
-        inside,
-        channels,
-        centre,
-        sum_of_squares,
-        values,
-        momentum,
-        RUNNING,
-        PACKET,
-    )
+    centre = tl.zeros((C_BLOCK,), tl.float32)
+    sum_of_squares = tl.zeros((C_BLOCK,), tl.float32)
+    values = 0.0
+    for first in range(0, programs, P_BLOCK):
+        part = first + tl.arange(0, P_BLOCK)
+        mask = (part < programs)[:, None] & inside[None, :]
+        begin = partials + part.to(tl.int64) * pitch
+        number = tl.load(begin + 2 * channels, part < programs, other=0.0)
+        found = begin[:, None] + channel[None, :]
+        means = tl.load(found, mask, other=0.0)
+        deviations = tl.load(found + channels, mask, other=0.0)
+        here = tl.sum(number, 0)
+        mean_here = tl.sum(number[:, None] * means, 0) / tl.maximum(here, 1.0)
+        away = means - mean_here[None, :]
+        squares_here = tl.sum(deviations + number[:, None] * away * away, 0)
+        shift = mean_here - centre
+        share = here / tl.maximum(values + here, 1.0)
+        centre += shift * share
+        sum_of_squares += squares_here + shift * shift * (values * share)
+        values += here
+    count = tl.maximum(values, 1.0)
+    tl.store(mean + channel, centre, inside)
+    if PACKET:
+        tl.store(mean + channels + channel, sum_of_squares, inside)
+        tl.store(mean + 2 * channels, values, mask=tl.program_id(0) == 0)
+    else:
+        tl.store(variance + channel, sum_of_squares / count, inside)
+    if RUNNING:
+        old_mean = tl.load(running_mean + channel, inside, other=0.0).to(tl.float32)
+        old_variance = tl.load(running_variance + channel, inside, other=0.0).to(tl.float32)
+        share = momentum * tl.minimum(values, 1.0)
+        new_mean = (1.0 - share) * old_mean + share * centre
+        new_variance = (1.0 - share) * old_variance + share * (sum_of_squares / tl.maximum(count - 1.0, 1.0))
+        tl.store(running_mean + channel, new_mean.to(running_mean.dtype.element_ty), inside)
+        tl.store(running_variance + channel, new_variance.to(running_variance.dtype.element_ty), inside)
 
 
 @kernel

@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._arrival import arrives_last
 from .._launch import kernel
 from .kernel_tiles import COUNTS, parameter, tile
 
@@ -27,33 +26,8 @@ def _let_through(gradient, values, x, y, offset, mask, mean, scale, shift, MASK:
     return gradient
 
 
-@triton.jit
-def _summed(rows, number, channel, inside, channels, P_BLOCK: tl.constexpr):
-    """Both sums of `number` rows."""
-    first_sum = tl.zeros((P_BLOCK, channel.shape[0]), tl.float32)
-    second_sum = tl.zeros((P_BLOCK, channel.shape[0]), tl.float32)
-    for first in range(0, number, P_BLOCK):
-        part = first + tl.arange(0, P_BLOCK)
-        mask = (part < number)[:, None] & inside[None, :]
-        found = rows + part.to(tl.int64)[:, None] * 2 * channels + channel[None, :]
-        first_sum += tl.load(found, mask, other=0.0, cache_modifier=".cg")
-        second_sum += tl.load(found + channels, mask, other=0.0, cache_modifier=".cg")
-    return tl.sum(first_sum, 0), tl.sum(second_sum, 0)
-
-
-@triton.jit
-def _store_sums(plain, along, packet, channel, inside, channels, count, all_plain, all_along, PACKET: tl.constexpr):
-    """The gradients of bias and weight, and with PACKET these and `count` once more, as a packet."""
-    tl.store(plain + channel, all_plain, inside)
-    tl.store(along + channel, all_along, inside)
-    if PACKET:
-        tl.store(packet + channel, all_plain, inside)
-        tl.store(packet + channels + channel, all_along, inside)
-        tl.store(packet + 2 * channels + channel, count, channel == 0)
-
-
 @kernel
-@triton.jit(do_not_specialize=[*COUNTS, "programs", "group"])
+@triton.jit(do_not_specialize=[*COUNTS, "programs"])
 def batch_norm_measure_backward(
     x,
     dy,
@@ -64,19 +38,13 @@ def batch_norm_measure_backward(
     variance,
     dz,
     partials,
-    tickets,
-    all_plain,
-    all_along,
-    packet,
     steps,
     channels,
     chunks,
     units,
     programs,
     channel_blocks,
-    group,
     eps,
-    count,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     MASK: tl.constexpr,
@@ -86,9 +54,6 @@ def batch_norm_measure_backward(
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
-    FINISH: tl.constexpr,
-    PACKET: tl.constexpr,
-    P_BLOCK: tl.constexpr,
 ):
     """Sums of the gradient and of gradient times normalised input over a program's units.
 
@@ -120,21 +85,6 @@ def batch_norm_measure_backward(
     found = partials + program.to(tl.int64) * 2 * channels + channel
     tl.store(found, tl.sum(plain, 0), inside)
     tl.store(found + channels, tl.sum(along, 0) * factor, inside)
-    if FINISH:
-        groups = tl.cdiv(programs, group)
-        own_group = program // group
-        members = tl.minimum(group, programs - own_group * group)
-        own_tickets = tickets + block * (1 + groups)
-        if arrives_last(own_tickets + 1 + own_group, members):
-            rows_of_group = partials + (own_group * group).to(tl.int64) * 2 * channels
-            rows_of_groups = partials + tl.cast(programs, tl.int64) * 2 * channels
-            group_plain, group_along = _summed(rows_of_group, members, channel, inside, channels, P_BLOCK)
-            here = rows_of_groups + own_group.to(tl.int64) * 2 * channels + channel
-            tl.store(here, group_plain, inside)
-            tl.store(here + channels, group_along, inside)
-            if arrives_last(own_tickets, groups):
-                total, total_along = _summed(rows_of_groups, groups, channel, inside, channels, P_BLOCK)
-                _store_sums(all_plain, all_along, packet, channel, inside, channels, count, total, total_along, PACKET)
 
 
 @kernel
@@ -151,11 +101,27 @@ def batch_norm_sums(
     P_BLOCK: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
-    """Adds up what the programs of the pass before have found."""
+    """Adds up what the programs of the pass before have found: the gradients of bias and weight.
+
+    With PACKET they are written to one too, with `count`.
+    """
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
-    all_plain, all_along = _summed(partials, programs, channel, inside, channels, P_BLOCK)
-    _store_sums(plain, along, packet, channel, inside, channels, count, all_plain, all_along, PACKET)
+    first_sum = tl.zeros((P_BLOCK, C_BLOCK), tl.float32)
+    second_sum = tl.zeros((P_BLOCK, C_BLOCK), tl.float32)
+    for first in range(0, programs, P_BLOCK):
+        part = first + tl.arange(0, P_BLOCK)
+        mask = (part < programs)[:, None] & inside[None, :]
+        found = partials + part.to(tl.int64)[:, None] * 2 * channels + channel[None, :]
+        first_sum += tl.load(found, mask, other=0.0)
+        second_sum += tl.load(found + channels, mask, other=0.0)
+    all_plain, all_along = tl.sum(first_sum, 0), tl.sum(second_sum, 0)
+    tl.store(plain + channel, all_plain, inside)
+    tl.store(along + channel, all_along, inside)
+    if PACKET:
+        tl.store(packet + channel, all_plain, inside)
+        tl.store(packet + channels + channel, all_along, inside)
+        tl.store(packet + 2 * channels, count, mask=tl.program_id(0) == 0)
 
 
 @kernel

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .._device import DeviceFacts
 from .._results import maker
 from .._workspace import partial_sums_on
 from . import config
@@ -71,11 +70,11 @@ class CombinePlan:
 
 
 class MeasurePlan:
-    """Statistics of an input, in one launch or two; with `running` ones, these move towards them."""
+    """Statistics of an input, in two launches; with `running` ones, these move towards them."""
 
-    def __init__(self, geometry: Geometry, running: bool, device: torch.device, facts: DeviceFacts) -> None:
+    def __init__(self, geometry: Geometry, running: bool, device: torch.device, multiprocessors: int) -> None:
         self._per_channel = maker((geometry.channels,), torch.float32, device)
-        self._measure = _Measure(geometry, running, False, device, facts)
+        self._measure = _Measure(geometry, running, False, device, multiprocessors)
 
     def run(
         self,
@@ -92,11 +91,11 @@ class MeasurePlan:
 
 
 class PacketPlan:
-    """What a process tells others of its input, in one launch or two."""
+    """What a process tells others of its input, in two launches."""
 
-    def __init__(self, geometry: Geometry, device: torch.device, facts: DeviceFacts) -> None:
+    def __init__(self, geometry: Geometry, device: torch.device, multiprocessors: int) -> None:
         self._packet = maker((2 * geometry.channels + 1,), torch.float32, device)
-        self._measure = _Measure(geometry, False, True, device, facts)
+        self._measure = _Measure(geometry, False, True, device, multiprocessors)
 
     def run(self, stream: int | None, x: Tensor) -> Tensor:
         """Means, sums of squared deviations and a count: [2C + 1]."""
@@ -106,40 +105,27 @@ class PacketPlan:
 
 
 class _Measure:
-    """The pass over the input that finds its statistics, and where that does not finish them, the launch behind it."""
+    """The pass over the input that finds statistics of parts, and the launch that puts them together."""
 
     def __init__(
-        self, geometry: Geometry, running: bool, packet: bool, device: torch.device, facts: DeviceFacts
+        self, geometry: Geometry, running: bool, packet: bool, device: torch.device, multiprocessors: int
     ) -> None:
         pace, channels = config.FORWARD_PACE, geometry.channels
         tiles = config.tiling(geometry.positions, channels, geometry.last, pace.elements)
         units = geometry.images * tiles.chunks
-        programs = config.measure_programs(units, tiles.channel_blocks, facts.multiprocessors, pace)
-        finish = config.finishes(programs, tiles.channel_blocks, facts)
+        programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors, pace)
         align = config.alignment(geometry.positions, geometry.last)
         steps, pitch = geometry.positions // align, config.pitch(channels)
-        self._device, self._partials = device, config.rows_with_groups(programs) * pitch
-        counts = (tiles.chunks, units, programs, tiles.channel_blocks, pitch, config.GROUP)
-        self._sizes = (steps, channels, *counts)
+        self._device, self._partials = device, programs * pitch
         self._measure = _kernels()[0].batch_norm_measure.bind(
             (programs * tiles.channel_blocks,),
-            (*self._sizes, 0.0),
-            (
-                geometry.last,
-                align,
-                tiles.rows,
-                tiles.channel_block,
-                pace.unroll,
-                finish,
-                running and finish,
-                packet and finish,
-                config.finish_rows(tiles.channel_block),
-            ),
+            (steps, channels, tiles.chunks, units, programs, tiles.channel_blocks, pitch),
+            (geometry.last, align, tiles.rows, tiles.channel_block, pace.unroll),
             device=device,
             num_warps=config.WARPS,
         )
-        self._finish_sizes = (programs, channels, pitch)
-        self._finish = None if finish else _bound_statistics(programs, channels, pitch, running, packet, device)
+        self._sizes = (programs, channels, pitch)
+        self._finish = _bound_statistics(programs, channels, pitch, running, packet, device)
 
     def run(
         self,
@@ -152,11 +138,10 @@ class _Measure:
         momentum: float,
     ) -> None:
         """Fills `mean` and `variance`, or the former as a packet."""
-        partials, tickets = partial_sums_on(stream, self._partials, self._device)
-        statistics = (mean, variance, running_mean, running_var)
-        self._measure(x, partials, tickets, *statistics, floats=(*self._sizes, float(momentum)), stream=stream)
-        if self._finish is not None:
-            self._finish(partials, *statistics, floats=(*self._finish_sizes, float(momentum)), stream=stream)
+        partials, _ = partial_sums_on(stream, self._partials, self._device)
+        self._measure(x, partials, stream=stream)
+        numbers = (*self._sizes, float(momentum))
+        self._finish(partials, mean, variance, running_mean, running_var, floats=numbers, stream=stream)
 
 
 class ApplyPlan:
@@ -203,7 +188,7 @@ class ApplyPlan:
 
 
 class SumsPlan:
-    """Per channel the sums of the gradient, and of it times the normalised input, in one launch or two."""
+    """Per channel the sums of the gradient, and of it times the normalised input, in two launches."""
 
     def __init__(
         self,
@@ -215,28 +200,24 @@ class SumsPlan:
         eps: float,
         dy: torch.dtype,
         device: torch.device,
-        facts: DeviceFacts,
+        multiprocessors: int,
     ) -> None:
         kernels, geometry = _kernels()[1], kind.geometry
         channels = geometry.channels
         pace = config.backward_pace(geometry.positions, geometry.last, dy.itemsize)
         tiles = config.tiling(geometry.positions, channels, geometry.last, pace.elements)
         units = geometry.images * tiles.chunks
-        programs = config.measure_programs(units, tiles.channel_blocks, facts.multiprocessors, pace)
-        finish = config.finishes(programs, tiles.channel_blocks, facts)
+        programs = config.measure_programs(units, tiles.channel_blocks, multiprocessors, pace)
         align = config.alignment(geometry.positions, geometry.last)
         steps = geometry.positions // align
         has_weight, has_bias = (each is not None for each in present)
-        self._device, self._partials = device, config.rows_with_groups(programs) * 2 * channels
+        self._device, self._partials = device, programs * 2 * channels
         self._dz = kind.maker(device, dy) if write_dz else None
         self._sum = maker((channels,), torch.float32, device)
         self._packet = maker((2 * channels + 1,), torch.float32, device) if packet else None
         self._measure = kernels.batch_norm_measure_backward.bind(
             (programs * tiles.channel_blocks,),
-            (
-                *(steps, channels, tiles.chunks, units, programs, tiles.channel_blocks, config.GROUP),
-                *(float(eps), float(geometry.values)),
-            ),
+            (steps, channels, tiles.chunks, units, programs, tiles.channel_blocks, float(eps)),
             (
                 has_weight,
                 has_bias,
@@ -247,23 +228,18 @@ class SumsPlan:
                 tiles.rows,
                 tiles.channel_block,
                 pace.unroll,
-                finish,
-                packet and finish,
-                config.finish_rows(tiles.channel_block),
             ),
             device=device,
             num_warps=config.WARPS,
         )
-        self._sums: BoundLaunch | None = None
-        if not finish:
-            part_block, channel_block = config.finish_block(programs)
-            self._sums = kernels.batch_norm_sums.bind(
-                (-(-channels // channel_block),),
-                (programs, channels, float(geometry.values)),
-                (packet, part_block, channel_block),
-                device=device,
-                num_warps=config.FINISH_WARPS,
-            )
+        part_block, channel_block = config.finish_block(programs)
+        self._sums = kernels.batch_norm_sums.bind(
+            (-(-channels // channel_block),),
+            (programs, channels, float(geometry.values)),
+            (packet, part_block, channel_block),
+            device=device,
+            num_warps=config.FINISH_WARPS,
+        )
 
     def run(
         self,
@@ -278,13 +254,11 @@ class SumsPlan:
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
         """What ReLU lets through of the gradient, where it is to be written, the sums, in float32, and a packet."""
         dz = None if self._dz is None else self._dz(stream)
-        partials, tickets = partial_sums_on(stream, self._partials, self._device)
+        partials, _ = partial_sums_on(stream, self._partials, self._device)
         plain, along = self._sum(stream), self._sum(stream)
         packet = None if self._packet is None else self._packet(stream)
-        sums = (plain, along, packet)
-        self._measure(x, dy, y, weight, bias, mean, variance, dz, partials, tickets, *sums, stream=stream)
-        if self._sums is not None:
-            self._sums(partials, *sums, stream=stream)
+        self._measure(x, dy, y, weight, bias, mean, variance, dz, partials, stream=stream)
+        self._sums(partials, plain, along, packet, stream=stream)
         return dz, plain, along, packet
 
 
