@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,15 @@ def test_the_late_are_killed_with_their_children(tmp_path: Path) -> None:
         run("-c", code, cwd=tmp_path, timeout=1)
     assert late.value.output == "begun\n"
     assert run("-c", "print('next')", cwd=tmp_path).stdout == "next\n"
+
+
+def test_answers_that_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork may have ended before anyone looks for its number."""
+    answer = warm._Nursery._answer
+
+    def late(nursery: warm._Nursery) -> list[int]:
+        time.sleep(0.5)
+        return answer(nursery)
+
+    monkeypatch.setattr(warm._Nursery, "_answer", late)
+    assert run("-c", "print('done')", cwd=tmp_path, timeout=5).stdout == "done\n"

@@ -4,7 +4,8 @@ Importing PyTorch takes two seconds, its compiler, which its optimizers ask for,
 `python arguments...` in an environment and a folder of its own: it imports this package and what else it needs itself.
 What PyTorch reads of the environment while it is imported is what the tests started with, and at its end a fork calls
 what was registered for it, but does not take PyTorch apart, half a second each. A test of importing, or of a process
-itself, starts a real one; where there is a GPU, whose driver may not be forked, all are real ones.
+itself, starts a real one; where there is a GPU, whose driver may not be forked, all are real ones. PyTorch's compiler
+imports triton: a fork cannot have it interpret kernels.
 """
 
 from __future__ import annotations
