@@ -59,6 +59,14 @@ def opcheck(route: Route, operator: torch._ops.OpOverload, arguments: tuple[obje
     torch.library.opcheck(operator, arguments, test_utils=checks[:-1] if route == Route("cpu", "triton") else checks)
 
 
+def before_nan(tensor: Tensor) -> Tensor:
+    """The same in memory that goes on with NaN, so that it shows when a kernel reads beyond the end."""
+    size = tensor.numel()
+    memory = torch.full((size + 1024,), torch.nan, dtype=tensor.dtype, device=tensor.device)
+    memory[:size] = tensor.flatten()
+    return memory[:size].view(tensor.shape)
+
+
 def assert_close(actual: Tensor | None, expected: Tensor | None, *, reduction: int = 1, what: str = "result") -> None:
     """Holds a result against its float64 expectation by the one tolerance table."""
     assert (actual is None) == (expected is None), f"{what}: {actual is None=}, {expected is None=}"
