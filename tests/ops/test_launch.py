@@ -60,6 +60,32 @@ def test_c_function_is_called_only_where_its_arguments_are_known(monkeypatch: py
         assert _launch._launcher(compiled) == (compiled.run, plainly)
 
 
+class _Wrapper(torch.Tensor):
+    """A tensor that has no memory itself, as a DTensor has none."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor):  # type: ignore[no-untyped-def]
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        raise NotImplementedError(function)
+
+
+def test_a_tensor_without_memory_is_refused_also_after_others_were_launched() -> None:
+    x, weight = torch.ones(4, 16), torch.ones(16)
+    with _library.implementation("triton"), pytest.raises(TypeError, match="cannot take a _Wrapper"):
+        norm.rms_norm(x, 16, _Wrapper(weight))
+    launches._kernels()
+    launched: list[tuple] = []
+    bound = KERNELS["sum_partials"].bind((1,), (2,), (3,), device=torch.device("cuda", 0), num_warps=1)
+    bound._run, bound._absent = lambda *arguments: launched.append(arguments), 1
+    bound(x, None, stream=5)
+    assert launched == [(1, 1, 1, 5, x.data_ptr(), 0, 2, 3)]
+    with pytest.raises(TypeError, match="sum_partials cannot take a _Wrapper"):
+        bound(_Wrapper(x), None, stream=5)
+
+
 def test_pretended_device_ends_with_its_block() -> None:
     other = _device.DeviceFacts("other", "cuda", multiprocessors=7, warp_size=32, shared_memory=1 << 16)
     with _device.pretend(other):

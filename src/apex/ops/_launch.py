@@ -89,6 +89,7 @@ class BoundLaunch:
         self._tail = (*numbers, *constants)
         # For tensors that all start at a multiple of 16 bytes: Triton specialises on that.
         self._run: Callable[..., None] | None = None
+        self._absent = 0
         self._middle: tuple[Any, ...] = ()
         self._index = device.index
 
@@ -101,7 +102,8 @@ class BoundLaunch:
             self._launch_first(tensors, tail)
             return
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        if math.gcd(_ALIGNMENT, *addresses) != _ALIGNMENT:  # half the time of looking at them one by one
+        # Half the time of looking at them one by one.
+        if math.gcd(_ALIGNMENT, *addresses) != _ALIGNMENT or addresses.count(0) != self._absent:
             self._launch_plainly(tensors, tail)
             return
         if stream is None:
@@ -120,11 +122,15 @@ class BoundLaunch:
         compiled = self._launch_plainly(tensors, tail)
         aligned = all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
         if _RUN_IS_KNOWN and aligned and self.device.type == "cuda" and self.device.index is not None:
+            self._absent = sum(tensor is None or not tensor.data_ptr() for tensor in tensors)
             run, self._middle = _launcher(compiled)
             self._run = run  # last: another thread may be about to launch the same
 
     def _launch_plainly(self, tensors: tuple[Tensor | None, ...], tail: tuple[Any, ...]) -> Any:
         function = self.kernel.function
+        for tensor in tensors:
+            if tensor is not None and not tensor.data_ptr() and tensor.numel():
+                raise TypeError(f"{self.kernel.name} cannot take a {type(tensor).__name__}, which has no memory itself")
         if self.device.type != "cuda":  # Triton's interpreter
             return function[self.grid](*tensors, *tail)
         with torch.cuda.device(self.device):
