@@ -214,6 +214,19 @@ def test_a_strided_input_and_gradient(route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
+def test_a_bias_without_a_weight(route: Route) -> None:
+    x = torch.randn(2, 4, 3, device=route.device, requires_grad=True)
+    bias = torch.randn(4, device=route.device, requires_grad=True)
+    dy = torch.randn_like(x)
+    with _library.implementation(route.implementation):
+        gradients = torch.autograd.grad(group_norm(x, 2, None, bias), (x, bias), dy)
+    wide, wide_dy = x.detach().double().requires_grad_(), dy.double()
+    plain = torch.nn.functional.group_norm(wide, 2)
+    assert_close(gradients[0], torch.autograd.grad(plain, wide, wide_dy)[0], reduction=6)
+    assert_close(gradients[1], wide_dy.sum((0, 2)), reduction=6)
+
+
+@pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("shape", [(0, 8, 3, 3), (2, 8, 0, 3)])
 def test_empty(route: Route, shape: tuple[int, ...]) -> None:
     x = torch.empty(shape, device=route.device, requires_grad=True)

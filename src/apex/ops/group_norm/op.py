@@ -114,6 +114,8 @@ def _native(input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: Gro
         weight = weight.to(dtype)
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias)  # without one the derivative of PyTorch's operator fails
     output = torch.group_norm(wide, spec.groups, weight, bias, spec.eps)
     if spec.silu:
         output = torch.nn.functional.silu(output)
