@@ -250,6 +250,25 @@ def test_strided_tensors(route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("dims", [2, 3, 4])
+def test_the_layout_of_a_gradient_costs_no_digits(route: Route, dtype: torch.dtype, dims: int) -> None:
+    """PyTorch on a CPU computes in half precision where input or gradient is not contiguous."""
+    shape = (8, 5, 3, 2)[:dims]
+    weight = torch.rand(5, device=route.device) + 0.5
+    for turned_input, turned_gradient in ((False, True), (True, False), (True, True)):
+        x, dy = (torch.randn(shape, device=route.device).to(dtype) for _ in range(2))
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1) if turned_input else x
+        dy = dy.movedim(0, -1).contiguous().movedim(-1, 0) if turned_gradient else dy
+        wide = x.double().requires_grad_()
+        expected = functional.batch_norm(wide, None, None, weight.double(), None, True)
+        with _library.implementation(route.implementation):
+            output = batch_norm(x.requires_grad_(), weight=weight)
+        (gradient,) = torch.autograd.grad(output, x, dy)
+        assert_close(gradient, torch.autograd.grad(expected, wide, dy.double())[0], reduction=48)
+
+
+@pytest.mark.parametrize("route", routes())
 def test_running_statistics_that_are_not_contiguous_are_updated(route: Route) -> None:
     x = torch.randn(4, 6, 3, 3, device=route.device)
     mean, variance = (torch.ones(12, device=route.device)[::2] for _ in range(2))

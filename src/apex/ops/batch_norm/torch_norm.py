@@ -83,16 +83,14 @@ def _with_statistics(
 
 
 def keeps_float32(values: Tensor, training: bool) -> bool:
-    """Whether PyTorch's batch norm of [N, C, ...] computes all of its gradients in float32.
+    """Whether PyTorch's batch norm of [N, C, ...] computes all of its gradients in float32, if they are wanted.
 
     On a GPU it does for channels-last images and where cuDNN takes them, which is in training and not for contiguous
-    bfloat16, on a CPU for images and contiguous tensors; anywhere else it rounds to half precision between the steps of
-    the backward pass.
+    bfloat16; anywhere else it rounds to half precision between the steps of the backward pass. On a CPU it does so
+    unless input and gradient are contiguous: whoever may want gradients there must give it float32.
     """
-    if values.element_size() > 2:
+    if values.element_size() > 2 or not values.is_cuda:
         return True
-    if not values.is_cuda:
-        return values.dim() == 4 or values.is_contiguous()
     if values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last):
         return True
     return training and values.dtype == torch.float16 and values.dim() in (4, 5) and torch.backends.cudnn.enabled
@@ -131,7 +129,8 @@ def native_norm(
 ) -> tuple[Tensor, BatchStatistics | None]:
     """PyTorch's operators, which take parameters in float32 beside any input, and in its dtype otherwise."""
     wide = torch.promote_types(input.dtype, torch.float32)
-    if z is not None and input.dtype != wide:  # rounded once, behind the sum
+    # Rounded once, behind the sum; and on a CPU not within the backward pass either.
+    if input.dtype != wide and (z is not None or (input.is_cpu and torch.is_grad_enabled())):
         plain = spec._replace(relu=False)
         output, found = native_norm(input.to(wide), z, running_mean, running_var, weight, bias, plain, wanted)
         output = output.to(input.dtype)
