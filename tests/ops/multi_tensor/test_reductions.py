@@ -144,6 +144,21 @@ def test_tensors_are_known_again_only_while_they_are_the_same(route: Route) -> N
         assert clipped_before([memory[:400], memory[400:900]]) is None
 
 
+@pytest.mark.parametrize("route", routes())
+def test_a_tensor_between_others_that_has_moved(route: Route) -> None:
+    """Lists are looked up by where their first and last tensors lie."""
+    first, last = torch.ones(4, device=route.device), torch.ones(5, device=route.device)
+    between = [torch.full((300,), value, device=route.device) for value in (1.0, 2.0, 3.0)]
+    with implementation(route.implementation):
+        for value, tensor in enumerate(between, 1):
+            for _ in range(3):
+                found = clip([first, tensor, last], 1e9, 0.0)
+                assert found.item() == pytest.approx((9 + 300 * value**2) ** 0.5)
+            known = clipped_before([first, tensor, last])
+            assert (known is not None) == (route.implementation == "triton")
+            assert clipped_before([first, between[value - 2], last]) is None
+
+
 @pytest.mark.parametrize("route", [parameter for parameter in routes() if parameter.id == "interpreter"])
 def test_kernels_get_floats(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton compiles a kernel for the values of integers: one for a limit of 1 would serve all others."""
