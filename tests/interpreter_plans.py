@@ -2,14 +2,16 @@
 
 What an operation of `triton.language` asks of the interpreter's builder (to cast, to broadcast, to add, ...) follows
 from the types of its tensors and from its other arguments, never from the numbers in a tensor. To find it out takes
-longer than to do it. So the first call with such arguments is written down, and later ones do the same again.
+longer than to do it. So the first call with such arguments is written down as a function, its plan, which does the same
+again for later ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 # What such calls of the builder give depends on their arguments alone, so of constants it is computed once.
 FOLDABLE = (
@@ -28,73 +30,105 @@ FOLDABLE = (
 MOST = 5000
 
 
-class Plan(NamedTuple):
-    """Calls of the builder; slots hold the handles of the tensors that were given, then the results of the calls.
-
-    `steps`: function, where its arguments are (from 0: slots; from -1 downwards: `fixed`), and `fixed`.
-    `result`: gives what the operation returns from its tensors and the slots.
-    `alive`: types whose identity is in the key.
-    """
-
-    steps: list[tuple[Callable[..., Any], list[int], list[Any]]]
-    result: Callable[[list[Any], list[Any]], Any]
-    alive: list[Any]
-
-
 class NotPlannable(Exception):
     """The arguments or the result are of a kind that is not written down."""
 
 
 class Recorder:
-    """Stands for the builder while an operation is called for the first time."""
+    """Stands for the builder while an operation is called for the first time, and writes the plan."""
 
-    def __init__(self, builder: Any, handle_type: type, handles: list[Any]) -> None:
-        self._builder, self._handle_type = builder, handle_type
-        self._slots = {id(handle): index for index, handle in enumerate(handles)}
-        self._count = len(handles)
+    def __init__(self, interpreter: Any, tensors: list[Any]) -> None:
+        self._interpreter, self._builder = interpreter, interpreter.interpreter_builder
+        self._handle_type = interpreter.TensorHandle
+        self._tensors = tensors
+        # A handle is known by its identity, so all are kept: those of variables, and those that are the same each time.
+        self._variables = {id(tensor.handle): f"given{index}" for index, tensor in enumerate(tensors)}
         self._constants: dict[int, Any] = {}
-        self._alive: list[Any] = [*handles]
-        self.steps: list[tuple[Callable[..., Any], list[int], list[Any]]] = []
+        self._alive: list[Any] = [tensor.handle for tensor in tensors]
+        self._names: dict[str, Any] = {"tensor": interpreter.tl.tensor, "handle": self._handle_type}
+        self._lines = [f"given{index} = tensors[{index}].handle" for index in range(len(tensors))]
         self.plannable = True
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._builder, name)
         return partial(self._call, name, found) if callable(found) else found
 
+    def plan(self, result: Any) -> Callable[[list[Any]], Any] | None:
+        """Gives the operation's result for other tensors of the same types."""
+        try:
+            returned = self._expression(result)
+        except NotPlannable:
+            return None
+        if not self.plannable:
+            return None
+        lines = "".join(f"    {line}\n" for line in (*self._lines, f"return {returned}"))
+        exec(f"def plan(tensors):\n{lines}", self._names)
+        return self._names["plan"]
+
+    def is_constant(self, handle: Any) -> bool:
+        return id(handle) in self._constants
+
     def _call(self, name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         result = function(*arguments, **named)
         results = result if type(result) is tuple else (result,)
         handles = [each for each in (*arguments, *named.values()) if isinstance(each, self._handle_type)]
         if all(isinstance(each, self._handle_type) for each in results) or result is None:
-            if name.startswith(FOLDABLE) and all(id(each) in self._constants for each in handles):
+            if name.startswith(FOLDABLE) and all(map(self.is_constant, handles)):
                 self._constants.update((id(each), each) for each in results)
             else:
-                self._write_down(partial(function, **named) if named else function, arguments, results)
+                self._write_down(name, partial(function, **named) if named else function, arguments, results)
         elif handles:
             self.plannable = False  # a pointer to a block, say
         return result
 
-    def _write_down(self, function: Callable[..., Any], arguments: tuple[Any, ...], results: tuple[Any, ...]) -> None:
-        sources, fixed = [], []
-        for argument in arguments:
-            if isinstance(argument, self._handle_type) and id(argument) not in self._constants:
-                sources.append(self.slot(argument))
-            else:
-                fixed.append(argument)
-                sources.append(-len(fixed))
-        self.steps.append((function, sources, fixed))
-        for each in results:
-            self._slots[id(each)] = self._count
-            self._count += 1
-            self._alive.append(each)
+    def _write_down(
+        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], results: tuple[Any, ...]
+    ) -> None:
+        given = [self._name(argument) for argument in arguments]
+        made = [f"made{len(self._alive) + index}" for index in range(len(results))]
+        ufunc = self._ufunc(name, arguments, results[0])
+        if ufunc is None:
+            call = f"{self._named(function)}({', '.join(given)})"
+        else:
+            numbers = ", ".join(f"{each}.data" for each in given)
+            call = f"handle({self._named(ufunc)}({numbers}), {self._named(results[0].dtype)})"
+        self._lines.append(f"{', '.join(made)} = {call}")
+        self._variables.update(zip(map(id, results), made, strict=True))
+        self._alive.extend(results)
 
-    def constant(self, handle: Any) -> bool:
-        return id(handle) in self._constants
+    def _ufunc(self, name: str, arguments: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
+        """NumPy's function that is all that the builder's does, if it is so."""
+        function: Any = getattr(self._interpreter.InterpreterBuilder, name, None)
+        try:
+            found = function(SimpleNamespace(binary_op=lambda left, right, ufunc: ufunc), None, None)
+            same = found(arguments[0].data, arguments[1].data).dtype == result.data.dtype
+        except (AttributeError, TypeError):
+            return None
+        return found if same else None
 
-    def slot(self, handle: Any) -> int:
-        if id(handle) not in self._slots:
+    def _name(self, value: Any) -> str:
+        if not isinstance(value, self._handle_type) or self.is_constant(value):
+            return self._named(value)
+        if id(value) not in self._variables:
             self.plannable = False
-        return self._slots.get(id(handle), 0)
+        return self._variables.get(id(value), "None")
+
+    def _named(self, constant: Any) -> str:
+        name = f"constant{len(self._names)}"
+        self._names[name] = constant
+        return name
+
+    def _expression(self, result: Any) -> str:
+        for index, each in enumerate(self._tensors):
+            if result is each:
+                return f"tensors[{index}]"
+        if type(result) is self._interpreter.tl.tensor:
+            return f"tensor({self._name(result.handle)}, {self._named(result.type)})"
+        if type(result) is tuple:
+            return f"({''.join(f'{self._expression(each)}, ' for each in result)})"
+        if result is None:
+            return "None"
+        raise NotPlannable
 
 
 class Planner:
@@ -102,19 +136,18 @@ class Planner:
 
     def __init__(self, interpreter: Any) -> None:
         language = interpreter.tl
-        self.semantic = interpreter.interpreter_semantic
-        self.handle_type, self.tensor = interpreter.TensorHandle, language.tensor
-        self.constexpr, self.dtype = language.constexpr, language.core.dtype
+        self.interpreter, self.semantic = interpreter, interpreter.interpreter_semantic
+        self.tensor, self.constexpr, self.dtype = language.tensor, language.constexpr, language.core.dtype
         self.recorder: Recorder | None = None
 
     def planned(self, operation: Callable[..., Any]) -> Callable[..., Any]:
-        plans: dict[tuple[Any, ...], Plan | None] = {}
+        # With what is named in the key by its identity.
+        plans: dict[tuple[Any, ...], tuple[Callable[[list[Any]], Any] | None, Any]] = {}
         tensor, describe, semantic = self.tensor, self._describe, self.semantic
 
         def call(*arguments: Any, **named: Any) -> Any:
-            named.pop("_semantic", None)
             if self.recorder is not None:
-                return operation(*arguments, **named, _semantic=semantic)
+                return operation(*arguments, **{**named, "_semantic": semantic})
             key: list[Any] = []
             tensors: list[Any] = []
             try:
@@ -124,36 +157,33 @@ class Planner:
                         tensors.append(argument)
                     else:
                         describe(argument, key)
-                for name, argument in named.items():
-                    key.append(name)
-                    if type(argument) is tensor:
-                        key.append(id(argument.type))
-                        tensors.append(argument)
-                    else:
-                        describe(argument, key)
+                if named:
+                    named.pop("_semantic", None)
+                    for name, argument in named.items():
+                        key.append(name)
+                        if type(argument) is tensor:
+                            key.append(id(argument.type))
+                            tensors.append(argument)
+                        else:
+                            describe(argument, key)
             except NotPlannable:
                 return operation(*arguments, **named, _semantic=semantic)
-            slots = [each.handle for each in tensors]
-            if len(slots) == 2 and slots[0] is slots[1]:
+            if len(tensors) == 2 and tensors[0].handle is tensors[1].handle:
                 key.append("same")  # the plan of x * x would not do for x * y
             place = tuple(key)
-            if place not in plans:
-                if len(slots) > 2 and len(set(map(id, slots))) < len(slots):
+            found = plans.get(place)
+            if found is None:
+                if len(tensors) > 2 and len({id(each.handle) for each in tensors}) < len(tensors):
                     return operation(*arguments, **named, _semantic=semantic)
                 if len(plans) > MOST:
                     plans.clear()
-                result, plans[place] = self._record(operation, arguments, named, tensors, slots)
+                result, plan = self._record(operation, arguments, named, tensors)
+                plans[place] = plan, (arguments, named, [each.type for each in tensors])
                 return result
-            plan = plans[place]
+            plan = found[0]
             if plan is None:
                 return operation(*arguments, **named, _semantic=semantic)
-            for function, sources, fixed in plan.steps:
-                made = function(*[slots[index] if index >= 0 else fixed[~index] for index in sources])
-                if type(made) is tuple:
-                    slots.extend(made)
-                else:
-                    slots.append(made)
-            return plan.result(tensors, slots)
+            return plan(tensors)
 
         return call
 
@@ -180,39 +210,16 @@ class Planner:
             raise NotPlannable
 
     def _record(
-        self, operation: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any], tensors: list[Any],
-        handles: list[Any],
-    ) -> tuple[Any, Plan | None]:  # fmt: skip
+        self, operation: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any], tensors: list[Any]
+    ) -> tuple[Any, Callable[[list[Any]], Any] | None]:
         semantic = self.semantic
         builder = semantic.builder
-        self.recorder = semantic.builder = recorder = Recorder(builder, self.handle_type, handles)
+        self.recorder = semantic.builder = recorder = Recorder(self.interpreter, tensors)
         try:
             result = operation(*arguments, **named, _semantic=semantic)
         finally:
             self.recorder, semantic.builder = None, builder
-        try:
-            gives = self._result(result, tensors, recorder)
-        except NotPlannable:
-            return result, None
-        alive = [arguments, named, [each.type for each in tensors]]
-        return result, Plan(recorder.steps, gives, alive) if recorder.plannable else None
-
-    def _result(self, result: Any, tensors: list[Any], recorder: Recorder) -> Callable[[list[Any], list[Any]], Any]:
-        for index, each in enumerate(tensors):
-            if result is each:
-                return lambda tensors, slots: tensors[index]
-        if type(result) is self.tensor:
-            handle, kind, tensor = result.handle, result.type, self.tensor
-            if recorder.constant(handle):
-                return lambda tensors, slots: tensor(handle, kind)
-            slot = recorder.slot(handle)
-            return lambda tensors, slots: tensor(slots[slot], kind)
-        if type(result) is tuple:
-            parts = [self._result(each, tensors, recorder) for each in result]
-            return lambda tensors, slots: tuple([part(tensors, slots) for part in parts])
-        if result is None:
-            return lambda tensors, slots: None
-        raise NotPlannable
+        return result, recorder.plan(result)
 
 
 def install(interpreter: Any) -> None:
@@ -232,7 +239,7 @@ def install(interpreter: Any) -> None:
     def looked_at(tensor: Any) -> Any:
         """An operation that looks at numbers that it was given has no plan; blocks of several are always true."""
         if planner.recorder is not None and tensor.handle.data.size == 1:
-            planner.recorder.plannable &= planner.recorder.constant(tensor.handle)
+            planner.recorder.plannable &= planner.recorder.is_constant(tensor.handle)
         return tensor
 
     interpreter._patch_attr = replace_operation

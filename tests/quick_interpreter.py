@@ -11,6 +11,9 @@ Nearly all its time goes into types and checks rather than into numbers. So here
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +31,7 @@ def install() -> None:
         return
     _replace_functions_once(interpreter)
     _leave_out_the_overflow_check(interpreter)
+    _remember_signatures(interpreter)
     _remember_numpy_types(interpreter)
     _share_types(interpreter.tl)
     _convert_bfloat16_by_its_bits(interpreter)
@@ -59,6 +63,21 @@ def _leave_out_the_overflow_check(interpreter: Any) -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _remember_signatures(interpreter: Any) -> None:
+    signature = functools.lru_cache(None)(inspect.getfullargspec)
+
+    def call_arguments(function: Callable[..., Any], *arguments: Any, **named: Any) -> dict[str, Any]:
+        names = signature(function).args
+        found = dict(zip(names, arguments, strict=False)) | named
+        if len(arguments) + len(named) == len(found) == len(names) and found.keys() == set(names):
+            return found
+        return inspect.getcallargs(function, *arguments, **named)  # has defaults, or is wrong
+
+    interpreter.inspect = types.SimpleNamespace(
+        **{**vars(inspect), "getfullargspec": signature, "getcallargs": call_arguments}
+    )
 
 
 def _remember_numpy_types(interpreter: Any) -> None:
@@ -113,6 +132,7 @@ def _share_types(language: Any) -> None:
         lambda element_ty, address_space=1, const=False: (id(value(element_ty)), address_space, const),
     )
     tensor.__init__ = start_tensor_like_others
+    language.str_to_ty = functools.lru_cache(None)(language.str_to_ty)
 
 
 def _convert_bfloat16_by_its_bits(interpreter: Any) -> None:
@@ -168,6 +188,15 @@ def _copy_no_scalars(interpreter: Any) -> None:
     def quick_expand(self: Any, block: Any, axis: int) -> Any:
         return handle(block.data[(slice(None),) * axis + (None,)], block.dtype.scalar)
 
+    def quick_sum(self: Any, pointers: Any, offsets: Any) -> Any:
+        size = pointers.dtype.__dict__.get("element_bytes")
+        if size is None:
+            size = pointers.dtype.element_bytes = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        data = offsets.data.astype(numpy.uint64)
+        data *= size
+        return handle(pointers.data + data, pointers.dtype)
+
+    builder.create_addptr = quick_sum
     builder.create_splat, builder.create_broadcast, builder.create_expand_dims = (
         quick_splat,
         quick_broadcast,
