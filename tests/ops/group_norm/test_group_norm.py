@@ -214,6 +214,21 @@ def test_a_strided_input_and_gradient(route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
+def test_gradients_of_parameters_alone(route: Route) -> None:
+    """At which PyTorch's operator crashes on a CPU."""
+    x = torch.randn(2, 4, 3, 3, device=route.device).to(memory_format=torch.channels_last)
+    weight, bias = (torch.randn(4, device=route.device, requires_grad=True) for _ in range(2))
+    dy = torch.randn_like(x)
+    with _library.implementation(route.implementation):
+        output = group_norm(x, 2, weight, bias)
+    assert output.stride() == x.stride()
+    gradients = torch.autograd.grad(output, (weight, bias), dy)
+    terms = dy.double() * functional.group_norm(x.double().contiguous(), 2)
+    assert_close(gradients[0], terms.sum((0, 2, 3)), reduction=18)
+    assert_close(gradients[1], dy.double().sum((0, 2, 3)), reduction=18)
+
+
+@pytest.mark.parametrize("route", routes())
 def test_a_bias_without_a_weight(route: Route) -> None:
     x = torch.randn(2, 4, 3, device=route.device, requires_grad=True)
     bias = torch.randn(4, device=route.device, requires_grad=True)

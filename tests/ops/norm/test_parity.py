@@ -180,3 +180,14 @@ def test_inference_plans_no_backward_pass(route: Route, monkeypatch: pytest.Monk
             output = norm.rms_norm(x, 32, weight, memory_efficient=True)
         assert norm.rms_norm(x, 32, weight.detach()).grad_fn is None
     assert_close(output, torch.nn.functional.rms_norm(x.double(), (32,), weight.double(), 1e-5))
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("function", [norm.layer_norm, norm.rms_norm])
+def test_an_output_of_more_digits_than_the_input_has_them(function, route: Route) -> None:
+    x, weight = torch.randn(6, 24, device=route.device).half(), torch.rand(24, device=route.device).half()
+    plain = {norm.layer_norm: torch.nn.functional.layer_norm, norm.rms_norm: torch.nn.functional.rms_norm}[function]
+    for each in (None, weight):
+        with _library.implementation(route.implementation):
+            output = function(x, 24, each, eps=1e-5, out_dtype=torch.float32)
+        assert_close(output, plain(x.double(), (24,), None if each is None else each.double(), eps=1e-5), reduction=24)

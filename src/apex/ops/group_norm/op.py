@@ -110,6 +110,9 @@ def _native(input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: Gro
     """PyTorch's operators, in float32 because they round statistics to the dtype of their input."""
     dtype = reference.compute_dtype(input, weight, bias)
     wide = input if input.dtype == dtype else input.to(dtype)
+    if wide.is_cpu and not wide.requires_grad:
+        # PyTorch 2.13 crashes where of a channels-last norm the parameters alone are differentiated.
+        wide = wide.contiguous()
     if weight is not None and weight.dtype != dtype:
         weight = weight.to(dtype)
     if bias is not None and bias.dtype != dtype:

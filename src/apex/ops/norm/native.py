@@ -56,7 +56,8 @@ def mixed_norm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """A differentiable norm whose input, weight and output may have different dtypes."""
-    compute = input.dtype if weight is None else torch.promote_types(input.dtype, weight.dtype)
+    compute = torch.promote_types(input.dtype, out_dtype)  # an output of more digits has them
+    compute = compute if weight is None else torch.promote_types(compute, weight.dtype)
     if subtract_mean and input.device.type == "cpu" and torch.is_grad_enabled():
         compute = torch.promote_types(compute, torch.float32)
     wide_weight, wide_bias = (None if t is None else t.to(compute) for t in (weight, bias))
