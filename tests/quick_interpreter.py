@@ -19,6 +19,22 @@ from typing import Any
 
 from . import interpreter_plans
 
+# What an interpreter of Triton has that is built in the way that is changed here.
+NEEDED = (
+    "_LangPatchScope",
+    "_get_np_dtype",
+    "_get_signed_np_dtype",
+    "_patch_attr",
+    "_patch_lang",
+    "_patch_lang_tensor",
+    "InterpreterBuilder",
+    "TensorHandle",
+    "TritonSemantic",
+    "interpreter_builder",
+    "interpreter_semantic",
+    "tl",
+)
+
 
 def install() -> None:
     """Takes effect for the whole process; does nothing where the interpreter is built in another way."""
@@ -26,8 +42,7 @@ def install() -> None:
         from triton.runtime import interpreter
     except ImportError:
         return
-    needed = ("_get_np_dtype", "_patch_lang", "_LangPatchScope", "TritonSemantic", "interpreter_builder", "tl")
-    if not all(hasattr(interpreter, name) for name in needed):
+    if not all(hasattr(interpreter, name) for name in NEEDED):
         return
     _replace_functions_once(interpreter)
     _leave_out_the_overflow_check(interpreter)

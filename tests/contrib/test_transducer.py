@@ -27,9 +27,11 @@ def joint_tensors(
     return f, g, *lengths
 
 
-def loss_tensors(device: str = "cpu", dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x = torch.randn(2, FRAMES, TOKENS, WORDS, dtype=torch.float64).to(device, dtype).requires_grad_()
-    label = torch.randint(WORDS - 1, (2, TOKENS - 1), dtype=torch.int32, device=device)
+def loss_tensors(
+    device: str = "cpu", dtype: torch.dtype = torch.float64, words: int = WORDS
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = torch.randn(2, FRAMES, TOKENS, words, dtype=torch.float64).to(device, dtype).requires_grad_()
+    label = torch.randint(words - 1, (2, TOKENS - 1), dtype=torch.int32, device=device)
     f_len, g_len = (torch.tensor(length, dtype=torch.int32, device=device) for length in (F_LEN, G_LEN))
     return x, label, f_len, g_len - 1
 
@@ -116,20 +118,20 @@ def test_gradients_of_one_input_alone() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("fuse", [False, True])
 def test_loss_and_its_gradient(packed: bool, fuse: bool) -> None:
-    x, label, f_len, y_len = loss_tensors()
+    x, label, f_len, y_len = loss_tensors(words=3)
     loss = TransducerLoss(fuse_softmax_backward=fuse, packed_input=packed)
     offset, _ = packing(f_len, y_len + 1)
     given = formulas.pack(x, f_len, y_len + 1).detach().requires_grad_() if packed else x
     debug: list[Tensor] = []
 
     def losses(logits: Tensor) -> Tensor:
-        return loss(logits, label, f_len, y_len, BLANK, offset, FRAMES, debug)
+        return loss(logits, label, f_len, y_len, 2, offset, FRAMES, debug)
 
-    wanted = formulas.losses(x, label, f_len, y_len, BLANK)
+    wanted = formulas.losses(x, label, f_len, y_len, 2)
     torch.testing.assert_close(losses(given), wanted)
     assert torch.autograd.gradcheck(losses, given)
     alpha, beta, gradient, again = _transducer_ref.transducer_loss_reference(
-        x, label, f_len, y_len, BLANK, torch.tensor([1.0, -3.0])
+        x, label, f_len, y_len, 2, torch.tensor([1.0, -3.0])
     )
     torch.testing.assert_close(debug, [alpha, beta])
     torch.testing.assert_close(again, wanted.detach())
