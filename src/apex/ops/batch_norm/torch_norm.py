@@ -96,6 +96,11 @@ def keeps_float32(values: Tensor, training: bool) -> bool:
     return training and values.dtype == torch.float16 and values.dim() in (4, 5) and torch.backends.cudnn.enabled
 
 
+def _rounds_within(values: Tensor, training: bool) -> bool:
+    """Whether half-precision gradients of [N, C, ...] would be rounded within the backward pass, or might be."""
+    return values.is_cpu or not keeps_float32(values, training)
+
+
 def by_reference(
     input: Tensor,
     z: Tensor | None,
@@ -129,23 +134,17 @@ def native_norm(
 ) -> tuple[Tensor, BatchStatistics | None]:
     """PyTorch's operators, which take parameters in float32 beside any input, and in its dtype otherwise."""
     wide = torch.promote_types(input.dtype, torch.float32)
-    # Rounded once, behind the sum; and on a CPU not within the backward pass either.
-    if input.dtype != wide and (z is not None or (input.is_cpu and torch.is_grad_enabled())):
-        plain = spec._replace(relu=False)
+    values = input if spec.channel_dim == 1 else input.movedim(-1, 1)
+    if input.dtype != wide and (z is not None or (torch.is_grad_enabled() and _rounds_within(values, spec.training))):
+        plain = spec._replace(relu=False)  # rounded once, behind the sum
         output, found = native_norm(input.to(wide), z, running_mean, running_var, weight, bias, plain, wanted)
         output = output.to(input.dtype)
         return output.relu_() if spec.relu else output, found
     weight, bias = _cast(weight, wide), _cast(bias, wide)
     mean, variance = _cast(running_mean, wide), _cast(running_var, wide)
-    values = input if spec.channel_dim == 1 else input.movedim(-1, 1)
     if input.dtype != wide:  # without parameters to tell, statistics would be rounded to the dtype of the input
         weight = values.new_ones(values.shape[1], dtype=wide) if weight is None else weight
         bias = values.new_zeros(values.shape[1], dtype=wide) if bias is None else bias
-    channels_last_shape = None
-    if not keeps_float32(values, spec.training):  # one long image with channels last
-        rows = values.movedim(1, -1)
-        channels_last_shape, contiguous = rows.shape, values.is_contiguous()
-        values = rows.reshape(1, -1, 1, rows.shape[-1]).movedim(-1, 1)
     flags = (spec.training, spec.momentum, spec.eps, torch.backends.cudnn.enabled)
     found = None
     if wanted:
@@ -156,9 +155,6 @@ def native_norm(
         for running, updated in ((running_mean, mean), (running_var, variance)):
             if running is not None and updated is not None and updated is not running:
                 running.copy_(updated)
-    if channels_last_shape is not None:
-        output = output.movedim(1, -1).reshape(channels_last_shape).movedim(-1, 1)
-        output = output.contiguous() if contiguous else output
     # In place: no derivative of a batch norm asks for its output.
     if z is not None:
         output = output.add_((z if spec.channel_dim == 1 else z.movedim(-1, 1)).to(output.dtype))
