@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(900)  # two minutes and a half on a quiet machine, all of Triton's compiler
-@pytest.mark.parametrize("targets", [("sm_80", "sm_90", "sm_100"), ("gfx90a", "gfx942")], ids=["nvidia", "amd"])
+@pytest.mark.timeout(900)  # about four minutes on a quiet machine, all of Triton's compiler
+@pytest.mark.parametrize("targets", [("sm_90", "sm_80", "sm_100"), ("gfx942", "gfx90a")], ids=["nvidia", "amd"])
 def test_every_kernel_compiles(targets: tuple[str, ...]) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "APEX_IMPL")}
     result = subprocess.run(
@@ -28,6 +28,6 @@ def test_every_kernel_compiles(targets: tuple[str, ...]) -> None:
     reports = json.loads(result.stdout)
     assert list(reports) == list(targets)
     for target, report in reports.items():
-        assert not report["failures"], "\n".join([target, *report["failures"]])
+        assert not report["failures"], "\n".join([target, *report["failures"], result.stderr[-2000:]])
         assert not report["unreached"], f"no launch case reaches {report['unreached']} on {target}"
         assert report["compiled"]
