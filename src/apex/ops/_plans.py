@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 # Tensors that have an address of their own. What a subclass (DTensor, FakeTensor, ...) does, PyTorch's operators know.
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # PyTorch 2.6 cannot look for a type in a set while it compiles
 
 # Of one family. Beyond it a program's inputs hardly ever have the same shape twice.
 MOST = 4096
