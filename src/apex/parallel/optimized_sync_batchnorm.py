@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..ops._library import quick_apply
-from ..ops.batch_norm import BatchNormSpec, batch_norm_with_statistics
+from ..ops.batch_norm import BatchNormSpec, average_factor, batch_norm_with_statistics
 from ._statistics import process_count
 from .optimized_sync_batchnorm_kernel import SyncBatchnormFunction
 
@@ -68,9 +68,7 @@ class SyncBatchNorm(_BatchNorm):
                 "at least two dimensions"
             )
         batches = self.num_batches_tracked if training and self.track_running_stats else None
-        momentum = self.momentum
-        if momentum is None:  # all batches weigh alike in the running statistics
-            momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1)
+        momentum = average_factor(self.momentum, batches)
         processes = process_count(self.process_group) if by_batch else 1
         if processes < 2:
             if by_batch and input.numel() == channels:

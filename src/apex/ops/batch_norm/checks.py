@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .._checks import check_per_channel
 from .spec import BatchNormSpec
 
 
@@ -29,19 +30,8 @@ def check(
         raise ValueError("running_mean and running_var must be given together, or neither of them")
     if running_mean is None and not spec.training:
         raise ValueError("running_mean and running_var are needed where training is False")
-    channels = input.shape[spec.channel_dim]
-    named = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    for name, parameter in named.items():
-        if parameter is None:
-            continue
-        if parameter.shape != (channels,):
-            raise ValueError(
-                f"{name} has shape {list(parameter.shape)}, expected one value for each of {channels} channels"
-            )
-        if parameter.device != input.device:
-            raise ValueError(f"{name} is on {parameter.device}, the input on {input.device}")
-        if not parameter.is_floating_point():
-            raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
+    per_channel = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    check_per_channel(input, input.shape[spec.channel_dim], **per_channel)
     if z is not None:
         if z.shape != input.shape:
             raise ValueError(f"z has shape {list(z.shape)}, the input {list(input.shape)}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._checks import check_per_channel
 from .._plans import Plans, kind
 from . import reference
 from .launches import ForwardPlan, contiguous, dense, forward_plan, triton_backward, triton_forward
@@ -93,17 +94,7 @@ def check(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | 
     channels = input.shape[1]
     if num_groups < 1 or channels % num_groups:
         raise ValueError(f"the {channels} channels of the input cannot be cut into num_groups={num_groups}")
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if parameter.shape != (channels,):
-            raise ValueError(
-                f"{name} has shape {list(parameter.shape)}, expected one value for each of {channels} channels"
-            )
-        if parameter.device != input.device:
-            raise ValueError(f"{name} is on {parameter.device}, the input on {input.device}")
-        if not parameter.is_floating_point():
-            raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
+    check_per_channel(input, channels, weight=weight, bias=bias)
 
 
 def _native(input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> Tensor:
