@@ -4,6 +4,7 @@ import ast
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -169,3 +170,53 @@ def test_public_modules_name_no_device() -> None:
 def test_the_environment_is_read_in_one_place() -> None:
     readers = [name_of(path) for path in FILES if read(path).attributes & {"environ", "getenv"}]
     assert readers == ["apex/_env.py"]
+
+
+# What makes tensors on the default device, or of the default dtype, where none is named.
+FACTORIES = re.compile(
+    "arange|as_tensor|asarray|empty|empty_permuted|empty_strided|eye|full|(lin|log)space|normal|ones|rand|randint|randn|"
+    "randperm|range|scalar_tensor|sparse_.*|tensor|(tril|triu)_indices|zeros|.*_window|[A-Z].*Tensor|Tensor"
+)
+
+
+def follows_defaults(path: Path) -> bool:
+    """Commands (`apex bench`, `doctor`, `demo`) run in processes of their own, in which nobody sets defaults."""
+    return path.is_relative_to(PACKAGE / "_bench") or path.is_relative_to(PACKAGE / "_cli") or path.stem == "self_check"
+
+
+def made_without_device_or_dtype(source: str) -> list[int]:
+    """Lines that call a factory of PyTorch's without both; a module's parameters follow defaults as `torch.nn`'s do."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    of_parameters = {
+        id(value)
+        for call in calls
+        if ast.unparse(call.func) in ("Parameter", "nn.Parameter", "torch.nn.Parameter")
+        for value in call.args
+    }
+    found = []
+    for call in calls:
+        named = {keyword.arg for keyword in call.keywords}
+        if (
+            isinstance(call.func, ast.Attribute)
+            and ast.unparse(call.func.value) == "torch"
+            and FACTORIES.fullmatch(call.func.attr)
+            and id(call) not in of_parameters
+            and not named >= {"device", "dtype"}
+            and None not in named  # **options
+        ):
+            found.append(call.lineno)
+    return found
+
+
+def test_tensors_name_their_device_and_dtype() -> None:
+    """Users may set defaults (`torch.set_default_device`, `torch.set_default_dtype`) that must change no result."""
+    found = {
+        name_of(path): made_without_device_or_dtype(path.read_text()) for path in FILES if not follows_defaults(path)
+    }
+    assert not {path: lines for path, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize("code", ["torch.zeros(1)", "torch.tensor(1, device=x)", "torch.empty(2, dtype=torch.int32)"])
+def test_the_rule_about_defaults_can_fail(code: str) -> None:
+    assert made_without_device_or_dtype(f"x = [\n  {code}]") == [2]
+    assert made_without_device_or_dtype(f"x = nn.Parameter({code})") == []

@@ -58,7 +58,8 @@ def _norm(
     factor: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
     if not tensor_lists[0]:
-        return torch.zeros(1, device=expect_flag(noop_flag).device), torch.zeros(0, device=noop_flag.device)
+        nothing = torch.zeros(1, dtype=torch.float32, device=expect_flag(noop_flag).device)
+        return nothing, nothing[:0]
     return multi_tensor.l2norm(
         tensor_lists[0],
         per_tensor=bool(per_tensor),

@@ -70,7 +70,7 @@ def multi_tensor_lamb_compute_update_term(
             (bool(mode),),
             noop=noop,
             grad_scale=factor,
-            whole=decay if len(alike) == 1 else decay[torch.tensor(indices, device=decay.device)],
+            whole=decay if len(alike) == 1 else decay[torch.tensor(indices, dtype=torch.int64, device=decay.device)],
         )
 
 

@@ -124,7 +124,7 @@ class _Kind:
             scaler.unscale_with_stashed(tensors(source), tensors(earlier), tensors(target), culprits=counters)
         if at_once and scaler.knows_overflow_now():
             counts = [[place.isinf().sum(), place.isnan().sum()] for place in target.places]
-            culprits = torch.tensor(counts, dtype=torch.int32)
+            culprits = torch.tensor(counts, dtype=torch.int32, device=culprits.device)
         return Counted(self.params, culprits)
 
 

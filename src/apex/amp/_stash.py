@@ -249,7 +249,8 @@ class _Ways:
         values = gradient.values().to(target.dtype, copy=True)
         self.add("in place", param, values, values)
         shape, indices = gradient.shape, gradient.indices()
-        new = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
+        kind: Any = {"dtype": values.dtype, "device": values.device}
+        new = torch.sparse_coo_tensor(indices, values, shape, **kind, is_coalesced=True, check_invariants=False)
         self._later.append((target, new, earlier))
 
     def run(self, scaler: LossScaler, scales: _Scales | None) -> list[Counted]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._transfer import on_host
+from ..ops._transfer import HOST, on_host
 from ..ops.multi_tensor import axpby, scale
 
 
@@ -47,9 +47,9 @@ class LossScaler:
         self._backoff_factor = 1 / scale_factor if backoff_factor is None else backoff_factor
         # The host knows a scale that never changes, and need not ask the device for it.
         self._static_scale = None if self.dynamic else start
-        self._scale = torch.full((1,), start, dtype=torch.float32)
-        self._successes = torch.zeros(1, dtype=torch.int32)
-        self._overflow_buf = torch.zeros(1, dtype=torch.float32)
+        self._scale = torch.full((1,), start, dtype=torch.float32, device=HOST)
+        self._successes = torch.zeros(1, dtype=torch.int32, device=HOST)
+        self._overflow_buf = torch.zeros(1, dtype=torch.float32, device=HOST)
         self._has_moved = False
         self._in_bounds = self._bounds_hold(start)
 
@@ -226,7 +226,7 @@ class LossScaler:
         if override is None:
             override = self._scale
         elif not isinstance(override, Tensor):
-            override = torch.full((1,), float(override), device=self._scale.device)
+            override = torch.full_like(self._scale, float(override))
         return override.to(self._scale).reciprocal().reshape(1)
 
     def _flag(self, grads: Sequence[Tensor]) -> Tensor | None:
@@ -236,7 +236,8 @@ class LossScaler:
             self.to(device)
         if not self.dynamic:
             return None
-        return self._overflow_buf if self._overflow_buf.device == device else torch.zeros(1, device=device)
+        flag = self._overflow_buf
+        return flag if flag.device == device else torch.zeros_like(flag, device=device)
 
     def _take(self, flag: Tensor | None) -> None:
         """Adds what was noted on another device."""

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Where numbers are that Python reads; named because a user may have chosen another default device.
+HOST = torch.device("cpu")
+
 
 class Transfer:
     """A copy of a small tensor that is being made in the host's memory."""
@@ -15,7 +18,7 @@ class Transfer:
         self.values = tensor
         self._event: Any = None
         if tensor.device.type == "cuda":
-            self.values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.values = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=True)
             self.values.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(tensor.device))

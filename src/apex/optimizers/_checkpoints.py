@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._transfer import HOST
 from ._buckets import local
 
 logger = logging.getLogger("apex.optimizers")
@@ -33,8 +34,9 @@ def saved_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             continue
         for param in group["params"]:
             if param in state:
-                count = float(step) if not isinstance(step, Tensor) else step.to(torch.float32).reshape(())
-                state[param] = {**state[param], "step": torch.as_tensor(count, dtype=torch.float32).clone()}
+                device = step.device if isinstance(step, Tensor) else HOST
+                count = torch.as_tensor(step, dtype=torch.float32, device=device).reshape(()).clone()
+                state[param] = {**state[param], "step": count}
     return {**state_dict, "state": state, "param_groups": groups}
 
 

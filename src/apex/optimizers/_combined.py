@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._transfer import HOST
 from ..ops.multi_tensor import flat
 from ..ops.multi_tensor.lists import DTYPES
 from ..ops.multi_tensor.tables import lie_at
@@ -293,7 +294,7 @@ class NpuFusedOptimizerBase(FusedOptimizer):
         """
         gradients = self._all_gradients()
         if not gradients:
-            return torch.zeros(())
+            return torch.zeros((), dtype=torch.float32, device=HOST)
         norms = [
             torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32))
             for gradient in gradients

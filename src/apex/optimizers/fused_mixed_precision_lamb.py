@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._transfer import HOST
 from ._buckets import MASTER
 from .fused_lamb import FusedLAMB
 
@@ -57,7 +58,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             master_weights=master_weights,
             capturable=True,
         )
-        self.defaults["step"] = torch.tensor([self._initial_step], dtype=torch.int32)
+        self.defaults["step"] = torch.tensor([self._initial_step], dtype=torch.int32, device=HOST)
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None
@@ -101,4 +102,4 @@ def _number(value: float | Tensor, dtype: torch.dtype, device: torch.device | No
     """A tensor of its own, so that groups that started with the same default can go apart; None: wherever it is."""
     if isinstance(value, Tensor):
         return value.detach().to(device, dtype, copy=True)
-    return torch.tensor(value, dtype=dtype, device=device)
+    return torch.tensor(value, dtype=dtype, device=HOST if device is None else device)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._transfer import HOST
 from ..ops.multi_tensor import rules
 from ._base import LOW_PRECISION, FusedOptimizer, Skip, check_betas, check_hyperparameters, compiled_function
 from ._buckets import Bucket
@@ -124,7 +125,7 @@ class FusedNovoGrad(FusedOptimizer):
         start = 0.0 if group["init_zero"] else UNKNOWN
         fresh = torch.full((), start, dtype=torch.float32, device=bucket.device)
         known = [state.get(NORM, fresh).to(bucket.device, torch.float32) for state in bucket.states]
-        averages = torch.zeros(len(known), 2, device=bucket.device)
+        averages = torch.zeros(len(known), 2, dtype=torch.float32, device=bucket.device)
         column = averages[:, 0]
         column.copy_(torch.stack(known))
         for state, average in zip(bucket.states, column.unbind(), strict=True):
@@ -140,7 +141,8 @@ class FusedNovoGrad(FusedOptimizer):
             lists: tuple[list[Tensor], list[Tensor]] = ([], [])
             for param, state in self._stepped(group):
                 lists[_place(param)].append(state[NORM].clamp(min=0))
-            joined = [torch.stack(norms) if norms else torch.empty(0) for norms in lists]
+            nothing = torch.empty(0, dtype=torch.float32, device=HOST)
+            joined = [torch.stack(norms) if norms else nothing for norms in lists]
             saved_group[NORM] = [norms.sqrt() for norms in joined] if group["norm_type"] == 2 else joined
         return saved
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
+from ..ops._transfer import HOST
 from ..ops.multi_tensor import rules
 from ._base import Skip, check_hyperparameters
 from ._buckets import Bucket
@@ -132,7 +133,9 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, OwnSteps):
         """The norm of all gradients as they are, float32 [1]; also kept as `global_grad_norm`."""
         norms = [torch.linalg.vector_norm(grad.float()) for grad in self._all_gradients()]
         total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])) if norms else None
-        self.global_grad_norm = torch.zeros(1) if total is None else total.reshape(1)
+        if total is None:
+            total = torch.zeros(1, dtype=torch.float32, device=HOST)
+        self.global_grad_norm = total.reshape(1)
         return self.global_grad_norm
 
     def _before_update(self, skip: Skip) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..ops._transfer import HOST
+
 # Missing in some older PyTorch that was built without CUDA; nothing is taken for unseen then.
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 HOLDERS_ARE_KNOWN = _use_count is not None
@@ -28,8 +30,8 @@ def _seen(param: Tensor) -> tuple[int, int]:
 @functools.cache
 def _unseen() -> tuple[int, int]:
     """What `_seen` gives for a gradient that nobody holds but its parameter."""
-    param = torch.empty(1, requires_grad=True)
-    param.grad = torch.empty(1)
+    param = torch.empty(1, dtype=torch.float32, device=HOST, requires_grad=True)
+    param.grad = torch.empty_like(param)
     return _seen(param)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._failures import explained
+from ..ops._transfer import HOST
 from .distributed import DistributedDataParallel
 
 # Words that are looked at in one go; 16 bytes of memory for each.
@@ -124,8 +125,8 @@ def _check_names(named: list[tuple[str, Any]], group: dist.ProcessGroup | None) 
     described = [
         f"{name} {value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else name for name, value in named
     ]
-    facts = torch.tensor([len(named), zlib.crc32(repr(described).encode())], device=_device_of(named))
-    different = _different(_gathered(facts, group), group)
+    facts = [len(named), zlib.crc32(repr(described).encode())]
+    different = _different(_gathered(torch.tensor(facts, dtype=torch.int64, device=_device_of(named)), group), group)
     if not different:
         return
     everywhere: list[Any] = [None] * dist.get_world_size(group)
@@ -139,8 +140,8 @@ def _check_names(named: list[tuple[str, Any]], group: dist.ProcessGroup | None) 
     )
 
 
-def _device_of(named: list[tuple[str, Any]]) -> torch.device | None:
-    return next((value.device for _, value in named if isinstance(value, Tensor)), None)
+def _device_of(named: list[tuple[str, Any]]) -> torch.device:
+    return next((value.device for _, value in named if isinstance(value, Tensor)), HOST)
 
 
 @torch.no_grad()

@@ -33,10 +33,8 @@ def clip_grad_norm_(
     gradients = [gradient for gradient in map(_grad_of, parameters) if gradient is not None]
     norm_type = float(norm_type)
     known = clipped_before(gradients)
-    if norm_type not in (2.0, torch.inf) or (known is None and not _are_plain(gradients)):
+    if not gradients or norm_type not in (2.0, torch.inf) or (known is None and not _are_plain(gradients)):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-    if not gradients:
-        return torch.tensor(0.0)
     if not error_if_nonfinite and not isinstance(max_norm, Tensor):
         return clip(gradients, float(max_norm), MARGIN, maximum=norm_type != 2.0, known=known).reshape(())
     norm = (l2norm if norm_type == 2.0 else maximum)(gradients)[0].reshape(())

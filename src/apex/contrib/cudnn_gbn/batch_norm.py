@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...ops._library import autocast_dtype
+from ...ops._transfer import HOST
 from ...ops.batch_norm import BatchNormSpec, BatchStatistics, average_factor
 from ...parallel._consecutive_groups import consecutive_group
 from ..groupbn.batch_norm import group_batch_norm
@@ -42,15 +43,19 @@ class GroupBatchNorm2d(_BatchNorm):
         """Addresses of memory that the processes of the group share: 0, for none, since they exchange messages."""
         return [0] * self.group_size
 
+    def _before_any(self, value: float) -> Tensor:
+        """A statistic of every channel while there was no batch."""
+        return torch.full((self.num_features,), value, dtype=torch.float32, device=HOST)
+
     @property
     def minibatch_mean(self) -> Tensor:
         """Mean of every channel of the last batch in training; zeros before it."""
-        return torch.zeros(self.num_features) if self._batch is None else self._batch.mean
+        return self._before_any(0.0) if self._batch is None else self._batch.mean
 
     @property
     def minibatch_inv_var(self) -> Tensor:
         """One over the standard deviation of every channel of the last batch in training; ones before it."""
-        return torch.ones(self.num_features) if self._batch is None else self._batch.inverse_deviation(self.eps)
+        return self._before_any(1.0) if self._batch is None else self._batch.inverse_deviation(self.eps)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() != 4:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...ops import transducer as ops
+from ...ops._transfer import HOST
 
 
 class TransducerJoint(torch.nn.Module):
@@ -32,7 +33,7 @@ class TransducerJoint(torch.nn.Module):
         self.dropout_prob = dropout_prob
         self.opt = opt
         self.fwd_tile_size = fwd_tile_size
-        self.dummy_batch_offset = torch.empty(0)
+        self.dummy_batch_offset = torch.empty(0, dtype=torch.float32, device=HOST)
         self.mask_probe: list[Tensor] | None = [] if (relu or dropout) and probe_mask else None
 
     def forward(
@@ -81,7 +82,7 @@ class TransducerLoss(torch.nn.Module):
         self.fuse_softmax_backward = fuse_softmax_backward
         self.opt = opt
         self.packed_input = packed_input
-        self.dummy_batch_offset = torch.empty(0)
+        self.dummy_batch_offset = torch.empty(0, dtype=torch.float32, device=HOST)
 
     def forward(
         self,

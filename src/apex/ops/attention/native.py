@@ -107,7 +107,7 @@ class _Padding:
 
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
         starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
-        rows = starts + torch.arange(max_seqlen, device=cu_seqlens.device)
+        rows = starts + torch.arange(max_seqlen, dtype=torch.int64, device=cu_seqlens.device)
         self.inside = rows < ends  # [sequences, max_seqlen]
         self._total = total
         # Rows of padding come from and go to a row beyond the last.

@@ -52,7 +52,7 @@ def _added(given: Kind, lead: tuple[int, ...], inner: tuple[int, ...]) -> _Added
     outer = outer if shared else lead
     groups = math.prod(outer)
     expanded = (*outer, *inner)
-    contiguous = torch.empty_strided(shape, strides, device="meta").is_contiguous()
+    contiguous = torch.empty_strided(shape, strides, dtype=dtype, device="meta").is_contiguous()
     return _Added(
         math.prod(lead) // groups,
         None if expanded == padded else expanded,
@@ -92,7 +92,7 @@ class _Operand:
     """A tensor that kernels read, and a result of its shape and, where possible, its order in memory."""
 
     def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-        tensor = torch.empty_strided(shape, strides, device="meta")
+        tensor = torch.empty_strided(shape, strides, dtype=torch.float32, device="meta")
         self.is_copied = walk(shape, strides) is None
         if self.is_copied:
             tensor = tensor.contiguous()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,9 +105,10 @@ def dropout_keep(seed: Tensor, sequence: int, heads: int, rows: int, columns: in
 
     A hash of seed, head, row and column instead of a generator's stream, which would depend on the order of the tiles.
     """
-    heads_ = torch.arange(sequence * heads, (sequence + 1) * heads, device=seed.device).view(-1, 1, 1)
-    m = torch.arange(rows, device=seed.device).view(1, -1, 1)
-    n = torch.arange(columns, device=seed.device).view(1, 1, -1)
+    here: dict[str, Any] = {"dtype": torch.int64, "device": seed.device}
+    heads_ = torch.arange(sequence * heads, (sequence + 1) * heads, **here).view(-1, 1, 1)
+    m = torch.arange(rows, **here).view(1, -1, 1)
+    n = torch.arange(columns, **here).view(1, 1, -1)
     of_head = _mix(_mix(_mix(seed & _LOW_32) ^ ((seed >> 32) & _LOW_32)) ^ heads_)
     x = (_mix(of_head ^ m) + n * 0x9E3779B9) & _LOW_32
     x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & _LOW_32

@@ -175,7 +175,7 @@ def accumulate_now(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
 def _torch_accumulates(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this PyTorch adds a half-precision product to a float32 matrix in one call, as CUDA's does since 2.9."""
     ones = torch.ones(16, 16, dtype=dtype, device=device)
-    total = torch.ones(16, 16, device=device)
+    total = torch.ones(16, 16, dtype=torch.float32, device=device)
     try:
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError):

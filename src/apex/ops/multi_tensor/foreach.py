@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._transfer import HOST
 from . import rules
 from .rule import Rule
 
@@ -34,7 +35,7 @@ def measure(rule: Rule, lists: TorchLists, hyper: dict[str, Any], grad_scale: Te
     tensors = lists.slots[1]
     if lists.device.type != "cpu" or tensors is None or rule not in (rules.SQUARE_SUM, rules.MAXIMUM):
         return None
-    found = torch.zeros(len(tensors), 2, dtype=torch.float64)
+    found = torch.zeros(len(tensors), 2, dtype=torch.float64, device=HOST)
     if rule is rules.MAXIMUM:
         factor = _factor({}, grad_scale)
         extremes = [torch.stack(torch.aminmax(tensor)) if tensor.numel() else tensor.new_zeros(2) for tensor in tensors]
@@ -63,7 +64,7 @@ def scale(
         return False
     factor = _factor(hyper, grad_scale)
     # PyTorch rounds a number to the tensors' dtype before it multiplies them.
-    if outputs[0].dtype.itemsize < 4 and factor != float(torch.tensor(factor, dtype=outputs[0].dtype)):
+    if outputs[0].dtype.itemsize < 4 and factor != torch.tensor(factor, dtype=outputs[0].dtype, device=HOST).item():
         return False
     targets = list(outputs)
     # Scaling changes nothing about what is infinite or NaN, so that it can be counted afterwards.
@@ -71,19 +72,20 @@ def scale(
     if overflow is not None and at_once and sum(lists.sizes) < _LOOKED_AT_ONCE * len(targets):
         if outputs is not inputs:
             _copy(inputs, targets)
-        found = torch.zeros(1)
-        torch._amp_foreach_non_finite_check_and_unscale_(targets, found, torch.full((1,), factor))
+        found = torch.zeros(1, dtype=torch.float32, device=HOST)
+        torch._amp_foreach_non_finite_check_and_unscale_(targets, found, torch.full_like(found, factor))
         if found.item():
             overflow.fill_(1)
             if culprits is not None:
-                culprits += torch.tensor([[tensor.isinf().sum(), tensor.isnan().sum()] for tensor in targets])
+                counts = [[tensor.isinf().sum(), tensor.isnan().sum()] for tensor in targets]
+                culprits += torch.tensor(counts, dtype=culprits.dtype, device=culprits.device)
         return True
     if overflow is not None and not math.isfinite(_square_sum_of_all(inputs, lists.sizes)):
         return False
     _copy(inputs, targets)
     if factor != 1.0:
         # A number would be made a tensor for each of them, which takes longer than to multiply small ones.
-        torch._foreach_mul_(targets, torch.tensor(factor, dtype=targets[0].dtype))
+        torch._foreach_mul_(targets, torch.tensor(factor, dtype=targets[0].dtype, device=HOST))
     return True
 
 
@@ -133,7 +135,11 @@ def _square_sum_of_all(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tenso
 
 def _joined(norms: list[Tensor]) -> Tensor:
     """The sum of the squares of all norms, float64."""
-    return torch.cat(norms).to(torch.float64).square_().sum() if norms else torch.zeros((), dtype=torch.float64)
+    return (
+        torch.cat(norms).to(torch.float64).square_().sum()
+        if norms
+        else torch.zeros((), dtype=torch.float64, device=HOST)
+    )
 
 
 def square_sums(tensors: Sequence[Tensor]) -> Tensor:
@@ -141,10 +147,10 @@ def square_sums(tensors: Sequence[Tensor]) -> Tensor:
     sizes = list(map(Tensor.numel, tensors))
     if max(sizes, default=0) <= _PIECE:
         return _norms(list(tensors)).square()
-    sums = torch.empty(len(tensors), dtype=torch.float64)
+    sums = torch.empty(len(tensors), dtype=torch.float64, device=HOST)
     small = [index for index, size in enumerate(sizes) if size <= _PIECE]
     if small:
-        sums[torch.tensor(small)] = _norms([tensors[index] for index in small]).square()
+        sums[torch.tensor(small, dtype=torch.int64, device=HOST)] = _norms([tensors[index] for index in small]).square()
     for index, size in enumerate(sizes):
         if size > _PIECE:
             sums[index] = square_sum(tensors[index])

@@ -252,7 +252,7 @@ def _laid_out_alike(slots: Slots) -> bool:
 
 @functools.lru_cache(4096)
 def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    return is_dense(torch.empty(0, device="meta").as_strided(shape, strides))
+    return is_dense(torch.empty(0, dtype=torch.float32, device="meta").as_strided(shape, strides))
 
 
 def _plain(slots: Slots) -> bool:

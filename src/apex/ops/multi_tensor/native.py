@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._transfer import HOST
 from . import rules
 from .rule import GRADIENT, Rule
 
@@ -25,7 +26,7 @@ _NEVER_CORRECTED = 1e9
 def _adam(slots: Sequence[Any], hyper: dict[str, Any], flags: tuple[bool, ...]) -> None:
     params, grads, first, second, peaks = slots
     corrected = hyper.get("bias_correction", True)
-    step = torch.tensor(float(hyper["step"]) if corrected else _NEVER_CORRECTED)
+    step = float(hyper["step"]) if corrected else _NEVER_CORRECTED
     function = torch._fused_adamw_ if flags[0] else torch._fused_adam_
     lr, weight_decay = float(hyper["lr"]), hyper["weight_decay"]
     if flags[0] and params[0].dtype == torch.float32:
@@ -36,7 +37,7 @@ def _adam(slots: Sequence[Any], hyper: dict[str, Any], flags: tuple[bool, ...]) 
         first,
         second,
         peaks or [],
-        [step] * len(params),
+        [torch.tensor(step, dtype=torch.float32, device=HOST)] * len(params),
         lr=lr,
         beta1=hyper["beta1"],
         beta2=hyper["beta2"],
@@ -94,7 +95,8 @@ def _adagrad(slots: Sequence[Any], hyper: dict[str, Any], flags: tuple[bool, ...
         params,
         grads,
         sums,
-        [torch.ones(())] * len(params),  # PyTorch looks at the step only to let the learning rate decay
+        [torch.ones((), dtype=torch.float32, device=HOST)]
+        * len(params),  # PyTorch looks at the step only to let the learning rate decay
         lr=float(hyper["lr"]),
         lr_decay=0.0,
         weight_decay=hyper.get("weight_decay", 0.0),
@@ -145,12 +147,12 @@ def apply(
     if given == dtype and grad_scale is None and not lists.copy:
         function(lists.slots, hyper, flags)
         return True
-    scratch = torch.empty(0, dtype=dtype)
+    scratch = torch.empty(0, dtype=dtype, device=HOST)
     for slots, copies in lists.batches(BATCH):
         if given != dtype or grad_scale is not None:
             elements = sum(map(Tensor.numel, slots[GRADIENT]))
             if elements > scratch.numel():
-                scratch = torch.empty(elements, dtype=dtype)
+                scratch = torch.empty(elements, dtype=dtype, device=HOST)
             cast = torch._C._nn.unflatten_dense_tensors(scratch, slots[GRADIENT])
             torch._foreach_copy_(cast, slots[GRADIENT])
             slots[GRADIENT] = cast

@@ -79,7 +79,7 @@ def _step(
 
     def number(value: float) -> Any:
         # PyTorch makes a tensor of a number for every tensor of a list, which takes longer than to work on small ones.
-        return value if len(p) == 1 else torch.tensor(value, dtype=p[0].dtype)
+        return value if len(p) == 1 else torch.tensor(value, dtype=p[0].dtype, device=p[0].device)
 
     if decay and not decoupled:
         g = list(torch._foreach_add(torch._foreach_mul(g, number(factor)), p, alpha=decay))

@@ -54,7 +54,7 @@ def _counters(culprits: Tensor | None, indices: Sequence[int], device: torch.dev
 
 def _add_counters(culprits: Tensor | None, counters: Tensor | None, indices: Sequence[int]) -> None:
     if culprits is not None and counters is not None and counters is not culprits:
-        culprits[torch.tensor(indices, device=culprits.device)] += counters.to(culprits.device)
+        culprits[torch.tensor(indices, dtype=torch.int64, device=culprits.device)] += counters.to(culprits.device)
 
 
 @torch.no_grad()
@@ -167,7 +167,7 @@ def clipped_before(gradients: Sequence[Tensor]) -> Lists | None:
 
 @functools.cache
 def _nothing(device: torch.device) -> Tensor:
-    return torch.empty(0, device=device)
+    return torch.empty(0, dtype=torch.float32, device=device)
 
 
 def _norm(
@@ -182,7 +182,7 @@ def _norm(
 ) -> tuple[Tensor, Tensor]:
     groups = groups_of((outputs, inputs), names)
     device = inputs[0].device if inputs else torch.device("cpu")
-    each = torch.zeros(len(inputs), device=device) if per_tensor else _nothing(device)
+    each = torch.zeros(len(inputs), dtype=torch.float32, device=device) if per_tensor else _nothing(device)
     root = len(groups) == 1 and not rule.maximum
     totals = []
     for indices, lists in groups:
@@ -203,7 +203,7 @@ def _norm(
         if len(groups) == 1:
             each = values
         else:
-            each[torch.tensor(indices, device=device)] = values.to(device)
+            each[torch.tensor(indices, dtype=torch.int64, device=device)] = values.to(device)
         totals.append(lists.total(found, maximum=rule.maximum, root=root))
     if len(totals) == 1:
         return totals[0], each

@@ -344,4 +344,4 @@ def _factors(value: Any, uses: dict[int, int], depth: int) -> Product:
 
 def _as_tensor(number: float) -> Tensor:
     """A number as a tensor without dimensions, which does not change the dtype of what it is added to."""
-    return torch.tensor(number, dtype=torch.float64)
+    return torch.tensor(number, dtype=torch.float64, device="cpu")

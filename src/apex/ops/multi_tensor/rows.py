@@ -19,7 +19,7 @@ from .launches import reductions
 from .lists import kernel_fits
 from .programs import elements_of
 from .rule import GRADIENT, Rule
-from .tables import AddressTable, Layout, current_stream, keep_if_captured, upload
+from .tables import INDICES, AddressTable, Layout, current_stream, keep_if_captured, upload
 from .torch_lists import CPU_PIECE, DEVICE_PIECE, Piece, Slots, TorchLists, cut_into_pieces, is_dense
 from .triton_lists import TritonLists
 
@@ -51,22 +51,22 @@ class RowTable(AddressTable):
     def __init__(
         self, counts: Tensor, row_sizes: Tensor, widths: Sequence[int], gradient_width: int, device: torch.device
     ) -> None:
-        self.owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        self.owner = torch.repeat_interleave(torch.arange(len(counts), **INDICES), counts)
         first = counts.cumsum(0) - counts
         super().__init__(row_sizes[self.owner].tolist(), device)
-        self._widths = torch.tensor([*widths, gradient_width])
-        self._before = (torch.arange(len(self.owner)) - first[self.owner]) * row_sizes[self.owner]
+        self._widths = torch.tensor([*widths, gradient_width], **INDICES)
+        self._before = (torch.arange(len(self.owner), **INDICES) - first[self.owner]) * row_sizes[self.owner]
         step = self._widths[:, None] * row_sizes * (counts > 1)
         self._rows_aligned = not bool((step & 15).any())
 
     def _of_rows(self, addresses: list[list[int]], widths: Tensor) -> Tensor:
-        return torch.tensor(addresses)[:, self.owner] + widths[:, None] * self._before
+        return torch.tensor(addresses, **INDICES)[:, self.owner] + widths[:, None] * self._before
 
     def update_fixed(self, addresses: list[list[int]]) -> None:
         """Addresses of the tensors of every list but the gradients; see `AddressTable.update_fixed`."""
         if addresses != self._fixed_addresses:
             rows = self._of_rows(addresses, self._widths[:-1])
-            self.fixed = upload(torch.stack((torch.tensor(self.sizes), *rows), 1), torch.int64, self.device)
+            self.fixed = upload(torch.stack((torch.tensor(self.sizes, **INDICES), *rows), 1), torch.int64, self.device)
             self._fixed_addresses = addresses
             self._fixed_aligned = self._rows_aligned and not any(address & 15 for row in addresses for address in row)
             self.uploads += 1
@@ -95,11 +95,12 @@ class TritonRowLists(TritonLists):
         fixed = [
             tensors[0].element_size() for slot, tensors in enumerate((*slots, copy)) if slot != GRADIENT and tensors
         ]
+        rows_of_tensors = torch.tensor(counts, **INDICES)
         self._table: RowTable = RowTable(
-            torch.tensor(counts), torch.tensor(row_sizes), fixed, gradients[0].element_size(), self.device
+            rows_of_tensors, torch.tensor(row_sizes, **INDICES), fixed, gradients[0].element_size(), self.device
         )
         self.sizes = tuple(self._table.sizes)
-        bounds = torch.cat((torch.zeros(1, dtype=torch.int64), torch.tensor(counts).cumsum(0)))
+        bounds = torch.cat((torch.zeros(1, **INDICES), rows_of_tensors.cumsum(0)))
         self._tensor_bounds = upload(bounds, torch.int32, self.device)
         self._projections: dict[Any, BoundLaunch] = {}
         self._begin()
@@ -166,7 +167,8 @@ class TorchRowLists(TorchLists):
         slices = functools.partial(self._slices, limit)
         self._pieces = list(cut_into_pieces(self.sizes, limit, self._same_layout, slices))
         self._rows: dict[Piece, tuple[Tensor, Tensor]] = {}
-        self.owner = torch.repeat_interleave(torch.arange(len(first)), torch.tensor(self._counts)).to(self.device)
+        owner = torch.repeat_interleave(torch.arange(len(first), **INDICES), torch.tensor(self._counts, **INDICES))
+        self.owner = owner.to(self.device)
 
     def _row_size(self, index: int) -> int:
         return self.sizes[index] // max(1, self._counts[index])
@@ -193,9 +195,10 @@ class TorchRowLists(TorchLists):
         """The rows of tensors that are strung together, and how long each is."""
         if piece not in self._rows:
             ranges = [range(*self._row_range(index, piece)) for index in piece.indices]
-            rows = torch.tensor([row for part in ranges for row in part], device=self.device)
-            sizes = torch.tensor([self._row_size(index) for index in piece.indices], device=self.device)
-            counts = torch.tensor([len(part) for part in ranges], device=self.device)
+            here: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
+            rows = torch.tensor([row for part in ranges for row in part], **here)
+            sizes = torch.tensor([self._row_size(index) for index in piece.indices], **here)
+            counts = torch.tensor([len(part) for part in ranges], **here)
             self._rows[piece] = rows, torch.repeat_interleave(sizes, counts)
         return self._rows[piece]
 
@@ -232,15 +235,16 @@ class TorchRowLists(TorchLists):
 
     def _numbering(self, value: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
         """The index of every element within its row, and the number of its row."""
-        rows = torch.arange(self.results, device=value.device)
+        here: dict[str, Any] = {"dtype": torch.int64, "device": value.device}
+        rows = torch.arange(self.results, **here)
         indices = []
         for index in piece.indices:
             begin, end = self._row_range(index, piece)
             row = self._row_size(index)
             if piece.start is not None and piece.stop is not None and end - begin == 1:
-                indices.append(torch.arange(piece.start % row, piece.start % row + value.numel(), device=value.device))
+                indices.append(torch.arange(piece.start % row, piece.start % row + value.numel(), **here))
             else:
-                indices.append(torch.arange(row, device=value.device).repeat(end - begin))
+                indices.append(torch.arange(row, **here).repeat(end - begin))
         return torch.cat(indices), self._spread(rows, piece)
 
     def of_tensors(self, per_row: Tensor, *, maximum: bool = False) -> Tensor:

@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 
 from .. import _device
+from .._transfer import HOST
+
+# Sizes, counts and addresses are worked out on the host.
+INDICES: dict[str, Any] = {"dtype": torch.int64, "device": HOST}
 
 # What captured uploads read from and write to, and tables that captured launches read: a replay uses them again.
 _captured: list[tuple[Tensor | None, ...]] = []
@@ -30,7 +34,7 @@ def _comparison() -> Any:
     found: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
     if found is None:
         return None
-    tensors = list(torch.empty(2, device="cpu"))
+    tensors = list(torch.empty(2, dtype=torch.float32, device=HOST))
     try:
         addresses = [tensor.data_ptr() for tensor in tensors]
         same = [found(tensors, given, [0, 1]) for given in (addresses, addresses[::-1], [addresses[0], 0])]
@@ -64,7 +68,7 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     if isinstance(values, Tensor):
         host = values.to(dtype).pin_memory()
     else:
-        host = torch.tensor(values, dtype=dtype, pin_memory=True)
+        host = torch.tensor(values, dtype=dtype, device=HOST, pin_memory=True)
     result = host.to(device, non_blocking=True)
     if torch.cuda.is_current_stream_capturing():
         _captured.append((host, result))
@@ -106,17 +110,17 @@ class Layout:
     def __init__(self, sizes: Sequence[int], block: int, device: torch.device, together: int = 1) -> None:
         self.block = block
         self.together = together
-        counts = -(-torch.tensor(sizes, dtype=torch.int64) // (block * together))
+        counts = -(-torch.tensor(sizes, **INDICES) // (block * together))
         ends = counts.cumsum(0)
         self.count = int(ends[-1]) if len(sizes) else 0
         # The most programs that work on one tensor.
         self.longest = int(counts.max()) if len(sizes) else 0
         if self.count >= 2**31:
             raise ValueError(f"{self.count} blocks of {block * together} elements are more than one launch can take")
-        tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
-        within = torch.arange(self.count) - (ends - counts)[tensor]
+        tensor = torch.repeat_interleave(torch.arange(len(sizes), **INDICES), counts)
+        within = torch.arange(self.count, **INDICES) - (ends - counts)[tensor]
         self.programs = upload(torch.stack((tensor, within), 1), torch.int32, device)
-        self.bounds = upload(torch.cat((torch.zeros(1, dtype=torch.int64), ends)), torch.int32, device)
+        self.bounds = upload(torch.cat((torch.zeros(1, **INDICES), ends)), torch.int32, device)
 
 
 class AddressTable:

@@ -196,7 +196,9 @@ class TorchLists:
             if self.device.type != "cpu":
                 skip = noop.reshape(()) != 0  # no wait for the device
             elif noop.item() != 0:
-                return torch.zeros(self.results, max(2, rule.quantities)) if rule.quantities else None
+                if not rule.quantities:
+                    return None
+                return torch.zeros(self.results, max(2, rule.quantities), dtype=torch.float32, device=self.device)
         if skip is None and native.apply(rule, self, hyper, flags, grad_scale, seed):
             return None
         if skip is None and foreach.scale(rule, self, hyper, grad_scale, overflow, culprits):
@@ -356,7 +358,7 @@ class TorchLists:
         """Sum (or maximum) over the tensors of the first quantity, float32 [1]; its root if asked for."""
         values = per_tensor[:, 0]
         if not values.numel():
-            return torch.zeros(1, device=self.device)
+            return torch.zeros(1, dtype=torch.float32, device=self.device)
         found = values.amax() if maximum else values.sum(dtype=self._sums)
         return (found.sqrt() if root else found).to(torch.float32).reshape(1)
 
@@ -455,9 +457,10 @@ class TorchLists:
 
     def _numbering(self, value: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
         """The index of every element within its tensor, and the number of its tensor."""
+        here: dict[str, Any] = {"dtype": torch.int64, "device": value.device}
         if len(piece.indices) == 1:
             start = piece.start or 0
-            index = torch.arange(start, start + value.numel(), device=value.device)
-            return index, torch.tensor(piece.indices, device=value.device)
-        index = torch.cat([torch.arange(size, device=value.device) for size in self._sizes_of(piece)])
+            index = torch.arange(start, start + value.numel(), **here)
+            return index, torch.tensor(piece.indices, **here)
+        index = torch.cat([torch.arange(size, **here) for size in self._sizes_of(piece)])
         return index, torch.repeat_interleave(*self._numbers_of(piece))

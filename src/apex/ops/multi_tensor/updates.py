@@ -115,7 +115,7 @@ def _lamb_through_gradients(
         (decoupled,),
         noop=noop,
         grad_scale=grad_scale,
-        whole=torch.full((len(params), 2), hyper["weight_decay"], device=device),
+        whole=torch.full((len(params), 2), hyper["weight_decay"], dtype=torch.float32, device=device),
     )
     norms = [l2norm(tensors, per_tensor=True)[1] for tensors in (params, gradients)]
     update(
@@ -131,7 +131,8 @@ def clip_factor(norm: float | Tensor, largest: float | Tensor) -> float | Tensor
     """What shortens gradients of this norm to the largest one allowed; 1 if they are no longer than that."""
     if not isinstance(norm, Tensor) and not isinstance(largest, Tensor):
         return largest / norm if norm > largest else 1.0
-    norm = torch.as_tensor(norm, dtype=torch.float64)
+    device = next(each.device for each in (norm, largest) if isinstance(each, Tensor))
+    norm = torch.as_tensor(norm, dtype=torch.float64, device=device)
     return torch.where(norm > largest, largest / norm, 1.0).reshape(())
 
 
@@ -176,5 +177,5 @@ def _factor_on(factor: float | Tensor, device: torch.device) -> Tensor | None:
 def _rows(whole: Tensor, indices: Sequence[int], device: torch.device) -> Tensor:
     """The rows of the tensors of a group."""
     if len(indices) != len(whole):
-        whole = whole[torch.tensor(indices, device=whole.device)]
+        whole = whole[torch.tensor(indices, dtype=torch.int64, device=whole.device)]
     return whole.to(device, torch.float32).contiguous()

@@ -199,7 +199,7 @@ def _plan(
 
 def inverse_of(spec: RopeSpec, shape: Sequence[int], strides: tuple[int, ...]) -> RopeSpec:
     """What takes the gradient of a result back, to lie in memory as the tensor with this shape and strides does."""
-    swap = memory_is_swapped(torch.empty_strided(shape, strides, device="meta"))
+    swap = memory_is_swapped(torch.empty_strided(shape, strides, dtype=torch.float32, device="meta"))
     return spec._replace(swap_memory=swap, inverse=not spec.inverse)
 
 

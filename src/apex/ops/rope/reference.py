@@ -70,7 +70,7 @@ def cosines_and_sines(
     if any(table.dtype != dtype for table in tables):
         tables = [table.to(dtype) for table in tables]
     if spec.layout == "image":
-        token = torch.arange(t.shape[1], device=t.device)
+        token = torch.arange(t.shape[1], dtype=torch.int64, device=t.device)
         row = token // max(1, spec.width)
         column = token - row * spec.width
         return [

@@ -63,7 +63,7 @@ def _causal(input: Tensor, scale: float) -> Tensor:
     if step == queries <= keys:
         return _softmax_or_zero(_scaled(input, scale).masked_fill_(_future(queries, keys), -math.inf)).to(input.dtype)
     future = _future(step, step)
-    output = torch.empty(input.shape, dtype=input.dtype)
+    output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     for first in range(0, queries, step):
         last = min(queries, first + step)
         rows = last - first
@@ -106,7 +106,7 @@ def backward(dy: Tensor, probabilities: Tensor, spec: SoftmaxSpec, keep: Tensor 
     step = _causal_step(queries)
     if step == queries <= keys:
         return _backward(dy, probabilities, spec.scale)
-    dx = torch.empty(dy.shape, dtype=probabilities.dtype)
+    dx = torch.empty(dy.shape, dtype=probabilities.dtype, device=dy.device)
     for first in range(0, queries, step):
         last = min(queries, first + step)
         end = max(0, last + keys - queries)

@@ -117,7 +117,7 @@ def draw_noise(input: Tensor, spec: SoftmaxSpec) -> Tensor | None:
         return None
     if input.numel() and _library.runs_triton(FAMILY, input):
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=input.device)
-    return torch.rand(input.shape, device=input.device) >= spec.dropout
+    return torch.rand(input.shape, dtype=torch.float32, device=input.device) >= spec.dropout
 
 
 def softmax_forward(

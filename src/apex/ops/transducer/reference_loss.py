@@ -8,7 +8,7 @@ is a blank. The loss is -beta[0, 0]. Arithmetic is float32, or float64 for float
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,11 +33,12 @@ class Lattice(NamedTuple):
 
 def lattice(f_len: Tensor, y_len: Tensor, batch_offset: Tensor | None, sizes: tuple[int, int]) -> Lattice:
     frames, tokens = f_len.long()[:, None, None], y_len.long()[:, None, None] + 1
-    t = torch.arange(sizes[0], device=f_len.device)[None, :, None]
-    u = torch.arange(sizes[1], device=f_len.device)[None, None, :]
+    here: dict[str, Any] = {"dtype": torch.int64, "device": f_len.device}
+    t = torch.arange(sizes[0], **here)[None, :, None]
+    u = torch.arange(sizes[1], **here)[None, None, :]
     exists = (t < frames) & (u < tokens)
     if batch_offset is None:
-        start = torch.arange(len(f_len), device=f_len.device)[:, None, None] * (sizes[0] * sizes[1])
+        start = torch.arange(len(f_len), **here)[:, None, None] * (sizes[0] * sizes[1])
         rows = start + t * sizes[1] + u
     else:
         rows = batch_offset[:, None, None] - frames * tokens + t * tokens + u
@@ -84,8 +85,8 @@ def alpha_and_beta(of_blank: Tensor, of_label: Tensor, nodes: Lattice) -> tuple[
     """
     batches, length, width = of_blank.shape
     diagonals = length + width - 1
-    i = torch.arange(width, device=of_blank.device)[None, None, :]
-    s = torch.arange(diagonals, device=of_blank.device)[None, :, None] - i
+    i = torch.arange(width, dtype=torch.int64, device=of_blank.device)[None, None, :]
+    s = torch.arange(diagonals, dtype=torch.int64, device=of_blank.device)[None, :, None] - i
     inside = (s >= 0) & (s < nodes.frames) & (i < nodes.tokens)
     blank, label = of_blank.reshape(batches, -1), of_label.reshape(batches, -1)
 

@@ -49,7 +49,7 @@ def backward(
     compute = compute_dtype(logits)
     classes = logits.shape[1]
     softmax = torch.exp(logits.to(compute) - log_sums.to(compute)[:, None])
-    is_own = torch.arange(classes, device=logits.device) == labels[:, None]
+    is_own = torch.arange(classes, dtype=torch.int64, device=logits.device) == labels[:, None]
     target = (1.0 - smoothing) * is_own.to(compute) + smoothing / classes
     slope = (softmax - target) * loss_gradient.to(compute)[:, None]
     slope = slope.masked_fill((labels == padding_idx)[:, None], 0.0)

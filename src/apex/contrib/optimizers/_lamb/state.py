@@ -78,6 +78,6 @@ def load(state: dict[str, Any], step: Tensor, shards: Sequence[Shards], param_gr
             getattr(each, own).copy_(part)
     for each in shards:
         each.fill_outgoing()
-    step.copy_(torch.as_tensor(state["step"]).reshape(step.shape))
+    step.copy_(torch.as_tensor(state["step"], dtype=step.dtype, device=step.device).reshape(step.shape))
     for group, values in zip(param_groups, groups or (), strict=groups is not None):
         group.update(values)

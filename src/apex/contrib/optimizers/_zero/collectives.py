@@ -111,6 +111,6 @@ def all_reduce(tensor: Tensor, group: Any, what: str, average: bool = False) -> 
         operation = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return begun(what, dist.all_reduce, tensor, op=operation, group=group)
     ranks = dist.get_world_size(group)
-    received = torch.empty(ranks, tensor.numel(), dtype=tensor.dtype)
+    received = torch.empty(ranks, tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     work = begun(what, dist.all_gather, list(_bits(received).unbind()), _bits(tensor.reshape(-1)), group=group)
     return _AddedUp(work, received, tensor.view(-1), 1.0 / ranks if average else 1.0)

@@ -135,7 +135,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._count += len(group["params"])
         if self.capturable:
             device = group["params"][0].device
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
         if self._made:
             self._take_params_of_root(group["params"])
             self._listener.listen(group["params"])

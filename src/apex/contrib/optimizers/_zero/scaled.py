@@ -96,7 +96,8 @@ class ScaledState:
         self.arena = arena
         self.names = tuple(names)
         self._flats = {name: arena.new_shard(arena.dtypes.state) for name in (PARAM, *self.names)}
-        wide = torch.zeros(len(self._flats), max(arena.layout.shard_sizes, default=0), device=arena.device)
+        longest = max(arena.layout.shard_sizes, default=0)
+        wide = torch.zeros(len(self._flats), longest, dtype=torch.float32, device=arena.device)
         self._buckets: list[_Bucket] = []
         row = 0
         for number, size in enumerate(arena.layout.shard_sizes):
@@ -104,7 +105,7 @@ class ScaledState:
             stored = [arena.shard(values, number) for values in self._flats.values()]
             self._buckets.append(_Bucket(pieces, arena, row, stored, wide[:, :size]))
             row += len(pieces)
-        self.scales = torch.zeros(row, len(self._flats), device=arena.device)
+        self.scales = torch.zeros(row, len(self._flats), dtype=torch.float32, device=arena.device)
         self._limit = torch.finfo(arena.dtypes.state).max / 2
         self._params = Weights(arena)
         self.write(PARAM, self._params.gather(arena.new_shard(torch.float32)))
