@@ -8,12 +8,13 @@ import triton
 import triton.language as tl
 
 from .._launch import kernel
+from .._philox import four_words
 
 
 @triton.jit
 def _is_kept(word, dropout):
     """The word, taken as a number from 0 to 1, is not below `dropout`."""
-    return (word.to(tl.uint32, bitcast=True).to(tl.float32) * 2.3283064365386963e-10 >= dropout).to(tl.int32)
+    return (word.to(tl.float32) * 2.3283064365386963e-10 >= dropout).to(tl.int32)
 
 
 @triton.jit
@@ -55,7 +56,7 @@ def dropout_add(
     x_c, r_c = _load(x, third, count, True, QUARTER), _load(residual, third, count, HAS_RESIDUAL, QUARTER)
     x_d, r_d = _load(x, fourth, count, True, QUARTER), _load(residual, fourth, count, HAS_RESIDUAL, QUARTER)
     if DRAWS:
-        a, b, c, d = tl.randint4x(tl.load(seed), places)
+        a, b, c, d = four_words(tl.load(seed), places, 10)
         bits = _is_kept(a, dropout) + 2 * _is_kept(b, dropout) + 4 * _is_kept(c, dropout) + 8 * _is_kept(d, dropout)
         tl.store(kept + places, bits.to(tl.uint8))
     else:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .._launch import kernel
+from .._philox import four_words
 
 
 @triton.jit
@@ -102,11 +103,8 @@ def transducer_joint_forward(
         works = t < T  # always: padding is written too
     if works:
         if DROPOUT == "seed":
-            word_a, word_b, word_c, word_d = tl.randint4x(
-                tl.load(noise), ((batch * groups + t // FRAMES) * U + u) * H + c, 7
-            )
-            word_a, word_b = word_a.to(tl.uint32, bitcast=True), word_b.to(tl.uint32, bitcast=True)
-            word_c, word_d = word_c.to(tl.uint32, bitcast=True), word_d.to(tl.uint32, bitcast=True)
+            place = ((batch * groups + t // FRAMES) * U + u) * H + c
+            word_a, word_b, word_c, word_d = four_words(tl.load(noise), place, 7)
             _four_frames(f, g, word_a & 0xFFFF, word_b & 0xFFFF, word_c & 0xFFFF, word_d & 0xFFFF, noise, h, mask,
                          batch, t, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
                          PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
