@@ -43,7 +43,9 @@ def test_the_wheel_names_its_command_and_its_requirements(wheel: Path) -> None:
     folder = f"apex-{apex.__version__}.dist-info"
     assert "apex = apex._cli:main" in archive.read(f"{folder}/entry_points.txt").decode()
     metadata = archive.read(f"{folder}/METADATA").decode()
-    assert "Requires-Dist: torch>=2.6" in metadata
+    required = {line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line}
+    # Of triton, PyTorch's GPU builds bring the version that fits; the newest breaks torch.compile of older ones.
+    assert required == {f"Requires-Dist: {package}" for package in ("rich>=13", "torch>=2.6", "typer>=0.12")}
     assert "Requires-Python: >=3.10" in metadata
     assert "License-Expression: BSD-3-Clause" in metadata
 
