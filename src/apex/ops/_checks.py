@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
+import torch
 from torch import Tensor
+
+
+def refuse_other_than_tensors(**arguments: Any) -> None:
+    """Raises for the first argument, given by name, that is no tensor."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def integer(name: str, value: Any) -> int:
+    """`value` as an int, which floats are not, not even whole ones."""
+    if isinstance(value, int):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} must be an integer") from None
+
+
+def values_at_hand(tensor: Tensor) -> list[Any] | None:
+    """The elements where reading them waits for no device and belongs into no graph, else None."""
+    if type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+        return tensor.tolist()
+    return None
 
 
 def check_per_channel(input: Tensor, channels: int, **parameters: Tensor | None) -> None:

@@ -360,3 +360,20 @@ def test_no_sequence_at_all(route: Route, bounds: list[int], dropout_p: float) -
 def test_sequences_start_at_the_first_row() -> None:
     with pytest.raises(ValueError, match=r"cu_seqlens=\[2, 5\] must grow from 0"):
         packed_attention(torch.randn(5, 3, 2, 8), torch.tensor([2, 5]), 3)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("bounds", [[0, 5, 2, 6], [-4, 3, 6], [0, 4, 9]], ids=str)
+def test_bounds_that_leave_the_rows(bounds: list[int], route: Route) -> None:
+    """Refused on a CPU; kernels cut them to the rows there are, and what lies around those is NaN."""
+    memory = torch.full((18, 3, 2, 16), torch.nan, device=route.device)
+    qkv = memory[6:12].normal_()
+    given = torch.tensor(bounds, device=route.device)
+    with pytest.raises(ValueError, match="must grow from 0 to at most the 6 rows"):
+        packed.check(qkv.cpu(), given.cpu(), 6, 0.0)
+    if route == Route("cpu", "torch"):
+        output = native.padded_attention(qkv, given, 6, 0.0, None)
+    else:
+        with _library.implementation(route.implementation):
+            output, _ = packed.forward(qkv, given, None, 6, 0.0, zero_tail=True)
+    assert output.isfinite().all()

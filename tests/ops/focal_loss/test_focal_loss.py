@@ -199,3 +199,6 @@ def test_bad_arguments_are_named() -> None:
             focal_loss.check(logits, targets, num_positives, spec._replace(classes=classes))
     with pytest.raises(ValueError, match="cls_targets_at_level on meta"):
         focal_loss.check(logits, targets.to("meta"), num_positives, spec)
+    targets[3] = 8
+    with pytest.raises(ValueError, match="cls_targets_at_level has class 8, expected less than num_real_classes=8"):
+        focal_loss.check(logits, targets, num_positives, spec)

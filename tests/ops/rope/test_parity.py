@@ -208,6 +208,27 @@ def test_a_sequence_longer_than_the_table(route: Route) -> None:
     assert_close(output[:7], plain(t.double().cpu()[:7], (freqs.double().cpu(),), RopeSpec("thd"), (0, 3, 7)))
 
 
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("edges", [[0, 6, 3, 9], [-2, 4, 9], [-(2**31), 9], [0, 5, -(2**31), 9]], ids=str)
+def test_edges_that_fall_or_begin_below_zero(edges: list[int], dtype: torch.dtype, route: Route) -> None:
+    """Refused on a CPU. Elsewhere nothing outside of the table is read, which is NaN all around."""
+    memory = torch.full((3, 9, 1, 1, 8), torch.nan, device=route.device)
+    freqs = memory[1].uniform_()
+    t = torch.randn(9, 2, 8, device=route.device)
+    given = torch.tensor(edges, dtype=dtype, device=route.device)
+    with _library.implementation(route.implementation):
+        if route == Route("cpu", "torch"):
+            for each in (t, t.half(), t.clone().requires_grad_()):
+                with pytest.raises(ValueError, match=r"cu_seqlens=\[.*\] must grow from zero or more"):
+                    rope.rotary_embedding(each, freqs, cu_seqlens=given)
+            return
+        output = rope.rotary_embedding(t, freqs, cu_seqlens=given)
+    assert output.shape == t.shape
+    if edges[0] < 0:
+        assert output[:4].isnan().all()
+
+
 @pytest.mark.gpu
 def test_packed_sequences_do_not_wait_for_the_device() -> None:
     t = torch.randn(64, 4, 32, device="cuda", requires_grad=True)

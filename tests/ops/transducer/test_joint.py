@@ -225,3 +225,7 @@ def test_bad_arguments_are_named() -> None:
         check(f, g, f_len, g_len, f_len.to("meta"), spec)
     with pytest.raises(ValueError, match="packed_batch=-1"):
         check(f, g, f_len, g_len, f_len, JointSpec(packed_rows=-1))
+    with pytest.raises(ValueError, match=r"batch_offset=\[5, 2\] must be the running sum .*, \[15, 19\]"):
+        check(f, g, f_len, g_len, f_len, JointSpec(packed_rows=19))
+    with pytest.raises(ValueError, match="more rows than the 18 that are packed"):
+        check(f, g, f_len, g_len, torch.tensor([15, 19]), JointSpec(packed_rows=18))

@@ -273,6 +273,8 @@ def test_bad_arguments_are_named() -> None:
         check(x, label, f_len, y_len, None, 3, 0)
     with pytest.raises(ValueError, match="a packed x must be rows x words"):
         check(x, label, f_len, y_len, f_len, 4, 0)
+    with pytest.raises(TypeError, match=r"blank_idx=1\.5 must be an integer"):
+        check(x, label, f_len, y_len, None, 4, 1.5)
     for blank in (-1, 7):
         with pytest.raises(ValueError, match=f"blank_idx={blank} must be a word, between 0 and 6"):
             check(x, label, f_len, y_len, None, 4, blank)
@@ -308,3 +310,50 @@ def test_rows_behind_the_last_sequence_have_no_gradient(route: Route) -> None:
     assert_equal_bits(results[0][:3], results[1][:3])
     assert_equal_bits([longer_dx[: len(x)]], [dx])
     assert not longer_dx[len(x) :].any()
+
+
+@pytest.mark.parametrize("wrong", [-1, 7, 7 + 2**32])
+def test_labels_that_are_no_words_are_refused_on_a_cpu(wrong: int) -> None:
+    x, label, f_len, y_len, _, _ = tensors((4, 3, 7, [4, 2], [1, 3], 0, _F32), "cpu")
+    label = label.long()
+    transducer.check_loss(x, label, f_len, y_len, None, 4, 0)  # labels behind y_len are not looked at
+    label[1, 2] = wrong
+    with pytest.raises(ValueError, match=f"label must hold words, between 0 and 6, got {wrong}"):
+        transducer.check_loss(x, label, f_len, y_len, None, 4, 0)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("wrong", [-1, 7, 7 + 2**32])
+def test_labels_that_are_no_words_give_nan_to_their_sequence_alone(wrong: int, route: Route) -> None:
+    x, label, f_len, y_len, _, grad = tensors((4, 3, 7, [4, 2], [1, 3], 0, _F32), route.device)
+    label = label.long()
+    with _library.implementation(route.implementation):
+        losses, *_, gradient = run(x, label, f_len, y_len, None, grad, 4, 0)
+        label[1, 2] = wrong
+        bad_losses, *_, bad_gradient = run(x, label, f_len, y_len, None, grad, 4, 0)
+    assert bad_losses[1].isnan()
+    assert bad_gradient[1, :2].isnan().any()
+    assert_equal_bits([losses[0], gradient[0]], [bad_losses[0], bad_gradient[0]])
+
+
+def test_offsets_that_do_not_fit_are_refused_on_a_cpu() -> None:
+    x, label, f_len, y_len, offset, _ = tensors((2, 1, 5, [2, 1], [1, 1], 0, _F32), "cpu", packed=True)
+    with pytest.raises(ValueError, match=r"batch_offset=\[4, 7\] must be the running sum .*, \[4, 6\]"):
+        transducer.check_loss(x, label, f_len, y_len, offset + torch.tensor([0, 1]), 2, 0)
+    with pytest.raises(ValueError, match=r"more rows than the 5 that are packed"):
+        transducer.check_loss(x[:5], label, f_len, y_len, offset, 2, 0)
+
+
+@pytest.mark.parametrize("route", routes()[1:])
+@pytest.mark.parametrize("wrong", [[-3, 6], [9, 6], [4, 2**40]])
+def test_kernels_stay_within_the_rows_whatever_offsets_say(wrong: list[int], route: Route) -> None:
+    """Rows around those of x would show in the gradient, which has none, or in losses that are not NaN."""
+    x, label, f_len, y_len, _, grad = tensors((2, 1, 5, [2, 1], [1, 1], 0, _F32), route.device, packed=True)
+    if wrong[0] == 4:
+        x = x[:5]  # a row less than both need
+    offset = torch.tensor(wrong, device=route.device)
+    with _library.implementation("triton"):
+        losses, *_, gradient = run(x, label, f_len, y_len, offset, grad.to(route.device), 2, 0)
+    assert losses.isnan().any()
+    assert gradient.shape == x.shape

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...ops import transducer as ops
+from ...ops._checks import integer
 from ...ops._transfer import HOST
 
 
@@ -99,7 +100,8 @@ class TransducerLoss(torch.nn.Module):
 
         x has the logits, B x T x (labels + 1) x words, or rows x words if packed; `label` is B x labels; `f_len` and
         `y_len` count the frames and labels of each sequence. Packed logits need `batch_offset`,
-        cumsum(f_len * (y_len + 1)), and `max_f_len`. An empty `debug_list` gets alpha and beta.
+        cumsum(f_len * (y_len + 1)), and `max_f_len`. An empty `debug_list` gets alpha and beta. A label that is no word
+        is an error on a CPU; a GPU is not waited for, and the loss of its sequence is NaN.
         """
         if self.packed_input:
             if batch_offset is None or max_f_len is None:
@@ -142,7 +144,15 @@ class TransducerLossFunc(torch.autograd.Function):
         wants_scores = debug_list is not None and len(debug_list) == 0
         offset = batch_offset if packed_input else None
         losses, scores = ops.loss_forward_and_save(
-            ctx, x, label, f_len, y_len, offset, int(max_f_len), int(blank_idx), wants_scores
+            ctx,
+            x,
+            label,
+            f_len,
+            y_len,
+            offset,
+            integer("max_f_len", max_f_len),
+            integer("blank_idx", blank_idx),
+            wants_scores,
         )
         if wants_scores:
             assert scores is not None
@@ -175,7 +185,7 @@ class TransducerJointFunc(torch.autograd.Function):
         dropout_prob,
         mask_probe,
     ):
-        spec = ops.JointSpec(bool(relu), float(dropout_prob) if dropout else 0.0, int(packed_batch))
+        spec = ops.JointSpec(bool(relu), float(dropout_prob) if dropout else 0.0, integer("packed_batch", packed_batch))
         wants_mask = mask_probe is not None and (relu or dropout)
         offset = batch_offset if pack_output else None
         h, mask = ops.joint_forward_and_save(ctx, f, g, f_len, g_len, offset, spec, bool(wants_mask))

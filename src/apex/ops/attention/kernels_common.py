@@ -83,8 +83,9 @@ def locate(
                 z = batch
                 h = beyond // tail_blocks
                 first = (beyond % tail_blocks) * BLOCK
-        start = tl.load(cu + z).to(tl.int32)
-        end = tl.load(cu + z + 1, mask=z < batch, other=total).to(tl.int32)
+        # Whatever the values are, nothing outside of the rows is read or written.
+        start = tl.minimum(tl.maximum(tl.load(cu + z), 0), total).to(tl.int32)
+        end = tl.minimum(tl.load(cu + z + 1, mask=z < batch, other=total), total).to(tl.int32)
         count = end - start
         partners = tl.where((z < batch) & (first < count), count, 0)
     return z.to(tl.int64), h.to(tl.int64), first, start.to(tl.int64), count, partners

@@ -108,7 +108,8 @@ class _Padding:
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
         starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
         rows = starts + torch.arange(max_seqlen, dtype=torch.int64, device=cu_seqlens.device)
-        self.inside = rows < ends  # [sequences, max_seqlen]
+        # [sequences, max_seqlen]; rows that do not exist are not looked for, whatever the bounds are.
+        self.inside = (rows < ends) & (rows >= 0) & (rows < total)
         self._total = total
         # Rows of padding come from and go to a row beyond the last.
         self._rows = torch.where(self.inside, rows, total)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _device, _library, _transfer
+from .. import _device, _library
+from .._checks import values_at_hand
 from . import dense, launches, native
 from .family import FAMILY, autocast_dtype, takes_head
 
@@ -76,8 +77,8 @@ def check(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float) ->
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, qkv on {qkv.device}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"p_dropout={dropout_p} is not in [0, 1)")
-    if type(cu_seqlens) is Tensor and _transfer.on_host(cu_seqlens) and not torch.compiler.is_compiling():
-        bounds = cu_seqlens.tolist()
+    bounds = values_at_hand(cu_seqlens)
+    if bounds is not None:
         lengths = [end - start for start, end in pairwise(bounds)]
         if bounds[0] != 0 or bounds[-1] > qkv.shape[0] or any(length < 0 for length in lengths):
             raise ValueError(f"cu_seqlens={bounds} must grow from 0 to at most the {qkv.shape[0]} rows of qkv")

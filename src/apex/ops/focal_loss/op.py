@@ -80,7 +80,7 @@ def backward_from_saved(ctx: Any, grad_loss: Tensor) -> Tensor:
 
 
 def check(logits: Tensor, targets: Tensor, num_positives: Tensor, spec: FocalSpec) -> None:
-    """Refuses arguments that do not fit, in clear words."""
+    """Refuses arguments that do not fit, in clear words; classes where looking at them waits for no device."""
     if logits.dim() != targets.dim() + 1 or logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"cls_output has shape {list(logits.shape)} and cls_targets_at_level {list(targets.shape)}; the first must "
@@ -101,4 +101,9 @@ def check(logits: Tensor, targets: Tensor, num_positives: Tensor, spec: FocalSpe
         raise ValueError(
             f"cls_output is on {logits.device}, cls_targets_at_level on {targets.device}, num_positives_sum on "
             f"{num_positives.device}"
+        )
+    at_hand = type(targets) is Tensor and targets.device.type == "cpu" and not torch.compiler.is_compiling()
+    if at_hand and targets.numel() and (highest := int(targets.max())) >= spec.classes:
+        raise ValueError(
+            f"cls_targets_at_level has class {highest}, expected less than num_real_classes={spec.classes}"
         )

@@ -65,10 +65,11 @@ def _cos_sin(
             reached = tl.load(cu_seqlens + middle) <= token
             low = tl.where(reached, middle, low)
             high = tl.where(reached, high, middle - 1)
-        start = tl.load(cu_seqlens + low).to(tl.int32)
+        start = tl.load(cu_seqlens + low)
         outside = (token < start) | (low == sequences_or_width)
         position = tl.where(outside, 0, token - start)[:, None, None]
-        known = position < table_rows
+        # An edge below zero may be so far below that the difference wraps around.
+        known = (position >= 0) & (position < table_rows) & (start >= 0)[:, None, None]
     elif POSITIONS == IMAGE:
         index = token[:, None, None]
         position = tl.where(chunk < 2, index // sequences_or_width, index % sequences_or_width)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from .._checks import values_at_hand
 from . import reference
 from .reference import compute_dtype, cosines_and_sines, outside_sequences
 from .spec import DIMENSIONS, RopeSpec, empty_result
@@ -103,9 +105,13 @@ def _rotate_piece(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, inve
 
 def check_lengths(table: Tensor, cu_seqlens: Tensor | None) -> None:
     """On a processor the lengths are at hand; elsewhere reading them would wait for the device."""
-    if cu_seqlens is None or cu_seqlens.device.type != "cpu" or cu_seqlens.numel() < 2:
+    edges = None if cu_seqlens is None else values_at_hand(cu_seqlens)
+    if not edges:
         return
-    longest = int(cu_seqlens.diff().max())
+    lengths = [end - start for start, end in pairwise(edges)]
+    if edges[0] < 0 or min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens={edges} must grow from zero or more")
+    longest = max(lengths, default=0)
     if longest > table.shape[0]:
         raise ValueError(
             f"cu_seqlens has a sequence of {longest} tokens, the table of angles has {table.shape[0]} positions"

@@ -97,14 +97,17 @@ def outside_sequences(tokens: int, cu_seqlens: Tensor) -> Tensor | None:
 def _of_packed(tables: Sequence[Tensor], tokens: int, cu_seqlens: Tensor) -> list[Tensor]:
     """Rows of cosines and sines by each token's position in its sequence.
 
-    A token before the first sequence or after the last one is not rotated; a position beyond the table gives NaN.
+    A token before the first sequence or after the last one is not rotated. A position beyond the table gives NaN, and
+    so do edges that fall or are below zero, where what the search finds is no start of a sequence.
     """
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens.contiguous(), token, right=True) - 1
-    position = token - cu_seqlens[sequence.clamp(min=0)]
+    start = cu_seqlens[sequence.clamp(min=0)]
+    position = token - start
     positions, channels = tables[0].shape[0], tables[0].shape[-1]
     outside = (sequence < 0) | (token >= cu_seqlens[-1])
-    row = torch.where(outside, positions + 1, position.clamp(max=positions))
+    known = (start >= 0) & (position >= 0) & (position < positions)
+    row = torch.where(outside, positions + 1, torch.where(known, position, positions))
     result = []
     for table, unrotated in zip(tables, (1.0, 0.0), strict=True):
         more = table.new_full((2, channels), float("nan"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _library
+from .._checks import values_at_hand
 from . import reference_joint
 from .launches import triton_joint_backward, triton_joint_forward
 from .self_check import self_check
@@ -28,15 +30,17 @@ def check_lengths(lengths: Tensor, name: str, batches: int, most: int, device: t
         raise ValueError(f"{name} must have one element per sequence, [{batches}], got shape {list(lengths.shape)}")
     if lengths.device != device:
         raise ValueError(f"{name} is on {lengths.device}, the input on {device}")
-    if type(lengths) is Tensor and device.type == "cpu" and batches and not torch.compiler.is_compiling():
-        values = lengths.tolist()  # quicker than minimum and maximum by operators
+    values = values_at_hand(lengths)  # quicker than minimum and maximum by operators
+    if values:
         low, high = min(values), max(values)
         if low < least or high > most:
             raise ValueError(f"{name} must be between {least} and {most}, got {low if low < least else high}")
 
 
-def check_offset(batch_offset: Tensor, batches: int, device: torch.device) -> None:
-    """Refuses a batch_offset that does not fit."""
+def check_offset(
+    batch_offset: Tensor, batches: int, device: torch.device, f_len: Tensor, tokens: Tensor, rows: int
+) -> None:
+    """Refuses a batch_offset that does not fit lengths and rows; its values only where reading them costs nothing."""
     if batch_offset.dtype not in (torch.int32, torch.int64) or batch_offset.shape != (batches,):
         raise ValueError(
             f"batch_offset must have one int64 per sequence, [{batches}], got {batch_offset.dtype} of shape "
@@ -44,6 +48,13 @@ def check_offset(batch_offset: Tensor, batches: int, device: torch.device) -> No
         )
     if batch_offset.device != device:
         raise ValueError(f"batch_offset is on {batch_offset.device}, the input on {device}")
+    ends, frames = values_at_hand(batch_offset), values_at_hand(f_len)
+    if ends and frames is not None:
+        wanted = list(accumulate(f * u for f, u in zip(frames, tokens.tolist(), strict=True)))
+        if ends != wanted:
+            raise ValueError(f"batch_offset={ends} must be the running sum of the sequences' rows, {wanted}")
+        if ends[-1] > rows:
+            raise ValueError(f"batch_offset={ends} has more rows than the {rows} that are packed")
 
 
 def check_joint(
@@ -64,9 +75,9 @@ def check_joint(
     check_lengths(f_len, "f_len", f.shape[0], f.shape[1], f.device)
     check_lengths(g_len, "g_len", f.shape[0], g.shape[1], f.device)
     if batch_offset is not None:
-        check_offset(batch_offset, f.shape[0], f.device)
         if spec.packed_rows < 0:
             raise ValueError(f"packed_batch={spec.packed_rows} must not be negative")
+        check_offset(batch_offset, f.shape[0], f.device, f_len, g_len, spec.packed_rows)
 
 
 def draw_noise(f: Tensor, g: Tensor, packed: bool, spec: JointSpec) -> Tensor | None:

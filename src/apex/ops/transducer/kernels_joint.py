@@ -12,12 +12,16 @@ from .._philox import four_words
 
 @triton.jit
 def sequence(f_len, g_len, batch_offset, batch, T, U, MORE: tl.constexpr, PACKED: tl.constexpr):
-    """Frames and tokens (g_len + MORE) of a sequence, its first row, and the rows from one frame to the next."""
+    """Frames and tokens (g_len + MORE) of a sequence, its first row, and the rows from one frame to the next.
+
+    The first row is -1, and nothing may be read or written, where a packed sequence has not the rows it needs.
+    """
     frames = tl.minimum(tl.load(f_len + batch).to(tl.int32), T)
     tokens = tl.minimum(tl.load(g_len + batch).to(tl.int32) + MORE, U)
     if PACKED:
         first = tl.load(batch_offset + batch - 1, mask=batch > 0, other=0).to(tl.int64)
         stride = tokens.to(tl.int64)
+        first = tl.where(first + frames * stride > tl.load(batch_offset + batch), -1, first)
     else:
         stride = (tokens * 0 + U).to(tl.int64)
         first = batch * T * stride
@@ -98,7 +102,7 @@ def transducer_joint_forward(
     t = (program % groups) * FRAMES
     frames, tokens, first, stride = sequence(f_len, g_len, batch_offset, batch, T, U, 0, PACKED)
     if PACKED:
-        works = (t < frames) & (first_token < tokens)
+        works = (t < frames) & (first_token < tokens) & (first >= 0)
     else:
         works = t < T  # always: padding is written too
     if works:
@@ -141,7 +145,7 @@ def transducer_joint_backward(
     frames, tokens, first, stride = sequence(f_len, g_len, batch_offset, batch, T, U, 0, PACKED)
     begin = part * chunk
     end = tl.minimum(begin + chunk, T)
-    last = tl.maximum(tl.minimum(end, frames), begin)
+    last = tl.maximum(tl.minimum(end, tl.where(first >= 0, frames, 0)), begin)
     counted = (u < tokens) & (c < H)
     tile = (first + u) * H + c
     step = stride * H

@@ -24,6 +24,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 # Stands for -inf as the greatest element seen so far: it can be subtracted from itself.
 LOWEST = tl.constexpr(-1.0e38)
 NEVER = tl.constexpr(float("-inf"))
+NO_NUMBER = tl.constexpr(float("nan"))
 # Exponents: of zero, and the least of all. A word of less than 2^SMALLEST counts as impossible.
 ZERO_EXPONENT = tl.constexpr(-(1 << 28))
 LEAST_EXPONENT = tl.constexpr(-(1 << 29))
@@ -96,10 +97,11 @@ def _node(program, T, U, ROWS: tl.constexpr):
 
 @triton.jit
 def _next_labels(label, batch, u, tokens, U, V):
-    """The labels of tokens that have one, and which those are."""
+    """The labels of tokens that have one, which tokens those are, and which labels are words."""
     has_label = u < tokens - 1
-    labels = tl.load(label + batch * (U - 1) + u, mask=has_label, other=0).to(tl.int32)
-    return labels, has_label & (labels >= 0) & (labels < V)
+    labels = tl.load(label + batch * (U - 1) + u, mask=has_label, other=0)
+    is_word = (labels >= 0) & (labels < V)
+    return labels.to(tl.int32), has_label, is_word
 
 
 @kernel
@@ -112,7 +114,8 @@ def transducer_loss_words(
     """Per node: the logarithm of the sum of exponentials, and the probabilities of blank and of the next label.
 
     The logarithms are zero where there is no node; the probabilities (2 x B x places, packed) are not written there.
-    Without NORMALIZE x has log-probabilities, and only those two are read. WHOLE: a row is one tile.
+    Without NORMALIZE x has log-probabilities, and only those two are read. WHOLE: a row is one tile. Labels that are no
+    words and packed sequences without the rows they need have NaN for a probability, and so for a loss.
     """
     batch, t, token = _node(tl.program_id(0), T, U, ROWS)
     frames, tokens, first, stride = sequence(f_len, y_len, batch_offset, batch, T, U, 1, PACKED)
@@ -120,15 +123,17 @@ def transducer_loss_words(
     node = (batch * T + t) * U + u
     if (t < frames) & (token < tokens):
         exists = u < tokens
+        present = exists & (first >= 0)
         row = (first + t * stride + u) * V
-        labels, has_label = _next_labels(label, batch, u, tokens, U, V)
-        blank_score = tl.load(x + row + blank, mask=exists, other=0.0).to(tl.float32)
-        label_score = tl.load(x + row + labels, mask=has_label, other=NEVER).to(tl.float32)
+        labels, has_label, is_word = _next_labels(label, batch, u, tokens, U, V)
+        blank_score = tl.load(x + row + blank, mask=present, other=NO_NUMBER).to(tl.float32)
+        label_score = tl.load(x + row + labels, mask=present & has_label & is_word, other=NO_NUMBER).to(tl.float32)
+        label_score = tl.where(has_label, label_score, NEVER)
         if NORMALIZE:
             word = tl.arange(0, GROUPS)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
             start = x + row[None, :, None]
             if WHOLE:
-                inside = exists[None, :, None] & (word < V)
+                inside = present[None, :, None] & (word < V)
                 values = tl.load(start + word, mask=inside, other=NEVER).to(tl.float32)
                 peak = tl.maximum(tl.max(tl.max(values, 0), 1), LOWEST)
                 power = tl.exp2(values * LOG2E - (peak * LOG2E)[None, :, None])
@@ -138,7 +143,7 @@ def transducer_loss_words(
                 peaks = tl.full([ROWS, LANES], LOWEST, tl.float32)
                 powers = tl.zeros([ROWS, LANES], tl.float32)
                 for begin in tl.range(0, V, GROUPS * LANES):
-                    inside = exists[None, :, None] & (begin + word < V)
+                    inside = present[None, :, None] & (begin + word < V)
                     values = tl.load(start + (begin + word), mask=inside, other=NEVER).to(tl.float32)
                     higher = tl.maximum(peaks, tl.max(values, 0))
                     power = tl.exp2(values * LOG2E - (higher * LOG2E)[None, :, :])
@@ -326,14 +331,14 @@ def transducer_loss_backward(
     batch, t, token = _node(tl.program_id(0), T, U, ROWS)
     frames, tokens, first, stride = sequence(f_len, y_len, batch_offset, batch, T, U, 1, PACKED)
     if PACKED:
-        works = (t < frames) & (token < tokens)
+        works = (t < frames) & (token < tokens) & (first >= 0)
     else:
         works = t < T  # always: padding is written too
     if works:
         u = token + tl.arange(0, ROWS)
         exists = (u < tokens) & (t < frames)
         stored = exists if PACKED else u < U
-        labels, has_label = _next_labels(label, batch, u, tokens, U, V)
+        labels, has_label, _ = _next_labels(label, batch, u, tokens, U, V)
         node = (batch * T + t) * U + u
         factor = tl.load(grad + batch).to(tl.float32)
         by_blank = tl.load(shares + node, mask=exists, other=0.0) * factor

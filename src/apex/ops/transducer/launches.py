@@ -27,6 +27,11 @@ def _dtypes(*tensors: Tensor | None) -> Dtypes:
     return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
+def _within(batch_offset: Tensor | None, rows: int) -> Tensor | None:
+    """Offsets that name no row beyond those there are, whatever values they have; the host does not know them."""
+    return None if batch_offset is None else batch_offset.clamp(0, rows)
+
+
 @functools.lru_cache(maxsize=4096)
 def _fill_plan(columns: int, dtypes: Dtypes, device: torch.device) -> BoundLaunch:
     from . import kernels_rest as kernels  # at first use: importing apex needs no Triton
@@ -79,7 +84,7 @@ def triton_joint_forward(
     want_mask: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """h that has elements, and its mask if wanted."""
-    f, g = f.contiguous(), g.contiguous()
+    f, g, batch_offset = f.contiguous(), g.contiguous(), _within(batch_offset, spec.packed_rows)
     sizes = (f.shape[0], f.shape[1], g.shape[1], f.shape[2])
     packed = batch_offset is not None
     dropout = "none" if noise is None else "seed" if noise.dtype == torch.int64 else "bytes"
@@ -164,7 +169,7 @@ def triton_joint_backward(
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of f and g, both with elements, in their dtypes."""
-    dh = dh.contiguous()
+    dh, batch_offset = dh.contiguous(), _within(batch_offset, len(dh))
     batches, features, device = len(f_len), dh.shape[-1], dh.device
     plan = _joint_backward_plan(
         (batches, *sizes, features),
@@ -292,7 +297,7 @@ def triton_loss_forward(
     want_scores: bool,
 ) -> tuple[Tensor, LossNodes | None, Tensor | None]:
     """`reference_loss.forward` for x with elements; nodes and scores where they are wanted."""
-    x, label = x.contiguous(), label.contiguous()
+    x, label, batch_offset = x.contiguous(), label.contiguous(), _within(batch_offset, len(x))
     batches, device, facts = len(f_len), x.device, _device.facts(x.device)
     given = _dtypes(label, f_len, y_len, batch_offset)
     both = want_nodes or want_scores
@@ -328,6 +333,7 @@ def triton_loss_backward(
 ) -> Tensor:
     """The gradient of x, which has elements."""
     x, label, grad = x.contiguous(), label.contiguous(), grad.contiguous()
+    batch_offset = _within(batch_offset, len(x))
     plan = _loss_backward_plan(
         (len(f_len), *saved.shares.shape[2:], x.shape[-1]),
         blank,

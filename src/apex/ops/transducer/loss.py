@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._checks import integer, values_at_hand
 from . import reference_loss
 from .joint import _SUPPORTED, FAMILY, check_lengths, check_offset
 from .launches import can_walk, triton_loss_backward, triton_loss_forward
@@ -26,7 +27,7 @@ def check_loss(
     max_f_len: int,
     blank_idx: int,
 ) -> None:
-    """Refuses arguments that do not fit, in clear words."""
+    """Refuses arguments that do not fit, in clear words; lengths and labels where reading them costs nothing."""
     if label.dim() != 2 or label.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"label must be batch x labels of int32 or int64, got {label.dtype} of shape {list(label.shape)}"
@@ -45,8 +46,7 @@ def check_loss(
     else:
         if x.dim() != 2:
             raise ValueError(f"a packed x must be rows x words, got shape {list(x.shape)}")
-        check_offset(batch_offset, batches, x.device)
-    if not 0 <= blank_idx < x.shape[-1]:
+    if not 0 <= integer("blank_idx", blank_idx) < x.shape[-1]:
         raise ValueError(f"blank_idx={blank_idx} must be a word, between 0 and {x.shape[-1] - 1}")
     if max(x.shape[-1], batches * max_f_len * tokens) > MOST:
         raise ValueError(f"{batches} x {max_f_len} x {tokens} nodes of {x.shape[-1]} words are more than {MOST}")
@@ -54,6 +54,13 @@ def check_loss(
         raise ValueError(f"label is on {label.device}, x on {x.device}")
     check_lengths(f_len, "f_len", batches, max_f_len, x.device, least=1)
     check_lengths(y_len, "y_len", batches, tokens - 1, x.device)
+    if batch_offset is not None:
+        check_offset(batch_offset, batches, x.device, f_len, y_len + 1, x.shape[0])
+    if values_at_hand(label) is not None and values_at_hand(y_len) is not None:
+        used = torch.arange(tokens - 1, dtype=torch.int64, device=label.device) < y_len[:, None]
+        wrong = label[used & ((label < 0) | (label >= x.shape[-1]))]
+        if len(wrong):
+            raise ValueError(f"label must hold words, between 0 and {x.shape[-1] - 1}, got {int(wrong[0])}")
 
 
 def _runs_kernels(x: Tensor) -> bool:

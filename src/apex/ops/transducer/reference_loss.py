@@ -60,14 +60,17 @@ def scores_of_words(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Per node: the logarithm of the sum of exponentials, and the log-probabilities of blank and of the next label.
 
-    Zero where there is no node. Without `normalize` x has log-probabilities already, and there are no sums.
+    Zero where there is no node, NaN for a label that is no word. Without `normalize` x has log-probabilities already,
+    and there are no sums.
     """
     flat = x.reshape(-1, x.shape[-1])
     compute, words = compute_dtype(x), x.shape[-1]
-    labels = torch.nn.functional.pad(label.long(), (0, 1))[:, None, :].clamp(0, words - 1)
+    labels = torch.nn.functional.pad(label.long(), (0, 1))[:, None, :]
+    is_word = (labels >= 0) & (labels < words)
     elements = flat.reshape(-1)
     of_blank = elements[nodes.rows * words + blank].to(compute)
-    of_label = elements[nodes.rows * words + labels].to(compute)
+    of_label = elements[nodes.rows * words + labels.clamp(0, words - 1)].to(compute)
+    of_label = torch.where(is_word, of_label, torch.nan)
     sums = None
     if normalize:
         sums = log_sums_of_rows(flat)[nodes.rows]

@@ -49,7 +49,8 @@ def fused_apply_rotary_pos_emb_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor)
 
     `cu_seqlens` holds the index of each sequence's first token, then the number of all tokens. Tokens of no sequence
     are copied. On a GPU nothing waits for the values of `cu_seqlens`, so a sequence that is longer than `freqs` cannot
-    raise an error there: its tokens beyond come out as NaN.
+    raise an error there: its tokens beyond come out as NaN. Indices that fall or begin below zero are an error on a
+    CPU; on a GPU they read nothing outside of `freqs`, but the result means nothing.
     """
     return rotate(t, (freqs,), _PACKED, cu_seqlens)
 
