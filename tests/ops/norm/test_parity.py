@@ -78,6 +78,47 @@ def test_backward_from_a_half_precision_output(columns: int, route: Route) -> No
         assert_close(actual, wanted, reduction=terms)
 
 
+def _weight_gradients(x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor | None, implementation: str) -> tuple:
+    """Gradients of input and weight with `memory_efficient`, and those of the float64 reference."""
+    case = NormCase("", *x.shape, x.dtype, subtract_mean=bias is not None, memory_efficient=True)
+    with _library.implementation(implementation):
+        _, (dx, dweight, _) = run(case, x, dy, weight, bias)
+    _, (expected_dx, expected_dweight, _) = exact(case, x, dy, weight, bias)
+    return (dx, dweight), (expected_dx, expected_dweight)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("subtract_mean", [True, False])
+def test_memory_efficient_weight_gradients_of_long_rows(subtract_mean: bool, route: Route) -> None:
+    x, dy = torch.randn(2, 4, 12288, device=route.device)
+    weight, bias = 0.2 * torch.randn(2, 12288, device=route.device)
+    weight[:4] = torch.tensor([1e-6, -1e-6, 1e-7, -1e-30])
+    bias[:4] = 0
+    (_, dweight), (_, wanted) = _weight_gradients(x, dy, weight, bias if subtract_mean else None, route.implementation)
+    error = (dweight.cpu().double() - wanted).abs()
+    assert error.sum() <= 1e-5 * wanted.abs().sum()
+    # Gradients do not depend on their weights' size; where eps is in a weight's place they shrink with it.
+    assert (error[:4] <= 1e-5 * wanted[:4].abs()).all()
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("columns", [100, 9001, 17000])
+def test_memory_efficient_columns_that_the_output_does_not_hold(columns: int, route: Route) -> None:
+    """Half-precision outputs hold biases rounded; what weights of zero and near it make of that is bounded."""
+    x, dy = torch.randn(2, 4, columns, device=route.device).half()
+    weight, bias = torch.randn(2, columns, device=route.device)
+    weight[:3] = torch.tensor([0.0, 1e-30, -1e-30])
+    (dx, dweight), (wanted_dx, wanted_dweight) = _weight_gradients(x, dy, weight, bias, route.implementation)
+    assert dweight[0].abs() < 0.1  # the bias' rounding
+    assert (dweight[1:3].abs() <= 1.01 * columns**0.5 * dy[:, 1:3].abs().sum(0)).all()
+    others = weight.abs().cpu() > 0.1
+    for actual, wanted in (
+        (dx.cpu()[:, others], wanted_dx[:, others]),
+        (dweight.cpu()[others], wanted_dweight[others]),
+    ):
+        assert (actual.double() - wanted).abs().sum() <= 2e-3 * wanted.abs().sum()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", LARGE_CASES, ids=str)
 def test_matches_reference_at_model_sizes(case: NormCase) -> None:

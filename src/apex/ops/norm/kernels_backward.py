@@ -2,7 +2,8 @@
 
 Legend: a tensor is `rows` x `row_length`, contiguous; `saved` is the input, or the output when FROM_OUTPUT;
 `statistics` holds rstd, the reciprocal deviation of each row, and after those (for layer norm) the mean of each;
-`normalised` = (input - mean) * rstd; `wdy` = weight * dy. All arithmetic is float32.
+`normalised` = (input - mean) * rstd, which is within +-`limit`, the root of `row_length`; `wdy` = weight * dy. All
+arithmetic is float32.
 
     dx = rstd * (wdy - normalised * mean(wdy * normalised) - mean(wdy))      the last term for layer norm only
     dweight = sum over rows of dy * normalised                               dbias = sum over rows of dy
@@ -25,7 +26,7 @@ def _normalised(
     rstd,
     weight,
     bias,
-    eps,
+    limit,
     SUBTRACT_MEAN: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -36,8 +37,10 @@ def _normalised(
         if HAS_BIAS:
             value = value - bias
         if HAS_WEIGHT:
-            # A weight of zero has erased its column from the output; bounding it keeps the quotient finite.
-            value = value / tl.where(weight < 0, tl.minimum(weight, -eps), tl.maximum(weight, eps))
+            # A weight of zero has erased its column from the output: what is left there is the bias' rounding, if any.
+            # A weight near zero magnifies that rounding, but no normalised value exceeds `limit`. NaN stays.
+            value = value / tl.where(weight == 0, 1.0, weight)
+            value = tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
     elif SUBTRACT_MEAN:
         value = (saved - mean) * rstd
     else:
@@ -60,7 +63,7 @@ def norm_backward_rows(
     dbias_sum,
     rows,
     row_length,
-    eps,
+    limit,
     SUBTRACT_MEAN: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -106,7 +109,9 @@ def norm_backward_rows(
         row_mean = None
         if SUBTRACT_MEAN and not FROM_OUTPUT:
             row_mean = tl.load(statistics + rows + row, mask=row_mask, other=None if FULL else 0.0)[:, None]
-        normalised = _normalised(value, row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS)
+        normalised = _normalised(
+            value, row_mean, row_rstd, w, b, limit, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
+        )
         # Masked elements of `gradient` are zero, so no sum below sees what `normalised` holds there.
         wdy = gradient * w if HAS_WEIGHT else gradient
         correction = normalised * (tl.sum(wdy * normalised, 1) / row_length)[:, None]
@@ -149,7 +154,7 @@ def norm_backward_held(
     partials,
     rows,
     row_length,
-    eps,
+    limit,
     SUBTRACT_MEAN: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -184,7 +189,9 @@ def norm_backward_held(
         if HAS_BIAS and FROM_OUTPUT:
             b = tl.load(bias + column, mask=mask, other=zero).to(tl.float32)
         value = held_value.to(tl.float32)
-        normalised = _normalised(value, row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS)
+        normalised = _normalised(
+            value, row_mean, row_rstd, w, b, limit, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
+        )
         wdy = held_gradient.to(tl.float32) * w if HAS_WEIGHT else held_gradient.to(tl.float32)
         mean_product = tl.sum(wdy * normalised) / row_length
         mean_sum = tl.sum(wdy) / row_length if SUBTRACT_MEAN else 0.0
@@ -192,7 +199,9 @@ def norm_backward_held(
         gradient = _forgotten(held_gradient, NVIDIA).to(tl.float32)
         if HAS_WEIGHT:
             w = tl.load(weight + column, mask=mask, other=one, eviction_policy="evict_last").to(tl.float32)
-        normalised = _normalised(value, row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS)
+        normalised = _normalised(
+            value, row_mean, row_rstd, w, b, limit, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
+        )
         wdy = gradient * w if HAS_WEIGHT else gradient
         result = (wdy - normalised * mean_product - mean_sum) * row_rstd
         tl.store(dx + start + column, result.to(dx.dtype.element_ty), mask=mask)
@@ -219,7 +228,7 @@ def norm_backward_wide(
     partials,
     rows,
     row_length,
-    eps,
+    limit,
     SUBTRACT_MEAN: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -274,7 +283,7 @@ def norm_backward_wide(
                 b = tl.load(bias + position, mask=mask, other=zero).to(tl.float32)
             # Multiplied by rstd after the sum: what differs between the passes is computed twice, not kept.
             normalised = _normalised(
-                value.to(tl.float32), row_mean, 1.0, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
+                value.to(tl.float32), row_mean, 1.0, w, b, limit, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
             )
             wdy = gradient.to(tl.float32) * w if HAS_WEIGHT else gradient.to(tl.float32)
             products += wdy * normalised
@@ -301,7 +310,7 @@ def norm_backward_wide(
             if HAS_BIAS and FROM_OUTPUT:
                 b = tl.load(bias + position, mask=mask, other=zero).to(tl.float32)
             normalised = _normalised(
-                value.to(tl.float32), row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
+                value.to(tl.float32), row_mean, row_rstd, w, b, limit, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
             )
             wdy = gradient * w if HAS_WEIGHT else gradient
             result = (wdy - normalised * mean_product - mean_sum) * row_rstd
@@ -332,7 +341,7 @@ def norm_backward_row_means(
     statistics,
     row_means,
     row_length,
-    eps,
+    limit,
     SUBTRACT_MEAN: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -360,7 +369,7 @@ def norm_backward_row_means(
         if HAS_BIAS and FROM_OUTPUT:
             b = tl.load(bias + position, mask=mask, other=0.0).to(tl.float32)
         products += wdy * _normalised(
-            value, row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
+            value, row_mean, row_rstd, w, b, limit, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
         )
         sums += wdy
     tl.store(row_means + row, tl.sum(products) / row_length)
@@ -381,7 +390,7 @@ def norm_backward_columns(
     partials,
     rows,
     row_length,
-    eps,
+    limit,
     SUBTRACT_MEAN: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -413,7 +422,9 @@ def norm_backward_columns(
         row_mean = None
         if SUBTRACT_MEAN and not FROM_OUTPUT:
             row_mean = tl.load(statistics + rows + row, mask=row_mask, other=0.0)[:, None]
-        normalised = _normalised(value, row_mean, row_rstd, w, b, eps, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS)
+        normalised = _normalised(
+            value, row_mean, row_rstd, w, b, limit, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
+        )
         wdy = gradient * w if HAS_WEIGHT else gradient
         correction = normalised * tl.load(row_means + row, mask=row_mask, other=0.0)[:, None]
         if SUBTRACT_MEAN:

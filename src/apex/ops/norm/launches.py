@@ -204,7 +204,8 @@ def _backward_plan(
     facts: _device.DeviceFacts,
 ) -> BackwardPlan:
     kernels = _kernels()[1]
-    row_length, eps, subtract_mean, from_output = spec
+    row_length, _, subtract_mean, from_output = spec
+    limit = math.sqrt(row_length)
     rows = math.prod(saved.sizes) // row_length
     has_weight, has_bias = weight is not None, bias is not None
     flags = (subtract_mean, from_output, has_weight, has_bias)
@@ -215,7 +216,7 @@ def _backward_plan(
         full = row_length == chosen.block and rows % chosen.rows_per_program == 0
         main = kernels.norm_backward_rows.bind(
             (chosen.programs,),
-            (rows, row_length, eps),
+            (rows, row_length, limit),
             (*flags, param_grads, chosen.rows_per_program, chosen.block, full, chosen.num_stages, group),
             device=device,
             num_warps=chosen.num_warps,
@@ -224,7 +225,7 @@ def _backward_plan(
     elif chosen.kind == "wide":
         main = kernels.norm_backward_wide.bind(
             (chosen.programs,),
-            (rows, row_length, eps),
+            (rows, row_length, limit),
             (*flags, param_grads, chosen.chunks, chosen.held, chosen.block, row_length == chosen.block * chosen.chunks),
             device=device,
             num_warps=chosen.num_warps,
@@ -232,7 +233,7 @@ def _backward_plan(
     elif chosen.kind == "held":
         main = kernels.norm_backward_held.bind(
             (chosen.programs,),
-            (rows, row_length, eps),
+            (rows, row_length, limit),
             (*flags, param_grads, chosen.block, row_length == chosen.block, chosen.num_stages, facts.backend == "cuda"),
             device=device,
             num_warps=chosen.num_warps,
@@ -240,11 +241,11 @@ def _backward_plan(
         )
     else:
         row_means = kernels.norm_backward_row_means.bind(
-            (rows,), (row_length, eps), (*flags, 4096), device=device, num_warps=2 * chosen.num_warps
+            (rows,), (row_length, limit), (*flags, 4096), device=device, num_warps=2 * chosen.num_warps
         )
         main = kernels.norm_backward_columns.bind(
             (-(-row_length // chosen.block), chosen.programs),
-            (rows, row_length, eps),
+            (rows, row_length, limit),
             (*flags, param_grads, chosen.rows_per_program, chosen.block),
             device=device,
             num_warps=chosen.num_warps,

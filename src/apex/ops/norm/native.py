@@ -99,7 +99,7 @@ def layer_norm_backward(
     rstd = statistics[0, :, None].to(compute)
     if spec.from_output:
         # The norm of rows that are normalised already, whose gradient lacks but the factor rstd.
-        rows = normalised_from_output(rows, weight, bias, spec.eps, compute)
+        rows = normalised_from_output(rows, weight, bias, compute)
         mean, deviation = torch.zeros_like(rstd), torch.ones_like(rstd)
     else:
         rows, mean, deviation = rows.to(compute), statistics[1, :, None].to(compute), rstd

@@ -6,6 +6,8 @@ so that derivatives of derivatives come out of it too.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -48,17 +50,17 @@ def forward(
     return output.to(out_dtype).reshape(input.shape), moments
 
 
-def normalised_from_output(
-    output: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, compute: torch.dtype
-) -> Tensor:
+def normalised_from_output(output: Tensor, weight: Tensor | None, bias: Tensor | None, compute: torch.dtype) -> Tensor:
     """The normalised input, given rows of the output."""
     normalised = output.to(compute)
     if bias is not None:
         normalised = normalised - bias.reshape(-1).to(compute)
     if weight is not None:
         w = weight.reshape(-1).to(compute)
-        # A weight of zero has erased its column from the output; bounding it keeps the quotient finite.
-        normalised = normalised / torch.where(w < 0, w.clamp(max=-eps), w.clamp(min=eps))
+        # A weight of zero has erased its column from the output: what is left there is the bias' rounding, if any. A
+        # weight near zero magnifies that rounding, but no normalised value exceeds the root of the row's length.
+        limit = math.sqrt(output.shape[1])
+        normalised = (normalised / torch.where(w == 0, 1.0, w)).clamp(-limit, limit)
     return normalised
 
 
@@ -78,7 +80,7 @@ def backward(
     rows = as_rows(saved, spec.row_length)
     rstd = statistics[0, :, None].to(compute)
     if spec.from_output:
-        normalised = normalised_from_output(rows, weight, bias, spec.eps, compute)
+        normalised = normalised_from_output(rows, weight, bias, compute)
     else:
         normalised = rows.to(compute)
         if spec.subtract_mean:
