@@ -56,13 +56,23 @@ def mixed_norm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """A differentiable norm whose input, weight and output may have different dtypes."""
-    compute = torch.promote_types(input.dtype, out_dtype)  # an output of more digits has them
-    compute = compute if weight is None else torch.promote_types(compute, weight.dtype)
-    if subtract_mean and input.device.type == "cpu" and torch.is_grad_enabled():
-        compute = torch.promote_types(compute, torch.float32)
+    dtypes = {input.dtype, out_dtype}  # an output of more digits has them
+    if weight is not None:
+        dtypes.add(weight.dtype)
+    # ONNX from torch.jit.trace has no RMS norm.
+    in_parts = not subtract_mean and torch.jit.is_tracing()
+    if in_parts or (subtract_mean and input.device.type == "cpu" and torch.is_grad_enabled()):
+        dtypes.add(torch.float32)
+    # As torch.promote_types, which torch.export would take for an operator.
+    compute = dtypes.pop() if len(dtypes) == 1 else torch.float64 if torch.float64 in dtypes else torch.float32
     wide_weight, wide_bias = (None if t is None else t.to(compute) for t in (weight, bias))
     if subtract_mean:
         return layer_norm(input.to(compute), shape, wide_weight, wide_bias, eps).to(out_dtype)
+    if in_parts:
+        dimensions = tuple(range(-len(shape), 0))
+        output = input.to(compute)
+        output = output * torch.rsqrt(output.square().mean(dimensions, keepdim=True) + eps)
+        return (output if wide_weight is None else output * wide_weight).to(out_dtype)
     return rms_norm(input.to(compute), shape, wide_weight, eps).to(out_dtype)
 
 

@@ -17,6 +17,9 @@ from .spec import NormSpec
 
 _apply_node = _library.quick_apply(NormFunction)
 
+# PyTorch 2.6 knows of ONNX alone.
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.onnx.is_in_onnx_export)
+
 
 def layer_norm(
     input: Tensor,
@@ -77,6 +80,7 @@ def _is_small(input: Tensor, weight: Tensor | None, bias: Tensor | None, out_dty
     numel = input.numel()
     return (
         type(numel) is not Tensor  # as under torch.jit.trace
+        and not _is_exporting()  # a comparison would limit the sizes that the program takes
         and (numel < config.NATIVE_BELOW or input.is_cpu)
         and (weight is None or weight.dtype == dtype)
         and (bias is None or bias.dtype == dtype)
@@ -103,9 +107,10 @@ def _norm(
         return plan.run(input, weight, bias)[0]
     out_dtype = out_dtype or input.dtype
     shape = checked_shape(input, shape, weight, bias)
-    # torch.jit.trace sees operators, not kernel launches; without elements there is nothing to launch.
+    # torch.jit.trace sees operators, not kernel launches; an exported program has PyTorch's operators, which ONNX knows
+    # and which run without apex; without elements there is nothing to launch.
     numel = input.numel()
-    launchable = type(numel) is not Tensor and numel > 0
+    launchable = type(numel) is not Tensor and not _is_exporting() and numel > 0
     if launchable and _library.runs_triton(FAMILY, input):
         spec = NormSpec(check_row_length(shape), eps, subtract_mean, memory_efficient)
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
