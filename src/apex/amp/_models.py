@@ -1,13 +1,13 @@
 """A model under amp: its parameters in another type, and a forward pass that casts.
 
-The forward pass belongs to a class made for the purpose, derived from the model's own: so copies of the model (made by
-`copy.deepcopy` for an average of weights, or by nn.DataParallel for another device) run with their own weights.
+Nothing is derived from the model's class and nothing replaced in it: registries of subclasses and checks of a type see
+what they saw before.
 """
 
 from __future__ import annotations
 
-import copyreg
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,72 +120,56 @@ def _cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> None:
 # The forward pass ----------------------------------------------------------------------------------------------------
 
 
+class CastForward:
+    """The forward pass of a model under amp, kept among the model's own attributes: its class stays what it is.
+
+    `own` is the forward pass that the model had there before, from torch.compile for example; None for its class's.
+    The model is not kept alive. Copies of it, by `copy.deepcopy`, pickle or nn.DataParallel, run with their own weights.
+    """
+
+    __name__ = "forward"
+
+    def __init__(self, model: nn.Module, casts: ForwardCasts, own: Callable[..., Any] | None = None) -> None:
+        self.model = weakref.ref(model)
+        self.casts = casts
+        self.own = own
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward pass without casts; `inspect.signature` asks for it."""
+        if self.own is not None:
+            return self.own
+        model = self.model()
+        if model is None:
+            raise ReferenceError("this is the forward pass of a model that is gone; keep the model, and call it")
+        return functools.partial(type(model).forward, model)  # looked up now: lazy and sharded models change their class
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.casts.run(self.__wrapped__, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return CastForward, (self.model(), self.casts, self.own)
+
+    def replicate(self) -> nn.Module:
+        """Takes the place of the model's `_replicate_for_data_parallel`, whose result shares its attributes."""
+        model: Any = self.model()
+        replica = type(model)._replicate_for_data_parallel(model)
+        vars(replica)["forward"] = CastForward(replica, self.casts, self.own)
+        return replica
+
+
 def _cast_forward(model: nn.Module, casts: ForwardCasts) -> Callable[[nn.Module], None]:
     """Replaces the forward pass of this one model; the result undoes it."""
     if isinstance(model, torch.jit.ScriptModule):
         return lambda model: None  # its forward pass cannot be replaced; autocast on the thread is all that O1 needs
-    if "forward" in vars(model):
-        return _replace_own_forward(model, casts)
-    try:
-        model.__class__ = _casting_class(type(model))  # type: ignore[arg-type]
-    except TypeError:  # a class that cannot be derived from
-        return _replace_own_forward(model, casts)
-    model._amp_casts = casts  # type: ignore[assignment]
-    return _restore_class
-
-
-def _restore_class(model: nn.Module) -> None:
-    model.__class__ = type(model)._amp_original  # type: ignore[attr-defined]
-    vars(model).pop("_amp_casts", None)
-
-
-def _replace_own_forward(model: nn.Module, casts: ForwardCasts) -> Callable[[nn.Module], None]:
-    """For models that have been given a forward pass of their own, by torch.compile for example."""
-    before = model.forward
-
-    @functools.wraps(before)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return casts.run(before, args, kwargs)
-
-    had_own = "forward" in vars(model)
+    own = vars(model).get("forward")
+    forward = CastForward(model, casts, own)
+    vars(model).update(forward=forward, _replicate_for_data_parallel=forward.replicate)
 
     def undo(model: nn.Module) -> None:
-        if had_own:
-            model.forward = before  # type: ignore[method-assign]
-        else:
-            del model.forward
+        forward.casts = _NO_CASTS  # for those who have wrapped it since
+        vars(model).pop("_replicate_for_data_parallel", None)
+        if vars(model).get("forward") is forward:
+            vars(model).pop("forward") if own is None else vars(model).update(forward=own)
 
-    model.forward = forward  # type: ignore[method-assign]
     return undo
-
-
-@functools.cache
-def _casting_class(original: Any) -> Any:
-    """A class that is `original` in everything but its forward pass."""
-
-    @functools.wraps(original.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        casts = self.__dict__.get("_amp_casts", _NO_CASTS)
-        return casts.run(functools.partial(original.forward, self), args, kwargs)
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        rebuild, args, *rest = tuple(original.__reduce_ex__(self, protocol))
-        if rebuild is copyreg.__newobj__ and args == (type(self),):  # type: ignore[attr-defined]
-            return _new, (original,), *rest
-        return rebuild, args, *rest
-
-    names = {
-        "forward": forward,
-        "__reduce_ex__": __reduce_ex__,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "_amp_original": original,
-    }
-    return type(original)(original.__name__, (original,), names)
-
-
-def _new(original: Any) -> nn.Module:
-    """A model of the casting class, for copies and pickles; its state follows."""
-    casting_class = _casting_class(original)
-    return casting_class.__new__(casting_class)
