@@ -12,6 +12,7 @@ from ._amp_state import _amp_state, warn_or_err
 from ._models import dtype_before, prepare_model, release_model
 from ._nested import applier, to_type
 from ._process_optimizer import innermost, process_optimizer, release_optimizer
+from ._rollback import unchanged_on_failure
 
 __all__ = ["applier", "initialize_models_and_optimizers", "release", "release_all", "to_type"]
 
@@ -28,36 +29,37 @@ def initialize_models_and_optimizers(
     check_combined: bool,
     ddp_parts: int | None,
 ) -> Any:
-    """Checks everything first, then changes models and optimizers; returns them as they came."""
+    """Checks everything first, then changes models and optimizers, all or none; returns them as they came."""
     model_list, optimizer_list = as_lists(models, optimizers)
     _check_models(model_list, properties)
     _check_optimizers(model_list, optimizer_list)
-    release(model_list, optimizer_list)
-    # Not copies: casting gives the parameters other memory, and the masters take this one over.
-    originals = {
-        param: param.detach()
-        for optimizer in optimizer_list
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if properties.master_weights and param.dtype == torch.float32
-    }
-    for model in model_list:
-        prepare_model(model, properties, cast_model_outputs)
-    for optimizer in optimizer_list:
-        process_optimizer(
-            optimizer,
-            properties,
-            originals,
-            combine_grad=combine_grad,
-            check_combined=check_combined,
-            ddp_parts=ddp_parts,
-        )
-    if properties.patch_torch_functions:
-        from .amp import init  # which uses the functions of this module
+    with unchanged_on_failure(model_list, optimizer_list):
+        release(model_list, optimizer_list)
+        # Not copies: casting gives the parameters other memory, and the masters take this one over.
+        originals = {
+            param: param.detach()
+            for optimizer in optimizer_list
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if properties.master_weights and param.dtype == torch.float32
+        }
+        for model in model_list:
+            prepare_model(model, properties, cast_model_outputs)
+        for optimizer in optimizer_list:
+            process_optimizer(
+                optimizer,
+                properties,
+                originals,
+                combine_grad=combine_grad,
+                check_combined=check_combined,
+                ddp_parts=ddp_parts,
+            )
+        if properties.patch_torch_functions:
+            from .amp import init  # which uses the functions of this module
 
-        init(loss_scale=properties.loss_scale, patch_type=properties.patch_torch_functions_type)
-    else:
-        _casting.leave_thread()
+            init(loss_scale=properties.loss_scale, patch_type=properties.patch_torch_functions_type)
+        else:
+            _casting.leave_thread()
     return as_they_came(models, optimizers)
 
 

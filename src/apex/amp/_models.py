@@ -52,6 +52,7 @@ class ModelRecord:
     """What a model was before amp."""
 
     dtypes: dict[str, torch.dtype]
+    forward: CastForward | None = None
     undo: list[Callable[[nn.Module], None]] = field(default_factory=list)
 
 
@@ -65,8 +66,11 @@ def prepare_model(model: nn.Module, properties: Any, cast_model_outputs: torch.d
         cast_model_outputs = cast_model_outputs or torch.float32
     functions = properties.patch_torch_functions_type if properties.patch_torch_functions else None
     casts = ForwardCasts(cast_type, functions, cast_model_outputs)
-    if casts != _NO_CASTS:
-        record.undo.append(_cast_forward(model, casts))
+    # The forward pass of a scripted model cannot be replaced; autocast on the thread is all that O1 needs.
+    if casts != _NO_CASTS and not isinstance(model, torch.jit.ScriptModule):
+        record.forward = forward = CastForward(model, casts, vars(model).get("forward"))
+        vars(model).update(forward=forward, _replicate_for_data_parallel=forward.replicate)
+        record.undo.append(_uncast_forward)
     if cast_type in HALF:
         record.undo.append(keep_state_dict_in_float32(model))
 
@@ -124,7 +128,7 @@ class CastForward:
     """The forward pass of a model under amp, kept among the model's own attributes: its class stays what it is.
 
     `own` is the forward pass that the model had there before, from torch.compile for example; None for its class's.
-    The model is not kept alive. Copies of it, by `copy.deepcopy`, pickle or nn.DataParallel, run with their own weights.
+    The model is not kept alive. Copies of it (`copy.deepcopy`, pickle, nn.DataParallel) run with their own weights.
     """
 
     __name__ = "forward"
@@ -142,7 +146,7 @@ class CastForward:
         model = self.model()
         if model is None:
             raise ReferenceError("this is the forward pass of a model that is gone; keep the model, and call it")
-        return functools.partial(type(model).forward, model)  # looked up now: lazy and sharded models change their class
+        return functools.partial(type(model).forward, model)  # looked up now: a lazy or sharded model changes its class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.casts.run(self.__wrapped__, args, kwargs)
@@ -158,18 +162,11 @@ class CastForward:
         return replica
 
 
-def _cast_forward(model: nn.Module, casts: ForwardCasts) -> Callable[[nn.Module], None]:
-    """Replaces the forward pass of this one model; the result undoes it."""
-    if isinstance(model, torch.jit.ScriptModule):
-        return lambda model: None  # its forward pass cannot be replaced; autocast on the thread is all that O1 needs
-    own = vars(model).get("forward")
-    forward = CastForward(model, casts, own)
-    vars(model).update(forward=forward, _replicate_for_data_parallel=forward.replicate)
-
-    def undo(model: nn.Module) -> None:
-        forward.casts = _NO_CASTS  # for those who have wrapped it since
-        vars(model).pop("_replicate_for_data_parallel", None)
-        if vars(model).get("forward") is forward:
-            vars(model).pop("forward") if own is None else vars(model).update(forward=own)
-
-    return undo
+def _uncast_forward(model: nn.Module) -> None:
+    forward: Any = _amp_state.models[model].forward
+    forward.casts = _NO_CASTS  # for a user's forward pass that has wrapped it since
+    vars(model).pop("_replicate_for_data_parallel", None)
+    if vars(model).get("forward") is forward:
+        del vars(model)["forward"]
+        if forward.own is not None:
+            vars(model)["forward"] = forward.own

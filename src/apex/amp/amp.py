@@ -117,12 +117,19 @@ def register_promote_function(module: Any, name: str) -> None:
 
 
 def apply_registrations() -> None:
-    """Replaces the functions that users registered; shutdown puts the originals back."""
-    while _registered:
-        module, name, cast = _registered.pop(0)
-        original = getattr(module, name)
-        setattr(module, name, _wrapped(original, _CHOICES[cast]))
-        _amp_state.undo.append(functools.partial(setattr, module, name, original))
+    """Replaces the functions that users registered, all or none; shutdown puts the originals back."""
+    undo: list[Callable[[], None]] = []
+    try:
+        for module, name, cast in _registered:
+            original = getattr(module, name)
+            setattr(module, name, _wrapped(original, _CHOICES[cast]))
+            undo.append(functools.partial(setattr, module, name, original))
+    except BaseException:
+        while undo:
+            undo.pop()()
+        raise
+    _amp_state.undo.extend(undo)
+    _registered.clear()
 
 
 def init(
@@ -141,7 +148,7 @@ def init(
     if not enabled:
         return NoOpHandle()
     handle = AmpHandle(loss_scale, enable_caching, verbose)
+    apply_registrations()
     _casting.switch_on(patch_type, allow_banned=allow_banned)
     _amp_state.handle = handle
-    apply_registrations()
     return handle

@@ -244,6 +244,9 @@ def initialize(
         }
         _check_scaling(scaling)
         scalers = [LossScaler(properties.loss_scale, **scaling) for _ in range(num_losses)]  # type: ignore[arg-type]
+        for param in _first_parameter(models):
+            for scaler in scalers:
+                scaler.to(param.device)
         result = initialize_models_and_optimizers(
             models,
             optimizers,
@@ -256,9 +259,6 @@ def initialize(
     except BaseException:
         _amp_state.verbosity = verbosity_before
         raise
-    for param in _first_parameter(models):
-        for scaler in scalers:
-            scaler.to(param.device)
     _amp_state.opt_properties = properties
     _amp_state.min_loss_scale = min_loss_scale
     _amp_state.max_loss_scale = max_loss_scale
