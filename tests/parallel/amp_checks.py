@@ -232,7 +232,48 @@ def amp_wants_to_be_first(rank: int) -> None:
     assert [each.item() for each in local] == [0.0, 1.0]
 
 
+def sharded(rank: int) -> None:
+    """Models of fully_shard: refused, unchanged, where amp would cast or scale shards; the rest trains as float32."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), mesh=mesh)
+        return model, FusedAdam(model.parameters(), lr=0.01)
+
+    losses = {}
+    for level, options in (("O0", {}), ("O1", {"loss_scale": 1.0}), ("O4", {})):
+        model, optimizer = quiet(*made(), opt_level=level, **options)
+        losses[level] = []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, 2 * step + rank)
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            losses[level].append(loss.item())
+        amp.shutdown()
+    assert losses["O1"] == pytest.approx(losses["O0"], rel=0.01)
+    assert losses["O4"] == pytest.approx(losses["O0"], rel=0.02)
+    assert losses["O0"][-1] < losses["O0"][0] or rank
+    refused: list[dict[str, Any]] = [{"opt_level": level} for level in ("O1", "O2", "O3", "O5")]
+    for options in (*refused, {"opt_level": "O4", "combine_grad": True}):
+        model, optimizer = made()
+        kind = type(model)
+        with pytest.raises(RuntimeError, match=r"parameter 0.weight is sharded .* opt_level='O4'"):
+            quiet(model, optimizer, **options)
+        assert type(model) is kind
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+        assert not hasattr(optimizer, "_amp_stash")
+        loss_of(model, 0).backward()
+        optimizer.step()
+
+
 CHECKS: dict[str, Check] = {
+    "sharded": sharded,
     "overflow_O1": overflow("O1", "SGD", False),
     "overflow_O2": overflow("O2", "SGD", False),
     "overflow_O2_fused": overflow("O2", "FusedAdam", False, message_size=1),

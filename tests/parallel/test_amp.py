@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.parallel.amp_checks import CHECKS
+from tests.parallel.amp_checks import CHECKS, sharded
 from tests.parallel.processes import run_checks
 
 
@@ -21,6 +21,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_processes(name: str, results: dict[str, str]) -> None:
     assert not results[name], results[name]
+
+
+def test_a_model_sharded_over_one_process(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        sharded(0)
+    finally:
+        amp.shutdown()
+        torch.distributed.destroy_process_group()
 
 
 def test_combine_ddp_alone_and_unconnected(monkeypatch: pytest.MonkeyPatch) -> None:

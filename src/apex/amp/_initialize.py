@@ -32,6 +32,8 @@ def initialize_models_and_optimizers(
     """Checks everything first, then changes models and optimizers, all or none; returns them as they came."""
     model_list, optimizer_list = as_lists(models, optimizers)
     _check_models(model_list, properties)
+    if properties.cast_model_type in HALF or properties.loss_scale != 1.0 or combine_grad or ddp_parts is not None:
+        _check_whole(model_list)
     _check_optimizers(model_list, optimizer_list)
     with unchanged_on_failure(model_list, optimizer_list):
         release(model_list, optimizer_list)
@@ -121,6 +123,19 @@ def _check_models(models: list[nn.Module], properties: Any) -> None:
                 warn_or_err(
                     f"parameter or buffer {name} is {tensor.dtype} already; amp.initialize takes models in float32 and "
                     "casts them itself, so do not call .half() or .bfloat16() before"
+                )
+
+
+def _check_whole(models: list[nn.Module]) -> None:
+    """Refuses sharded models: shards cannot be cast under their owner, and an overflow in one is not known to all."""
+    for model in models:
+        wrapped = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+        for name, param in model.named_parameters():
+            if wrapped or hasattr(param, "_local_tensor"):
+                raise RuntimeError(
+                    f"parameter {name} is sharded over processes (FullyShardedDataParallel, fully_shard or another "
+                    "DTensor); for such models amp neither casts weights nor scales losses nor combines gradients. Use "
+                    "opt_level='O4', or 'O1' with loss_scale=1.0, or the sharding's own mixed precision without amp"
                 )
 
 
