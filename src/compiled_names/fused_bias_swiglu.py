@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from apex.ops.glu import check, glu_backward, glu_forward
+from apex.ops._checks import check_gradient
+from apex.ops.glu import GLU, check
 
 
 def forward(input: Tensor, bias: Tensor | None) -> Tensor:
     check(input, bias, "silu")
-    return glu_forward(input, bias, "silu")
+    return GLU.run(input, bias, "silu")[0]
 
 
 def backward(grad_output: Tensor, input: Tensor, bias: Tensor | None) -> Tensor:
     check(input, bias, "silu")
-    return glu_backward(grad_output, input, bias, "silu", bias_grad=False)[0]
+    check_gradient(grad_output, (*input.shape[:-1], input.shape[-1] // 2), input.device)
+    return GLU.run_backward((grad_output,), (input, bias), ("silu",), (True, False))[0]

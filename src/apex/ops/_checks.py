@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,3 +47,11 @@ def check_per_channel(input: Tensor, channels: int, **parameters: Tensor | None)
             raise ValueError(f"{name} is on {parameter.device}, the input on {input.device}")
         if not parameter.is_floating_point():
             raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
+
+
+def check_gradient(gradient: Tensor, shape: Sequence[int], device: torch.device) -> None:
+    """Raises for a gradient that does not have the shape of the output on the output's device."""
+    if tuple(gradient.shape) != tuple(shape) or gradient.device != device:
+        raise ValueError(
+            f"the gradient has shape {list(gradient.shape)} on {gradient.device}, expected {list(shape)} on {device}"
+        )

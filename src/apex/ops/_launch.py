@@ -1,9 +1,9 @@
 """The one launcher of Triton kernels.
 
-`@kernel` above `@triton.jit` makes a `Kernel`; `Kernel.bind` fixes everything about a launch but its tensors. Calling
-the bound launch a second time goes straight to the compiled kernel with addresses in place of tensors: to the C
-function that launches it where Triton's version is known to have one, else to its `run`, which takes less than half
-the host time of Triton's `function[grid](...)`.
+`@kernel` above `@triton.jit` makes a `Kernel`, which is called with a grid and the kernel's arguments. The second call
+with tensors of the same dtypes, the same sizes and constants goes straight to the compiled kernel with addresses in
+place of tensors: to the C function that launches it where Triton's version is known to have one, else to its `run`,
+which takes less than half the host time of Triton's `function[grid](...)`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,48 @@ class Launch:
     tensors: tuple[Tensor | None, ...]
 
 
+# Launches that a kernel keeps. Beyond it a program's inputs hardly ever have the same shape twice.
+MOST_LAUNCHES = 4096
+
+
 class Kernel:
-    """A Triton kernel whose arguments are tensors first, then numbers, then `tl.constexpr` values."""
+    """A Triton kernel whose arguments are tensors first, then integers, then floats, then `tl.constexpr` values."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
         self.name: str = function.fn.__name__
+        self._launches: dict[tuple, BoundLaunch] = {}
         KERNELS[self.name] = self
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        tensors: tuple[Tensor | None, ...],
+        sizes: tuple[int, ...] = (),
+        floats: tuple[float, ...] = (),
+        *,
+        num_warps: int,
+        num_stages: int = 1,
+        **constants: Any,
+    ) -> None:
+        """Launches the kernel on the device of the first tensor; None stands for an absent one.
+
+        `constants` are the kernel's `tl.constexpr` arguments. Triton compiles for their values and for those of the
+        integers in `sizes`, never for those of floats.
+        """
+        device = tensors[0].device  # type: ignore[union-attr]
+        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        key = (grid, sizes, device, num_warps, num_stages, *dtypes, *constants, *constants.values())
+        launch = self._launches.get(key)
+        if launch is None:
+            names = self.function.arg_names
+            values = tuple(constants[name] for name in names[len(names) - len(constants) :])
+            launch = BoundLaunch(self, grid, (*sizes, *floats), values, device, num_warps, num_stages, len(sizes))
+            if _recorder is None:
+                if len(self._launches) >= MOST_LAUNCHES:
+                    self._launches.clear()
+                self._launches[key] = launch
+        launch(*tensors, floats=floats)
 
     def bind(
         self,
@@ -64,8 +99,9 @@ class Kernel:
 class BoundLaunch:
     """Call it with the kernel's tensors, whose dtypes must be the same every time; None stands for an absent one.
 
-    `floats` replaces the bound numbers for one call. They must all be floats: Triton compiles a kernel for the
-    values of its integers, never for those of its floats. `stream` is what `stream_here` says, where the caller knows.
+    `floats` replaces the bound numbers behind the first `sizes` for one call. They must all be floats: Triton compiles
+    a kernel for the values of its integers, never for those of its floats. `stream` is what `stream_here` says, where
+    the caller knows.
     """
 
     def __init__(
@@ -77,6 +113,7 @@ class BoundLaunch:
         device: torch.device,
         num_warps: int,
         num_stages: int,
+        sizes: int = 0,
     ) -> None:
         self.kernel = kernel
         self.grid = grid
@@ -86,6 +123,7 @@ class BoundLaunch:
         self.num_warps = num_warps
         self.num_stages = num_stages
         self._head: tuple[int, ...] = grid + (1,) * (3 - len(grid))
+        self._sizes = numbers[:sizes]
         self._tail = (*numbers, *constants)
         # For tensors that all start at a multiple of 16 bytes: Triton specialises on that.
         self._run: Callable[..., None] | None = None
@@ -97,7 +135,7 @@ class BoundLaunch:
         self, *tensors: Tensor | None, floats: tuple[float, ...] | None = None, stream: int | None = None
     ) -> None:
         run = self._run
-        tail = self._tail if floats is None else (*floats, *self.constants)
+        tail = (*self._sizes, *floats, *self.constants) if floats else self._tail
         if run is None or _recorder is not None:
             self._launch_first(tensors, tail)
             return

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -27,6 +29,8 @@ logger = logging.getLogger("apex.ops")
 library = torch.library.Library("apex", "FRAGMENT")
 
 TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+# What kernels, whose arithmetic is float32, must not be given beside an input that they take.
+TOO_WIDE = (torch.float64, torch.complex64, torch.complex128)
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,20 @@ class OpFamily:
     """A group of ops that share kernels and dispatch.
 
     `self_check(device)` runs the family on `device` against the float64 reference and returns the largest error as a
-    multiple of its tolerance, so that anything above 1 is wrong. `small_inputs` says which inputs PyTorch's operators
-    take even where there are kernels, because they are quicker.
+    multiple of its tolerance, so that anything above 1 is wrong; without one, the family's ops check themselves.
+    `small_inputs` says which inputs PyTorch's operators take even where there are kernels, because they are quicker.
     """
 
     name: str
     summary: str
-    self_check: Callable[[torch.device], float]
+    self_check: Callable[[torch.device], float] = None  # type: ignore[assignment]
     triton_dtypes: frozenset[torch.dtype] = TRITON_DTYPES
     small_inputs: str = ""
+    ops: list[Any] = field(default_factory=list, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.self_check is None:
+            object.__setattr__(self, "self_check", lambda device: max(op.self_check(device) for op in self.ops))
 
 
 FAMILIES: dict[str, OpFamily] = {}
@@ -227,6 +236,18 @@ def register_op(
     torch.library.register_fake(f"apex::{name}", fake, lib=library)
     if backward is not None:
         torch.library.register_autograd(f"apex::{name}", backward, setup_context=setup_context, lib=library)
+
+
+class LazyModule:
+    """A module of kernels that is imported when something of it is first asked for: importing apex needs no Triton."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        module = importlib.import_module(self._name)
+        self.__dict__.update(vars(module))  # from now on found without this method
+        return getattr(module, attribute)
 
 
 def quick_apply(function: type[torch.autograd.Function]) -> Callable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops.glu import launches
+from apex.ops.glu import op
 
 # rows, columns, dtype, bias dtype, activation
 _SHAPES = [
@@ -20,5 +20,5 @@ def record() -> None:
     for rows, columns, dtype, bias_dtype, activation in _SHAPES:
         input = torch.empty(rows, columns, dtype=dtype, device="meta")
         bias = None if bias_dtype is None else torch.empty(columns, dtype=bias_dtype, device="meta")
-        output = launches.triton_forward(input, bias, activation)
-        launches.triton_backward(output, input, bias, activation, True)
+        output = op.launch_forward(input, bias, activation)
+        op.launch_backward(output, input, bias, activation, (True, True))

@@ -1,7 +1,6 @@
 """Gated linear units: SwiGLU, GeGLU and ReGLU, with or without a bias."""
 
-from . import library_ops  # noqa: F401  registers torch.ops.apex.glu_*
-from .op import FAMILY, GluFunction, bias_glu, check, glu_backward, glu_forward
+from .op import FAMILY, GLU, bias_glu, check
 from .reference import ACTIVATIONS
 
-__all__ = ["ACTIVATIONS", "FAMILY", "GluFunction", "bias_glu", "check", "glu_backward", "glu_forward"]
+__all__ = ["ACTIVATIONS", "FAMILY", "GLU", "bias_glu", "check"]

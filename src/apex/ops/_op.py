@@ -1,0 +1,352 @@
+"""One declaration per op: from a schema, a reference, launches and a shape rule to all that PyTorch needs.
+
+    GLU = Op(
+        FAMILY,
+        "glu(Tensor input, Tensor? bias, str activation) -> Tensor",
+        reference=reference.forward,  # any device and dtype, differentiable
+        forward=launch_forward,  # tensors that the kernels take
+        backward=launch_backward,  # gradients in the order of the schema's tensors
+        fake=lambda input, bias, activation: input.new_empty((*input.shape[:-1], input.shape[-1] // 2)),
+        saves=("input", "bias"),
+    )
+    output = GLU(input, bias, "silu")
+
+The declaration makes `torch.ops.apex.glu` and `glu_backward` with fake kernels and autograd, which is what
+`torch.compile` sees, the node of eager autograd, second derivatives through the reference, and the numeric check of
+`apex doctor`. A schema names tensors first; the arguments after them are its settings, which every function gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _library
+from ._tolerance import excess
+
+Results = Tensor | tuple[Tensor | None, ...]
+Gradients = Tensor | None | tuple[Tensor | None, ...]
+
+_CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Op:
+    """An operator with kernels on GPUs and PyTorch's operators elsewhere; call it with the schema's arguments.
+
+    `reference` and `forward` take the schema's arguments and return its results: first `outputs` that the caller gets,
+    then what only the backward pass needs (None where there is nothing). `backward` takes the outputs' gradients, what
+    was saved, the settings, and `wanted`, a bool for each of `gradients`; it returns one gradient for each of these.
+
+    `saves` names arguments and results (named in the schema) to keep for the backward pass; where that depends on the
+    settings, `save(arguments, results)` gives the tensors for these names. `gradients` names the tensors that can
+    have a gradient, all of them by default. Kernels get contiguous tensors but for those named in `strided`.
+    `takes(*arguments)` may send arguments to the reference that kernels could take. `fake` is the shape rule of the
+    results, `backward_fake` that of the gradients, which by default are like what was saved under the same name.
+    `reference_backward` takes the arguments of `backward`; by default autograd differentiates the reference, and it
+    does so for second derivatives. `once` gives the reason why there is no second derivative with these settings.
+    """
+
+    def __init__(
+        self,
+        family: _library.OpFamily,
+        schema: str,
+        *,
+        reference: Callable[..., Results],
+        forward: Callable[..., Results],
+        backward: Callable[..., Gradients],
+        fake: Callable[..., Results],
+        saves: Sequence[str],
+        save: Callable[[tuple, tuple], tuple] | None = None,
+        outputs: int = 1,
+        gradients: Sequence[str] | None = None,
+        strided: Sequence[str] = (),
+        takes: Callable[..., bool] | None = None,
+        reference_backward: Callable[..., Gradients] | None = None,
+        backward_fake: Callable[..., Gradients] | None = None,
+        once: Callable[..., str | None] | None = None,
+        checks: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self.family = family
+        self.name = schema[: schema.index("(")]
+        parsed = torch._C.parse_schema(f"apex::{schema}")
+        is_tensor = ["Tensor" in str(argument.type) for argument in parsed.arguments]
+        self.tensors = is_tensor.count(True)
+        if not all(is_tensor[: self.tensors]):
+            raise ValueError(f"{self.name} must name its tensors first: {schema}")
+        self.arguments = [argument.name for argument in parsed.arguments]
+        self.results = [result.name for result in parsed.returns]
+        self.saves = tuple(saves)
+        self.gradients = tuple(self.arguments[: self.tensors] if gradients is None else gradients)
+        self._outputs = outputs
+        self._reference = reference
+        self._reference_backward = reference_backward
+        self._forward = forward
+        self._backward = backward
+        self._takes = takes
+        self._once = once
+        self._checks = checks
+        self._gradient_places = [self.arguments.index(name) for name in self.gradients]
+        self._loose = [i for i, name in enumerate(self.arguments[: self.tensors]) if name not in strided]
+        self._loose_saved = [i for i, name in enumerate(self.saves) if name not in strided]
+        names = (*self.arguments, *self.results)
+        self._save = save or self._save_by_name
+        self._saved_places = [] if save else [names.index(name) for name in self.saves]
+        self._gradients_lead = self.gradients == tuple(self.arguments[: len(self.gradients)])
+        self._padding = (None,) * (len(self.arguments) - len(self.gradients))
+        self._node = _library.quick_apply(_node_of(self, self.run))
+        self._launching_node = _library.quick_apply(_node_of(self, self._launch))
+        self._register(schema, fake, backward_fake or self._like_saved)
+        family.ops.append(self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The outputs, differentiable; the arguments were checked."""
+        if not self._runs_kernels(arguments, self.tensors) or not (self._takes is None or self._takes(*arguments)):
+            return self._public(_as_tuple(self._reference(*arguments)))
+        if torch.compiler.is_compiling():
+            return self._public(_as_tuple(self._library_op(*arguments)))
+        if not arguments[0].numel():
+            return self._public(_as_tuple(self._reference(*arguments)))
+        if torch.is_grad_enabled():
+            for place in self._gradient_places:
+                if arguments[place] is not None and arguments[place].requires_grad:
+                    return self._launching_node(*arguments)
+        return self._public(self._launch(*arguments))
+
+    def differentiable(self, *arguments: Any) -> Any:
+        """The outputs by this op's own autograd node, which keeps nothing but what `saves` names."""
+        return self._node(*arguments)
+
+    def run(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        """All results, without autograd."""
+        if self._runs_kernels(arguments, self.tensors) and arguments[0].numel():
+            return self._launch(*arguments)
+        with torch.no_grad():
+            return _as_tuple(self._reference(*arguments))
+
+    def _launch(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        return _as_tuple(self._forward(*_contiguous(arguments, self._loose)))
+
+    def run_backward(
+        self,
+        gradients: Sequence[Tensor],
+        saved: Sequence[Tensor | None],
+        settings: Sequence[Any],
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients that are wanted, None for the others, without autograd."""
+        if gradients[0].numel() and self._runs_kernels((*gradients, *saved), len(gradients) + len(saved)):
+            tensors = (*[gradient.contiguous() for gradient in gradients], *_contiguous(saved, self._loose_saved))
+            return _as_tuple(self._backward(*tensors, *settings, wanted))
+        if self._reference_backward is not None:
+            with torch.no_grad():
+                return _as_tuple(self._reference_backward(*gradients, *saved, *settings, wanted))
+        detached = [None if tensor is None else tensor.detach() for tensor in saved]
+        return self._differentiate(gradients, detached, settings, wanted, create_graph=False)
+
+    def self_check(self, device: torch.device) -> float:
+        """Largest error on `device`, forward and backward, as a multiple of its tolerance: above 1 is wrong."""
+        return max(self._error(case, dtype, device) for case in self._checks for dtype in _CHECKED_DTYPES)
+
+    def _runs_kernels(self, tensors: Sequence[Any], count: int) -> bool:
+        if not _library.runs_triton(self.family, tensors[0]):
+            return False
+        for tensor in tensors[1:count]:  # noqa: SIM110  half the time of a generator
+            if tensor is not None and tensor.dtype in _library.TOO_WIDE:
+                return False
+        return True
+
+    def _public(self, results: tuple) -> Any:
+        return results[0] if self._outputs == 1 else results[: self._outputs]
+
+    def _save_by_name(self, arguments: tuple, results: tuple) -> tuple:
+        values = (*arguments, *results)
+        return tuple([values[place] for place in self._saved_places])
+
+    def _in_schema_order(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """One gradient for each argument of the schema."""
+        if self._gradients_lead:
+            return (*gradients, *self._padding)
+        by_name = dict(zip(self.gradients, gradients, strict=True))
+        return tuple(by_name.get(name) for name in self.arguments)
+
+    def _differentiate(
+        self,
+        gradients: Sequence[Tensor],
+        saved: Sequence[Tensor | None],
+        settings: Sequence[Any],
+        wanted: Sequence[bool],
+        create_graph: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients by autograd through the reference."""
+        by_name = dict(zip(self.saves, saved, strict=True))
+        with torch.enable_grad(), torch._C._PreserveDispatchKeyGuard():
+            # Inside an operator's implementation autograd is left out.
+            torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
+            if not create_graph:
+                for name, needed in zip(self.gradients, wanted, strict=True):
+                    if needed:
+                        by_name[name].requires_grad_()  # type: ignore[union-attr]
+            tensors = [by_name[name] for name in self.arguments[: self.tensors]]
+            outputs = _as_tuple(self._reference(*tensors, *settings))[: self._outputs]
+            inputs = [by_name[name] for name, needed in zip(self.gradients, wanted, strict=True) if needed]
+            found = torch.autograd.grad(outputs, inputs, gradients, create_graph=create_graph, materialize_grads=True)
+        remaining = iter(found)
+        return tuple(next(remaining) if needed else None for needed in wanted)
+
+    def second_derivative(
+        self,
+        gradients: Sequence[Tensor],
+        saved: Sequence[Tensor | None],
+        settings: Sequence[Any],
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients so that they can be differentiated again (create_graph=True), or the reason why not."""
+        reason = None if self._once is None else self._once(*settings)
+        if reason is not None:
+            raise RuntimeError(reason)
+        if set(self.arguments[: self.tensors]) <= set(self.saves):
+            return self._differentiate(gradients, saved, settings, wanted, create_graph=True)
+        if self._reference_backward is not None:
+            return _as_tuple(self._reference_backward(*gradients, *saved, *settings, wanted))
+        raise RuntimeError(f"{self.name} has a first derivative only, so create_graph=True cannot be used")
+
+    def _like_saved(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        """The shape rule of gradients that are like what was saved under the same name."""
+        *tensors, wanted = arguments
+        by_name = dict(zip(self.saves, tensors[self._outputs :], strict=False))
+        return tuple(
+            by_name[name].new_empty(by_name[name].shape) if needed else None
+            for name, needed in zip(self.gradients, wanted, strict=True)
+        )
+
+    def _register(self, schema: str, fake: Callable, backward_fake: Callable) -> None:
+        """Defines `torch.ops.apex.<name>` and `<name>_backward`, of which an empty tensor stands for None."""
+        settings = schema[schema.index("(") + 1 : schema.index(")")].split(", ")[self.tensors :]
+        count = self._outputs
+        places = ["grad_output"] if count == 1 else [f"grad_output{number}" for number in range(count)]
+        tensors = [f"Tensor {place}" for place in places] + [f"Tensor? {name}" for name in self.saves]
+        returns = ", ".join(["Tensor"] * len(self.gradients))
+        backward_schema = f"{self.name}_backward({', '.join([*tensors, *settings, 'bool[] wanted'])}) -> ({returns})"
+        inner = count + len(self.saves)
+
+        def implementation(*arguments):  # type: ignore[no-untyped-def]
+            return _real(self.run(*arguments), arguments[0])
+
+        def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+            results = _as_tuple(output)
+            ctx.save_for_backward(*self._save(inputs, results))
+            ctx.settings = inputs[self.tensors :]
+            ctx.mark_non_differentiable(*results[count:])
+
+        def op_backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+            wanted = [ctx.needs_input_grad[place] for place in self._gradient_places]
+            found = _as_tuple(self._library_backward(*gradients[:count], *ctx.saved_tensors, *ctx.settings, wanted))
+            return self._in_schema_order([g if needed else None for g, needed in zip(found, wanted, strict=True)])
+
+        def backward_implementation(*arguments):  # type: ignore[no-untyped-def]
+            found = self.run_backward(arguments[:count], arguments[count:inner], arguments[inner:-1], arguments[-1])
+            return _real(found, arguments[0])
+
+        def refuse(ctx, *gradients):  # type: ignore[no-untyped-def]
+            raise RuntimeError(f"torch.ops.apex.{self.name} has a first derivative only, so it cannot be used twice")
+
+        _library.register_op(
+            schema,
+            implementation,
+            lambda *arguments: _real(_as_tuple(fake(*arguments)), arguments[0]),
+            backward=op_backward,
+            setup_context=setup_context,
+        )
+        _library.register_op(
+            backward_schema,
+            backward_implementation,
+            lambda *arguments: _real(_as_tuple(backward_fake(*arguments)), arguments[0]),
+            backward=refuse,
+            setup_context=lambda ctx, inputs, output: None,
+        )
+        self._library_op = getattr(torch.ops.apex, self.name).default
+        self._library_backward = getattr(torch.ops.apex, f"{self.name}_backward").default
+
+    def _error(self, case: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> float:
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        tensors = [_sample(case[name], dtype, generator) for name in self.arguments[: self.tensors]]
+        here = [None if tensor is None else tensor.to(device) for tensor in tensors]
+        exact = [_widened(tensor) for tensor in tensors]
+        settings = [case[name] for name in self.arguments[self.tensors :]]
+        in_dtype, in_double = ([s(kind) if callable(s) else s for s in settings] for kind in (dtype, torch.float64))
+        results = self.run(*here, *in_dtype)
+        for name in self.gradients:
+            tensor = exact[self.arguments.index(name)]
+            if tensor is not None:
+                tensor.requires_grad_()
+        expected = _as_tuple(self._reference(*exact, *in_double))[: self._outputs]
+        given = [_sample(tuple(output.shape), dtype, generator) for output in expected]
+        wanted = [exact[place] is not None for place in self._gradient_places]
+        inputs = [exact[place] for place in self._gradient_places if exact[place] is not None]
+        exact_gradients = torch.autograd.grad(expected, inputs, [g.double() for g in given], materialize_grads=True)
+        saved = self._save((*here, *in_dtype), results)
+        found = self.run_backward([g.to(device) for g in given], saved, in_dtype, wanted)
+        pairs = [*zip(results, expected, strict=False)]
+        pairs += zip([gradient for gradient in found if gradient is not None], exact_gradients, strict=True)
+        largest = max(tensor.numel() for tensor in tensors if tensor is not None)
+        return max(
+            excess(actual.cpu(), wide.detach(), reduction=max(1, largest // max(1, wide.numel())))
+            for actual, wide in pairs
+        )
+
+
+def _node_of(op: Op, run: Callable[..., tuple]) -> type[torch.autograd.Function]:
+    """The node of eager autograd, whose results are those of `run`."""
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):  # type: ignore[no-untyped-def, override]
+            results = run(*arguments)
+            ctx.save_for_backward(*op._save(arguments, results))
+            ctx.settings = arguments[op.tensors :]
+            return op._public(results)
+
+        @staticmethod
+        def backward(ctx, *gradients):  # type: ignore[no-untyped-def, override]
+            needed = ctx.needs_input_grad
+            wanted = [needed[place] for place in op._gradient_places]
+            # Under create_graph=True the gradients themselves must be differentiable.
+            compute = op.second_derivative if torch.is_grad_enabled() else op.run_backward
+            return op._in_schema_order(compute(gradients, ctx.saved_tensors, ctx.settings, wanted))
+
+    Node.__name__ = Node.__qualname__ = f"{op.name}_node"
+    return Node
+
+
+def _as_tuple(results: Any) -> tuple:
+    return results if type(results) is tuple else tuple(results) if type(results) is list else (results,)
+
+
+def _contiguous(arguments: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """The arguments, of which those at `places` are contiguous tensors or None."""
+    fit = list(arguments)
+    for place in places:
+        if fit[place] is not None and not fit[place].is_contiguous():
+            fit[place] = fit[place].contiguous()
+    return fit
+
+
+def _real(results: tuple[Tensor | None, ...], like: Tensor) -> Any:
+    """What an operator may return: contiguous tensors, an empty one in place of None."""
+    real = [like.new_empty(0) if result is None else result.contiguous() for result in results]
+    return real[0] if len(real) == 1 else tuple(real)
+
+
+def _sample(value: Any, dtype: torch.dtype, generator: torch.Generator) -> Tensor | None:
+    """A tensor for a check: random normal numbers of a shape, or what a function of the generator gives."""
+    if value is None:
+        return None
+    tensor = value(generator) if callable(value) else torch.randn(value, generator=generator, dtype=torch.float32)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _widened(tensor: Tensor | None) -> Tensor | None:
+    return tensor.double() if tensor is not None and tensor.is_floating_point() else tensor
