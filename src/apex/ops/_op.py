@@ -344,7 +344,11 @@ def _sample(value: Any, dtype: torch.dtype, generator: torch.Generator) -> Tenso
     """A tensor for a check: random normal numbers of a shape, or what a function of the generator gives."""
     if value is None:
         return None
-    tensor = value(generator) if callable(value) else torch.randn(value, generator=generator, dtype=torch.float32)
+    tensor = (
+        value(generator)
+        if callable(value)
+        else torch.randn(value, generator=generator, dtype=torch.float32, device="cpu")
+    )
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
