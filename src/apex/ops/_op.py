@@ -146,6 +146,28 @@ class Op:
         detached = [None if tensor is None else tensor.detach() for tensor in saved]
         return self._differentiate(gradients, detached, settings, wanted, create_graph=False)
 
+    def save(self, ctx: Any, arguments: tuple, results: tuple) -> Any:
+        """Keeps what the backward pass needs; returns the outputs."""
+        ctx.save_for_backward(*self._save(arguments, results))
+        ctx.settings = arguments[self.tensors :]
+        return self._public(results)
+
+    def forward_and_save(self, ctx: Any, *arguments: Any) -> Any:
+        """The forward of an autograd Function with a name of its own, whose first arguments are this op's tensors."""
+        compiling = torch.compiler.is_compiling()
+        return self.save(ctx, arguments, _as_tuple((self._library_op if compiling else self.run)(*arguments)))
+
+    def backward_from_saved(self, ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """The backward of such a Function: one gradient for each of `gradients`, None where it is not wanted."""
+        needed = ctx.needs_input_grad
+        wanted = [needed[place] for place in self._gradient_places]
+        if torch.compiler.is_compiling():
+            found = _as_tuple(self._library_backward(*gradients, *ctx.saved_tensors, *ctx.settings, wanted))
+            return tuple(gradient if asked else None for gradient, asked in zip(found, wanted, strict=True))
+        # Under create_graph=True the gradients themselves must be differentiable.
+        compute = self.second_derivative if torch.is_grad_enabled() else self.run_backward
+        return compute(gradients, ctx.saved_tensors, ctx.settings, wanted)
+
     def self_check(self, device: torch.device) -> float:
         """Largest error on `device`, forward and backward, as a multiple of its tolerance: above 1 is wrong."""
         return max(self._error(case, dtype, device) for case in self._checks for dtype in _CHECKED_DTYPES)
@@ -247,8 +269,9 @@ class Op:
             return self._in_schema_order([g if needed else None for g, needed in zip(found, wanted, strict=True)])
 
         def backward_implementation(*arguments):  # type: ignore[no-untyped-def]
-            found = self.run_backward(arguments[:count], arguments[count:inner], arguments[inner:-1], arguments[-1])
-            return _real(found, arguments[0])
+            wanted = arguments[-1]
+            found = self.run_backward(arguments[:count], arguments[count:inner], arguments[inner:-1], wanted)
+            return _real([g if needed else None for g, needed in zip(found, wanted, strict=True)], arguments[0])
 
         def refuse(ctx, *gradients):  # type: ignore[no-untyped-def]
             raise RuntimeError(f"torch.ops.apex.{self.name} has a first derivative only, so it cannot be used twice")
@@ -304,18 +327,11 @@ def _node_of(op: Op, run: Callable[..., tuple]) -> type[torch.autograd.Function]
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):  # type: ignore[no-untyped-def, override]
-            results = run(*arguments)
-            ctx.save_for_backward(*op._save(arguments, results))
-            ctx.settings = arguments[op.tensors :]
-            return op._public(results)
+            return op.save(ctx, arguments, run(*arguments))
 
         @staticmethod
         def backward(ctx, *gradients):  # type: ignore[no-untyped-def, override]
-            needed = ctx.needs_input_grad
-            wanted = [needed[place] for place in op._gradient_places]
-            # Under create_graph=True the gradients themselves must be differentiable.
-            compute = op.second_derivative if torch.is_grad_enabled() else op.run_backward
-            return op._in_schema_order(compute(gradients, ctx.saved_tensors, ctx.settings, wanted))
+            return op._in_schema_order(op.backward_from_saved(ctx, *gradients))
 
     Node.__name__ = Node.__qualname__ = f"{op.name}_node"
     return Node
@@ -334,7 +350,7 @@ def _contiguous(arguments: Sequence[Any], places: Sequence[int]) -> list[Any]:
     return fit
 
 
-def _real(results: tuple[Tensor | None, ...], like: Tensor) -> Any:
+def _real(results: Sequence[Tensor | None], like: Tensor) -> Any:
     """What an operator may return: contiguous tensors, an empty one in place of None."""
     real = [like.new_empty(0) if result is None else result.contiguous() for result in results]
     return real[0] if len(real) == 1 else tuple(real)
