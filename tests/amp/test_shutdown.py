@@ -1,5 +1,6 @@
 """`amp.shutdown` gives back a process as if amp had never been, and a model that has learned."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -91,6 +92,70 @@ def test_autocast_of_the_users_own_is_restored() -> None:
         amp.shutdown()
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
         assert torch.is_autocast_cache_enabled()
+
+
+def product() -> torch.dtype:
+    """What a thread's autocast makes of a product."""
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+def in_thread(function: Any) -> Any:
+    """What a function returns in a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_autocast_blocks_that_end_before_amp_does() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        quiet(small_model(), opt_level="O1")
+    assert product() == torch.float32
+    amp.shutdown()
+    assert product() == torch.float32
+    assert torch.is_autocast_cache_enabled()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        quiet(small_model(), opt_level="O1")
+    quiet(small_model(), opt_level="O1")
+    assert product() == torch.float16
+    amp.shutdown()
+    assert product() == torch.float32
+
+
+def test_an_autocast_block_around_shutdown() -> None:
+    """The block is the user's while it lasts; its end puts amp's casts back, and the next call of amp ends them."""
+    quiet(small_model(), opt_level="O1")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        amp.shutdown()
+        assert product() == torch.bfloat16
+    amp.shutdown()
+    assert product() == torch.float32
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_shutdown_in_another_thread() -> None:
+    model = small_model()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        quiet(model, opt_level="O1")
+
+        def shut_down() -> tuple:
+            amp.shutdown()
+            return product(), torch.is_autocast_cache_enabled()
+
+        assert in_thread(shut_down) == (torch.float32, True)
+        assert model(torch.ones(2, 6)).dtype == product() == torch.float16  # this thread's own autocast
+        amp.shutdown()
+        assert product() == torch.bfloat16
+    assert product() == torch.float32
+
+
+def test_threads_that_initialize_one_after_the_other() -> None:
+    def start() -> torch.dtype:
+        quiet(small_model(), opt_level="O4")
+        return product()
+
+    quiet(small_model(), opt_level="O1")
+    assert in_thread(start) == torch.bfloat16
+    quiet(small_model(), opt_level="O2")
+    assert product() == torch.float32
 
 
 def test_double_precision_models_come_back_in_double() -> None:

@@ -20,7 +20,11 @@ from .handle import _reports, disable_casts, scale_loss
 
 
 def shutdown() -> None:
-    """Ends amp: casts are off, models and optimizers are as if `initialize` had never been called."""
+    """Ends amp: casts are off, models and optimizers are as if `initialize` had never been called.
+
+    Any thread may call it. PyTorch lets no thread change another's autocast: where `initialize` was called with O1 or
+    O4, operators outside of models are cast until that thread calls `shutdown` itself.
+    """
     release_all()
     _casting.switch_off()
     _amp_state.reset()

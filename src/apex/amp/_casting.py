@@ -12,12 +12,13 @@ thread (of nn.DataParallel) knows that nobody did, and switches it on.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from ..ops.autocast import RuleKernels, casts, device_types, restored_by, set_casts
+from ..ops.autocast import RuleKernels, casts, device_types, modes_here, restored_by, set_casts
 
 __all__ = ["active", "casts", "leave_thread", "run_cast", "suspended", "switch_off", "switch_on"]
 
@@ -31,11 +32,17 @@ class _Casting:
         self.device_types: tuple[str, ...] = ()
         self.suspended = 0
         self.kernels: RuleKernels | None = None
-        # Gives the thread of `switch_on` its autocast back.
-        self.restore: Callable[[], None] | None = None
+
+
+class _OfThread(threading.local):
+    """What `switch_on` made of this thread's autocast, and what gives it back; None where it did nothing."""
+
+    modes: Any = None
+    restore: Callable[[], None] | None = None
 
 
 _state = _Casting()
+_thread = _OfThread()
 
 
 def active() -> bool:
@@ -45,21 +52,26 @@ def active() -> bool:
 
 def switch_on(dtype: torch.dtype, *, allow_banned: bool = False) -> None:
     """Casts operators on this thread, and inside models on every thread, from now on."""
-    if _state.restore is None:
-        _state.restore = restored_by()
+    if modes_here() != _thread.modes:
+        _thread.restore = restored_by()
     if _state.kernels is None:
         _state.kernels = RuleKernels(allow_banned)
     _state.kernels.allow_banned = allow_banned
     _state.on = True
     _state.device_types = device_types()
     set_casts(True, dtype, cache=False)
+    _thread.modes = modes_here()
 
 
 def leave_thread() -> None:
-    """Casts operators inside of models only."""
-    if _state.restore is not None:
-        _state.restore()
-        _state.restore = None
+    """Casts operators inside of models only.
+
+    Where the thread's autocast is not what `switch_on` made of it, somebody else has set it since, and it is left as it
+    is: the end of an autocast block in which `switch_on` was called, or the beginning of one that came later.
+    """
+    if _thread.restore is not None and modes_here() == _thread.modes:
+        _thread.restore()
+        _thread.modes = _thread.restore = None
 
 
 def switch_off() -> None:

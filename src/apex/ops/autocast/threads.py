@@ -33,10 +33,18 @@ def _exists(device_type: str) -> bool:
     return module is not None and bool(module.is_available())
 
 
+Modes = tuple[tuple[tuple[str, bool, torch.dtype], ...], bool]
+
+
+def modes_here() -> Modes:
+    """Autocast on this thread: (device type, on or off, dtype) of each, and whether copies of weights are kept."""
+    modes = tuple((name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in device_types())
+    return modes, torch.is_autocast_cache_enabled()
+
+
 def restored_by() -> Callable[[], None]:
     """A function that sets autocast on the thread that calls it as it is here and now."""
-    modes = [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in device_types()]
-    cache = torch.is_autocast_cache_enabled()
+    modes, cache = modes_here()
 
     def restore() -> None:
         for name, enabled, dtype in modes:
