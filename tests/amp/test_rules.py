@@ -4,6 +4,7 @@ The GPU's rules are held without one: with fake tensors, operators go through th
 """
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from apex import amp
 from apex.ops.autocast import RuleKernels
 from tests.amp.common import quiet
 
-HALF, FLOAT, WIDEST, LOGICAL, BANNED = "half", "float", "widest", "logical", "banned"
+HALF, FLOAT, WIDEST, LOGICAL, BANNED, REFUSED = "half", "float", "widest", "logical", "banned", "refused"
 
 
 class Make(NamedTuple):
@@ -140,6 +141,21 @@ CALLS: dict[str, tuple[str, Call]] = {
     "Tensor.__itruediv__": (HALF, lambda m: m.h(2).div_(m.f(2))),
     "binary_cross_entropy": (BANNED, lambda m: F.binary_cross_entropy(m.h(2), m.f(2))),
     "BCELoss": (BANNED, lambda m: nn.BCELoss()(m.h(2), m.h(2))),
+    # In place, where the result is float32.
+    **{
+        f"Tensor.{name}": (REFUSED, lambda m, name=name: getattr(m.h(2, 2), name)())
+        for name in ("acos_", "arccos_", "asin_", "cosh_", "erfinv_", "exp_", "expm1_", "log_", "log10_", "log1p_",
+                     "log2_", "reciprocal_", "rsqrt_", "sinh_", "tan_")
+    },
+    "torch.exp_": (REFUSED, lambda m: torch.exp_(m.h(2))),
+    "Tensor.pow_": (REFUSED, lambda m: m.h(2).pow_(2)),
+    "Tensor.pow_ of tensors": (REFUSED, lambda m: m.f(2).pow_(m.h(2))),
+    "Tensor.__ipow__": (REFUSED, lambda m: operator.ipow(m.h(2), 2)),
+    "Tensor.cumprod_": (REFUSED, lambda m: m.h(2, 2).cumprod_(0)),
+    "Tensor.cumsum_": (REFUSED, lambda m: m.h(2, 2).cumsum_(0)),
+    "Tensor.renorm_": (REFUSED, lambda m: m.h(2, 2).renorm_(2, 0, 1.0)),
+    "Tensor.exp_ in float32": (FLOAT, lambda m: m.f(2).exp_()),
+    "Tensor.__ipow__ in float32": (FLOAT, lambda m: operator.ipow(m.f(2), 2)),
 }  # fmt: skip
 RECURRENT: dict[str, Call] = {
     "LSTM": lambda m: nn.LSTM(2, 3)(m.f(4, 1, 2))[0],
@@ -158,7 +174,11 @@ def packed(sequence: Tensor) -> nn.utils.rnn.PackedSequence:
 
 def check(rule: str, call: Call, make: Make) -> None:
     if rule == BANNED:
-        with pytest.raises(RuntimeError, match="BCEWithLogitsLoss"):
+        with pytest.raises(NotImplementedError, match="BCEWithLogitsLoss"):
+            call(make)
+        return
+    if rule == REFUSED:
+        with pytest.raises(NotImplementedError, match=rf"_ was called in place with a {make.low} argument"):
             call(make)
         return
     expected = {HALF: make.low, FLOAT: torch.float32, WIDEST: torch.float32, LOGICAL: torch.bool}[rule]
@@ -261,6 +281,21 @@ def test_the_advice_for_banned_functions_works() -> None:
     loss = F.binary_cross_entropy(torch.sigmoid(model(torch.randn(3, 2))), torch.ones(3, 1))
     loss.backward()
     assert model.weight.grad is not None
+
+
+def test_in_place_where_casts_are_off() -> None:
+    """In a backward pass, an optimizer's step, or disable_casts; and for types that amp does not cast."""
+    quiet(nn.Linear(1, 1), opt_level="O1")
+    half = torch.zeros(2).half()
+    with amp.disable_casts():
+        assert torch.equal(half.exp_(), torch.ones(2).half())
+    for dtype in (torch.float32, torch.float64):
+        plain = torch.zeros(2, dtype=dtype)
+        assert plain.exp_() is plain
+        assert torch.equal(plain, torch.ones(2, dtype=dtype))
+    x = torch.zeros(2, requires_grad=True)
+    (x * 1.0).exp_().sum().backward()
+    assert torch.equal(x.grad, torch.ones(2))
 
 
 def test_gradients_flow_through_the_kernels() -> None:

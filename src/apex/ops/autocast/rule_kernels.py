@@ -37,6 +37,8 @@ class RuleKernels:
             for place in (_CPU, _GPU):
                 for name in rules.FLOAT_EVERYWHERE:
                     self._put(name, place, _in_float)
+                for name in rules.REFUSED_IN_PLACE:
+                    self._put(name, place, _not_in_place)
                 self._put(rules.BANNED, place, self._banned)
 
     def release(self) -> None:
@@ -55,9 +57,9 @@ class RuleKernels:
         run = _in_float(operator, device_type)
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            low = [value.dtype for value in args if isinstance(value, Tensor) and value.dtype in _LOW]
+            low = _low_types(args)
             if low and not self.allow_banned:
-                raise RuntimeError(rules.BAN_MESSAGE.format(dtype=low[0]))
+                raise NotImplementedError(rules.BAN_MESSAGE.format(dtype=low[0]))
             return run(*args, **kwargs)
 
         return kernel
@@ -78,6 +80,27 @@ def _in_float(operator: Any, _: str) -> Callable[..., Any]:
             return operator(*args, **kwargs)
 
     return kernel
+
+
+def _not_in_place(operator: Any, _: str) -> Callable[..., Any]:
+    """Refuses half precision, and runs what else there is as it is."""
+    name = operator._schema.name.removeprefix("aten::")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        low = _low_types(args)
+        if low:
+            raise NotImplementedError(
+                rules.IN_PLACE_MESSAGE.format(name=name, dtype=low[0], plain=name.removesuffix("_"))
+            )
+        with _without_autocast():
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _low_types(args: Any) -> list[torch.dtype]:
+    """The types of tensors that are in half precision."""
+    return [value.dtype for value in args if isinstance(value, Tensor) and value.dtype in _LOW]
 
 
 def _raised(value: Any) -> Any:

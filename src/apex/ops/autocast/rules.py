@@ -38,6 +38,18 @@ HALF_ON_CPU = _names(
 # The widest type that comes in.
 WIDEST_ON_CPU = _names("bilinear cross dot vdot tensordot index_put scatter_add")
 
+# On the float32 list, but in place: a half-precision tensor has no room for the result.
+REFUSED_IN_PLACE = _names(
+    "acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log1p_ log2_ reciprocal_ rsqrt_ sinh_ tan_ "
+    "pow_.Scalar pow_.Tensor cumprod_ cumsum_ renorm_"
+)
+
+IN_PLACE_MESSAGE = (
+    "{name} was called in place with a {dtype} argument under amp, which runs this function in float32, and a tensor "
+    "cannot change its type. Call {plain} and use the tensor that it returns, or call .float() before, or put the code "
+    "under amp.disable_casts()"
+)
+
 BANNED = "binary_cross_entropy"
 
 BAN_MESSAGE = (
