@@ -325,6 +325,7 @@ def test_lbfgs() -> None:
         calls.append(1)
         optimizer.zero_grad()
         loss = loss_of(model, 0)
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16  # cast as it is outside of a step
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
         return loss

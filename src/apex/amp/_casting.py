@@ -1,8 +1,8 @@
 """O1 and O4: PyTorch's autocast, switched on for the thread instead of for a block of code.
 
 `initialize` switches it on, so that a loss that is computed outside the model is cast like the model's own operators.
-The copies of weights that autocast keeps live only inside a model's forward pass: outside, weights change. During
-backward passes and optimizer steps it is off.
+The copies of weights that autocast keeps live only inside a model's forward pass: outside, weights change. Up to
+PyTorch 2.10 there are none. During backward passes and optimizer steps autocast is off.
 
 Outside of models, the thread where amp is on is known by autocast's cache being off, which it is nowhere else. So a
 model that is called there with autocast switched off knows that the user did it, and a model that is called by another
@@ -20,7 +20,11 @@ import torch
 
 from ..ops.autocast import RuleKernels, casts, device_types, modes_here, restored_by, set_casts
 
-__all__ = ["active", "casts", "leave_thread", "run_cast", "suspended", "switch_off", "switch_on"]
+__all__ = ["active", "cast_as_here", "casts", "leave_thread", "run_cast", "suspended", "switch_off", "switch_on"]
+
+
+# Up to PyTorch 2.10 autocast also keeps copies made under no_grad, and weights used again would get no gradient.
+_KEEPS_COPIES = torch.__version__ >= "2.11"
 
 
 class _Casting:
@@ -94,6 +98,21 @@ def suspended() -> Iterator[None]:
         _state.suspended -= 1
 
 
+def cast_as_here(function: Callable[[], Any]) -> Callable[[], Any]:
+    """`function`, run under autocast as it is set here and now, wherever it is called."""
+    set_as_here = restored_by()
+
+    def run() -> Any:
+        restore = restored_by()
+        set_as_here()
+        try:
+            return function()
+        finally:
+            restore()
+
+    return run
+
+
 def run_cast(forward: Callable[..., Any], dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
     """A model's forward pass under autocast, in whichever thread it runs, with copies of weights kept until its end."""
     if not _state.on or _state.suspended:
@@ -101,7 +120,7 @@ def run_cast(forward: Callable[..., Any], dtype: torch.dtype, args: Any, kwargs:
     nobody_switched_off = torch.is_autocast_cache_enabled()
     names = [name for name in _state.device_types if nobody_switched_off or torch.is_autocast_enabled(name)]
     # Copies made without grad mode would carry no gradient; keep none.
-    return _under(names, forward, dtype, torch.is_grad_enabled(), args, kwargs)
+    return _under(names, forward, dtype, _KEEPS_COPIES and torch.is_grad_enabled(), args, kwargs)
 
 
 def _under(names: list[str], forward: Callable[..., Any], dtype: Any, cache: bool, args: Any, kwargs: Any) -> Any:

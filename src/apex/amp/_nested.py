@@ -19,7 +19,7 @@ def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
         return _rebuilt_mapping(value, {applier(key, fn): applier(item, fn) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(applier(item, fn) for item in value))
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, (list, tuple, set, frozenset)):  # PyTorch up to 2.9 cannot compile a union here
         return type(value)(applier(item, fn) for item in value)
     if hasattr(value, "to"):  # batches with a method of their own
         return fn(value)

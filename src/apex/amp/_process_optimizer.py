@@ -174,8 +174,9 @@ def _stepper(step: Callable[..., Any]) -> Callable[..., Any]:
                     "amp does not support closures that are called several times in a step (LBFGS) together with "
                     "master weights or a dynamic loss scale; use O0, O4, or O1 with loss_scale=1.0"
                 )
+            cast_closure = _casting.cast_as_here(closure)
             with _casting.casts(False):
-                return step(closure, *args, **kwargs)
+                return step(cast_closure, *args, **kwargs)
         loss = None
         if closure is not None:
             with torch.enable_grad():
