@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from apex.parallel import _flat
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """The elements of all tensors, one after the other, as a new vector; of a single one, a view if it can be."""
-    return _flatten_dense_tensors(_checked(tensors))
+    return _flat.flatten(_checked(tensors))
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -18,7 +19,7 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     wanted = sum(tensor.numel() for tensor in _checked(tensors))
     if flat.dim() != 1 or flat.numel() != wanted:
         raise ValueError(f"flat has shape {tuple(flat.shape)}; tensors make a vector of {wanted} elements")
-    return list(_unflatten_dense_tensors(flat, tensors))
+    return _flat.unflatten(flat, tensors)
 
 
 def _checked(tensors: Sequence[Tensor]) -> list[Tensor]:

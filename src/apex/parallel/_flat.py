@@ -23,9 +23,11 @@ def flatten(bucket: Sequence[Tensor]) -> Tensor:
     return _flatten_dense_tensors(bucket)
 
 
-def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> Sequence[Tensor]:
+def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
     """`coalesced` in pieces of the shapes of `bucket`, which share its memory."""
-    return _unflatten_dense_tensors(coalesced, bucket)
+    pieces = _unflatten_dense_tensors(coalesced, bucket)
+    # Up to PyTorch 2.9 those without elements have the shape (0,).
+    return [piece if piece.numel() else piece.view_as(tensor) for piece, tensor in zip(pieces, bucket, strict=True)]
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from apex.ops import implementation
-from apex.ops._launch import BoundLaunch
 from apex.ops.multi_tensor import clip, clipped_before, make_lists, rules, scale
 from apex.ops.multi_tensor.projection import project, thresholds
 from apex.ops.multi_tensor.rows import TritonRowLists, make_row_lists
@@ -162,6 +161,8 @@ def test_a_tensor_between_others_that_has_moved(route: Route) -> None:
 @pytest.mark.parametrize("route", [parameter for parameter in routes() if parameter.id == "interpreter"])
 def test_kernels_get_floats(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton compiles a kernel for the values of integers: one for a limit of 1 would serve all others."""
+    from apex.ops._launch import BoundLaunch  # which needs triton
+
     given: list[float] = []
     launch = BoundLaunch.__call__
 
