@@ -136,7 +136,7 @@ def multi_tensor_sgd(
         return
     hyper |= {"momentum": momentum, "dampening": dampening, "first": bool(first_run)}
     named = in_slots(tensor_lists, 1, 0, 2, None, None, copy)
-    flags = (bool(nesterov), bool(wd_after_momentum))
+    flags = rules.sgd_flags(nesterov, wd_after_momentum, tensor_lists[2])
     update(rules.SGD, named, hyper, flags, noop=expect_flag(noop_flag), grad_scale=scale)
 
 

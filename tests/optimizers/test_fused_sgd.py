@@ -37,6 +37,41 @@ def test_matches_torch(flags: dict[str, Any], route: Route) -> None:
     helpers.check_training(ours(**flags), theirs(**flags), route)
 
 
+@pytest.mark.parametrize("route", routes())
+def test_float16_parameters_reach_zero_where_torchs_do(route: Route) -> None:
+    """Upstream has torch's numbers to the bit where learning rate and momentum are powers of two."""
+    interpreted = route == Route("cpu", "triton")  # where many elements take long
+    start = torch.rand(20011 if interpreted else 278011, device=route.device).half()
+    param, wanted = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    optimizer, reference = FusedSGD([param], 0.25, momentum=0.125), torch.optim.SGD([wanted], 0.25, momentum=0.125)
+    zeros = 0
+    with implementation(route.implementation):
+        for _ in range(7):
+            wanted.grad = param.grad = torch.rand_like(start)
+            optimizer.step()
+            reference.step()
+            zeros += int((wanted == 0).sum())
+            assert_equal_bits([param], [wanted])
+    assert zeros
+    assert_equal_bits([optimizer.state[param]["momentum_buffer"]], [reference.state[wanted]["momentum_buffer"]])
+
+
+@pytest.mark.parametrize("route", routes())
+def test_momentum_is_float32_but_for_float16_parameters_without_masters(route: Route) -> None:
+    for dtype, masters, expected in (
+        (torch.float16, False, torch.float16),
+        (torch.float16, True, torch.float32),
+        (torch.bfloat16, False, torch.float32),
+        (torch.float32, False, torch.float32),
+    ):
+        param = torch.nn.Parameter(torch.ones(5, dtype=dtype, device=route.device))
+        param.grad = torch.ones_like(param)
+        optimizer = FusedSGD([param], 0.1, momentum=0.9, master_weights=masters)
+        with implementation(route.implementation):
+            optimizer.step()
+        assert optimizer.state[param]["momentum_buffer"].dtype == expected
+
+
 class DecayAfterMomentum(Reference):
     def update(self, p, g, state, group) -> None:
         if group["momentum"]:

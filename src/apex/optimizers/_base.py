@@ -351,6 +351,11 @@ def state_dtype(param: Tensor) -> torch.dtype:
     return torch.float32 if param.dtype in LOW_PRECISION else param.dtype
 
 
+def momentum_dtype(param: Tensor) -> torch.dtype:
+    """float32 for bfloat16 parameters, else the parameter's own: what SGD's momentum is stored in."""
+    return torch.float16 if param.dtype == torch.float16 else state_dtype(param)
+
+
 def check_hyperparameters(**values: float | Tensor) -> None:
     """Raises for a negative one."""
     for name, value in values.items():

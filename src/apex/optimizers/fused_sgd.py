@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
 from ..ops.multi_tensor import rules
-from ._base import Skip, compiled_function
+from ._base import Skip, compiled_function, momentum_dtype
 from ._buckets import Bucket
-from ._momentum import MomentumOptimizer
+from ._momentum import BUFFER, MomentumOptimizer
 
 
 class FusedSGD(MomentumOptimizer):
     """SGD with momentum, dampening, Nesterov's momentum and weight decay.
 
-    The same numbers as `torch.optim.SGD`, whose state dicts it loads and which loads its own. With `wd_after_momentum`
-    the decay is added to the update instead of the gradient, so that the momentum does not see it. See
-    `MomentumOptimizer` for what `apex.amp` does with it, and `FusedOptimizer` for the options by keyword.
+    The same numbers as `torch.optim.SGD`, whose state dicts it loads and which loads its own; as there, the momentum of
+    float16 parameters without masters is float16. With `wd_after_momentum` the decay is added to the update instead of
+    the gradient, so that the momentum does not see it. See `MomentumOptimizer` for what `apex.amp` does with it, and
+    `FusedOptimizer` for the options by keyword.
     """
 
     def __init__(
@@ -61,6 +63,11 @@ class FusedSGD(MomentumOptimizer):
         """`amp_C.multi_tensor_sgd`, for subclasses written for the original."""
         return compiled_function("multi_tensor_sgd")
 
+    def _initial_state(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:
+        if self.master_weights:
+            return super()._initial_state(name, param, group)
+        return torch.zeros_like(param, dtype=momentum_dtype(param), memory_format=torch.preserve_format)
+
     def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
         hyper: dict[str, Any] = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
         if not bucket.names:
@@ -71,7 +78,7 @@ class FusedSGD(MomentumOptimizer):
         bucket.lists.apply(
             rules.SGD,
             hyper,
-            (bool(group["nesterov"]), bool(self.wd_after_momentum)),
+            rules.sgd_flags(group["nesterov"], self.wd_after_momentum, [bucket.states[0][BUFFER]]),
             noop=skip.noop,
             grad_scale=skip.inverse_scale,
             seed=seed,

@@ -11,7 +11,7 @@ from torch.optim.optimizer import required
 
 from ...ops.multi_tensor import rules
 from ...ops.multi_tensor.updates import number, update
-from ...optimizers._base import check_hyperparameters, state_dtype
+from ...optimizers._base import check_hyperparameters, momentum_dtype
 from ._given import Given, GivenOptimizer
 
 _NAMES = ("params", "grads", "momentum_buffer", "", "", "output_params")
@@ -60,7 +60,7 @@ class FusedSGD(GivenOptimizer):
             state = self.state[param]
             fresh = state.get("momentum_buffer") is None
             if fresh:
-                state["momentum_buffer"] = torch.zeros_like(param, dtype=state_dtype(param))
+                state["momentum_buffer"] = torch.zeros_like(param, dtype=momentum_dtype(param))
             buffers.append(state["momentum_buffer"])
         return buffers, fresh
 
@@ -102,6 +102,7 @@ class FusedSGD(GivenOptimizer):
                 update(rules.PLAIN_SGD, (slots, _NAMES), hyper, grad_scale=factor)
                 continue
             hyper |= {"momentum": group["momentum"], "dampening": group["dampening"], "first": first}
-            slots = [params, gradients, self.get_momentums(params)[0], None, None, copies]
-            flags = (bool(group["nesterov"]), bool(self.wd_after_momentum))
+            buffers = self.get_momentums(params)[0]
+            slots = [params, gradients, buffers, None, None, copies]
+            flags = rules.sgd_flags(group["nesterov"], self.wd_after_momentum, buffers)
             update(rules.SGD, (slots, _NAMES), hyper, flags, grad_scale=factor)

@@ -12,3 +12,5 @@ abs = torch.abs
 maximum = torch.maximum
 minimum = torch.minimum
 where = torch.where
+float16 = torch.float16
+float32 = torch.float32

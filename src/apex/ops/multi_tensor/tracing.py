@@ -6,6 +6,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 # What a symbol stands for: a number, the same for all tensors; a number per tensor, as a tensor without dimensions; an
 # element of each tensor.
 NUMBER, SMALL, FULL = range(3)
@@ -57,6 +59,7 @@ class Symbol:
     __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
     __and__, __or__ = _binary(operator.and_), _binary(operator.or_)
     __neg__ = lambda self: self.trace.record(operator.neg, self)  # noqa: E731
+    to = lambda self, dtype: self.trace.record(Tensor.to, self, dtype)  # noqa: E731
     __hash__ = None  # type: ignore[assignment]  # a comparison records itself, so symbols are no keys
 
 

@@ -16,7 +16,7 @@ from .lars import LARS, LARS_NORMS, PLAIN_LARS
 from .legacy import ADAM_UNDO, ADAM_UNSCALING, EARLY_ADAM, LAMB_UPDATE, LAMB_WEIGHTS, LARC, REVERSIBLE_ADAM
 from .novograd import NOVOGRAD
 from .rmsprop import RMSPROP, RMSPROP_ALL, RMSPROP_MORE
-from .sgd import PLAIN_SGD, SGD
+from .sgd import PLAIN_SGD, SGD, sgd_flags
 
 __all__ = [
     "ADADELTA",
@@ -54,4 +54,5 @@ __all__ = [
     "SGD",
     "SQUARE_SUM",
     "corrections",
+    "sgd_flags",
 ]

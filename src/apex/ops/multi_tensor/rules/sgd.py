@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from .. import maths as tl
 from ..rule import Rule
 
 
 def _sgd(values, whole, scalars, FLAGS):
-    """FLAGS: Nesterov, weight decay after the momentum."""
+    """FLAGS: Nesterov, weight decay after the momentum, momentum in float16."""
     p, g, buffer, a, b = values
     lr, keep, rest, decay, momentum, _c, _d, _e = scalars
     if not FLAGS[1]:
         g = g + decay * p
     buffer = buffer * keep + rest * g
+    if FLAGS[2]:
+        # The step uses what is stored. Else a parameter and a step that are equal in float16 do not cancel.
+        buffer = buffer.to(tl.float16).to(tl.float32)
     if FLAGS[0]:
         update = g + momentum * buffer
     else:
@@ -26,6 +34,11 @@ def _sgd(values, whole, scalars, FLAGS):
 def _plain_sgd(values, whole, scalars, FLAGS):
     p, g, a, b, c = values
     return p - scalars[0] * (g + scalars[3] * p), g, a, b, c
+
+
+def sgd_flags(nesterov: Any, wd_after_momentum: Any, buffers: Sequence[Tensor]) -> tuple[bool, ...]:
+    """The flags of `SGD`, for momentum buffers of one dtype."""
+    return bool(nesterov), bool(wd_after_momentum), bool(buffers) and buffers[0].dtype == torch.float16
 
 
 def _sgd_scalars(
