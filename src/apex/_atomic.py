@@ -1,21 +1,36 @@
-"""Files that are there whole or not at all, whenever the process or the machine stops."""
+"""Files that are there whole or not at all, whenever a process or the machine stops, however many writers there are."""
 
 from __future__ import annotations
 
 import contextlib
 import glob
 import os
+import platform
+import secrets
+import shutil
+import stat
+import sys
+import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-# What begins with "." and ends so is unfinished: left behind by a process that was killed.
+if sys.platform != "win32":
+    import fcntl
+
+# What begins with "." and ends so is unfinished: being written, or left behind by a process that was killed.
 TEMPORARY = ".tmp"
+_HOST = f"{zlib.crc32(platform.node().encode()):08x}"
+# Seconds after which something unfinished is taken for left behind where its lock says nothing: it is another
+# machine's, or the disk knows no locks.
+_LEFT_BEHIND = 24 * 3600
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 def temporary_beside(path: Path) -> Path:
-    """Where what is to become `path` is written: in the same folder, so that it can be renamed."""
-    return path.with_name(f".{path.name}{TEMPORARY}")
+    """A name that no other writer has, in any process or machine, in the folder of `path`, which it is to become."""
+    return path.with_name(f".{path.name}.{_HOST}-{secrets.token_hex(8)}{TEMPORARY}")
 
 
 def sync_folder(folder: Path) -> None:
@@ -40,20 +55,29 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Where to write a file that takes the place of `path`, flushed, when the block ends; if it fails, `path` stays."""
+    """An empty file to write to, which takes the place of `path`, flushed, when the block ends; if it fails, it goes.
+
+    It has the permissions of the file before.
+    """
     path = Path(path)
-    # With a number, so that two writers never share a file.
-    temporary = temporary_beside(path.with_name(f"{path.name}.{os.getpid()}"))
-    try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    mode = _mode_of(path)
+    temporary, descriptor = _begin(path, 0o666 if mode is None else 0o600)
+    with contextlib.ExitStack() as opened:
+        opened.callback(os.close, descriptor)
+        try:
+            yield temporary
+            os.fsync(descriptor)
+            if mode is not None:
+                os.chmod(temporary, mode)
+            if sys.platform == "win32":  # which renames no open file
+                opened.close()
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     sync_folder(path.parent)
-    _remove_leftovers(path)
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{TEMPORARY}"):
+        remove_if_left_behind(leftover)
 
 
 @contextlib.contextmanager
@@ -63,25 +87,78 @@ def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
         yield file
 
 
-def _remove_leftovers(path: Path) -> None:
-    """What processes that were killed had begun to write."""
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{TEMPORARY}"):
-        writer = writer_of(leftover)
-        if writer is not None and not is_alive(writer):
-            leftover.unlink(missing_ok=True)
-
-
-def writer_of(temporary: Path) -> int | None:
-    """The process that writes, or wrote, a file of `replacing`; None where it is something else."""
-    number = temporary.name.removesuffix(TEMPORARY).rpartition(".")[2]
-    return int(number) if number.isdigit() else None
-
-
-def is_alive(process: int) -> bool:
+@contextlib.contextmanager
+def unfinished_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside `path`, which it is to become; what has not been renamed when the block ends is removed."""
+    temporary, descriptor = _begin(path, None)
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _mode_of(path: Path) -> int | None:
+    """The permissions of a file; None without one."""
+    try:
+        found = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return None
+    return stat.S_IMODE(found) if stat.S_ISREG(found) else None
+
+
+def _begin(path: Path, mode: int | None) -> tuple[Path, int]:
+    """A new file with these permissions, or a new folder if they are None, and its descriptor, which locks it.
+
+    It is not there before, and no link to something else.
+    """
+    while True:
+        temporary = temporary_beside(path)
+        try:
+            if mode is None:
+                temporary.mkdir()
+                descriptor = os.open(temporary, os.O_RDONLY | _NO_FOLLOW)
+            else:
+                descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, mode)
+        except FileNotFoundError:
+            if not path.parent.is_dir():
+                raise
+            continue  # somebody removed the folder before it was opened
+        _lock(descriptor, wait=True)
+        if os.path.lexists(temporary):
+            return temporary, descriptor
+        os.close(descriptor)  # somebody found it before it was locked, and took it for left behind
+
+
+def _lock(descriptor: int, wait: bool) -> bool | None:
+    """Whether it could be locked, until it is closed or its process ends; None where that cannot be done."""
+    if sys.platform == "win32":
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
         return False
-    except OSError:  # it belongs to somebody else
-        return True
+    except OSError:  # network disks that have no locks, or none of folders
+        return None
     return True
+
+
+def remove_if_left_behind(temporary: Path) -> None:
+    """Removes an unfinished file or folder unless somebody may still be writing to it."""
+    is_folder = temporary.is_dir()
+    try:
+        descriptor = os.open(temporary, (os.O_RDONLY if is_folder else os.O_RDWR) | _NO_FOLLOW)
+    except OSError:  # gone, a link, or somebody else's
+        return
+    try:
+        is_ours = temporary.name.rpartition("-")[0].endswith(f".{_HOST}")
+        free = _lock(descriptor, wait=False) if is_ours else None
+        if free is None:
+            free = time.time() - os.fstat(descriptor).st_mtime > _LEFT_BEHIND
+        if free and is_folder:
+            shutil.rmtree(temporary, ignore_errors=True)
+        elif free:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+    finally:
+        os.close(descriptor)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -16,9 +18,13 @@ import torch
 from .._atomic import make_folder, replacing
 from ._ranks import is_first, raise_everywhere
 
-# In a sharded checkpoint: the length and the checksum of each of its files.
+# In a sharded checkpoint: the length and the checksum of each of its files, and what of which tensor is in which file.
 MANIFEST = "manifest.json"
+METADATA = ".metadata"
 _BLOCK = 1 << 22
+# Bytes that are written to find out whether a disk is full.
+_PROBE = 1 << 20
+_SWITCHING = threading.Lock()
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -29,7 +35,8 @@ def save(state: Any, path: str | os.PathLike[str], *, wait: bool = False) -> Non
     """Writes `state` to a file as `torch.save` does, but whole or not at all: `path` is the old file until then.
 
     In several processes rank 0 writes. The others go on at once, or with `wait`, to be given in all of them, when the
-    file is there; if it could not be written, all raise.
+    file is there. If it could not be written, rank 0 raises, or with `wait` all of them: an OSError with the system's
+    number, else a RuntimeError.
     """
     failure: Exception | None = None
     if is_first():
@@ -37,27 +44,40 @@ def save(state: Any, path: str | os.PathLike[str], *, wait: bool = False) -> Non
             make_folder(Path(path).parent)
             # By its name, not opened: PyTorch then writes without Python in between.
             with replacing(path) as temporary, _with_checksums():
-                torch.save(state, temporary)
+                try:
+                    torch.save(state, temporary)
+                except RuntimeError as error:
+                    raise disk_error(temporary.parent) or error from None
         except Exception as error:
-            if not wait:
-                raise
             failure = error
-    if wait:
-        raise_everywhere(failure, f"the checkpoint {os.fspath(path)} could not be written")
+    if wait or failure is not None:
+        raise_everywhere(failure, f"the checkpoint {os.fspath(path)} could not be written", alone=not wait)
 
 
 @contextlib.contextmanager
 def _with_checksums() -> Iterator[None]:
-    """They can be switched off; `verify` needs them."""
-    options = getattr(torch.serialization, "get_crc32_options", lambda: True)()
-    if options:
+    """They can be switched off, of all threads up to PyTorch 2.10; `verify` needs them."""
+    if torch.serialization.get_crc32_options():
         yield
         return
-    torch.serialization.set_crc32_options(True)
+    with _SWITCHING:
+        torch.serialization.set_crc32_options(True)
+        try:
+            yield
+        finally:
+            torch.serialization.set_crc32_options(False)
+
+
+def disk_error(folder: Path) -> OSError | None:
+    """Why a disk takes no more, if so; PyTorch's writer says only that it failed."""
     try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(options)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    return None
 
 
 def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool = True) -> Any:
@@ -90,6 +110,8 @@ def _damage_of_file(path: Path) -> str | None:
 def _damage_of_folder(path: Path) -> str | None:
     try:
         expected = json.loads((path / MANIFEST).read_text())
+        if METADATA not in expected:
+            return f"{MANIFEST} in it does not list {METADATA}"
         for name, (size, checksum) in expected.items():
             if (path / name).stat().st_size != size:
                 return f"{name} in it has another length"

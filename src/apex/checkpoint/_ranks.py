@@ -13,9 +13,14 @@ def is_connected() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def this_rank() -> int:
+    """The number of this process; 0 if it is alone."""
+    return dist.get_rank() if is_connected() else 0
+
+
 def is_first() -> bool:
     """Whether this process is rank 0, or alone."""
-    return not is_connected() or dist.get_rank() == 0
+    return this_rank() == 0
 
 
 def from_first(value: Any) -> Any:
@@ -28,13 +33,23 @@ def from_first(value: Any) -> Any:
     return box[0]
 
 
-def raise_everywhere(failure: Exception | None, what: str) -> None:
-    """Raises in all processes what went wrong in any of them; called in all, and none goes on before the last."""
-    reasons: list[str | None] = [None if failure is None else f"{type(failure).__name__}: {failure}"]
-    if is_connected():
-        mine, reasons = reasons[0], [None] * dist.get_world_size()
-        with explained("asking whether all ranks have written a checkpoint"):
+def raise_everywhere(failure: BaseException | None, what: str, *, alone: bool = False) -> None:
+    """Raises in all processes what went wrong in any of them; called in all, and none goes on before the last.
+
+    An OSError with the same number, if it was one, else a RuntimeError. With `alone` others are not asked.
+    """
+    mine = None
+    if failure is not None:
+        mine = getattr(failure, "errno", None), f"{type(failure).__name__}: {failure}"
+    reasons: list[tuple[int | None, str] | None] = [mine]
+    if is_connected() and not alone:
+        reasons = [None] * dist.get_world_size()
+        with explained("asking whether all ranks are done with a checkpoint"):
             dist.all_gather_object(reasons, mine)
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            raise RuntimeError(f"{what}; rank {rank} had {reason}") from failure
+    if failure is not None and not isinstance(failure, Exception):
+        raise failure  # a KeyboardInterrupt, say
+    for rank, found in enumerate(reasons):
+        if found is not None:
+            number, reason = found
+            message = f"{what}; rank {rank} had {reason}"
+            raise (RuntimeError(message) if number is None else OSError(number, message)) from failure

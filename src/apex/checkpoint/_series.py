@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-from .._atomic import TEMPORARY, is_alive, writer_of
+from .._atomic import TEMPORARY, remove_if_left_behind, temporary_beside
 from ._files import DamagedCheckpoint, load, save, verify
 from ._ranks import from_first, is_first
-from ._sharded import replaced_by, save_sharded, standing
+from ._sharded import put_back, replaced_by, save_sharded, standing
 
 # What `Series.path_of` gives: anything else in the folder is somebody else's.
 _NAME = re.compile(r"step-(\d{8,})(\.pt)?")
@@ -54,7 +55,7 @@ class Series:
     """Checkpoints of one run in a folder, by step; of those up to the one just saved `keep` stay, all if it is None.
 
     A checkpoint is a file that rank 0 writes, or with `sharded` a folder to which all processes write their parts.
-    One run writes to a folder at a time.
+    Threads may save at once. Of several runs in one folder each removes what is too old by its own count.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3, sharded: bool = False) -> None:
@@ -106,14 +107,11 @@ class Series:
         return None if path is None else load(path, map_location=map_location, weights_only=weights_only)
 
     def _tidy(self, step: int) -> None:
-        """What is unfinished was left by processes that are gone. What is newer than `step` is not ours to remove."""
+        """What is newer than `step` is not ours to remove, nor what others are writing."""
         for path in _replaced(self.folder):
-            if (found := standing(path)) != path:
-                os.rename(found, path)
+            put_back(path)
         for path in self.folder.glob(f".step-*{TEMPORARY}"):
-            # A restarted process may have the number of the one before.
-            if (writer := writer_of(path)) is None or writer == os.getpid() or not is_alive(writer):
-                _remove(path)
+            remove_if_left_behind(path)
         if self.keep is not None:
             steps = [each for each in _steps(self.folder, self.sharded) if each[0] <= step]
             for _, path in steps[: -self.keep]:
@@ -125,8 +123,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     # A folder goes in steps: under its own name it is whole or not there.
-    doomed = path.with_name(f".{path.name.lstrip('.').removesuffix(TEMPORARY)}{TEMPORARY}")
-    if doomed != path:
-        shutil.rmtree(doomed, ignore_errors=True)
+    doomed = temporary_beside(path)
+    with contextlib.suppress(FileNotFoundError):  # another thread was faster
         os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -13,10 +14,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._atomic import atomic_file, make_folder, sync_folder, temporary_beside
+from .._atomic import atomic_file, make_folder, sync_folder, unfinished_folder
 from .._failures import explained
-from ._files import MANIFEST, DamagedCheckpoint, checksum_of, verify
-from ._ranks import from_first, is_connected, is_first, raise_everywhere
+from ._files import MANIFEST, DamagedCheckpoint, checksum_of, disk_error, verify
+from ._ranks import from_first, is_connected, is_first, raise_everywhere, this_rank
+
+# How often a folder is moved away for a new one before others that do the same are given way to.
+_TRIES = 100
 
 
 def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -28,41 +32,47 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     from torch.distributed import checkpoint
 
     path = Path(path)
-    temporary = temporary_beside(path)
-    _on_first(lambda: _begin(temporary, path), f"the checkpoint {path} could not be begun")
-    failure: Exception | None = None
-    facts: dict[str, tuple[int, int]] = {}
-    try:
-        with _quiet_alone():
+    failed = f"the checkpoint {path} could not be written"
+    # Rank 0 holds the folder, and removes it if anything fails.
+    with contextlib.ExitStack() as held:
+        temporary: Path | None = None
+        with _raising_everywhere(failed):
+            if is_first():
+                put_back(path)
+                make_folder(path.parent)
+                temporary = held.enter_context(unfinished_folder(path))
+        temporary = Path(from_first(temporary))
+        facts: dict[str, tuple[int, int]] = {}
+        with _raising_everywhere(failed, temporary), _quiet_alone():
             checkpoint.save(state, checkpoint_id=temporary)
-        rank = dist.get_rank() if is_connected() else 0
-        facts = {name: facts_of(temporary / name) for name in _names(temporary) if _writer_of(name) == rank}
-    except Exception as error:
-        failure = error
-    raise_everywhere(failure, f"the checkpoint {path} could not be written")
-    everything = [facts]
-    if is_connected():
-        everything = [{}] * dist.get_world_size()
-        with explained("gathering what all ranks have written"):
-            dist.all_gather_object(everything, facts)
-    manifest = {name: fact for each in everything for name, fact in each.items()}
-    _on_first(lambda: _publish(temporary, path, manifest), f"the checkpoint {path} could not be finished")
+            facts = {name: facts_of(temporary / name) for name in _names(temporary) if _writer_of(name) == this_rank()}
+        everything = [facts]
+        if is_connected():
+            everything = [{}] * dist.get_world_size()
+            with explained("gathering what all ranks have written"):
+                dist.all_gather_object(everything, facts)
+        with _raising_everywhere(failed):
+            if is_first():
+                _publish(temporary, path, {name: fact for each in everything for name, fact in each.items()})
 
 
 def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Fills the tensors of `state` from a folder of `save_sharded`, whatever number of processes wrote it.
 
-    Called in all processes. Before anything is changed it raises, in all, `DamagedCheckpoint` if the checkpoint is not
-    whole, `FileNotFoundError` if there is none.
+    Called in all processes. Before anything is changed it raises, in all, `FileNotFoundError` if there is none, and
+    `DamagedCheckpoint` if it is not whole, or its metadata holds anything but that. Nothing in it is run: values that
+    are no tensors may be what `torch.load` takes with `weights_only=True`. It raises a RuntimeError when it meets
+    anything else, or if `state` does not fit; part of `state` may have been filled then.
     """
-    from torch.distributed import checkpoint
-
     failure: tuple[type[Exception], str] | None = None
     path = Path(path)
     if is_first():
+        from ._reading import check_metadata
+
         try:
             path = standing(path)
             verify(path)
+            check_metadata(path)
         except FileNotFoundError as error:
             failure = FileNotFoundError, str(error)
         except (DamagedCheckpoint, OSError) as error:
@@ -71,8 +81,29 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     if failure is not None:
         kind, reason = failure
         raise kind(reason)
-    with _quiet_alone():
-        checkpoint.load(state, checkpoint_id=path)
+    from torch.distributed import checkpoint
+
+    from ._reading import Planner, Reader
+
+    with _raising_everywhere(f"the checkpoint {path} could not be loaded"), _quiet_alone():
+        checkpoint.load(state, storage_reader=Reader(path), planner=Planner())
+
+
+@contextlib.contextmanager
+def _raising_everywhere(what: str, written_to: Path | None = None) -> Iterator[None]:
+    """Raises in all processes what goes wrong inside in any of them."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    failure: BaseException | None = None
+    try:
+        yield
+    except CheckpointException as error:  # of all ranks, and no Exception: it would end a loop that goes on after one
+        failure = error.failures[this_rank()][0] if this_rank() in error.failures else None
+    except Exception as error:
+        failure = error
+    if written_to is not None and isinstance(failure, RuntimeError):
+        failure = disk_error(written_to) or failure
+    raise_everywhere(failure, what)
 
 
 @contextlib.contextmanager
@@ -80,7 +111,7 @@ def _quiet_alone() -> Iterator[None]:
     """PyTorch warns a process that saves alone."""
     with warnings.catch_warnings():
         if not is_connected():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
         yield
 
 
@@ -99,19 +130,9 @@ def _writer_of(name: str) -> int:
     return int(parts[2]) if name.startswith("__") and parts[2].isdigit() else 0
 
 
-def _on_first(action: Any, what: str) -> None:
-    failure: Exception | None = None
-    if is_first():
-        try:
-            action()
-        except Exception as error:
-            failure = error
-    raise_everywhere(failure, what)
-
-
 def replaced_by(path: Path) -> Path:
     """Where the folder that was `path` waits for the one that takes its place."""
-    return temporary_beside(path.with_name(path.name + ".replaced"))
+    return path.with_name(f".{path.name}.replaced")
 
 
 def standing(path: Path) -> Path:
@@ -120,29 +141,35 @@ def standing(path: Path) -> Path:
     return before if not path.exists() and before.exists() else path
 
 
-def _begin(temporary: Path, path: Path) -> None:
-    """An unfinished checkpoint of that name was left by processes that are gone."""
-    if (found := standing(path)) != path:
-        os.rename(found, path)
-    shutil.rmtree(temporary, ignore_errors=True)
-    make_folder(path.parent)
-    temporary.mkdir()
+def put_back(path: Path) -> None:
+    """Undoes what a process that was killed had begun: the folder before is `path` again, or goes if there is one."""
+    before = replaced_by(path)
+    if path.exists():
+        shutil.rmtree(before, ignore_errors=True)
+    elif before.exists():
+        with contextlib.suppress(OSError):  # another thread is about to put a new one there
+            os.rename(before, path)
 
 
 def _publish(temporary: Path, path: Path, manifest: dict[str, tuple[int, int]]) -> None:
     with atomic_file(temporary / MANIFEST, "w") as file:
         json.dump(manifest, file)
     sync_folder(temporary)
-    if path.exists():  # a folder with something in it cannot be renamed to
-        replaced = replaced_by(path)
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(path, replaced)
+    replaced = replaced_by(path)
+    for _ in range(_TRIES):
         try:
             os.rename(temporary, path)
-        except OSError:
-            os.rename(replaced, path)
-            raise
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                put_back(path)
+                raise
+        else:
+            break
+        # A folder with something in it cannot be renamed to. Others may do the same at the same time.
         shutil.rmtree(replaced, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.rename(path, replaced)
     else:
-        os.rename(temporary, path)
+        raise OSError(errno.EEXIST, f"{path} could not be moved to {replaced} for the new one")
+    shutil.rmtree(replaced, ignore_errors=True)
     sync_folder(path.parent)

@@ -1,0 +1,98 @@
+"""Reading a folder of `torch.distributed.checkpoint` without running anything that is in it.
+
+Its file `.metadata` is a pickle, and so is every value in it that is no tensor. PyTorch reads both with the unpickler
+that calls whatever they name.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import pickle
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, filesystem, metadata
+
+from ._files import MANIFEST, METADATA, DamagedCheckpoint
+
+_CLASSES: tuple[type, ...] = (
+    filesystem._StorageInfo,
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    metadata._MEM_FORMAT_ENCODING,
+)
+# What metadata may name: records, which call nothing, and plain values of PyTorch. Python has moved its paths.
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(each.__module__, each.__name__): each for each in _CLASSES},
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **{
+        (module, name): pathlib.PurePath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
+    },
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _ALLOWED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"{module}.{name} is nothing that {METADATA} may name") from None
+
+
+def check_metadata(path: pathlib.Path) -> None:
+    """Raises `DamagedCheckpoint` unless the metadata of a folder is such, and of files that its manifest lists."""
+    try:
+        found = _metadata_of(path)
+        others = {info.relative_path for info in found.storage_data.values()} - set(_manifest_of(path))
+    except Exception as error:  # a pickle can fail in any way
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        if not others:
+            return
+        reason = f"{METADATA} names files that {MANIFEST} does not list: {sorted(map(str, others))[:3]}"
+    raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {reason}")
+
+
+def _manifest_of(path: pathlib.Path) -> dict[str, Any]:
+    return json.loads((path / MANIFEST).read_text())
+
+
+def _metadata_of(path: pathlib.Path) -> metadata.Metadata:
+    with open(path / METADATA, "rb") as file:
+        found = _Unpickler(file).load()
+    if not isinstance(found, metadata.Metadata):
+        raise pickle.UnpicklingError(f"{METADATA} holds a {type(found).__name__}")
+    return found
+
+
+class Reader(FileSystemReader):
+    """PyTorch's, with the metadata read as above."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
+        found = _metadata_of(pathlib.Path(self.path))
+        if getattr(found, "storage_meta", None) is None:
+            found.storage_meta = metadata.StorageMeta()
+        found.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        return found
+
+
+class Planner(DefaultLoadPlanner):
+    """PyTorch's, which is given values that are no tensors only after they were read without running anything."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        plain = torch.load(value, weights_only=True)
+        ours = io.BytesIO()
+        torch.save(plain, ours)
+        ours.seek(0)
+        super().load_bytes(read_item, ours)
