@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -115,6 +116,27 @@ def shards_of_ranks(optimizer: Any, on_root: bool) -> dict[str, Any] | None:
     }
 
 
+def _unpacked(optimizer: Any, packed: Tensor) -> dict[str, Any]:
+    """The state of a rank out of its bytes, in which nothing is run.
+
+    Buckets and fragments in it are objects of classes inside a class: pickles name these as attributes of that class.
+    """
+    parts = {each.__name__: each for each in (optimizer.StateBucket, optimizer.ParameterFragment)}
+    owners = {each.__qualname__.rpartition(".")[0]: each.__module__ for each in parts.values()}
+
+    def part_of(_: Any, name: str) -> type:
+        if name not in parts:
+            raise pickle.UnpicklingError(f"{name} is no part of the state of {type(optimizer).__name__}")
+        return parts[name]
+
+    def owner() -> None:
+        raise pickle.UnpicklingError("an optimizer is no part of its state")
+
+    known = [(part_of, "builtins.getattr"), *((owner, f"{module}.{name}") for name, module in owners.items())]
+    with torch.serialization.safe_globals([*known, *parts.values()]):
+        return torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+
+
 def _own_memory(buckets: list[Any]) -> None:
     """Copies of what are views of larger tensors, which would be saved whole."""
     for bucket in buckets:
@@ -151,11 +173,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Either format; nothing changes if the state does not fit."""
     ranks = [state_dict]
     if "gathered_states" in state_dict:
-        # Buckets are objects, which only the full unpickler makes: as with any such file, its source must be trusted.
-        ranks = [
-            torch.load(io.BytesIO(each.numpy().tobytes()), map_location="cpu", weights_only=False)
-            for each in state_dict["gathered_states"]
-        ]
+        ranks = [_unpacked(optimizer, each) for each in state_dict["gathered_states"]]
     for each in ranks:
         _check_groups(optimizer, each["param_groups"])
     names = tuple(dict.fromkeys(chain.from_iterable(map(names_of, optimizer._states))))
