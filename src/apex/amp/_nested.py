@@ -2,37 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import dataclasses
+from collections import OrderedDict, UserList, deque
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """`fn` on every tensor in nested containers, and on whatever else has a `to` method."""
+# isinstance with tuples of types: PyTorch up to 2.9 cannot compile unions there.
+def applier(value: Any, fn: Callable[[Any], Any], _inside: tuple[int, ...] = ()) -> Any:
+    """`fn` on every tensor in nested containers, and on whatever else has a `to` method; containers keep their type.
+
+    Containers are dicts, lists, tuples, sets, deques, what is derived from them, other mappings, SimpleNamespaces, and
+    dataclasses that have no `to`. What is more than a built-in container or a named tuple is copied, with all that it
+    holds besides, only if `fn` changed something in it. `_inside` has the objects around `value`, to stop at circles.
+    """
     if isinstance(value, Tensor):
         return fn(value)
-    if isinstance(value, str) or value is None:
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return kind((applier(key, fn, _inside), applier(item, fn, _inside)) for key, item in value.items())
+    if kind in (list, tuple, set, frozenset):
+        return kind([applier(item, fn, _inside) for item in value])
+    if value is None or isinstance(value, (str, bytes, bool, int, float)):
         return value
-    if isinstance(value, Mapping):
-        return _rebuilt_mapping(value, {applier(key, fn): applier(item, fn) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(applier(item, fn) for item in value))
-    if isinstance(value, (list, tuple, set, frozenset)):  # PyTorch up to 2.9 cannot compile a union here
-        return type(value)(applier(item, fn) for item in value)
+        return kind(*[applier(item, fn, _inside) for item in value])
+    if isinstance(value, (tuple, set, frozenset)):
+        items = [applier(item, fn, _inside) for item in value]
+        return value if all(map(_same, value, items)) else kind(items)
+    if isinstance(value, Mapping):
+        return _with_items(value, _changes(value.items(), fn, _inside))
+    if isinstance(value, (list, deque, UserList)):
+        return _with_items(value, _changes(enumerate(value), fn, _inside))
     if hasattr(value, "to"):  # batches with a method of their own
         return fn(value)
+    if isinstance(value, SimpleNamespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        return value if id(value) in _inside else _with_attributes(value, fn, (*_inside, id(value)))
     return value
 
 
-def _rebuilt_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(original) is dict:
-        return items
+def _same(before: Any, after: Any) -> bool:
+    """Whether nothing has changed: built-in containers are made anew in any case."""
+    if type(before) in (list, tuple):
+        return all(map(_same, before, after))
+    if type(before) in (dict, OrderedDict):
+        return all(map(_same, before.values(), after.values()))
+    return before is after
+
+
+def _changes(items: Iterable[tuple[Any, Any]], fn: Callable[[Any], Any], inside: tuple[int, ...]) -> dict[Any, Any]:
+    """The items that `fn` changes, as they are afterwards, by name or index."""
+    applied = [(key, item, applier(item, fn, inside)) for key, item in items]
+    return {key: after for key, before, after in applied if not _same(before, after)}
+
+
+def _with_items(original: Any, changes: dict[Any, Any]) -> Any:
+    """A copy of a mapping or list with other items; a dict in place of a mapping that cannot be copied and changed."""
+    if not changes:
+        return original
     try:
-        return type(original)(items)  # type: ignore[call-arg]
-    except TypeError:
-        return items
+        copied = copy.copy(original)
+        for key, item in changes.items():
+            copied[key] = item
+    except Exception:  # read-only mappings, and classes with a constructor of their own
+        if not isinstance(original, Mapping):
+            raise
+        items = {**original, **changes}
+        try:
+            return type(original)(items)  # type: ignore[call-arg]
+        except TypeError:
+            return items
+    return copied
+
+
+def _with_attributes(original: Any, fn: Callable[[Any], Any], inside: tuple[int, ...]) -> Any:
+    """A copy with other attributes, also where they are frozen; the original if nothing changes."""
+    if isinstance(original, SimpleNamespace):
+        names = list(vars(original))
+    else:
+        names = [field.name for field in dataclasses.fields(original) if hasattr(original, field.name)]
+    changes = _changes([(name, getattr(original, name)) for name in names], fn, inside)
+    if not changes:
+        return original
+    copied = copy.copy(original)
+    for name, item in changes.items():
+        object.__setattr__(copied, name, item)
+    return copied
 
 
 def to_type(dtype: torch.dtype, value: Any) -> Any:

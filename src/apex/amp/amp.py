@@ -22,8 +22,14 @@ _registered: list[tuple[Any, str, str]] = []
 
 def _tensors_of(values: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    applier(values, lambda value: found.append(value) if isinstance(value, Tensor) else None)
-    return [tensor for tensor in found if tensor.is_floating_point()]
+
+    def note(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            found.append(value)
+        return value
+
+    applier(values, note)
+    return found
 
 
 def _widest(args: Any, kwargs: Any) -> torch.dtype | None:
