@@ -129,6 +129,14 @@ def test_masters_there_and_back(flat: bool, route: Route) -> None:
         assert (masters[0].grad[:15].abs().max() == 0) if flat else masters[0].grad is None
 
 
+def test_a_flat_master_of_parameters_that_all_have_gradients() -> None:
+    model = nn.Linear(2, 2)
+    params, masters = prep_param_lists(model, flat_master=True)
+    model(torch.ones(3, 2)).sum().backward()
+    model_grads_to_master_grads(params, masters, flat_master=True)
+    assert torch.equal(masters[0].grad, torch.tensor([3.0] * 6))
+
+
 def test_flat_errors() -> None:
     with pytest.raises(ValueError, match="here they are none"):
         prep_param_lists(nn.Module(), flat_master=True)

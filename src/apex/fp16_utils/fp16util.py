@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
-from ..ops.multi_tensor import scale
+from ..ops.multi_tensor import scale, zero
 from ..RNN.RNNBackend import stackedRNN
 from .loss_scaler import to_python_float
 
@@ -137,7 +137,7 @@ def model_grads_to_master_grads(
         if master.grad is None:
             master.grad = torch.empty_like(master)
         targets: Sequence[Tensor] = _parts(master.grad.detach(), model_params)
-        torch._foreach_zero_([target for target, p in zip(targets, model_params, strict=True) if p.grad is None])
+        zero(target for target, p in zip(targets, model_params, strict=True) if p.grad is None)
     else:
         targets = [_gradient_of(master, p) for p, master in zip(model_params, master_params, strict=True)]
     pairs = [(p.grad.detach(), t) for p, t in zip(model_params, targets, strict=True) if p.grad is not None]
