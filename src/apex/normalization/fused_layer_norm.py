@@ -30,7 +30,7 @@ class FusedLayerNormAffineFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[override]
-        return *norm.NORM.backward_from_saved(ctx, grad_output), None, None, None
+        return *norm.backward_from_saved(ctx, grad_output), None, None, None
 
 
 class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
@@ -62,7 +62,7 @@ class FusedLayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[override]
-        return norm.NORM.backward_from_saved(ctx, grad_output)[0], None, None, None
+        return norm.backward_from_saved(ctx, grad_output)[0], None, None, None
 
 
 class FusedRMSNormAffineFunction(torch.autograd.Function):
@@ -84,7 +84,7 @@ class FusedRMSNormAffineFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[override]
-        return *norm.NORM.backward_from_saved(ctx, grad_output)[:2], None, None, None
+        return *norm.backward_from_saved(ctx, grad_output)[:2], None, None, None
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
@@ -116,7 +116,7 @@ class FusedRMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[override]
-        return norm.NORM.backward_from_saved(ctx, grad_output)[0], None, None, None
+        return norm.backward_from_saved(ctx, grad_output)[0], None, None, None
 
 
 def _cast_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:

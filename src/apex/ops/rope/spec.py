@@ -145,8 +145,7 @@ def memory_is_swapped(t: Tensor) -> bool:
 @functools.lru_cache(maxsize=256)
 def way_back(spec: RopeSpec, swapped: bool) -> RopeSpec:
     """What takes a gradient back, to memory whose first two dimensions are swapped or not."""
-    # Without `_replace`, which PyTorch 2.6 cannot compile.
-    return RopeSpec(spec.layout, swapped, not spec.inverse, spec.width)
+    return spec._replace(swap_memory=swapped, inverse=not spec.inverse)
 
 
 def empty_result(t: Tensor, swap_memory: bool) -> Tensor:

@@ -1,0 +1,284 @@
+"""Calls of public functions and modules, by name, for `test_defaults.py`.
+
+A case takes a device, makes what the call needs there, and returns the call, which returns all tensors that it changed
+or made. What the call makes itself, it makes under the defaults that are set by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import amp_C
+from apex import RNN, mlp, normalization, parallel
+from apex.contrib.clip_grad import clip_grad_norm_
+from apex.contrib.conv_bias_relu import ConvBias, ConvBiasMaskReLU, ConvBiasReLU, ConvFrozenScaleBiasReLU
+from apex.contrib.cudnn_gbn import GroupBatchNorm2d
+from apex.contrib.fmha import FMHA, FMHAFun
+from apex.contrib.focal_loss import focal_loss
+from apex.contrib.group_norm import GroupNorm
+from apex.contrib.groupbn import BatchNorm2d_NHWC
+from apex.contrib.index_mul_2d import index_mul_2d
+from apex.contrib.layer_norm import FastLayerNorm
+from apex.contrib.multihead_attn import EncdecMultiheadAttn, SelfMultiheadAttn, fast_mask_softmax_dropout_func
+from apex.contrib.openfold_triton import AttnBiasJIT, AttnNoBiasJIT, AttnTri, LayerNormSmallShapeOptImpl
+from apex.contrib.transducer import TransducerJoint, TransducerLoss
+from apex.contrib.xentropy import LinearCrossEntropyLoss, SoftmaxCrossEntropyLoss, linear_cross_entropy
+from apex.fused_bias_swiglu import fused_bias_geglu, fused_bias_reglu, fused_bias_swiglu
+from apex.fused_dense import (
+    FusedDense,
+    FusedDenseGeluDense,
+    dense_no_bias_function,
+    fused_dense_function,
+    fused_dense_gelu_dense_function,
+)
+from apex.multi_tensor_apply import multi_tensor_applier
+from apex.transformer import AttnMaskType
+from apex.transformer import functional as transformer
+
+Call = Callable[[], list[Any]]
+Case = Callable[[torch.device], Call]
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Small random numbers on the CPU, whatever the defaults are."""
+    generator = torch.Generator("cpu").manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+
+
+def integers(*values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device="cpu")
+
+
+# Functions and modules ------------------------------------------------------------------------------------------------
+
+
+def op(function: Callable[..., Any], *arguments: Any) -> Case:
+    """A function, and the gradients of its arguments: a tuple is the shape of one that wants a gradient."""
+    return layer(lambda: function, *arguments)
+
+
+def layer(make: Callable[[], Any], *arguments: Any) -> Case:
+    """A module, and the gradients of its arguments and parameters."""
+
+    def case(device: torch.device) -> Call:
+        torch.manual_seed(1)
+        module = make()
+        learned = list(module.to(device).parameters()) if isinstance(module, nn.Module) else []
+        given = [
+            drawn(*each).to(device).requires_grad_() if isinstance(each, tuple)
+            else each.to(device) if isinstance(each, Tensor)
+            else each
+            for each in arguments
+        ]  # fmt: skip
+        learned += [each for each in given if isinstance(each, Tensor) and each.requires_grad]
+
+        def call() -> list[Any]:
+            output = module(*given)
+            output = output[0] if isinstance(output, tuple) else output
+            output.backward(output.detach().clone())
+            buffers = list(module.buffers()) if isinstance(module, nn.Module) else []
+            return [output, *buffers, *(each.grad for each in learned)]
+
+        return call
+
+    return case
+
+
+def attention(kind: Callable[..., Any], *inputs: Any, **options: Any) -> Case:
+    return layer(lambda: kind(8, 2, dropout=0.25, **options), *inputs)
+
+
+MASK = integers([0, 0, 1], [0, 1, 1], dtype=torch.bool)
+LENGTHS = integers(3, 2, dtype=torch.int32)
+IMAGES = (2, 4, 3, 3)
+ANGLES = (3, 1, 1, 4)
+SOFTMAX_MASK = integers([[[0, 0, 1], [0, 1, 0], [1, 1, 1]]], [[[0, 0, 0], [1, 0, 1], [0, 1, 1]]], dtype=torch.bool)
+FMHA_CONFIG = SimpleNamespace(attention_probs_dropout_prob=0.25, num_attention_heads=2, hidden_size=32)
+
+
+def mask_softmax(kind: Any, *rest: Any) -> nn.Module:
+    return kind(False, True, *rest, True, lambda scores, mask: scores.masked_fill(mask, -10000.0), True, 0.5)
+
+
+FUNCTIONS: dict[str, Case] = {
+    "FusedLayerNorm": layer(lambda: normalization.FusedLayerNorm(6), (4, 6)),
+    "FusedRMSNorm": layer(lambda: normalization.FusedRMSNorm(6, memory_efficient=True), (4, 6)),
+    "MixedFusedLayerNorm": layer(lambda: normalization.MixedFusedLayerNorm(6), (4, 6)),
+    "MixedFusedRMSNorm": layer(lambda: normalization.MixedFusedRMSNorm(6), (4, 6)),
+    "InstanceNorm3dNVFuser": layer(
+        lambda: normalization.InstanceNorm3dNVFuser(4, affine=True, track_running_stats=True), (2, 4, 3, 2, 2)
+    ),
+    "FastLayerNorm": layer(lambda: FastLayerNorm(6), (4, 6)),
+    "LayerNormSmallShapeOptImpl": op(
+        lambda x, *rest: LayerNormSmallShapeOptImpl.apply(x, (6,), *rest), (4, 6), (6,), (6,)
+    ),
+    "GroupNorm": layer(lambda: GroupNorm(2, 4, act="silu"), IMAGES),
+    "BatchNorm2d_NHWC": layer(lambda: BatchNorm2d_NHWC(4, fuse_relu=True), (2, 3, 3, 4), (2, 3, 3, 4)),
+    "GroupBatchNorm2d": layer(lambda: GroupBatchNorm2d(4, 1), IMAGES),
+    "SyncBatchNorm": layer(lambda: parallel.SyncBatchNorm(4, fuse_relu=True), IMAGES),
+    "SoftmaxCrossEntropyLoss": op(SoftmaxCrossEntropyLoss.apply, (3, 5), integers(1, 0, 4), 0.1),
+    "LinearCrossEntropyLoss": layer(LinearCrossEntropyLoss, (3, 4), (5, 4), integers(1, 0, 4), (5,)),
+    "linear_cross_entropy": op(linear_cross_entropy, (3, 4), (5, 4), integers(1, -100, 4)),
+    "focal_loss": op(focal_loss, (6, 5), integers(0, 3, -1, -2, 1, 2), drawn(1), 4, 0.25, 2.0, 0.1),
+    "TransducerJoint": layer(
+        lambda: TransducerJoint(relu=True, dropout=True, dropout_prob=0.25), (2, 3, 8), (2, 2, 8), LENGTHS, LENGTHS - 1
+    ),
+    "TransducerLoss": layer(TransducerLoss, (2, 3, 3, 5), integers([1, 2], [3, 4]), LENGTHS, LENGTHS - 1, 0),
+    "scaled_softmax": op(transformer.scaled_softmax, (2, 1, 3, 3), 0.5),
+    "scaled_masked_softmax": op(transformer.scaled_masked_softmax, (2, 2, 3, 3), SOFTMAX_MASK, 0.5),
+    "generic_scaled_masked_softmax": op(transformer.generic_scaled_masked_softmax, (2, 2, 3, 3), SOFTMAX_MASK, 0.5),
+    "scaled_upper_triang_masked_softmax": op(transformer.scaled_upper_triang_masked_softmax, (4, 40, 40), None, 0.5),
+    "FusedScaleMaskSoftmax": layer(
+        lambda: mask_softmax(transformer.FusedScaleMaskSoftmax, AttnMaskType.padding), (2, 2, 3, 3), SOFTMAX_MASK
+    ),
+    "GenericFusedScaleMaskSoftmax": layer(
+        lambda: mask_softmax(transformer.GenericFusedScaleMaskSoftmax), (2, 2, 3, 3), SOFTMAX_MASK
+    ),
+    "fused_apply_rotary_pos_emb": op(transformer.fused_apply_rotary_pos_emb, (3, 2, 2, 6), drawn(*ANGLES)),
+    "fused_apply_rotary_pos_emb_cached": op(
+        transformer.fused_apply_rotary_pos_emb_cached, (3, 2, 2, 6), drawn(*ANGLES).cos(), drawn(*ANGLES).sin()
+    ),
+    "fused_apply_rotary_pos_emb_thd": op(
+        transformer.fused_apply_rotary_pos_emb_thd, (5, 2, 6), integers(0, 3, 5, dtype=torch.int32), drawn(*ANGLES)
+    ),
+    "fused_apply_rotary_pos_emb_2d": op(
+        transformer.fused_apply_rotary_pos_emb_2d, (2, 6, 2, 8), 2, 3, *[drawn(1, 3, 1, 4, seed=i) for i in range(4)]
+    ),
+    "fused_bias_swiglu": op(fused_bias_swiglu, (3, 8), (8,)),
+    "fused_bias_geglu": op(fused_bias_geglu, (3, 8), (8,)),
+    "fused_bias_reglu": op(fused_bias_reglu, (3, 8), (8,)),
+    "MLP": layer(lambda: mlp.MLP([4, 6, 3], activation="sigmoid"), (5, 4)),
+    "mlp_function": op(mlp.mlp_function, True, 1, (5, 4), (6, 4), (3, 6), (6,), (3,)),
+    "fused_dense_function": op(fused_dense_function, (5, 4), (3, 4), (3,)),
+    "fused_dense_gelu_dense_function": op(fused_dense_gelu_dense_function, (5, 4), (6, 4), (6,), (3, 6), (3,)),
+    "FusedDense": layer(lambda: FusedDense(4, 3), (5, 4)),
+    "FusedDenseGeluDense": layer(lambda: FusedDenseGeluDense(4, 6, 3), (5, 4)),
+    "dense_no_bias_function": op(dense_no_bias_function, (5, 4), (3, 4)),
+    "SelfMultiheadAttn": attention(SelfMultiheadAttn, (3, 2, 8), None, None, MASK),
+    "SelfMultiheadAttn with norm": attention(
+        SelfMultiheadAttn, (3, 2, 8), None, None, None, False, "causal", include_norm_add=True
+    ),
+    "SelfMultiheadAttn by default": attention(SelfMultiheadAttn, (3, 2, 8), impl="default", bias=True),
+    "EncdecMultiheadAttn": attention(EncdecMultiheadAttn, (3, 2, 8), (3, 2, 8), None, MASK),
+    "fast_mask_softmax_dropout_func": op(fast_mask_softmax_dropout_func, True, 2, (4, 3, 3), MASK, False, 0.25),
+    "FMHA": layer(lambda: FMHA(FMHA_CONFIG), (7, 96), integers(0, 3, 5, dtype=torch.int32), 4, True, True),
+    "FMHAFun": op(FMHAFun.apply, (7, 3, 2, 16), integers(0, 3, 5, dtype=torch.int32), 0.25, 4, True, True),
+    "AttnTri": op(AttnTri, *[(1, 2, 2, 5, 16)] * 3, drawn(1, 2, 1, 1, 5).sign().clamp(0), (1, 1, 2, 5, 5)),
+    "AttnBiasJIT": op(
+        AttnBiasJIT, *[(1, 2, 2, 5, 16)] * 3, drawn(1, 2, 1, 1, 5).sign().clamp(0), (1, 1, 2, 5, 5), 1e9
+    ),
+    "AttnNoBiasJIT": op(AttnNoBiasJIT, *[(1, 2, 2, 5, 16)] * 3, drawn(1, 2, 1, 1, 5).sign().clamp(0), 1e9),
+    "index_mul_2d": op(index_mul_2d, (3, 8), (4, 8), integers(0, 2, 2, 1)),
+    "ConvBias": op(ConvBias, IMAGES, (4, 4, 3, 3), (1, 4, 1, 1), 1, 2),
+    "ConvBiasReLU": op(ConvBiasReLU, IMAGES, (4, 4, 3, 3), (1, 4, 1, 1), 1, 1),
+    "ConvBiasMaskReLU": op(
+        ConvBiasMaskReLU, IMAGES, (4, 4, 3, 3), (1, 4, 1, 1), (drawn(*IMAGES, seed=2) > 0).to(torch.int8), 1, 1
+    ),
+    "ConvFrozenScaleBiasReLU": op(
+        ConvFrozenScaleBiasReLU, IMAGES, (4, 4, 3, 3), drawn(1, 4, 1, 1), drawn(1, 4, 1, 1), 1, 1
+    ),
+    **{
+        kind.__name__: layer(lambda kind=kind: kind(4, 6, 2, dropout=0.25), (3, 2, 4))
+        for kind in (RNN.GRU, RNN.LSTM, RNN.ReLU, RNN.Tanh, RNN.mLSTM)
+    },
+}  # fmt: skip
+
+
+# Lists of tensors -----------------------------------------------------------------------------------------------------
+
+
+def lists(count: int, device: torch.device, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+    return [
+        [(drawn(*shape, seed=seed).abs() / 8).to(device, dtype) for shape in ((3, 4), (70,), (5,))]
+        for seed in range(count)
+    ]
+
+
+def list_call(name: str, count: int, *numbers: Any, dtype: torch.dtype = torch.float32) -> Case:
+    """A function of amp_C; tensors among `numbers` go to the device."""
+
+    def case(device: torch.device) -> Call:
+        flag = torch.zeros(1, dtype=torch.int32, device=device)
+        tensors = lists(count, device, dtype)
+        given = [each.to(device, copy=True) if isinstance(each, Tensor) else each for each in numbers]
+
+        def call() -> list[Any]:
+            found = multi_tensor_applier(getattr(amp_C, name), flag, tensors, *given)
+            return [found, flag, *tensors, *given]
+
+        return call
+
+    return case
+
+
+ONE = torch.ones(1, dtype=torch.float32, device="cpu")
+STEP = integers(2, dtype=torch.int32)
+ADAM = (0.1, 0.9, 0.99, 1e-8, 2, 1, 1, 0.1)
+CAPTURABLE = (ONE * 0.1, 0.9, 0.99, 1e-8, STEP, 1, 1, 0.1)
+NORMS = drawn(3).abs()
+
+LIST_CALLS: dict[str, Case] = {
+    "multi_tensor_scale": list_call("multi_tensor_scale", 2, 0.5),
+    "multi_tensor_axpby": list_call("multi_tensor_axpby", 3, 0.5, 2.0, -1),
+    "multi_tensor_l2norm": list_call("multi_tensor_l2norm", 1, True),
+    "multi_tensor_l2norm_mp": list_call("multi_tensor_l2norm_mp", 1, True, dtype=torch.bfloat16),
+    "multi_tensor_l2norm_scale": list_call("multi_tensor_l2norm_scale", 2, 0.5, True),
+    "multi_tensor_unscale_l2norm": list_call("multi_tensor_unscale_l2norm", 1, ONE * 0.5, True),
+    "multi_tensor_sgd": list_call("multi_tensor_sgd", 3, 0.1, 0.9, 0.0, 0.1, False, True, False, 0.5),
+    "multi_tensor_adam": list_call("multi_tensor_adam", 4, *ADAM),
+    "multi_tensor_adam_capturable": list_call("multi_tensor_adam_capturable", 4, *CAPTURABLE, ONE * 0.5),
+    "multi_tensor_adam_capturable_master": list_call(
+        "multi_tensor_adam_capturable_master", 5, *CAPTURABLE, ONE * 0.5
+    ),
+    "multi_tensor_adagrad": list_call("multi_tensor_adagrad", 3, 0.1, 1e-8, 1, 0.1),
+    "multi_tensor_novograd": list_call("multi_tensor_novograd", 3, NORMS, *ADAM[:5], 1, 0.1, 1, 0, 2),
+    "multi_tensor_lamb": list_call("multi_tensor_lamb", 4, *ADAM[:5], 1, 0.1, 1, 1, ONE * 9, 1.0, True),
+    "multi_tensor_lamb in half precision": list_call(
+        "multi_tensor_lamb", 4, *ADAM[:5], 1, 0.1, 1, 1, ONE * 9, 1.0, True, dtype=torch.bfloat16
+    ),
+    "multi_tensor_lamb_mp": list_call(
+        "multi_tensor_lamb_mp", 4, *CAPTURABLE[:5], 1, 0.1, 1, 1, ONE * 9, ONE, True, ONE * 0, ONE * 0.5
+    ),
+    "multi_tensor_lamb_stage1_cuda": list_call(
+        "multi_tensor_lamb_stage1_cuda", 5, NORMS, 1, 0.9, 0.99, 1e-8, ONE * 9, 1.0
+    ),
+    "multi_tensor_lamb_stage2_cuda": list_call("multi_tensor_lamb_stage2_cuda", 2, NORMS, NORMS, 0.1, 0.1),
+    "multi_tensor_lars": list_call(
+        "multi_tensor_lars", 3, NORMS, NORMS, 0.1, 0.02, 1e-8, 0.1, 0.9, 0.0, False, False, False, 1.0, False
+    ),
+}  # fmt: skip
+
+
+def scale_of_hysteresis(device: torch.device) -> Call:
+    scale, found = ONE.to(device, copy=True), ONE.to(device)
+    trackers = [integers(1, dtype=torch.int32).to(device) for _ in range(2)]
+
+    def call() -> list[Any]:
+        return [amp_C.update_scale_hysteresis(scale, *trackers, found, 2.0, 0.5, 2, 1), scale, *trackers]
+
+    return call
+
+
+def clipped(norm_type: float, dtype: torch.dtype) -> Case:
+    def case(device: torch.device) -> Call:
+        params, gradients = lists(2, device, dtype)
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        return lambda: [clip_grad_norm_(params, 0.1, norm_type), *gradients]
+
+    return case
+
+
+LIST_CALLS |= {
+    "update_scale_hysteresis": scale_of_hysteresis,
+    **{
+        f"clip_grad_norm_ {norm_type} {dtype}": clipped(norm_type, dtype)
+        for norm_type in (2.0, float("inf"))
+        for dtype in (torch.float32, torch.float16)
+    },
+}
