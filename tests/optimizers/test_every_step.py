@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -213,9 +212,7 @@ def test_grad_scaler_does_not_wait_for_the_gpu(name: str) -> None:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
-                scaler.step(optimizer)
+            scaler.step(optimizer)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         scaler.update()

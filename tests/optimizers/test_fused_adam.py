@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 import weakref
 from collections.abc import Callable
 
@@ -338,8 +337,7 @@ def test_copies_and_pickles() -> None:
 def test_grad_scaler_skips_steps_that_overflow(options: dict, route: Route) -> None:
     """Scaled gradients, two of them infinite: as if these steps had never been."""
     ours, expected = parameters(route.device), parameters(route.device)
-    with _library.implementation(route.implementation), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+    with _library.implementation(route.implementation):
         optimizer, plain = FusedAdam(ours, lr=0.01, **options), FusedAdam(expected, lr=0.01)
         scaler = torch.amp.GradScaler(route.device, init_scale=1024.0, growth_interval=1000)
         for step in range(8):
@@ -364,17 +362,41 @@ def test_grad_scaler_does_not_wait_for_the_gpu() -> None:
     optimizer = FusedAdam(ours)
     scaler = torch.amp.GradScaler("cuda")
     scaler.scale(torch.ones((), device="cuda"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        for step in range(3):
-            give_gradients(ours, step)
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error" if step else "default")
-            try:
-                scaler.step(optimizer)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            scaler.update()
+    for step in range(3):
+        give_gradients(ours, step)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            scaler.step(optimizer)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        scaler.update()
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_grad_scaler_passed_to_the_step(dtype: torch.dtype, route: Route) -> None:
+    """As upstream's step takes it. The update has more digits than the gradient that the scale was taken out of."""
+    param = torch.nn.Parameter(torch.ones(9, dtype=dtype, device=route.device))
+    optimizer = FusedAdam([param], lr=0.5, eps=1e-8)
+    scaler = torch.amp.GradScaler(route.device, init_scale=2.0**20)
+    scaler.scale(torch.ones((), device=route.device))
+    param.grad = torch.full_like(param, 2.0**-8)
+    with _library.implementation(route.implementation):
+        optimizer.step(grad_scaler=scaler)
+    gradient = 2.0**-28  # 0 in float16
+    torch.testing.assert_close(param, torch.full_like(param, 1 - 0.5 * gradient / (gradient + 1e-8)))
+    assert torch.equal(param.grad, torch.full_like(param, gradient))
+    with pytest.raises(TypeError, match="scalar"):
+        optimizer.step(scalar=scaler)
+
+
+def test_grad_scaler_without_gradients() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(FusedAdam([param]))
+    assert torch.equal(param, torch.ones(3))
 
 
 @pytest.mark.gpu

@@ -32,19 +32,25 @@ _OPTIONS = (bool, int, float, str, torch.dtype)
 
 
 class Skip:
-    """What keeps a step from happening, and by what gradients are multiplied: tensors on the device, or None."""
+    """What keeps a step from happening, and by what gradients are multiplied: tensors on the device, or None.
 
-    def __init__(self, noop: Tensor | None = None, inverse_scale: Tensor | None = None) -> None:
+    The update is computed with gradients times `inverse_scale`. What is left in `.grad` after a step that happened is
+    multiplied by `unscale`.
+    """
+
+    def __init__(
+        self, noop: Tensor | None = None, inverse_scale: Tensor | None = None, unscale: Tensor | None = None
+    ) -> None:
         self.noop = noop
         self.inverse_scale = inverse_scale
+        self.unscale = unscale
 
     def on(self, device: torch.device) -> Skip:
         """The same on another device."""
-        noop, scale = self.noop, self.inverse_scale
-        if (noop is None or noop.device == device) and (scale is None or scale.device == device):
+        tensors = (self.noop, self.inverse_scale, self.unscale)
+        if all(tensor is None or tensor.device == device for tensor in tensors):
             return self
-        move = lambda flag: None if flag is None else flag.to(device, non_blocking=True)  # noqa: E731
-        return Skip(move(noop), move(scale))
+        return Skip(*(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in tensors))
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -182,6 +188,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 count = step.to(bucket.device) if isinstance(step, Tensor) else step
                 rounds = seed is not None and bucket.params[0].dtype == torch.bfloat16
                 self._update(group, bucket, count, there, seed if rounds else None)
+                if there.unscale is not None:
+                    _unscale_gradients(bucket.gradients(), there.unscale, there.noop)
                 bucket.release()
         self._ready = []
         if self._model_params:
@@ -278,7 +286,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             flags = [flag.to(current.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
             found = sum(flags[1:], flags[0]) if flags else None
         inverse = None if scale is None else scale.double().reciprocal().to(torch.float32).reshape(1)
-        return Skip(found, inverse)
+        # The sum of no flags, where no parameter has a gradient, is the number 0.
+        return Skip(found if isinstance(found, Tensor) else None, inverse, inverse)
 
     # Gradients, groups, checkpoints -----------------------------------------------------------------------------------
 
@@ -339,6 +348,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
         twin._plans, twin._states = {}, []
         return twin
+
+
+def _unscale_gradients(gradients: list[Tensor], factor: Tensor, noop: Tensor | None) -> None:
+    """Takes the loss scale out of the gradients after a step, which computed in more digits than they may have."""
+    if noop is not None:
+        factor = torch.where(noop.reshape(1) != 0, 1.0, factor)
+    ignored = torch.zeros(1, dtype=torch.float32, device=factor.device)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, ignored, factor)
 
 
 def compiled_function(name: str) -> Callable[..., Any]:

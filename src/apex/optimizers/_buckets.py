@@ -101,6 +101,10 @@ class Bucket:
     def _keys(self) -> tuple[str, ...]:
         return (*self.names, MASTER) if self.has_masters else tuple(self.names)
 
+    def gradients(self) -> list[Tensor]:
+        """The gradients as they are, this process's part of distributed ones."""
+        return [local(source.grad) for source in self._sources if source.grad is not None]
+
     def _gradients(self) -> list[Tensor]:
         """The gradients, laid out like their parameters."""
         gradients = list(map(_grad_of, self._sources))

@@ -78,7 +78,7 @@ class MomentumOptimizer(FusedOptimizer):
         inverse = scale.double().reciprocal().to(torch.float32).reshape(1)
         if skip.inverse_scale is not None:
             inverse = inverse.to(skip.inverse_scale.device) * skip.inverse_scale
-        return Skip(skip.noop, inverse)
+        return Skip(skip.noop, inverse, skip.unscale)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return (BUFFER,) if group["momentum"] else ()

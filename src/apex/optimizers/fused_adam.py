@@ -64,11 +64,12 @@ class FusedAdam(FusedOptimizer):
         output_params: Any = None,
         scale: Any = None,
         grad_norms: Any = None,
-        grad_scaler: Any = None,
+        **scaler: Any,
     ) -> Any:
         """One optimization step; returns the closure's loss.
 
-        The arguments in the middle belong to `apex.contrib.optimizers.FusedAdam` and are refused here.
+        Takes a `torch.amp.GradScaler` as `grad_scaler`, which is not named so because `GradScaler.step` would warn that
+        it stops passing itself. The other arguments belong to `apex.contrib.optimizers.FusedAdam` and are refused.
         """
         if any(argument is not None for argument in (grads, output_params, scale, grad_norms)):
             raise RuntimeError(
@@ -76,7 +77,7 @@ class FusedAdam(FusedOptimizer):
                 "apex.contrib.optimizers.FusedAdam does"
             )
         loss = self._run_closure(closure)
-        self._step(self._skip_from_scaler(grad_scaler))
+        self._step(self._skip_from_scaler(**scaler))
         return loss
 
     @property

@@ -18,8 +18,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     Parameters of `reduced_precision_dtype` get float32 masters at their first step, which are saved with the state
     (the original loses them). `lr` and `step` of a group are tensors on the device of its parameters: schedulers fill
-    them in place, and `step` (int32 [1]) does not count steps that an overflow prevented. `step(grad_scaler=...)` is
-    what `torch.amp.GradScaler.step` calls.
+    them in place, and `step` (int32 [1]) does not count steps that an overflow prevented.
     """
 
     def __init__(
@@ -61,11 +60,11 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         self.defaults["step"] = torch.tensor([self._initial_step], dtype=torch.int32, device=HOST)
 
     def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None
+        self, closure: Callable[[], Any] | None = None, **scaler: Any
     ) -> Any:
-        """One optimization step; returns the closure's loss."""
+        """One optimization step; returns the closure's loss. Takes a `torch.amp.GradScaler` as `grad_scaler`."""
         loss = self._run_closure(closure)
-        self._step(self._skip_from_scaler(grad_scaler))
+        self._step(self._skip_from_scaler(**scaler))
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

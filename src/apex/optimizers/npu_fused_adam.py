@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -44,14 +43,6 @@ class NpuFusedAdam(NpuFusedOptimizerBase, OwnSteps, FusedAdam):
             stochastic_rounding=stochastic_rounding,
             capturable=capturable,
         )
-
-    # Without `grad_scaler`: torch.amp.GradScaler then sets attributes, which is what it will do for all in future.
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One optimization step; returns the closure's loss."""
-        # Not the parent's step, which PyTorch has wrapped to call the hooks a second time once there is a FusedAdam.
-        loss = self._run_closure(closure)
-        self._step(self._skip_from_scaler())
-        return loss
 
     def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
         super()._update(group, bucket, self._step_of(bucket, step), skip, seed)

@@ -120,7 +120,7 @@ class FusedAdamSWA(FusedOptimizer):
         loss = self._run_closure(closure)
         skip = self._skip_from_scaler()
         if grad_clip_scale is not None:
-            skip = Skip(skip.noop, self._combined(skip.inverse_scale, grad_clip_scale))
+            skip = Skip(skip.noop, self._combined(skip.inverse_scale, grad_clip_scale), skip.unscale)
         if skip.noop is not None and self.swa_param_groups[0]["n_averaged"] == 0:
             # An overflow, of which the host does not hear, must not leave averages without a start.
             self._start_averages(list(self._averages))
