@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops._checks import check_floats
 from . import _sequences
 
 
@@ -184,6 +185,7 @@ class stackedRNN(_Network):
         With `collect_hidden`, each entry of that list is a list of T such tensors, one for each time. `reverse` goes
         through the sequence from its end to its start; outputs and collected states stay in the order of the input.
         """
+        check_floats(input=input)
         if input.dim() != 3 or not input.numel():
             wanted = "[batch, time, input]" if self.batch_first else "[time, batch, input]"
             raise ValueError(f"input has shape {tuple(input.shape)}; expected is {wanted}, and not empty")

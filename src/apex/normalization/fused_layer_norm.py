@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import init
 
 from ..ops import norm
+from ..ops._checks import check_floats, check_tensors
 
 NormalizedShape = int | Sequence[int]
 
@@ -123,6 +124,7 @@ def _cast_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The tensors in the autocast dtype of the first one's device, where autocast is on; float64 stays."""
     if not torch._C._is_any_autocast_enabled():  # the quick question first: most calls end here
         return tensors
+    check_tensors(input=tensors[0])
     device_type = tensors[0].device.type  # type: ignore[union-attr]
     if not torch.is_autocast_enabled(device_type):
         return tensors
@@ -162,6 +164,7 @@ def mixed_dtype_fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Layer norm with weight and bias, in the weight's dtype."""
+    check_tensors(weight=weight, bias=bias)
     input, weight, bias = _cast_for_autocast(input, weight, bias)
     return norm.layer_norm(
         input, normalized_shape, weight, bias, eps, memory_efficient=memory_efficient, out_dtype=weight.dtype
@@ -196,6 +199,7 @@ def mixed_dtype_fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """RMS norm with a weight, in the weight's dtype."""
+    check_tensors(weight=weight)
     input, weight = _cast_for_autocast(input, weight)
     return norm.rms_norm(
         input, normalized_shape, weight, eps, memory_efficient=memory_efficient, out_dtype=weight.dtype
@@ -204,6 +208,9 @@ def mixed_dtype_fused_rms_norm_affine(
 
 def manual_rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
     """RMS norm in plain PyTorch operators: the statistics in float32, the product in the dtype of a half weight."""
+    check_floats(input=input)
+    if weight is not None:
+        check_floats(weight=weight)
     dimensions = tuple(range(-len(normalized_shape), 0))
     mean_square = input.float().square().mean(dimensions, keepdim=True)
     normalised = input * torch.rsqrt(mean_square + eps)

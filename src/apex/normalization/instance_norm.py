@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..ops._checks import check_floats
+
 
 class InstanceNorm3dNVFuser(nn.InstanceNorm3d):
     """`torch.nn.InstanceNorm3d`, drop-in for upstream's nvFuser version."""
 
     def forward(self, input: Tensor) -> Tensor:
+        check_floats(input=input)
         if input.dim() != 5:
             raise ValueError(f"expected a 5-D input (N, C, D, H, W), got {input.dim()}-D")
         output = F.instance_norm(

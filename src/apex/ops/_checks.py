@@ -10,11 +10,27 @@ import torch
 from torch import Tensor
 
 
-def refuse_other_than_tensors(**arguments: Any) -> None:
+def check_tensors(**arguments: Any) -> None:
     """Raises for the first argument, given by name, that is no tensor."""
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def check_optional_tensors(**arguments: Any) -> None:
+    """Raises for the first argument, given by name, that is neither a tensor nor None."""
+    for name, value in arguments.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor or None, got {type(value).__name__}")
+
+
+def check_floats(**arguments: Any) -> None:
+    """Raises for the first argument, given by name, that is no floating-point tensor."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+        if not value.is_floating_point():
+            raise TypeError(f"{name} must be floating-point, got {value.dtype}")
 
 
 def integer(name: str, value: Any) -> int:
@@ -39,6 +55,7 @@ def check_per_channel(input: Tensor, channels: int, **parameters: Tensor | None)
     for name, parameter in parameters.items():
         if parameter is None:
             continue
+        check_tensors(**{name: parameter})
         if parameter.shape != (channels,):
             raise ValueError(
                 f"{name} has shape {list(parameter.shape)}, expected one value for each of {channels} channels"

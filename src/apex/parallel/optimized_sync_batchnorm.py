@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..ops._checks import check_floats
 from ..ops._library import quick_apply
 from ..ops.batch_norm import BatchNormSpec, average_factor, batch_norm_with_statistics
 from ._statistics import process_count
@@ -53,6 +54,9 @@ class SyncBatchNorm(_BatchNorm):
         self.channel_last = channel_last
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        check_floats(input=input)
+        if z is not None:
+            check_floats(z=z)
         # Asked once: every look at a parameter or buffer of a module goes through its __getattr__.
         training, weight, bias = self.training, self.weight, self.bias
         mean, variance = self.running_mean, self.running_var

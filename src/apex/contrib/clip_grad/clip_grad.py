@@ -29,8 +29,14 @@ def clip_grad_norm_(
     Returns the norm before that, in float32 for half-precision gradients too. PyTorch's own function serves norms other
     than 2 and infinity, and gradients that are float64, sparse, distributed or given twice.
     """
+    if not isinstance(parameters, Tensor | Iterable):
+        raise TypeError(f"parameters must be a tensor or tensors, got {type(parameters).__name__}")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    gradients = [gradient for gradient in map(_grad_of, parameters) if gradient is not None]
+    try:
+        gradients = [gradient for gradient in map(_grad_of, parameters) if gradient is not None]
+    except AttributeError:
+        wrong = next(type(parameter).__name__ for parameter in parameters if not isinstance(parameter, Tensor))
+        raise TypeError(f"parameters must be a tensor or tensors, got {wrong}") from None
     norm_type = float(norm_type)
     known = clipped_before(gradients)
     if not gradients or norm_type not in (2.0, torch.inf) or (known is None and not _are_plain(gradients)):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops._checks import check_floats, check_tensors
 from ...ops._library import autocast_dtype, once_differentiable, quick_apply
 from ...ops.conv import (
     ConvSpec,
@@ -77,6 +78,7 @@ class ConvBiasReLU_(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, padding, stride):  # type: ignore[override]
+        check_floats(x=x, weight=weight, bias=bias)
         cast_x, cast_weight, cast_bias = _cast(x, weight, bias)
         plan = ctx.plan = plan_for(cast_x, cast_weight, cast_bias, padding, stride)
         if plan is None:
@@ -101,6 +103,8 @@ class ConvBiasMaskReLU_(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, mask, padding, stride):  # type: ignore[override]
+        check_floats(x=x, weight=weight, bias=bias)
+        check_tensors(mask=mask)
         return _relu_forward(ctx, x, weight, bias, ConvSpec(padding, stride), mask)
 
     @staticmethod
@@ -114,6 +118,7 @@ class ConvFrozenScaleBiasReLU_(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, scale, bias, padding, stride):  # type: ignore[override]
+        check_floats(x=x, weight=weight, scale=scale, bias=bias)
         return _relu_forward(ctx, x, weight, bias, ConvSpec(padding, stride), scale=scale)
 
     @staticmethod
@@ -154,4 +159,5 @@ ConvFrozenScaleBiasReLU = quick_apply(ConvFrozenScaleBiasReLU_)
 
 def ConvBias(x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int) -> Tensor:
     """conv(x, weight) + bias: PyTorch's convolution, to which nothing is left to add."""
+    check_floats(x=x, weight=weight, bias=bias)
     return conv_bias(x, weight, bias, ConvSpec(padding, stride))

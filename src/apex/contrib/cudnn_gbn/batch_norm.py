@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...ops._checks import check_floats
 from ...ops._library import autocast_dtype
 from ...ops._transfer import HOST
 from ...ops.batch_norm import BatchNormSpec, BatchStatistics, average_factor
@@ -58,6 +59,7 @@ class GroupBatchNorm2d(_BatchNorm):
         return self._before_any(1.0) if self._batch is None else self._batch.inverse_deviation(self.eps)
 
     def _check_input_dim(self, input: Tensor) -> None:
+        check_floats(input=input)
         if input.dim() != 4:
             raise ValueError(f"input has shape {list(input.shape)}; images, four dimensions, are needed")
 

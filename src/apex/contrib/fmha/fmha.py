@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...ops._checks import check_tensors
 from ...ops.attention import packed, packed_attention
 
 
@@ -52,6 +53,7 @@ class FMHA(nn.Module):
         self, qkv: Tensor, cu_seqlens: Tensor, max_s: int, is_training: bool = True, zero_tensors: bool = False
     ) -> Tensor:
         """`qkv` [total, 3 * hidden size], queries before keys before values, to [total, hidden size]."""
+        check_tensors(qkv=qkv)
         context = packed_attention(
             qkv.view(-1, 3, self.h, self.d),
             cu_seqlens,

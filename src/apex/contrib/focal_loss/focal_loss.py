@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...ops._checks import check_tensors
 from ...ops.focal_loss import FocalSpec, backward_from_saved, forward_and_save
 
 
@@ -38,6 +39,7 @@ def focal_loss(
     on are padding and count for nothing. `cls_targets_at_level` has one class per anchor: -1 for background, -2 for an
     anchor that does not count. `num_positive_sum` is a tensor of one element, to divide by.
     """
+    check_tensors(num_positive_sum=num_positive_sum)
     return FocalLoss.apply(
         cls_output, cls_targets_at_level, num_positive_sum, num_real_classes, alpha, gamma, label_smoothing
     )

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...ops._checks import check_floats
 from ...ops._library import once_differentiable
 from ...ops.batch_norm import (
     BatchNormSpec,
@@ -163,6 +164,9 @@ class BatchNorm2d_NHWC(_BatchNorm):
         return torch.ones_like(self.running_var) if self._batch is None else self._batch.inverse_deviation(self.eps)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        check_floats(x=x)
+        if z is not None:
+            check_floats(z=z)
         if x.dim() != 4:
             raise ValueError(f"x has shape {list(x.shape)}; images, four dimensions, are needed")
         if z is not None and not self.fuse_relu:

@@ -8,6 +8,7 @@ from torch.nn import init
 
 from ...normalization.fused_layer_norm import mixed_dtype_fused_layer_norm_affine
 from ...ops import norm
+from ...ops._checks import check_floats
 
 
 class FastLayerNormFN(torch.autograd.Function):
@@ -15,6 +16,7 @@ class FastLayerNormFN(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gamma, beta, epsilon, memory_efficient=False):  # type: ignore[override]
+        check_floats(x=x, gamma=gamma, beta=beta)
         return norm.forward_and_save(
             ctx, x, gamma, beta, gamma.shape, epsilon, memory_efficient, subtract_mean=True, out_dtype=gamma.dtype
         )
@@ -40,6 +42,7 @@ class FastLayerNorm(nn.Module):
         init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_floats(x=x)
         return mixed_dtype_fused_layer_norm_affine(
             x, self.weight, self.bias, self.weight.shape, self.epsilon, self.memory_efficient
         )

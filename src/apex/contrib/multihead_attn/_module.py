@@ -8,6 +8,7 @@ from torch.nn import Parameter
 
 from ...normalization import FusedLayerNorm
 from ...ops import multihead
+from ...ops._checks import check_optional_tensors, check_tensors
 
 IMPLEMENTATIONS = ("fast", "default")
 CAUSAL = "causal"
@@ -56,6 +57,7 @@ class MultiheadAttnBase(nn.Module):
         self, key_padding_mask: Tensor | None, attn_mask: Tensor | str | None, additive: bool = False
     ) -> multihead.Mask | None:
         """The one mask of a call."""
+        check_optional_tensors(key_padding_mask=key_padding_mask)
         if key_padding_mask is not None:
             if attn_mask is not None:
                 raise ValueError("attn_mask and key_padding_mask cannot both be given; join them into one mask")
@@ -68,6 +70,7 @@ class MultiheadAttnBase(nn.Module):
             if attn_mask != CAUSAL:
                 raise ValueError(f"attn_mask={attn_mask!r} must be a tensor or {CAUSAL!r}")
             return multihead.Mask(multihead.MaskKind.CAUSAL)
+        check_tensors(attn_mask=attn_mask)
         return multihead.make_mask(attn_mask, use_time_mask=True, additive=False)
 
     def extra_repr(self) -> str:

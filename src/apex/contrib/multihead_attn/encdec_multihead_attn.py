@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ...ops import multihead
+from ...ops._checks import check_floats
 from ._module import MultiheadAttnBase
 from .encdec_multihead_attn_func import encdec_attn_func
 
@@ -73,6 +74,7 @@ class EncdecMultiheadAttn(MultiheadAttnBase):
         where nonzero; `attn_mask="causal"` hides from query i the keys beyond i, without a tensor. `is_training`, not
         the mode of the module, decides about dropout. The second result is always None.
         """
+        check_floats(query=query, key=key)
         mask = self._mask(key_padding_mask, attn_mask)
         dropout = self.dropout if is_training else 0.0
         weights = self.in_proj_weight_q, self.in_proj_weight_kv, self.out_proj_weight

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...ops import multihead, softmax
+from ...ops._checks import check_floats, check_optional_tensors
 from ...ops._library import once_differentiable
 
 
@@ -23,6 +24,8 @@ class MaskSoftmaxDropout(torch.autograd.Function):
         mask_additive: bool,
         dropout_prob: float,
     ) -> Tensor:
+        check_floats(inputs=inputs)
+        check_optional_tensors(pad_mask=pad_mask)
         if inputs.dim() != 3 or heads < 1 or inputs.shape[0] % heads:
             raise ValueError(
                 f"inputs of shape {list(inputs.shape)} must be [batch * heads, queries, keys] with heads={heads}"

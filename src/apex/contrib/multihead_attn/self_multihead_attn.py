@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ...ops import multihead
+from ...ops._checks import check_floats
 from ._module import MultiheadAttnBase
 from .self_multihead_attn_func import self_attn_func
 
@@ -102,6 +103,7 @@ class SelfMultiheadAttn(MultiheadAttnBase):
         where nonzero; `attn_mask="causal"` hides what comes later, without a tensor. `is_training`, not the mode of the
         module, decides about dropout. The second result is always None.
         """
+        check_floats(query=query)
         mask = self._mask(key_padding_mask, attn_mask, self.mask_additive)
         dropout = self.dropout if is_training else 0.0
         weight, bias = self._input_parameters()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...ops import norm
+from ...ops._checks import check_floats
 
 
 class LayerNormSmallShapeOptImpl(torch.autograd.Function):
@@ -12,6 +13,7 @@ class LayerNormSmallShapeOptImpl(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, inputs, normalized_shape, weight, bias, eps=1e-05):  # type: ignore[override]
+        check_floats(inputs=inputs, weight=weight, bias=bias)
         return norm.forward_and_save(
             ctx,
             inputs,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...ops._checks import check_floats
 from ...ops.attention import attention, biased
 from ...ops.attention.config import usual_tile
 
@@ -55,6 +56,7 @@ class FusedAttenionCoreFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, mask=None, bias=None, inf=1000000000.0, is_training=True):  # type: ignore[override]
+        check_floats(q=q, k=k, v=v)
         biased.check(q, k, v, mask, bias)
         ctx.is_training = is_training
         if not is_training:
@@ -79,6 +81,7 @@ def AttnTri(
     is_training: bool = True,
 ) -> Tensor:
     """The attention; `is_training` makes no difference, since what a backward pass needs is kept if one can follow."""
+    check_floats(q=q, k=k, v=v)
     return attention(q, k, v, mask, bias, inf)
 
 

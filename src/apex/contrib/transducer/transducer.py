@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...ops import transducer as ops
-from ...ops._checks import integer
+from ...ops._checks import check_tensors, integer
 from ...ops._transfer import HOST
 
 
@@ -103,11 +103,13 @@ class TransducerLoss(torch.nn.Module):
         cumsum(f_len * (y_len + 1)), and `max_f_len`. An empty `debug_list` gets alpha and beta. A label that is no word
         is an error on a CPU; a GPU is not waited for, and the loss of its sequence is NaN.
         """
+        check_tensors(x=x)
         if self.packed_input:
             if batch_offset is None or max_f_len is None:
                 raise ValueError("packed_input=True needs batch_offset and max_f_len")
         else:
-            batch_offset, max_f_len = self.dummy_batch_offset, x.size(1)
+            # The check of x says what a shape without frames lacks.
+            batch_offset, max_f_len = self.dummy_batch_offset, x.size(1) if x.dim() > 1 else 0
         return TransducerLossFunc.apply(
             x,
             label,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._checks import check_floats, check_optional_tensors
 from . import native, plans, reference
 from .checks import check
 from .family import FAMILY, autocast_dtype, takes_head
@@ -29,6 +30,10 @@ def attention(
 
     `mask` (1 to attend, 0 not to) and `bias` are broadcast to [..., H, M, N]. `mask` has no gradient.
     """
+    check_floats(query=query, key=key, value=value)
+    check_optional_tensors(mask=mask)
+    if bias is not None:
+        check_floats(bias=bias)
     dtype = autocast_dtype(query)
     if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _device, _library
-from .._checks import values_at_hand
+from .._checks import check_tensors, values_at_hand
 from . import dense, launches, native
 from .family import FAMILY, autocast_dtype, takes_head
 
@@ -32,6 +32,7 @@ def packed_attention(
     `max_seqlen` is the length of the longest sequence, or more. Probabilities are dropped with probability `dropout_p`.
     Rows after the last sequence are zeros; with `zero_tail=False` they may be anything.
     """
+    check_tensors(qkv=qkv)
     dtype = autocast_dtype(qkv)
     if dtype is not None:
         qkv = qkv.to(dtype)
@@ -62,6 +63,7 @@ def runs_kernels(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> bool:
 
 def check(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float) -> None:
     """Raises for arguments that do not fit; lengths are looked at where that needs no wait."""
+    check_tensors(qkv=qkv, cu_seqlens=cu_seqlens)
     if qkv.dim() != 4 or qkv.shape[1] != 3 or qkv.shape[3] == 0:
         raise ValueError(f"qkv has shape {list(qkv.shape)}; it must be [total, 3, heads, head size]")
     if not qkv.is_floating_point():

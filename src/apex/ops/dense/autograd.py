@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import _library
+from .._checks import check_tensors
 from .launches import ActivationPlan
 from .nodes import as_given, cast_like_autocast, differentiable_gradients, shaped
 from .op import (
@@ -155,6 +156,7 @@ def dense_gelu_dense(
 
     Under autocast in its dtype.
     """
+    check_tensors(input=input)
     dtype = _library.autocast_dtype(input)
     check_dense_gelu_dense(input, weight1, bias1, weight2, bias2, same_dtype=dtype is None)
     arguments: Sequence[Any] = (input, weight1, bias1, weight2, bias2)
@@ -173,5 +175,6 @@ _apply_node = _library.quick_apply(FusedDenseGeluDenseFunc)
 def dense(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`input` [..., in] through one dense layer: PyTorch's own operator, which adds the bias within the product."""
     if not fits(input, weight, bias):
+        check_tensors(input=input)
         check_layer(input, check_input(input), weight, bias, same_dtype=_library.autocast_dtype(input) is None)
     return functional.linear(input, weight, bias)

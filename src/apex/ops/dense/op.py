@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import _library
+from .._checks import check_optional_tensors, check_tensors
 from .launches import (
     ActivationPlan,
     activation_plan,
@@ -185,6 +186,7 @@ def _torch_accumulates(device: torch.device, dtype: torch.dtype) -> bool:
 
 def check_input(input: Tensor) -> int:
     """The number of values per row."""
+    check_tensors(input=input)
     if input.dim() < 1 or not input.is_floating_point():
         raise ValueError(
             f"input must have at least one dimension and a floating dtype, got shape {list(input.shape)} and "
@@ -195,6 +197,8 @@ def check_input(input: Tensor) -> int:
 
 def fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a layer surely is in order: the quick question before those of `check_input` and `check_layer`."""
+    if not (isinstance(input, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))):
+        return False
     shape, dtype = weight.shape, weight.dtype
     return (
         len(shape) == 2
@@ -216,6 +220,8 @@ def check_layer(
     same_dtype: bool,
 ) -> int:
     """The number of outputs of a layer that gets `width` values, after its parameters were found fit."""
+    check_tensors(**{names[0]: weight})
+    check_optional_tensors(**{names[1]: bias})
     shape = weight.shape
     if len(shape) != 2 or shape[1] != width:
         raise ValueError(f"{names[0]} has shape {list(shape)}, expected [out, {width}] for rows of {width} values")
@@ -248,6 +254,8 @@ def check_mlp(
     width, dtype = check_input(input), input.dtype
     for layer, weight in enumerate(weights):
         bias = biases[layer] if biases else None
+        if not isinstance(weight, Tensor) or (biases and not isinstance(bias, Tensor)):
+            check_tensors(**{f"weight {layer}": weight, f"bias {layer}": bias})
         shape = weight.shape
         if not (  # the quick questions first
             len(shape) == 2

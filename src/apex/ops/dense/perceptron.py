@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import _library
+from .._checks import check_tensors
 from .._plans import Plans
 from .launches import ActivationPlan
 from .nodes import as_given, cast_like_autocast, differentiable_gradients, shaped
@@ -72,7 +73,11 @@ def mlp_plan(
     input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str, dtype: torch.dtype | None
 ) -> MlpPlan:
     """The plan for tensors like these under autocast to `dtype`; raises where they do not fit each other."""
-    key = (activation, dtype, input.device, *[(t.shape, t.dtype) for t in (input, *weights, *biases)], len(biases))
+    try:
+        key = (activation, dtype, input.device, *[(t.shape, t.dtype) for t in (input, *weights, *biases)], len(biases))
+    except AttributeError:  # says which is no tensor
+        check_mlp(input, weights, biases, activation, same_dtype=dtype is None)
+        raise
     plan = _plans.get(key)
     if plan is None:
         check_mlp(input, weights, biases, activation, same_dtype=dtype is None)
@@ -87,6 +92,8 @@ def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (),
 
     Under autocast in its dtype.
     """
+    if not isinstance(input, Tensor):
+        check_tensors(input=input)
     dtype = _library.autocast_dtype(input)
     if torch.compiler.is_compiling():
         return _compiled_mlp(input, weights, biases, activation, dtype)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._checks import check_tensors
 from . import reference
 from .launches import triton_backward, triton_forward
 from .reference import FocalSpec
@@ -81,6 +82,7 @@ def backward_from_saved(ctx: Any, grad_loss: Tensor) -> Tensor:
 
 def check(logits: Tensor, targets: Tensor, num_positives: Tensor, spec: FocalSpec) -> None:
     """Refuses arguments that do not fit, in clear words; classes where looking at them waits for no device."""
+    check_tensors(cls_output=logits, cls_targets_at_level=targets, num_positives_sum=num_positives)
     if logits.dim() != targets.dim() + 1 or logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"cls_output has shape {list(logits.shape)} and cls_targets_at_level {list(targets.shape)}; the first must "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._checks import check_tensors
 from .._device import facts
 from .._op import Op
 from . import config, reference
@@ -33,6 +34,8 @@ def bias_glu(input: Tensor, bias: Tensor | None = None, activation: str = "silu"
 
 def check(input: Tensor, bias: Tensor | None, activation: str) -> None:
     """Refuses arguments that do not fit, in clear words."""
+    if not isinstance(input, Tensor):
+        check_tensors(input=input)
     if activation not in reference.ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is not known; use one of {', '.join(reference.ACTIVATIONS)}")
     if not input.is_floating_point():
@@ -45,6 +48,8 @@ def check(input: Tensor, bias: Tensor | None, activation: str) -> None:
         )
     if bias is None:
         return
+    if not isinstance(bias, Tensor):
+        check_tensors(bias=bias)
     if bias.shape != shape[-1:]:
         raise ValueError(f"bias has shape {list(bias.shape)}, expected {list(shape[-1:])} as the input's rows")
     if bias.device != input.device:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_per_channel
+from .._checks import check_per_channel, check_tensors
 from .._plans import Plans, kind
 from . import reference
 from .launches import ForwardPlan, contiguous, dense, forward_plan, triton_backward, triton_forward
@@ -38,6 +38,8 @@ def group_norm(
 
     Computed in float32 whatever the dtypes; the output has the input's dtype and layout.
     """
+    if not isinstance(input, Tensor):
+        check_tensors(input=input)
     plan = _plan_for(input, num_groups, weight, bias, eps, activation)
     if plan is not None:
         if torch.is_grad_enabled():

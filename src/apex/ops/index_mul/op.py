@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._checks import check_tensors
 from . import reference
 from .launches import triton_backward, triton_forward
 from .self_check import self_check
@@ -97,6 +98,8 @@ def index_mul_backward_backward(
 
 def check(in1: Tensor, in2: Tensor, index: Tensor) -> None:
     """Refuses arguments that do not fit, in clear words. The values of the indices are not looked at."""
+    if not (isinstance(in1, Tensor) and isinstance(in2, Tensor) and isinstance(index, Tensor)):
+        check_tensors(in1=in1, in2=in2, idx1=index)
     if not (
         in1.dim() == in2.dim() == 2
         and index.shape == in2.shape[:1]

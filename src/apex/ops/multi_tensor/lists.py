@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._checks import check_tensors
 from .recognition import recognise, recognise_on_cpu, remember, remember_on_cpu, rule_slots
 from .rule import GRADIENT
 from .self_check import self_check
@@ -53,6 +54,7 @@ def check(slots: Slots, names: Sequence[str]) -> None:
         if len(tensors) != len(first):
             raise ValueError(f"{name} has {len(tensors)} tensors, {first_name} has {len(first)}")
         for index, (tensor, expected) in enumerate(zip(tensors, first, strict=True)):
+            check_tensors(**{f"{name}[{index}]": tensor})
             if tensor.dtype not in DTYPES:
                 raise TypeError(
                     f"{name}[{index}] is {tensor.dtype}; float16, bfloat16, float32 and float64 are accepted"
@@ -105,13 +107,17 @@ def groups_of(slots: Slots, names: Sequence[str]) -> list[tuple[Sequence[int], L
 
     `names` are those of the slots that are given.
     """
-    known = known_lists(slots)
-    if known is not None:
-        return [(range(len(known.sizes)), known)]
-    on_cpu = _lists_on_cpu(slots)
-    if on_cpu is not None:
-        return [(range(on_cpu.results), on_cpu)]
-    facts = _facts(slots)
+    try:
+        known = known_lists(slots)
+        if known is not None:
+            return [(range(len(known.sizes)), known)]
+        on_cpu = _lists_on_cpu(slots)
+        if on_cpu is not None:
+            return [(range(on_cpu.results), on_cpu)]
+        facts = _facts(slots)
+    except AttributeError:
+        check(slots, names)  # says which is no tensor
+        raise
     if facts is not None:
         lists = _remembered.get(facts.key)
         if (

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._checks import check_optional_tensors, check_tensors
 from .spec import NormSpec
 
 # Positions within a row are 32-bit in the kernels.
@@ -20,6 +21,8 @@ def checked_shape(
 ) -> tuple[int, ...]:
     """`normalized_shape` as a tuple, after every argument was found fit."""
     shape = as_tuple(normalized_shape)
+    check_tensors(input=input)
+    check_optional_tensors(weight=weight, bias=bias)
     if type(input.numel()) is Tensor:  # torch.jit.trace: sizes are tensors too; PyTorch's operator checks them
         return shape
     device = input.device

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._checks import check_tensors
 from . import config, half_layer_norm, native
 from .autograd import NormFunction
 from .checks import as_tuple, check_row_length, checked_shape
@@ -36,6 +37,12 @@ def layer_norm(
     The output has `out_dtype` (default: the input's dtype). `memory_efficient` saves the output for the backward pass
     instead of the input, so that the input can be freed.
     """
+    if not isinstance(input, Tensor):
+        check_tensors(input=input)
+    if weight is not None and not isinstance(weight, Tensor):
+        check_tensors(weight=weight)
+    if bias is not None and not isinstance(bias, Tensor):
+        check_tensors(bias=bias)
     if not memory_efficient and _is_small(input, weight, bias, out_dtype):
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
         try:
@@ -60,6 +67,10 @@ def rms_norm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """RMS norm over the trailing `normalized_shape`; arguments as for `layer_norm`."""
+    if not isinstance(input, Tensor):
+        check_tensors(input=input)
+    if weight is not None and not isinstance(weight, Tensor):
+        check_tensors(weight=weight)
     if not memory_efficient and _is_small(input, weight, None, out_dtype):
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
         try:

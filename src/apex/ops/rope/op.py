@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._checks import check_floats, check_optional_tensors, check_tensors
 from . import native, reference
 from .launches import Plan, plan
 from .self_check import self_check
-from .spec import RopeSpec, checked_sizes, memory_is_swapped, signature, way_back
+from .spec import TABLE_NAMES, RopeSpec, checked_sizes, memory_is_swapped, signature, way_back
 
 FAMILY = _library.register_family(
     _library.OpFamily("rope", "rotary position embeddings, forward and backward", self_check)
@@ -59,12 +60,15 @@ def _arguments(
         raise ValueError(f"tensor_format={tensor_format!r} is not known; use sbhd or bshd")
     if cu_seqlens is not None and transpose_output_memory:
         raise ValueError("transpose_output_memory=True is for [s, b, h, d] and [b, s, h, d], not packed sequences")
-    tables = (freqs,) if isinstance(freqs, Tensor) else tuple(freqs)
+    tables = tuple(freqs) if isinstance(freqs, tuple | list) and len(freqs) == 2 else (freqs,)
     return tables, RopeSpec(tensor_format if cu_seqlens is None else "thd", transpose_output_memory)
 
 
 def rotate(t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
     """The rotation of `t`, differentiable with respect to it as often as you like."""
+    if not (isinstance(t, Tensor) and all(isinstance(table, Tensor) for table in tables)):
+        check_tensors(t=t, **dict(zip(TABLE_NAMES[len(tables)], tables, strict=True)))
+    check_optional_tensors(cu_seqlens=cu_seqlens)
     if torch.compiler.is_compiling():
         return torch.ops.apex.rope(t, list(tables), cu_seqlens, *spec)
     if t.requires_grad and torch.is_grad_enabled():
@@ -81,6 +85,9 @@ def rotate_pair(
     query: Tensor, key: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`rotate` for two tensors with the same tables."""
+    check_floats(query=query, key=key)
+    check_tensors(**dict(zip(TABLE_NAMES[len(tables)], tables, strict=True)))
+    check_optional_tensors(cu_seqlens=cu_seqlens)
     if torch.compiler.is_compiling():
         return torch.ops.apex.rope_pair(query, key, list(tables), cu_seqlens, *spec)
     if (query.requires_grad or key.requires_grad) and torch.is_grad_enabled():

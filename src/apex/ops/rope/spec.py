@@ -19,7 +19,7 @@ DIMENSIONS: dict[str, tuple[int, int | None, int]] = {
     "image": (1, 0, 2),  # b, rows * columns, h, d
 }
 # What the tables are called, by how many there are.
-_TABLE_NAMES = {1: ("freqs",), 2: ("cos_", "sin_"), 4: ("cos_h", "sin_h", "cos_w", "sin_w")}
+TABLE_NAMES = {1: ("freqs",), 2: ("cos_", "sin_"), 4: ("cos_h", "sin_h", "cos_w", "sin_w")}
 
 
 class RopeSpec(NamedTuple):
@@ -71,7 +71,7 @@ def checked_sizes(t: Signature, tables: tuple[Signature, ...], cu_seqlens: Signa
         raise ValueError(f"t has shape {list(shape)}, expected [{letters}]")
     if not dtype.is_floating_point:
         raise TypeError(f"t must be floating-point, got {dtype}")
-    named = dict(zip(_TABLE_NAMES[len(tables)], tables, strict=True))
+    named = dict(zip(TABLE_NAMES[len(tables)], tables, strict=True))
     for name, (_, table_dtype, table_device) in named.items():
         if not table_dtype.is_floating_point:
             raise TypeError(f"{name} must be floating-point, got {table_dtype}")

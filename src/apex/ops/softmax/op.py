@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._checks import check_tensors
 from . import native, reference
 from .launches import triton_backward, triton_forward
 from .self_check import self_check
@@ -44,6 +45,8 @@ def masked_softmax(
     gets no gradient. `causal` hides from query i the keys beyond i + keys - queries. A row of which nothing is left is
     zero. The output has the input's dtype; the arithmetic is float32, or float64 for float64.
     """
+    if not isinstance(input, Tensor):
+        check_tensors(input=input)
     if mask is None and not causal and not dropout and _is_native(input, scale):
         try:
             return native.plain(input, scale)
@@ -96,6 +99,8 @@ def check_arguments(input: Tensor, mask: Tensor | None, spec: SoftmaxSpec) -> No
 
 
 def _check_mask(input: Tensor, mask: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        check_tensors(mask=mask)
     if mask.dtype not in (torch.bool, torch.uint8) and mask.dtype not in _SUPPORTED:
         raise TypeError(f"mask must be bool or uint8 (hides) or floating-point (is added), got {mask.dtype}")
     if mask.device != input.device:

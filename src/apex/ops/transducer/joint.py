@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import values_at_hand
+from .._checks import check_tensors, values_at_hand
 from . import reference_joint
 from .launches import triton_joint_backward, triton_joint_forward
 from .self_check import self_check
@@ -24,6 +24,7 @@ _SUPPORTED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.floa
 
 def check_lengths(lengths: Tensor, name: str, batches: int, most: int, device: torch.device, least: int = 0) -> None:
     """Refuses lengths that do not fit; their values only where reading them costs nothing."""
+    check_tensors(**{name: lengths})
     if lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {lengths.dtype}")
     if lengths.shape != (batches,):
@@ -41,6 +42,7 @@ def check_offset(
     batch_offset: Tensor, batches: int, device: torch.device, f_len: Tensor, tokens: Tensor, rows: int
 ) -> None:
     """Refuses a batch_offset that does not fit lengths and rows; its values only where reading them costs nothing."""
+    check_tensors(batch_offset=batch_offset)
     if batch_offset.dtype not in (torch.int32, torch.int64) or batch_offset.shape != (batches,):
         raise ValueError(
             f"batch_offset must have one int64 per sequence, [{batches}], got {batch_offset.dtype} of shape "
@@ -61,6 +63,7 @@ def check_joint(
     f: Tensor, g: Tensor, f_len: Tensor, g_len: Tensor, batch_offset: Tensor | None, spec: JointSpec
 ) -> None:
     """Refuses arguments that do not fit, in clear words."""
+    check_tensors(f=f, g=g)
     if f.dim() != 3 or g.dim() != 3 or f.shape[0] != g.shape[0] or f.shape[2] != g.shape[2]:
         raise ValueError(
             f"f and g must be batch x frames x features and batch x tokens x features, got shapes {list(f.shape)} and "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import integer, values_at_hand
+from .._checks import check_tensors, integer, values_at_hand
 from . import reference_loss
 from .joint import _SUPPORTED, FAMILY, check_lengths, check_offset
 from .launches import can_walk, triton_loss_backward, triton_loss_forward
@@ -28,6 +28,7 @@ def check_loss(
     blank_idx: int,
 ) -> None:
     """Refuses arguments that do not fit, in clear words; lengths and labels where reading them costs nothing."""
+    check_tensors(x=x, label=label)
     if label.dim() != 2 or label.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"label must be batch x labels of int32 or int64, got {label.dtype} of shape {list(label.shape)}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .._checks import check_optional_tensors, check_tensors
 from . import reference
 from .linear_chunks import Wanted, chunk_size, linear_xentropy, sum_dtype
 from .op import check_labels
@@ -76,6 +77,8 @@ def _check(
     accumulation_dtype: torch.dtype | None,
     chunk_rows: int | None,
 ) -> None:
+    check_tensors(input=input, weight=weight, target=target)
+    check_optional_tensors(bias=bias)
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction {reduction!r} is not known; use {', '.join(REDUCTIONS)}")
     if chunk_rows is not None and chunk_rows < 1:

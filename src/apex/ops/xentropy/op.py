@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._checks import check_tensors
 from . import native, reference
 from .launches import Plan, plan, with_whole_rows
 from .reference import NO_PADDING
@@ -23,6 +24,8 @@ MOST_CLASSES = 2**31 - 2**16
 
 def check_logits(logits: Tensor, labels: Tensor, smoothing: float) -> None:
     """Refuses arguments that do not fit together, in clear words."""
+    if not (isinstance(logits, Tensor) and isinstance(labels, Tensor)):
+        check_tensors(logits=logits, labels=labels)
     shape = logits.shape
     if not (
         labels.shape == shape[:-1]
@@ -130,6 +133,8 @@ def _on_processor(tensor: Tensor) -> bool:
 def forward_and_save(ctx: Any, logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> Tensor:
     """The forward of an autograd Function: the loss of each row."""
     ctx.plan = None
+    if not isinstance(logits, Tensor):
+        check_tensors(logits=logits)
     if torch.compiler.is_compiling():
         losses, log_sums = torch.ops.apex.xentropy_forward(logits, labels, smoothing, padding_idx)
         ctx.save_for_backward(logits, labels, log_sums)

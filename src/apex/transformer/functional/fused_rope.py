@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...ops._checks import check_tensors
 from ...ops.rope import RopeSpec, backward_from_saved, forward_and_save, rotate
 
 # Cheaper than to make one for every call.
@@ -75,6 +76,7 @@ def _sequences(tensor_format: str, transpose_output_memory: bool) -> RopeSpec:
 
 
 def _image(t: Tensor, img_h: int, img_w: int) -> RopeSpec:
+    check_tensors(t=t)
     if t.dim() != 4 or t.shape[1] != img_h * img_w:
         raise ValueError(f"t has shape {list(t.shape)}, expected [b, img_h * img_w = {img_h} * {img_w}, h, d]")
     return RopeSpec("image", width=img_w)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..._autocast_utils import _cast_if_autocast_enabled
 from ...ops import softmax
+from ...ops._checks import check_floats, check_optional_tensors
 from ...ops.softmax import SoftmaxSpec
 from ..enums import AttnMaskType
 
@@ -33,6 +34,7 @@ __all__ = [
 
 
 def _forward(ctx: Any, inputs: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:
+    check_floats(inputs=inputs)
     spec = SoftmaxSpec(float(scale), causal)
     softmax.check_arguments(inputs, mask, spec)
     return softmax.forward_and_save(ctx, inputs, mask, None, spec)
@@ -80,12 +82,14 @@ class ScaledSoftmax(torch.autograd.Function):
 
 def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> Tensor:
     """Causal softmax of `scale` * `inputs`: query i sees key j where j <= i + sk - sq. Ignores its second argument."""
+    check_floats(inputs=inputs)
     (inputs,) = _cast_if_autocast_enabled(inputs)
     return softmax.masked_softmax(inputs, scale=float(scale), causal=True)
 
 
 def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax of `scale` * `inputs` under `mask`, which may be None."""
+    check_floats(inputs=inputs)
     (inputs,) = _cast_if_autocast_enabled(inputs)
     return softmax.masked_softmax(inputs, mask, scale=float(scale))
 
@@ -144,6 +148,8 @@ class FusedScaleMaskSoftmax(nn.Module):
 
     def forward(self, input: Tensor, mask: Tensor | None) -> Tensor:
         """Probabilities of scores [b, np, sq, sk], in their dtype where it is the one that was announced."""
+        check_floats(input=input)
+        check_optional_tensors(mask=mask)
         if input.dim() != 4:
             raise ValueError(f"input must be [b, np, sq, sk], got shape {list(input.shape)}")
         if self.is_kernel_available(mask, *input.size()):

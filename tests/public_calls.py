@@ -1,0 +1,227 @@
+"""One valid call of every public function and module that takes tensors, arguments by name in their order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import amp_C
+from apex import RNN, fused_bias_swiglu, fused_dense, mlp, normalization, ops
+from apex.contrib import (
+    clip_grad,
+    conv_bias_relu,
+    cudnn_gbn,
+    fmha,
+    focal_loss,
+    group_norm,
+    groupbn,
+    index_mul_2d,
+    layer_norm,
+    multihead_attn,
+    openfold_triton,
+    transducer,
+    xentropy,
+)
+from apex.multi_tensor_apply import multi_tensor_applier
+from apex.normalization import fused_layer_norm as norms
+from apex.parallel import SyncBatchNorm
+from apex.transformer import functional
+from apex.transformer.enums import AttnMaskType
+
+
+@dataclass
+class Call:
+    """A function and arguments it takes. `optional` arguments may be None; `any_dtype` ones need not be floats."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    optional: frozenset[str] = frozenset()
+    any_dtype: frozenset[str] = frozenset()
+
+    def __call__(self, **replaced: Any) -> Any:
+        return self.function(*{**self.arguments, **replaced}.values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The arguments that are tensors, and what modules keep."""
+        kept = self.function.state_dict() if isinstance(self.function, torch.nn.Module) else {}
+        given = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
+        return {**given, **{f"state {name}": value for name, value in kept.items()}}
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+def numbers(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape)
+
+
+def calls() -> list[Call]:
+    """All of them, with tensors made anew."""
+    table: list[Call] = []
+
+    def add(name: str, function: Callable[..., Any], optional: str = "", any_dtype: str = "", **arguments: Any) -> None:
+        table.append(Call(name, function, arguments, frozenset(optional.split()), frozenset(any_dtype.split())))
+
+    _add_norms(add)
+    _add_layers(add)
+    _add_transformers(add)
+    _add_losses(add)
+    _add_images(add)
+    return table
+
+
+def _add_norms(add: Callable[..., None]) -> None:
+    for name in ("FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"):
+        add(name, getattr(normalization, name)(8), input=rows(4, 8))
+        add(f"memory-efficient {name}", getattr(normalization, name)(8, memory_efficient=True), input=rows(4, 8))
+    add("FastLayerNorm", layer_norm.FastLayerNorm(8), x=rows(4, 8))
+    add("InstanceNorm3dNVFuser", normalization.InstanceNorm3dNVFuser(4), input=rows(2, 4, 3, 3, 3))
+    scaled = {"input": rows(4, 8), "weight": rows(8), "bias": rows(8), "normalized_shape": (8,)}
+    add("fused_layer_norm_affine", norms.fused_layer_norm_affine, "weight bias", **scaled)
+    add("mixed_dtype_fused_layer_norm_affine", norms.mixed_dtype_fused_layer_norm_affine, "", **scaled)
+    add("fused_layer_norm", norms.fused_layer_norm, input=rows(4, 8), normalized_shape=(8,))
+    scaled.pop("bias")
+    add("fused_rms_norm_affine", norms.fused_rms_norm_affine, "weight", **scaled)
+    add("mixed_dtype_fused_rms_norm_affine", norms.mixed_dtype_fused_rms_norm_affine, "", **scaled)
+    add("fused_rms_norm", norms.fused_rms_norm, input=rows(4, 8), normalized_shape=(8,))
+    add("manual_rms_norm", norms.manual_rms_norm, "weight", input=rows(4, 8), normalized_shape=(8,), weight=rows(8),
+        eps=1e-5)  # fmt: skip
+    given = {"input": rows(4, 8), "normalized_shape": 8, "weight": rows(8), "bias": rows(8)}
+    add("ops.layer_norm", ops.layer_norm, "weight bias", **given)
+    given.pop("bias")
+    add("ops.rms_norm", ops.rms_norm, "weight", **given)
+    add("LayerNormSmallShapeOptImpl", openfold_triton.LayerNormSmallShapeOptImpl.apply,
+        inputs=rows(4, 8), normalized_shape=(8,), weight=rows(8), bias=rows(8))  # fmt: skip
+
+
+def _add_layers(add: Callable[..., None]) -> None:
+    add("FusedDense", fused_dense.FusedDense(8, 4), input=rows(3, 8))
+    add("FusedDenseGeluDense", fused_dense.FusedDenseGeluDense(8, 6, 4), input=rows(3, 8))
+    given = {"input": rows(3, 8), "weight": rows(4, 8), "bias": rows(4)}
+    add("fused_dense_function", fused_dense.fused_dense_function, "bias", **given)
+    given.pop("bias")
+    add("dense_no_bias_function", fused_dense.dense_no_bias_function, **given)
+    add("fused_dense_gelu_dense_function", fused_dense.fused_dense_gelu_dense_function, "bias1 bias2",
+        input=rows(3, 8), weight1=rows(6, 8), bias1=rows(6), weight2=rows(4, 6), bias2=rows(4))  # fmt: skip
+    add("MLP", mlp.MLP([8, 6, 4]), input=rows(3, 8))
+    layer = {"weight 0": rows(4, 8), "bias 0": rows(4)}
+    add("mlp_function", mlp.mlp_function, with_bias=True, activation=1, input=rows(3, 8), **layer)
+    for name in ("swiglu", "geglu", "reglu"):
+        add(f"fused_bias_{name}", getattr(fused_bias_swiglu, f"fused_bias_{name}"), "bias",
+            input=rows(3, 8), bias=rows(8))  # fmt: skip
+    add("index_mul_2d", index_mul_2d.index_mul_2d, in1=rows(4, 6), in2=rows(3, 6), idx1=numbers(4, 3))
+    for name in ("FusedScaleMaskSoftmax", "GenericFusedScaleMaskSoftmax"):
+        add(name, _softmax_module(name), "mask", input=rows(2, 3, 4, 4), mask=numbers(2, 2, 1, 4, 4).bool())
+    add("multi_tensor_applier", _scaled, noop_flag=torch.zeros(1, dtype=torch.int32), tensor_lists=rows(3))
+    add("clip_grad_norm_", clip_grad.clip_grad_norm_, any_dtype="parameters", parameters=rows(3).requires_grad_(),
+        max_norm=1.0)  # fmt: skip
+    for name in ("LSTM", "GRU", "ReLU", "Tanh", "mLSTM"):
+        add(f"RNN.{name}", getattr(RNN, name)(8, 4, 1), input=rows(5, 2, 8))
+
+
+def _add_transformers(add: Callable[..., None]) -> None:
+    hidden = numbers(2, 2, 1, 4, 4).bool()
+    scores = rows(2, 3, 4, 4)
+    add("scaled_softmax", functional.scaled_softmax, inputs=scores, scale=0.5)
+    for name in ("scaled_masked_softmax", "generic_scaled_masked_softmax"):
+        add(name, getattr(functional, name), "mask", inputs=scores, mask=hidden, scale=0.5)
+    add("scaled_upper_triang_masked_softmax", functional.scaled_upper_triang_masked_softmax,
+        inputs=rows(3, 4, 4), _=None, scale=0.5)  # fmt: skip
+    add("ops.masked_softmax", ops.masked_softmax, "mask", input=scores, mask=hidden)
+    angles = rows(4, 1, 1, 8)
+    tables = {"cos_": angles.cos(), "sin_": angles.sin()}
+    add("fused_apply_rotary_pos_emb", functional.fused_apply_rotary_pos_emb, t=rows(4, 2, 2, 8), freqs=angles)
+    add("fused_apply_rotary_pos_emb_cached", functional.fused_apply_rotary_pos_emb_cached, t=rows(4, 2, 2, 8), **tables)
+    edges = torch.tensor([0, 2, 5])
+    add("fused_apply_rotary_pos_emb_thd", functional.fused_apply_rotary_pos_emb_thd,
+        t=rows(5, 2, 8), cu_seqlens=edges, freqs=angles)  # fmt: skip
+    table = rows(1, 2, 1, 4)
+    add("fused_apply_rotary_pos_emb_2d", functional.fused_apply_rotary_pos_emb_2d, t=rows(2, 4, 2, 8), img_h=2, img_w=2,
+        cos_h=table.cos(), sin_h=table.sin(), cos_w=table.cos(), sin_w=table.sin())  # fmt: skip
+    add("ops.rotary_embedding", ops.rotary_embedding, t=rows(4, 2, 2, 8), freqs=angles)
+    add("ops.rotary_embedding_pair", ops.rotary_embedding_pair, query=rows(4, 2, 2, 8), key=rows(4, 2, 1, 8),
+        freqs=angles)  # fmt: skip
+    states = rows(3, 2, 8)
+    for impl in ("fast", "default"):
+        attention = multihead_attn.SelfMultiheadAttn(8, 2, impl=impl)
+        add(f"SelfMultiheadAttn {impl}", attention, query=states)
+        given = {"query": states, "key": None, "value": None, "key_padding_mask": numbers(2, 2, 3).bool()}
+        add(f"SelfMultiheadAttn {impl} with padding", attention, "key_padding_mask", **given)
+        given = {**given, "key_padding_mask": None, "need_weights": False, "attn_mask": numbers(2, 3, 3).bool()}
+        add(f"SelfMultiheadAttn {impl} with mask", attention, "attn_mask", **given)
+        attention = multihead_attn.EncdecMultiheadAttn(8, 2, impl=impl)
+        add(f"EncdecMultiheadAttn {impl}", attention, query=states, key=rows(4, 2, 8))
+    add("fast_mask_softmax_dropout_func", multihead_attn.fast_mask_softmax_dropout_func, "pad_mask",
+        is_training=True, heads=2, inputs=rows(4, 3, 3), pad_mask=numbers(2, 2, 3).to(torch.uint8),
+        mask_additive=False, dropout_prob=0.0)  # fmt: skip
+    config = SimpleNamespace(attention_probs_dropout_prob=0.0, num_attention_heads=2, hidden_size=16)
+    add("FMHA", fmha.FMHA(config), qkv=rows(5, 48), cu_seqlens=edges.int(), max_s=3)
+    add("FMHAFun", fmha.FMHAFun.apply, qkv=rows(5, 3, 2, 8), cu_seqlens=edges.int(), p_dropout=0.0, max_s=3,
+        is_training=True, zero_tensors=False)  # fmt: skip
+    head = rows(1, 1, 2, 4, 8)
+    add("AttnTri", openfold_triton.AttnTri, "mask bias", "mask", q=head, k=rows(1, 1, 2, 4, 8), v=rows(1, 1, 2, 4, 8),
+        mask=torch.ones(1, 1, 1, 1, 4), bias=rows(1, 1, 2, 4, 4))  # fmt: skip
+
+
+def _add_losses(add: Callable[..., None]) -> None:
+    add("SoftmaxCrossEntropyLoss", xentropy.SoftmaxCrossEntropyLoss.apply, logits=rows(4, 6), labels=numbers(6, 4))
+    given = {"input": rows(4, 8), "weight": rows(6, 8), "target": numbers(6, 4), "bias": rows(6)}
+    add("linear_cross_entropy", xentropy.linear_cross_entropy, "bias", **given)
+    add("LinearCrossEntropyLoss", xentropy.LinearCrossEntropyLoss(), "bias", **given)
+    add("focal_loss", focal_loss.focal_loss, any_dtype="num_positive_sum", cls_output=rows(4, 6),
+        cls_targets_at_level=numbers(6, 4), num_positive_sum=torch.tensor([2.0]), num_real_classes=6, alpha=0.25,
+        gamma=2.0)  # fmt: skip
+    lengths = torch.tensor([3, 2]), torch.tensor([1, 2])
+    add("TransducerLoss", transducer.TransducerLoss(), x=rows(2, 3, 3, 5), label=numbers(5, 2, 2), f_len=lengths[0],
+        y_len=lengths[1], blank_idx=0)  # fmt: skip
+    add("packed TransducerLoss", transducer.TransducerLoss(packed_input=True), x=rows(12, 5), label=numbers(5, 2, 2),
+        f_len=lengths[0], y_len=lengths[1], blank_idx=0, batch_offset=torch.tensor([6, 12]), max_f_len=3)  # fmt: skip
+    add("TransducerJoint", transducer.TransducerJoint(), f=rows(2, 3, 8), g=rows(2, 2, 8), f_len=lengths[0],
+        g_len=lengths[1])  # fmt: skip
+    add("packed TransducerJoint", transducer.TransducerJoint(pack_output=True), f=rows(2, 3, 8), g=rows(2, 2, 8),
+        f_len=lengths[0], g_len=lengths[1], batch_offset=torch.tensor([3, 7]), packed_batch=7)  # fmt: skip
+
+
+def _add_images(add: Callable[..., None]) -> None:
+    image = rows(2, 4, 5, 5)
+    nhwc = image.to(memory_format=torch.channels_last)
+    add("GroupNorm", group_norm.GroupNorm(2, 4), input=image)
+    add("GroupNorm with SiLU", group_norm.GroupNorm(2, 4, act="silu"), input=nhwc)
+    add("SyncBatchNorm", SyncBatchNorm(4), "z", input=image, z=rows(2, 4, 5, 5))
+    add("BatchNorm2d_NHWC", groupbn.BatchNorm2d_NHWC(4, fuse_relu=True), "z", x=rows(2, 5, 5, 4), z=rows(2, 5, 5, 4))
+    add("GroupBatchNorm2d", functools.partial(_group_batch_norm, cudnn_gbn.GroupBatchNorm2d(4, 1)), input=nhwc)
+    weight, bias = rows(6, 4, 3, 3), rows(1, 6, 1, 1)
+    place = {"padding": 1, "stride": 1}
+    add("ConvBias", conv_bias_relu.ConvBias, x=image, weight=weight, bias=bias, **place)
+    add("ConvBiasReLU", conv_bias_relu.ConvBiasReLU, x=image, weight=weight, bias=bias, **place)
+    add("ConvBiasMaskReLU", conv_bias_relu.ConvBiasMaskReLU, any_dtype="mask", x=image, weight=weight, bias=bias,
+        mask=rows(2, 6, 5, 5), **place)  # fmt: skip
+    add("ConvFrozenScaleBiasReLU", conv_bias_relu.ConvFrozenScaleBiasReLU, x=image, weight=weight,
+        scale=rows(1, 6, 1, 1), bias=bias, **place)  # fmt: skip
+
+
+def _group_batch_norm(module: torch.nn.Module, input: Any) -> Any:
+    return module(input)
+
+
+def _softmax_module(name: str) -> torch.nn.Module:
+    """In its form of PyTorch operators for float32, in one pass for half precision."""
+    kind = () if name.startswith("Generic") else (AttnMaskType.padding,)
+    return getattr(functional, name)(
+        False, False, *kind, True, lambda scores, mask: scores.masked_fill(mask, -1e4), True, 1.0
+    )
+
+
+def _scaled(noop_flag: Any, tensor_lists: Any) -> Any:
+    return multi_tensor_applier(amp_C.multi_tensor_scale, noop_flag, [[tensor_lists], [torch.empty(3)]], 2.0)
