@@ -1,6 +1,7 @@
 """What `amp.initialize` takes, returns and refuses."""
 
 import inspect
+import math
 import warnings
 from typing import Any
 
@@ -171,6 +172,36 @@ def test_inputs_are_cast_however_they_come() -> None:
     assert list(inspect.signature(model.forward).parameters) == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_scale": torch.tensor(128.0)},
+        {"opt_level": "O2", "keep_batchnorm_fp32": 1, "loss_scale": 128},
+        {"opt_level": "O2", "cast_model_type": torch.bfloat16, "loss_scale": "128"},
+        {"max_loss_scale": math.inf, "min_loss_scale": 0, "dynamic_init_scale": 128, "num_losses": 2},
+        {"opt_level": "O1", "cast_model_type": False, "loss_scale": "1.28e2", "enabled": 1},
+    ],
+    ids=str,
+)
+def test_numbers_and_flags_of_other_kinds(options: dict) -> None:
+    quiet(small_model(), **options)
+    assert state.loss_scalers[0].loss_scale() == 128.0
+
+
+def test_numbers_and_flags_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    scale, kept, count = numpy.float32(128.0), numpy.bool_(True), numpy.int64(2)
+    quiet(small_model(), opt_level="O2", loss_scale=scale, keep_batchnorm_fp32=kept, num_losses=count)
+    assert [scaler.loss_scale() for scaler in state.loss_scalers] == [128.0, 128.0]
+
+
+def test_a_disabled_amp_asks_for_nothing_else() -> None:
+    """Scripts give the level that the command line has, or none."""
+    model = small_model()
+    assert quiet(model, enabled=None, opt_level=None, loss_scale="none") is model
+    assert quiet(model, enabled=False, opt_level="", num_losses=0) is model
+
+
 # Refusals: nothing has changed afterwards ----------------------------------------------------------------------------
 
 
@@ -181,7 +212,7 @@ def refused(error: type[Exception], match: str, *args: Any, **kwargs: Any) -> No
     twin = small_model(seed=5)
     before = dict(vars(state)), values(model.parameters())
     with pytest.raises(error, match=match):
-        amp.initialize(*args, verbosity=1, **kwargs)
+        amp.initialize(*args, **{"verbosity": 1, **kwargs})
     after = dict(vars(state)), values(model.parameters())
     assert before[0] == after[0]
     assert_same(before[1], after[1])
@@ -201,9 +232,47 @@ def refused(error: type[Exception], match: str, *args: Any, **kwargs: Any) -> No
         (RuntimeError, "cast_model_type was", {"opt_level": "O1", "cast_model_type": torch.float16}),
         (RuntimeError, "patch_torch_functions", {"opt_level": "O2", "patch_torch_functions": True}),
         (ValueError, "keep_batchnorm_fp32", {"opt_level": "O2", "keep_batchnorm_fp32": "yes"}),
-        (ValueError, "loss_scale", {"loss_scale": -1.0}),
-        (ValueError, "could not convert", {"loss_scale": "large"}),
+        (RuntimeError, "unexpected optimization level 2", {"opt_level": 2}),
+        (RuntimeError, "unexpected optimization level", {"opt_level": ["O2"]}),
+        (TypeError, "enabled must be True or False, not 'no'", {"enabled": "no"}),
+        (TypeError, "master_weights must be True or False", {"opt_level": "O2", "master_weights": "True"}),
+        (TypeError, "patch_torch_functions must be", {"patch_torch_functions": "yes"}),
+        (TypeError, "patch_torch_functions_type must be torch.float16", {"patch_torch_functions_type": "half"}),
+        (ValueError, "patch_torch_functions_type must be", {"patch_torch_functions_type": torch.float32}),
+        (TypeError, "cast_model_type must be a floating-point", {"opt_level": "O2", "cast_model_type": "float16"}),
+        (ValueError, "cast_model_type must be", {"opt_level": "O2", "cast_model_type": torch.int8}),
+        (TypeError, "cast_model_outputs must be .* not 'float'", {"cast_model_outputs": "float"}),
+        (ValueError, "cast_model_outputs must be .* not torch.int64", {"cast_model_outputs": torch.int64}),
+        (ValueError, "keep_batchnorm_fp32", {"opt_level": "O2", "keep_batchnorm_fp32": 1.0}),
+        (ValueError, "loss_scale must be a positive number", {"loss_scale": -1.0}),
+        (ValueError, "loss_scale", {"loss_scale": 0}),
+        (ValueError, "loss_scale", {"loss_scale": math.nan}),
+        (ValueError, "loss_scale", {"loss_scale": math.inf}),
+        (ValueError, "loss_scale .* finite in float32", {"loss_scale": 1e39}),
+        (ValueError, "loss_scale", {"loss_scale": "inf"}),
+        (ValueError, "loss_scale must be .* not 'large'", {"loss_scale": "large"}),
+        (TypeError, "loss_scale", {"loss_scale": True}),
+        (TypeError, "loss_scale", {"loss_scale": [1.0]}),
         (ValueError, "num_losses", {"num_losses": 0}),
+        (TypeError, "num_losses must be an integer of at least 1, not 1.5", {"num_losses": 1.5}),
+        (TypeError, "num_losses", {"num_losses": "2"}),
+        (TypeError, "verbosity", {"verbosity": "1"}),
+        (ValueError, "max_loss_scale", {"max_loss_scale": 0}),
+        (ValueError, "max_loss_scale", {"max_loss_scale": math.nan}),
+        (TypeError, "max_loss_scale", {"max_loss_scale": None}),
+        (ValueError, "min_loss_scale", {"min_loss_scale": math.nan}),
+        (ValueError, "min_loss_scale", {"min_loss_scale": -1.0}),
+        (TypeError, "min_loss_scale", {"min_loss_scale": "1"}),
+        (ValueError, "dynamic_init_scale", {"dynamic_init_scale": math.inf}),
+        (ValueError, "scale_growth_factor", {"scale_growth_factor": math.nan}),
+        (ValueError, "scale_backoff_factor", {"scale_backoff_factor": 0}),
+        (TypeError, "scale_window", {"scale_window": 1.5}),
+        (ValueError, "overflow_patience", {"overflow_patience": 0}),
+        (ValueError, "ddp_replica_count", {"ddp_replica_count": 0}),
+        (TypeError, "combine_grad", {"combine_grad": "yes"}),
+        (TypeError, "combine_ddp", {"combine_ddp": "no"}),
+        (TypeError, "check_combined_tensors", {"check_combined_tensors": 0.5}),
+        (TypeError, "user_cast_preferred", {"user_cast_preferred": "x"}),
         (ValueError, "min_loss_scale", {"min_loss_scale": 4.0, "max_loss_scale": 2.0}),
         (ValueError, "scale_window", {"scale_window": 0}),
         (ValueError, "scale_growth_factor", {"scale_growth_factor": 0.5}),
@@ -234,6 +303,9 @@ def test_things_that_are_no_models_or_optimizers() -> None:
     refused(TypeError, "models must be", "model", sgd(model))
     refused(TypeError, "models must be", None, sgd(model))
     refused(TypeError, "models must be", [model, 3], sgd(model))
+    refused(TypeError, "models must be", [3, model], sgd(model))
+    refused(TypeError, "models must be", [model, 3], sgd(model), enabled=False)
+    refused(TypeError, "optimizers must be", model, {"first": sgd(model)})
     refused(TypeError, "optimizers must be", model, model)
     refused(TypeError, "optimizers must be", model, [sgd(model), 3])
     halves = FP16_Optimizer(sgd(nn.Linear(2, 2).half()), verbose=False)

@@ -1,5 +1,6 @@
 """The loss scale: upstream's sequence step for step, bounds, static scales, and what clients read and write."""
 
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from apex import amp
 from apex.amp._amp_state import _amp_state as state
 from apex.amp.scaler import LossScaler
 from apex.optimizers import FusedSGD
-from tests.amp.common import loss_of, overflow_at, quiet, small_model, train
+from tests.amp.common import assert_same, loss_of, overflow_at, quiet, small_model, train, values
 
 
 class Model:
@@ -42,7 +43,7 @@ powers = st.integers(-6, 30).map(lambda exponent: 2.0**exponent)
     overflows=st.lists(st.booleans(), min_size=1, max_size=40),
     start=powers,
     window=st.integers(1, 6),
-    bounds=st.tuples(st.none() | st.just(0.0) | powers, powers),
+    bounds=st.tuples(st.none() | st.just(0.0) | powers, powers).filter(lambda pair: (pair[0] or 0.0) <= pair[1]),
     growth=st.sampled_from([1.0, 2.0, 4.0]),
     backoff=st.sampled_from([0.5, 0.25, 1.0]),
 )
@@ -237,3 +238,71 @@ def test_unknown_loss(loss_id: Any) -> None:
     with pytest.raises(IndexError, match="num_losses=2"), amp.scale_loss(loss_of(model, 0), optimizer, loss_id):
         pass
     train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+@pytest.mark.parametrize(
+    ("match", "arguments"),
+    [
+        ("loss must be a tensor, not float", {"loss": 1.0}),
+        ("loss must be a tensor, not list", {"loss": [torch.ones(1)]}),
+        ("loss must be a tensor of floating-point numbers, not of torch.int64", {"loss": torch.tensor(1)}),
+        ("optimizers must be an optimizer or a list of them, not NoneType", {"optimizers": None}),
+        ("optimizers must be .* not Sequential", {"optimizers": [small_model()]}),
+        ("delay_unscale must be True or False, not 'no'", {"delay_unscale": "no"}),
+        ("delay_overflow_check must be True or False", {"delay_overflow_check": 1.0}),
+    ],
+)
+def test_bad_arguments_of_scale_loss(match: str, arguments: dict, level: str) -> None:
+    """Refused before gradients are touched."""
+    model = small_model()
+    model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level=level)
+    with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+        scaled.backward()
+    before = values(param.grad for param in amp.master_params(optimizer))
+    arguments = {"loss": loss_of(model, 1), "optimizers": optimizer, **arguments}
+    with pytest.raises(TypeError, match=match), amp.scale_loss(**arguments):
+        raise AssertionError("entered")
+    assert_same(before, [param.grad for param in amp.master_params(optimizer)])
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "value"),
+    [
+        (ValueError, "loss_scale", math.nan),
+        (ValueError, "loss_scale", "abc"),
+        (ValueError, "loss_scale", -2.0),
+        (TypeError, "loss_scale", None),
+        (ValueError, "init_scale", 0.0),
+        (ValueError, "scale_factor", 0.5),
+        (ValueError, "scale_window", 0),
+        (TypeError, "scale_window", 0.5),
+        (ValueError, "min_loss_scale", math.inf),
+        (ValueError, "min_loss_scale", 2.0**25),
+        (ValueError, "max_loss_scale", math.nan),
+        (ValueError, "backoff_factor", 1.5),
+    ],
+)
+def test_bad_arguments_of_scalers(error: type[Exception], name: str, value: Any) -> None:
+    with pytest.raises(error, match=name):
+        LossScaler(**{"loss_scale": "dynamic", name: value})
+
+
+@pytest.mark.parametrize("num_loss", [0, 1.5, "1"])
+def test_bad_arguments_of_the_older_interface(num_loss: Any) -> None:
+    handle: Any = amp.init()
+    model = small_model()
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    with pytest.raises((TypeError, ValueError), match="num_loss must be an integer"):
+        handle.wrap_optimizer(optimizer, num_loss)
+    with pytest.raises(TypeError, match="optimizers must be"):
+        handle.wrap_optimizer(model)
+    with pytest.raises(TypeError, match="loss must be a tensor"), handle.wrap_optimizer(optimizer).scale_loss(3.0):
+        pass
+    with pytest.raises(TypeError, match="loss must be a tensor"), handle.scale_loss(3.0, optimizer):
+        pass
+    handle._deactivate()
+    for options in ({"enabled": "no"}, {"loss_scale": math.nan}, {"patch_type": "half"}, {"patch_type": torch.int8}):
+        with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+            amp.init(**options)
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32

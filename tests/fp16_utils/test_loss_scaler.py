@@ -1,10 +1,13 @@
 """Loss scales as plain numbers."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from apex.fp16_utils import DynamicLossScaler, LossScaler, to_python_float
+from apex.fp16_utils import DynamicLossScaler, FP16_Optimizer, LossScaler, to_python_float
 from apex.fp16_utils import loss_scaler as module
 from apex.ops import implementation
 from tests.harness import Route, routes
@@ -88,7 +91,27 @@ def test_to_python_float() -> None:
     assert module.to_python_float([3.0]) == 3.0
 
 
-@pytest.mark.parametrize(("name", "value"), [("init_scale", 0), ("scale_factor", 1.0), ("scale_window", 0)])
-def test_bad_arguments_are_named(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{name} is {value}"):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("init_scale", 0),
+        ("init_scale", math.nan),
+        ("init_scale", math.inf),
+        ("init_scale", "large"),
+        ("scale_factor", 1.0),
+        ("scale_factor", math.inf),
+        ("scale_window", 0),
+        ("scale_window", 1.5),
+    ],
+)
+def test_bad_arguments_are_named(name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"{name} must be .*, not {value!r}"):
         DynamicLossScaler(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, None, "dynamic"])
+def test_static_scales_are_numbers(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"^scale must be .*, not {value!r}"):
+        LossScaler(value)
+    with pytest.raises((TypeError, ValueError), match=rf"static_loss_scale must be .*, not {value!r}"):
+        FP16_Optimizer(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1), static_loss_scale=value)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from . import _casting
 from ._amp_state import _amp_state, warn_or_err
+from ._checks import checked_optimizers
 from ._models import dtype_before, prepare_model, release_model
 from ._nested import applier, to_type
 from ._process_optimizer import innermost, process_optimizer, release_optimizer
@@ -93,17 +94,14 @@ def as_lists(models: Any, optimizers: Any) -> tuple[list[Any], list[Any]]:
         models = [models]
     elif not isinstance(models, list | tuple):
         raise TypeError(f"models must be a torch.nn.Module or a list of them, not {type(models).__name__}")
-    if optimizers is None:
-        optimizers = []
-    elif not isinstance(optimizers, list | tuple):
-        optimizers = [optimizers]
-    return list(models), list(optimizers)
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"models must be torch.nn.Modules, not {type(model).__name__}")
+    return list(models), [] if optimizers is None else checked_optimizers(optimizers)
 
 
 def _check_models(models: list[nn.Module], properties: Any) -> None:
     for model in models:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"models must be torch.nn.Modules, not {type(model).__name__}")
         wrapper = type(model).__name__
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or (
             wrapper == "DistributedDataParallel" and hasattr(model, "module")
@@ -142,8 +140,6 @@ def _check_whole(models: list[nn.Module]) -> None:
 def _check_optimizers(models: list[nn.Module], optimizers: list[Any]) -> None:
     known = {id(param) for model in models for param in model.parameters()}
     for index, optimizer in enumerate(optimizers):
-        if not hasattr(optimizer, "param_groups"):
-            raise TypeError(f"optimizers must be an optimizer or a list of them, not {type(optimizer).__name__}")
         if type(optimizer).__name__ == "FP16_Optimizer":
             raise RuntimeError("an FP16_Optimizer does mixed precision itself; give amp.initialize the bare optimizer")
         if getattr(innermost(optimizer), "_refuses_amp", False):

@@ -163,7 +163,8 @@ class CastForward:
 
 
 def _uncast_forward(model: nn.Module) -> None:
-    forward: Any = _amp_state.models[model].forward
+    forward = _amp_state.models[model].forward
+    assert forward is not None
     forward.casts = _NO_CASTS  # for a user's forward pass that has wrapped it since
     vars(model).pop("_replicate_for_data_parallel", None)
     if vars(model).get("forward") is forward:

@@ -38,7 +38,8 @@ def _session() -> Callable[[], None]:
     attributes = dict(vars(_amp_state))
     undo = list(_amp_state.undo)
     models, masters, optimizers = dict(_amp_state.models), dict(_amp_state.masters), list(_amp_state.optimizers)
-    records = [(record, list(record.undo), record.forward and record.forward.casts) for record in models.values()]
+    records = [(record, list(record.undo)) for record in models.values()]
+    casts = [(record.forward, record.forward.casts) for record, _ in records if record.forward is not None]
 
     def restore() -> None:
         vars(_amp_state).clear()
@@ -49,10 +50,10 @@ def _session() -> Callable[[], None]:
             mapping.update(items)
         _amp_state.optimizers.clear()
         _amp_state.optimizers.update(optimizers)
-        for record, steps, casts in records:
+        for record, steps in records:
             record.undo[:] = steps
-            if record.forward is not None:
-                record.forward.casts = casts
+        for forward, before in casts:
+            forward.casts = before
 
     return restore
 
@@ -82,8 +83,8 @@ def _optimizer(optimizer: Any) -> Callable[[], None]:
         for each, items in attributes:
             vars(each).clear()
             vars(each).update(items)
-        for listed, items in params:
-            listed[:] = items
+        for listed, before in params:
+            listed[:] = before
         optimizer.state.clear()
         optimizer.state.update(state)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import _casting
 from ._amp_state import _amp_state
+from ._checks import check_flags, check_type
 from ._nested import applier, to_type
 from .handle import AmpHandle, NoOpHandle
 
@@ -151,6 +152,8 @@ def init(
 
     With `allow_banned`, functions that are refused in half precision (`binary_cross_entropy`) run in float32.
     """
+    check_flags(enabled=enabled, enable_caching=enable_caching, verbose=verbose, allow_banned=allow_banned)
+    check_type("patch_type", patch_type, (torch.float16, torch.bfloat16))
     if not enabled:
         return NoOpHandle()
     handle = AmpHandle(loss_scale, enable_caching, verbose)

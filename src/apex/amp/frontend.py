@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import _casting
 from ._amp_state import _amp_state, maybe_print, warn_or_err
+from ._checks import check_count, check_flags, check_scaling, check_type, checked_loss_scale, is_flag
 from ._initialize import as_lists, as_they_came, initialize_models_and_optimizers, release
 from .scaler import LossScaler
 
@@ -53,6 +54,12 @@ class Properties:
 
     def _checked(self, name: str, value: Any) -> Any:
         casts_functions = self.opt_level in ("O1", "O4")
+        if name == "cast_model_type":
+            check_type(name, None if value is False else value)
+        if name == "patch_torch_functions_type":
+            check_type(name, value, (torch.float16, torch.bfloat16))
+        if name in ("patch_torch_functions", "master_weights"):
+            check_flags(**{name: value})
         if name == "cast_model_type" and casts_functions and value not in (None, False, torch.float32):
             warn_or_err(
                 f"{self.opt_level} casts at function calls and leaves the model's weights in float32; for a model cast "
@@ -62,22 +69,18 @@ class Properties:
             warn_or_err("patch_torch_functions=True comes with opt_level='O1' or 'O4' and cannot be set with others")
         if name == "keep_batchnorm_fp32":
             value = {"True": True, "False": False, "None": None}.get(value, value) if isinstance(value, str) else value
+            if not is_flag(value):
+                raise ValueError(f"keep_batchnorm_fp32 must be a bool, 'True', 'False' or None, not {value!r}")
             if casts_functions and value is not None:
                 warn_or_err(
                     f"with opt_level {self.opt_level} batch norms run in float32 by themselves, so keep_batchnorm_fp32 "
                     f"should be None. keep_batchnorm_fp32 was {value}"
                 )
-            if value not in (True, False, None):
-                raise ValueError(f"keep_batchnorm_fp32 must be a bool, 'True', 'False' or None, not {value!r}")
         if name == "master_weights" and casts_functions and value is not None:
             warn_or_err(
                 f"master_weights make no sense with {self.opt_level}, whose model weights are float32 themselves"
             )
-        if name == "loss_scale" and value != "dynamic":
-            value = float(value)
-            if not value > 0:
-                raise ValueError(f"loss_scale must be positive or 'dynamic', not {value}")
-        return value
+        return checked_loss_scale(name, value) if name == "loss_scale" else value
 
 
 class _Level:
@@ -154,6 +157,13 @@ class O5(_Level):
     settings = _settings("O5", torch.bfloat16, None, True, True, 1.0)
 
 
+# What `initialize` calls arguments of LossScaler.
+_NAMES = {
+    "init_scale": "dynamic_init_scale",
+    "scale_factor": "scale_growth_factor",
+    "backoff_factor": "scale_backoff_factor",
+}
+
 opt_levels = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0(), "O4": O4(), "O5": O5()}
 
 
@@ -205,21 +215,41 @@ def initialize(
       do; the argument is accepted for scripts that ask for it.
     - `verbosity`: 0 prints nothing.
     """
-    del user_cast_preferred
+    check_flags(enabled=enabled)
     if not enabled:
         release(*as_lists(models, optimizers))
         _amp_state.opt_properties = Properties()
         _casting.leave_thread()
         return as_they_came(models, optimizers)
-    if opt_level not in opt_levels:
+    if not isinstance(opt_level, str) or opt_level not in opt_levels:
         raise RuntimeError(
             f"unexpected optimization level {opt_level!r}; options are {', '.join(sorted(map(repr, opt_levels)))} "
             "(the letter O, not the number zero)"
         )
-    if num_losses < 1:
-        raise ValueError(f"num_losses must be at least 1, not {num_losses}")
-    if ddp_replica_count < 1:
-        raise ValueError(f"ddp_replica_count must be at least 1, not {ddp_replica_count}")
+    check_type("cast_model_outputs", cast_model_outputs)
+    for name, count in (
+        ("num_losses", num_losses),
+        ("ddp_replica_count", ddp_replica_count),
+        ("overflow_patience", overflow_patience),
+    ):
+        check_count(name, count)
+    if not isinstance(verbosity, int):
+        raise TypeError(f"verbosity must be an integer, not {verbosity!r}")
+    check_flags(
+        combine_grad=combine_grad,
+        combine_ddp=combine_ddp,
+        user_cast_preferred=user_cast_preferred,
+        check_combined_tensors=check_combined_tensors,
+    )
+    scaling: dict[str, Any] = {
+        "init_scale": dynamic_init_scale,
+        "scale_factor": scale_growth_factor,
+        "scale_window": scale_window,
+        "min_loss_scale": min_loss_scale,
+        "max_loss_scale": max_loss_scale,
+        "backoff_factor": scale_backoff_factor,
+    }
+    check_scaling(**scaling, names=_NAMES)
     verbosity_before = _amp_state.verbosity
     _amp_state.verbosity = int(verbosity)
     try:
@@ -234,16 +264,7 @@ def initialize(
                 "loss_scale": loss_scale,
             },
         )
-        scaling = {
-            "init_scale": dynamic_init_scale,
-            "scale_factor": scale_growth_factor,
-            "scale_window": scale_window,
-            "min_loss_scale": min_loss_scale,
-            "max_loss_scale": max_loss_scale,
-            "backoff_factor": scale_backoff_factor,
-        }
-        _check_scaling(scaling)
-        scalers = [LossScaler(properties.loss_scale, **scaling) for _ in range(num_losses)]  # type: ignore[arg-type]
+        scalers = [LossScaler(properties.loss_scale, **scaling) for _ in range(num_losses)]
         for param in _first_parameter(models):
             for scaler in scalers:
                 scaler.to(param.device)
@@ -271,21 +292,6 @@ def _first_parameter(models: Any) -> Iterator[Tensor]:
     """A parameter of the models, if they have any."""
     model_list, _ = as_lists(models, None)
     return islice(chain.from_iterable(model.parameters() for model in model_list), 1)
-
-
-def _check_scaling(scaling: dict[str, Any]) -> None:
-    """Raises for numbers with which a dynamic scale could not work."""
-    floor, ceiling = scaling["min_loss_scale"], scaling["max_loss_scale"]
-    if floor is not None and floor > ceiling:
-        raise ValueError(f"min_loss_scale={floor} is above max_loss_scale={ceiling}")
-    if not scaling["init_scale"] > 0:
-        raise ValueError(f"dynamic_init_scale must be positive, not {scaling['init_scale']}")
-    if not scaling["scale_factor"] >= 1:
-        raise ValueError(f"scale_growth_factor must be at least 1, not {scaling['scale_factor']}")
-    if not 0 < scaling["backoff_factor"] <= 1:
-        raise ValueError(f"scale_backoff_factor must be in (0, 1], not {scaling['backoff_factor']}")
-    if scaling["scale_window"] < 1:
-        raise ValueError(f"scale_window must be at least 1, not {scaling['scale_window']}")
 
 
 def _chosen_properties(opt_level: str, overrides: dict[str, Any]) -> Properties:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import _casting
 from ._amp_state import _amp_state, maybe_print
+from ._checks import check_flags, check_loss, checked_optimizers
 from ._process_optimizer import takes_flag
 from ._reports import OverflowReports
 from ._stash import AmpOptimizerState, Counted, after_failure
@@ -45,8 +46,10 @@ def scale_loss(
     if not properties.enabled:
         yield loss
         return
-    optimizer_list = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    check_loss(loss)
+    optimizer_list = checked_optimizers(optimizers)
     scaler = _scaler(loss_id)
+    check_flags(delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check)
     stashes = [_stash_of(optimizer) for optimizer in optimizer_list if hasattr(optimizer, "_amp_stash")]
     moves_gradients = any(stash.has_masters or stash.combined is not None for stash in stashes)
     if not moves_gradients and not scaler.dynamic and scaler.loss_scale() == 1.0:
@@ -162,6 +165,8 @@ class AmpHandle:
         if not self.is_active():
             yield loss
             return
+        check_loss(loss)
+        checked_optimizers(optimizer)
         scaler = self._default_scaler
         scaler.to(loss.device)
         with _casting.casts(False):

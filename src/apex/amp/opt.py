@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import _casting
 from ._amp_state import master_params, maybe_print
+from ._checks import check_count, check_loss, checked_optimizers
 from .scaler import LossScaler
 
 
@@ -18,6 +19,8 @@ class OptimWrapper:
     """An optimizer with one loss scale per loss; `scale_loss` is called once for each of them before a step."""
 
     def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
+        checked_optimizers(optimizer)
+        check_count("num_loss", num_loss)
         self._optimizer = optimizer
         self._amp_handle = amp_handle
         self._num_loss = num_loss
@@ -31,6 +34,7 @@ class OptimWrapper:
         if not self._amp_handle.is_active():
             yield loss
             return
+        check_loss(loss)
         scaler = self._cur_loss_scaler()
         scaler.to(loss.device)
         earlier = None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..ops._transfer import HOST, on_host
 from ..ops.multi_tensor import axpby, scale
+from ._checks import check_scaling, checked_loss_scale
 
 
 class LossScaler:
@@ -38,8 +39,17 @@ class LossScaler:
         *,
         backoff_factor: float | None = None,
     ) -> None:
-        self.dynamic = loss_scale == "dynamic"
-        start = min(max_loss_scale, init_scale) if self.dynamic else float(loss_scale)
+        check_scaling(
+            init_scale=init_scale,
+            scale_factor=scale_factor,
+            scale_window=scale_window,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            backoff_factor=backoff_factor,
+        )
+        number = checked_loss_scale("loss_scale", loss_scale)
+        self.dynamic = number == "dynamic"
+        start = min(max_loss_scale, init_scale) if isinstance(number, str) else number
         self._max_loss_scale = max_loss_scale
         self._min_loss_scale = min_loss_scale
         self._scale_seq_len = scale_window

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..amp._amp_state import maybe_print
+from ..amp._checks import check_flags, checked_scale
 from ..amp.scaler import LossScaler
 from ..ops.multi_tensor import scale as scale_tensors
 from ._checkpoints import load_scaler, saved_scaler
@@ -46,6 +47,8 @@ class FP16_Optimizer:
         dynamic_loss_args: dict[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
+        check_flags(dynamic_loss_scale=dynamic_loss_scale, verbose=verbose)
+        checked_scale("static_loss_scale", static_loss_scale)
         self.verbose = verbose
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
         self.dynamic_loss_args = dict(dynamic_loss_args or {})

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..amp._checks import check_count, checked_number, checked_scale
 from ..ops.multi_tensor import max_norm
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -45,6 +48,7 @@ class LossScaler(_Scaler):
     """A scale that never changes; gradients are not looked at."""
 
     def __init__(self, scale: float = 1) -> None:
+        checked_scale("scale", scale)
         self.cur_scale = scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
@@ -63,12 +67,10 @@ class DynamicLossScaler(_Scaler):
     """
 
     def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
-        if not init_scale > 0:
-            raise ValueError(f"init_scale is {init_scale}; it must be positive")
-        if not scale_factor > 1:
-            raise ValueError(f"scale_factor is {scale_factor}; it must be greater than 1")
-        if scale_window < 1:
-            raise ValueError(f"scale_window is {scale_window}; it must be at least 1")
+        checked_scale("init_scale", init_scale)
+        above_one = math.nextafter(1.0, 2.0)
+        checked_number("scale_factor", scale_factor, above_one, sys.float_info.max, "a finite number greater than 1")
+        check_count("scale_window", scale_window)
         self.cur_scale = init_scale
         self.cur_iter = 0
         self.last_overflow_iter = -1
