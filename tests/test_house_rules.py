@@ -30,11 +30,16 @@ class Code(NamedTuple):
 
 
 @functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def read(path: Path) -> Code:
     """Absolute names of everything a file imports, its strings and its attributes, at any depth of its code."""
     package = path.relative_to(SOURCE).with_suffix("").parts[:-1]
     imports, strings, attributes = set(), set(), set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             imports.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -184,13 +189,13 @@ def follows_defaults(path: Path) -> bool:
     return path.is_relative_to(PACKAGE / "_bench") or path.is_relative_to(PACKAGE / "_cli") or path.stem == "self_check"
 
 
-def made_without_device_or_dtype(source: str) -> list[int]:
+def made_without_device_or_dtype(code: ast.Module) -> list[int]:
     """Lines that call a factory of PyTorch's without both; a module's parameters follow defaults as `torch.nn`'s do."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(code) if isinstance(node, ast.Call)]
     of_parameters = {
         id(value)
         for call in calls
-        if ast.unparse(call.func) in ("Parameter", "nn.Parameter", "torch.nn.Parameter")
+        if "Parameter" in (getattr(call.func, "id", ""), getattr(call.func, "attr", ""))
         for value in call.args
     }
     found = []
@@ -198,7 +203,7 @@ def made_without_device_or_dtype(source: str) -> list[int]:
         named = {keyword.arg for keyword in call.keywords}
         if (
             isinstance(call.func, ast.Attribute)
-            and ast.unparse(call.func.value) == "torch"
+            and getattr(call.func.value, "id", "") == "torch"
             and FACTORIES.fullmatch(call.func.attr)
             and id(call) not in of_parameters
             and not named >= {"device", "dtype"}
@@ -210,13 +215,11 @@ def made_without_device_or_dtype(source: str) -> list[int]:
 
 def test_tensors_name_their_device_and_dtype() -> None:
     """Users may set defaults (`torch.set_default_device`, `torch.set_default_dtype`) that must change no result."""
-    found = {
-        name_of(path): made_without_device_or_dtype(path.read_text()) for path in FILES if not follows_defaults(path)
-    }
+    found = {name_of(path): made_without_device_or_dtype(parsed(path)) for path in FILES if not follows_defaults(path)}
     assert not {path: lines for path, lines in found.items() if lines}
 
 
 @pytest.mark.parametrize("code", ["torch.zeros(1)", "torch.tensor(1, device=x)", "torch.empty(2, dtype=torch.int32)"])
 def test_the_rule_about_defaults_can_fail(code: str) -> None:
-    assert made_without_device_or_dtype(f"x = [\n  {code}]") == [2]
-    assert made_without_device_or_dtype(f"x = nn.Parameter({code})") == []
+    assert made_without_device_or_dtype(ast.parse(f"x = [\n  {code}]")) == [2]
+    assert made_without_device_or_dtype(ast.parse(f"x = nn.Parameter({code})")) == []
