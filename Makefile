@@ -9,7 +9,7 @@ INPUTS := pyproject.toml constraints.txt src/apex/_version.py
 # seconds, and its compiler for 4 more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint types format clean
+.PHONY: demo test test-versions lint types format clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/apex demo
@@ -20,6 +20,10 @@ test: lint
 	@$(BIN)/mypy > $(VENV)/types.txt 2>&1 & types=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$types; types=$$?; cat $(VENV)/types.txt; exit $$((tests | types))
+
+# The quick half of the tests on other versions of PyTorch and Python; downloads each PyTorch.
+test-versions:
+	$(PYTHON) tests/other_versions.py
 
 lint: $(VENV)/.test-ready
 	$(BIN)/ruff check .
