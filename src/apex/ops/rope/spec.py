@@ -145,7 +145,8 @@ def memory_is_swapped(t: Tensor) -> bool:
 @functools.lru_cache(maxsize=256)
 def way_back(spec: RopeSpec, swapped: bool) -> RopeSpec:
     """What takes a gradient back, to memory whose first two dimensions are swapped or not."""
-    return spec._replace(swap_memory=swapped, inverse=not spec.inverse)
+    # Without `_replace`, which PyTorch 2.6 cannot compile.
+    return RopeSpec(spec.layout, swapped, not spec.inverse, spec.width)
 
 
 def empty_result(t: Tensor, swap_memory: bool) -> Tensor:
