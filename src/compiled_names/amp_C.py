@@ -14,6 +14,7 @@ from torch import Tensor
 
 from apex.ops import multi_tensor
 from apex.ops.multi_tensor import rules
+from apex.ops.multi_tensor.lists import check
 from apex.ops.multi_tensor.updates import (
     TensorLists,
     average_norms,
@@ -282,11 +283,15 @@ def multi_tensor_novograd(
     """
     expect(tensor_lists, 3)
     flag = expect_flag(noop_flag)
-    average_norms(tensor_lists[0], grad_norms, beta2, maximum=norm_type == 0, overflow=flag, name="grad_norms")
+    if norm_type not in (0, 2):
+        raise ValueError(f"norm_type={norm_type} is neither 2 (L2) nor 0 (largest absolute value)")
     hyper = _hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
     hyper |= {"grad_averaging": bool(grad_averaging), "inside": mode == 0}
+    named = in_slots(tensor_lists, 1, 0, 2)
+    check(*named)  # before norms change
+    average_norms(tensor_lists[0], grad_norms, beta2, maximum=norm_type == 0, overflow=flag, name="grad_norms")
     whole = per_tensor(tensor_lists[0], grad_norms=grad_norms)
-    update(rules.NOVOGRAD, in_slots(tensor_lists, 1, 0, 2), hyper, (mode == 0, False), whole=whole)
+    update(rules.NOVOGRAD, named, hyper, (mode == 0, False), whole=whole)
 
 
 def multi_tensor_lamb(

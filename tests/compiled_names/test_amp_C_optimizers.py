@@ -281,3 +281,24 @@ def test_refusals(name: str, lists: int, arguments: tuple, message: str) -> None
     with pytest.raises(ValueError, match=message):
         getattr(amp_C, name)(CHUNK, torch.zeros(1), tensors, *arguments)
     assert all((tensor == 1).all() for (tensor,) in tensors)
+
+
+def test_a_refused_call_changes_nothing() -> None:
+    """Steps of two passes check everything before the first."""
+    norms = torch.full((1,), 0.5)
+    for shapes, arguments, message in (
+        ((3, 3, 2), (norms, *ADAM, 1, 0.0, 1, 0, 2), r"tensor_lists\[2\]\[0\] has 2 elements"),
+        ((3, 3, 3), (norms, *ADAM, 1, 0.0, 1, 0, 1), r"norm_type=1 is neither"),
+    ):
+        lists = [[torch.ones(size)] for size in shapes]
+        with pytest.raises(ValueError, match=message):
+            amp_C.multi_tensor_novograd(CHUNK, torch.zeros(1), lists, *arguments)
+        assert norms.item() == 0.5
+        assert all((tensor == 1).all() for (tensor,) in lists)
+    one = torch.ones(1)
+    lists = [[torch.ones(size, dtype=torch.float16)] for size in (3, 3, 3, 3, 2)]
+    lr, beta1, beta2, epsilon, step = ADAM
+    arguments = (one * lr, beta1, beta2, epsilon, one * step, 1, 0.1, 1, 1, one, one, True, one * 0, one)
+    with pytest.raises(ValueError, match=r"tensor_lists\[4\]\[0\] has 2 elements"):
+        amp_C.multi_tensor_lamb_mp(CHUNK, torch.zeros(1), lists, *arguments)
+    assert all((tensor == 1).all() for (tensor,) in lists)

@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from apex import optimizers
+from apex.optimizers._base import FusedOptimizer
 from tests.harness import assert_equal_bits
 from tests.optimizers import helpers
 from tests.optimizers.helpers import Factory, parameters, set_gradients
@@ -48,6 +49,23 @@ def test_copies_go_on_alike(dtype: torch.dtype, duplicate: Any, make: Factory) -
     assert_equal_bits(before, [p for group in twin.param_groups for p in group["params"]])
     assert_equal_bits(params, train(twin, range(3, 5)))
     assert_equal_bits(helpers.state_tensors(optimizer), helpers.state_tensors(twin))
+
+
+@pytest.mark.parametrize("name", optimizers.__all__)
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_copies_with_default_options(steps: int, duplicate: Any, name: str) -> None:
+    """Options that are None among them; copies that were made before the first step, and after a skipped one."""
+    optimizer = getattr(optimizers, name)(parameters(), lr=0.1)
+    train(optimizer, range(steps))
+    if steps and isinstance(optimizer, FusedOptimizer):
+        optimizer.found_inf = torch.ones(1)  # as torch.amp.GradScaler sets it
+        train(optimizer, range(1))
+        del optimizer.found_inf
+    twin = duplicate(optimizer)
+    assert_equal_bits(train(optimizer, range(2, 4)), train(twin, range(2, 4)))
+    assert_equal_bits(helpers.state_tensors(optimizer), helpers.state_tensors(twin))
+    helpers.assert_same_options(optimizer.state_dict(), twin.state_dict())
 
 
 @every_optimizer

@@ -28,7 +28,7 @@ logger = logging.getLogger("apex.optimizers")
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 # Types of attributes that are pickled with an optimizer.
-_OPTIONS = (bool, int, float, str, torch.dtype)
+_OPTIONS = (bool, int, float, str, torch.dtype, type(None))
 
 
 class Skip:
@@ -324,6 +324,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._skipped.clear()
 
     def __getstate__(self) -> dict[str, Any]:
+        for index in list(self._skipped):
+            self._settle_skipped(index, self.param_groups[index])
         options = {name: value for name, value in self.__dict__.items() if isinstance(value, _OPTIONS)}
         return {**options, **super().__getstate__()}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import rules
-from .lists import Slots, groups_of
+from .lists import Slots, check, groups_of
 from .op import flag_on, l2norm, max_norm
 from .rule import Rule
 
@@ -103,6 +103,7 @@ def _lamb_through_gradients(
     params, gradients, first, second = slots[:4]
     assert params is not None
     assert gradients is not None
+    check(slots, names)  # of the second pass too, before the first changes anything
     if not params:
         return
     device = params[0].device
