@@ -47,7 +47,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     # The minus sign goes to the sines, of which there are fewest, and roll swaps the halves.
     sin_first, sin_second = sin.chunk(2, -1)
     sin = torch.cat((-sin_first, sin_second), -1)
-    half = (x.shape[-1] // 2,)  # torch.jit.trace makes a tensor of the number, which roll takes alone since PyTorch 2.10
+    half = (x.shape[-1] // 2,)  # torch.jit.trace makes it a tensor, which up to PyTorch 2.9 roll takes in a tuple only
     if inverse:
         return x * cos + (x * sin).roll(half, -1)
     return torch.addcmul(x * cos, x.roll(half, -1), sin)
