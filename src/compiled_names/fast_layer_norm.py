@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from apex.ops.norm import NormSpec, norm_backward, norm_forward
-from apex.ops.norm.checks import checked_shape, joined_statistics
-
-# Bounds a weight near zero when the input is recovered from the output.
-_SMALLEST_WEIGHT = 1e-5
+from apex.ops._checks import check_gradient
+from apex.ops.norm import NORM, checked_shape, joined_statistics
 
 
 def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> list[Tensor]:
     """[output, mean, reciprocal deviation]."""
     (row_length,) = checked_shape(x, gamma.shape, gamma, beta)
-    output, statistics = norm_forward(x, gamma, beta, NormSpec(row_length, epsilon, True), gamma.dtype)
+    output, statistics = NORM.run(x, gamma, beta, row_length, epsilon, True, False, gamma.dtype, x.dtype)
     rsigma, mean = statistics.unbind()
     return [output, mean, rsigma]
 
@@ -38,9 +35,11 @@ def ln_bwd(
         raise ValueError("ln_bwd with memory_efficient=True needs beta_ to recover the input from the output")
     # Without memory_efficient beta is not needed for the maths, but its gradient is wanted all the same.
     beta = gamma if beta_ is None else beta_
-    spec = NormSpec(row_length, _SMALLEST_WEIGHT, True, memory_efficient)
-    statistics = joined_statistics(mu_, rsigma, x_or_z, spec)
-    dx, dgamma, dbeta = norm_backward(dz, x_or_z, statistics, gamma, beta, spec, x_or_z.dtype)
+    statistics = joined_statistics(mu_, rsigma, x_or_z, row_length, True, memory_efficient)
+    check_gradient(dz, x_or_z.shape, x_or_z.device)
+    settings = (row_length, 0.0, True, memory_efficient, dz.dtype, x_or_z.dtype)
+    saved = (x_or_z, gamma, beta, statistics)
+    dx, dgamma, dbeta = NORM.run_backward((dz,), saved, settings, (True, True, True))
     assert dgamma is not None
     assert dbeta is not None
     return [dx, dgamma, dbeta, dgamma.float()[None], dbeta.float()[None]]

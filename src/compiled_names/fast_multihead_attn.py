@@ -13,8 +13,7 @@ from torch import Tensor
 
 from apex.ops import multihead, softmax
 from apex.ops.multihead import explicit
-from apex.ops.norm import NormSpec, norm_backward, norm_forward
-from apex.ops.norm.checks import joined_statistics
+from apex.ops.norm import NORM, joined_statistics
 
 
 def _mask(use_mask: bool, use_time_mask: bool, pad_mask: Tensor, additive: bool = False) -> multihead.Mask | None:
@@ -162,18 +161,21 @@ def self_attn_bias_additive_mask_backward(
     return _self_backward(heads, output_grads, *saved, dropout_mask, dropout_prob, biases=True)
 
 
+def _norm_settings(inputs: Tensor) -> tuple:
+    return inputs.shape[-1], multihead.NORM_EPS, True, False, inputs.dtype, inputs.dtype
+
+
 def _norm(inputs: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Result, mean and reciprocal deviation."""
-    spec = NormSpec(inputs.shape[-1], multihead.NORM_EPS, True)
-    results, statistics = norm_forward(inputs, gamma, beta, spec, inputs.dtype)
+    results, statistics = NORM.run(inputs, gamma, beta, *_norm_settings(inputs))
     invvar, mean = statistics.unbind()
     return results, mean, invvar
 
 
 def _norm_backward(gradient, inputs, mean, invvar, gamma, beta) -> tuple[Tensor, Tensor, Tensor]:
-    spec = NormSpec(inputs.shape[-1], multihead.NORM_EPS, True)
-    statistics = joined_statistics(mean, invvar, inputs, spec)
-    return norm_backward(gradient, inputs, statistics, gamma, beta, spec, inputs.dtype)  # type: ignore[return-value]
+    statistics = joined_statistics(mean, invvar, inputs, inputs.shape[-1], True, False)
+    saved = (inputs, gamma, beta, statistics)
+    return NORM.run_backward((gradient,), saved, _norm_settings(inputs), (True, True, True))  # type: ignore[return-value]
 
 
 def _dropout_add(results: Tensor, residual: Tensor, is_training: bool, dropout_prob) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex.ops.norm import NormSpec, norm_backward, norm_forward
-from apex.ops.norm.checks import checked_shape, joined_statistics
+from apex.ops._checks import check_gradient
+from apex.ops.norm import NORM, checked_shape, joined_statistics
 
 
 def _forward(
@@ -26,7 +26,8 @@ def _forward(
     out_dtype: torch.dtype,
 ) -> list[Tensor]:
     row_length = math.prod(checked_shape(input, normalized_shape, gamma, beta))
-    output, statistics = norm_forward(input, gamma, beta, NormSpec(row_length, epsilon, subtract_mean), out_dtype)
+    settings = (row_length, epsilon, subtract_mean, False, out_dtype, input.dtype)
+    output, statistics = NORM.run(input, gamma, beta, *settings)
     invvar, *mean = statistics.unbind()
     return [output, *mean, invvar]
 
@@ -44,9 +45,11 @@ def _backward(
     subtract_mean: bool,
 ) -> list[Tensor]:
     row_length = math.prod(checked_shape(input_or_output, normalized_shape, gamma, beta))
-    spec = NormSpec(row_length, epsilon, subtract_mean, memory_efficient)
-    statistics = joined_statistics(mean, invvar, input_or_output, spec)
-    gradients = norm_backward(dout, input_or_output, statistics, gamma, beta, spec, input_or_output.dtype)
+    statistics = joined_statistics(mean, invvar, input_or_output, row_length, subtract_mean, memory_efficient)
+    check_gradient(dout, input_or_output.shape, input_or_output.device)
+    settings = (row_length, epsilon, subtract_mean, memory_efficient, dout.dtype, input_or_output.dtype)
+    wanted = (True, gamma is not None, beta is not None)
+    gradients = NORM.run_backward((dout,), (input_or_output, gamma, beta, statistics), settings, wanted)
     return [gradient for gradient in gradients if gradient is not None]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex.ops import _device, _library, norm
-from apex.ops.norm import launches
+from apex.ops.norm import op
 from tests.harness import assert_close
 
 pytest.importorskip("triton")
@@ -15,8 +15,12 @@ from apex.ops import _launch
 from apex.ops._launch import KERNELS, recording
 
 
+def _import_norm_kernels() -> None:
+    op.kernels_forward.norm_forward_rows, op.kernels_backward.norm_backward_rows, op.kernels_sums.sum_partials  # noqa: B018
+
+
 def test_every_kernel_is_registered() -> None:
-    launches._kernels()
+    _import_norm_kernels()
     assert set(KERNELS) >= {
         "norm_forward_rows",
         "norm_forward_long",
@@ -32,7 +36,8 @@ def test_every_kernel_is_registered() -> None:
 def test_recording_launches_nothing() -> None:
     x = torch.full((4, 16), 3.0)
     with _device.pretend(_device.INTERPRETER), recording() as collected:
-        output, _ = launches.triton_forward(x.to("meta"), None, None, norm.NormSpec(16, 1e-5, True), torch.float32)
+        settings = (16, 1e-5, True, False, torch.float32, torch.float32)
+        output, _ = op.launch_forward(x.to("meta"), None, None, *settings)
     assert output.is_meta
     assert [launch.bound.kernel.name for launch in collected] == ["norm_forward_rows"]
 
@@ -76,7 +81,7 @@ def test_a_tensor_without_memory_is_refused_also_after_others_were_launched() ->
     x, weight = torch.ones(4, 16), torch.ones(16)
     with _library.implementation("triton"), pytest.raises(TypeError, match="cannot take a _Wrapper"):
         norm.rms_norm(x, 16, _Wrapper(weight))
-    launches._kernels()
+    _import_norm_kernels()
     launched: list[tuple] = []
     bound = KERNELS["sum_partials"].bind((1,), (2,), (3,), device=torch.device("cuda", 0), num_warps=1)
     bound._run, bound._absent = lambda *arguments: launched.append(arguments), 1
@@ -105,7 +110,7 @@ def test_facts_of_a_gpu() -> None:
 def test_the_cached_path_gives_the_same_bits_as_the_first_launch() -> None:
     x = torch.randn(64, 1000, device="cuda")
     with _library.implementation("triton"):
-        launches._forward_plan.cache_clear()
+        KERNELS["norm_forward_rows"]._launches.clear()
         results = [norm.rms_norm(x, 1000) for _ in range(3)]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])

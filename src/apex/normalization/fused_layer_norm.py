@@ -31,7 +31,7 @@ class FusedLayerNormAffineFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[override]
-        return *norm.backward_from_saved(ctx, grad_output), None, None, None
+        return *norm.NORM.backward_from_saved(ctx, grad_output), None, None, None
 
 
 class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
@@ -63,7 +63,7 @@ class FusedLayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[override]
-        return norm.backward_from_saved(ctx, grad_output)[0], None, None, None
+        return norm.NORM.backward_from_saved(ctx, grad_output)[0], None, None, None
 
 
 class FusedRMSNormAffineFunction(torch.autograd.Function):
@@ -85,7 +85,7 @@ class FusedRMSNormAffineFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[override]
-        return *norm.backward_from_saved(ctx, grad_output)[:2], None, None, None
+        return *norm.NORM.backward_from_saved(ctx, grad_output)[:2], None, None, None
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
@@ -117,7 +117,7 @@ class FusedRMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[override]
-        return norm.backward_from_saved(ctx, grad_output)[0], None, None, None
+        return norm.NORM.backward_from_saved(ctx, grad_output)[0], None, None, None
 
 
 def _cast_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:

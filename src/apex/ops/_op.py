@@ -117,6 +117,8 @@ class Op:
 
     def differentiable(self, *arguments: Any) -> Any:
         """The outputs by this op's own autograd node, which keeps nothing but what `saves` names."""
+        if torch.compiler.is_compiling():
+            return self._public(_as_tuple(self._library_op(*arguments)))
         return self._node(*arguments)
 
     def run(self, *arguments: Any) -> tuple[Tensor | None, ...]:
@@ -124,7 +126,9 @@ class Op:
         if self._runs_kernels(arguments, self.tensors) and arguments[0].numel():
             return self._launch(*arguments)
         with torch.no_grad():
-            return _as_tuple(self._reference(*arguments))
+            results = _as_tuple(self._reference(*arguments))
+        # Not views, which autograd would not let the caller change in place.
+        return tuple([None if result is None else result.detach() for result in results])
 
     def _launch(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         return _as_tuple(self._forward(*_contiguous(arguments, self._loose)))
@@ -157,10 +161,13 @@ class Op:
         compiling = torch.compiler.is_compiling()
         return self.save(ctx, arguments, _as_tuple((self._library_op if compiling else self.run)(*arguments)))
 
-    def backward_from_saved(self, ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward_from_saved(
+        self, ctx: Any, *gradients: Tensor, wanted: Sequence[bool] | None = None
+    ) -> tuple[Tensor | None, ...]:
         """The backward of such a Function: one gradient for each of `gradients`, None where it is not wanted."""
-        needed = ctx.needs_input_grad
-        wanted = [needed[place] for place in self._gradient_places]
+        if wanted is None:
+            needed = ctx.needs_input_grad
+            wanted = [needed[place] for place in self._gradient_places]
         if torch.compiler.is_compiling():
             found = _as_tuple(self._library_backward(*gradients, *ctx.saved_tensors, *ctx.settings, wanted))
             return tuple(gradient if asked else None for gradient, asked in zip(found, wanted, strict=True))

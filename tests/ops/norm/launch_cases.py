@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops.norm import NormSpec, launches
+from apex.ops.norm import op
 
 _BF16, _F32, _HALF = torch.bfloat16, torch.float32, torch.float16
 
@@ -38,9 +38,10 @@ def record() -> None:
         x = torch.empty(rows, columns, dtype=dtype, device="meta")
         weight = None if weight_dtype is None else torch.empty(columns, dtype=weight_dtype, device="meta")
         bias = torch.empty_like(weight) if weight is not None and subtract_mean else None
-        spec = NormSpec(columns, 1e-5, subtract_mean, from_output)
-        output, statistics = launches.triton_forward(x, weight, bias, spec, dtype)
+        settings = (columns, 1e-5, subtract_mean, from_output, dtype, dtype)
+        output, statistics = op.launch_forward(x, weight, bias, *settings)
         for param_grads in (True, False):
-            launches.triton_backward(output, x, statistics, weight, bias, spec, dtype, param_grads)
+            wanted = (True, param_grads, param_grads)
+            op.launch_backward(output, x, weight, bias, statistics, *settings, wanted)
     mixed = torch.empty(4096, 1024, dtype=_BF16, device="meta")
-    launches.triton_forward(mixed, torch.empty(1024, device="meta"), None, NormSpec(1024, 1e-5, False), _F32)
+    op.launch_forward(mixed, torch.empty(1024, device="meta"), None, 1024, 1e-5, False, False, _F32, _BF16)

@@ -33,7 +33,8 @@ def test_gradgradcheck(which: int) -> None:
 @pytest.mark.parametrize("which", [0, 1])
 def test_gradgradcheck_of_the_autograd_node(which: int) -> None:
     def node(x, w, b):
-        return norm.NormFunction.apply(x, w, b if which == 0 else None, norm.NormSpec(5, 1e-5, which == 0), x.dtype)
+        settings = (5, 1e-5, which == 0, False, x.dtype, x.dtype)
+        return norm.NORM.differentiable(x, w, b if which == 0 else None, *settings)
 
     assert torch.autograd.gradgradcheck(node, double_inputs(), atol=1e-6)
 

@@ -17,15 +17,15 @@ def test_opcheck(route: Route, subtract_mean: bool, memory_efficient: bool) -> N
     weight = torch.rand(40, device=route.device, requires_grad=True)
     bias = torch.rand(40, device=route.device, requires_grad=True) if subtract_mean else None
     with _library.implementation(route.implementation):
-        spec = norm.NormSpec(40, 1e-5, subtract_mean, memory_efficient)
-        opcheck(route, torch.ops.apex.norm_forward.default, (x, weight, bias, *spec, torch.float32))
+        settings = (40, 1e-5, subtract_mean, memory_efficient, torch.float32, torch.float32)
+        opcheck(route, torch.ops.apex.norm.default, (x, weight, bias, *settings))
         plain = [None if t is None else t.detach() for t in (x, weight, bias)]
-        output, statistics = norm.norm_forward(*plain, spec, torch.float32)
+        output, statistics = norm.NORM.run(*plain, *settings)
         saved = output if memory_efficient else plain[0]
         opcheck(
             route,
             torch.ops.apex.norm_backward.default,
-            (torch.randn_like(output), saved, statistics, *plain[1:], *spec, torch.float32, True),
+            (torch.randn_like(output), saved, *plain[1:], statistics, *settings, [True, True, bias is not None]),
         )
 
 
@@ -33,9 +33,8 @@ def test_opcheck_with_a_wider_weight() -> None:
     x, weight = torch.randn(4, 40), torch.rand(40, dtype=torch.float64)
     with _library.implementation("torch"):
         for subtract_mean in (True, False):
-            torch.library.opcheck(
-                torch.ops.apex.norm_forward.default, (x, weight, None, 40, 1e-5, subtract_mean, False, torch.float64)
-            )
+            settings = (40, 1e-5, subtract_mean, False, torch.float64, torch.float32)
+            torch.library.opcheck(torch.ops.apex.norm.default, (x, weight, None, *settings))
 
 
 @pytest.mark.parametrize("route", routes())
@@ -104,7 +103,7 @@ def test_compiled_with_dynamic_shapes() -> None:
 def test_the_operator_refuses_a_second_derivative(route: Route) -> None:
     x = torch.randn(4, 24, device=route.device, requires_grad=True)
     with _library.implementation(route.implementation):
-        output = torch.ops.apex.norm_forward(x, None, None, 24, 1e-5, True, False, torch.float32)[0]
+        output = torch.ops.apex.norm(x, None, None, 24, 1e-5, True, False, torch.float32, torch.float32)[0]
         (first,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="first derivative only"):
             torch.autograd.grad(first.square().sum(), x)

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from apex.ops import _device, _library, norm
 from apex.ops.norm import reference
-from apex.ops.norm.launches import triton_backward
-from apex.ops.norm.spec import NormSpec
+from apex.ops.norm.op import launch_backward
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 from tests.ops.norm.cases import CASES, LARGE_CASES, NormCase
 
@@ -17,9 +16,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 def exact(case: NormCase, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple:
     """Output and gradients in float64."""
     wide = [None if t is None else t.double().cpu() for t in (x, dy, weight, bias)]
-    arguments = (wide[2], wide[3], NormSpec(case.columns, case.eps, case.subtract_mean), torch.float64)
-    output, statistics = reference.forward(wide[0], *arguments)
-    gradients = reference.backward(wide[1], wide[0], statistics, *arguments)
+    settings = (case.columns, case.eps, case.subtract_mean, False, torch.float64, torch.float64)
+    output, statistics = reference.forward(wide[0], *wide[2:], *settings)
+    gradients = reference.backward(wide[1], wide[0], *wide[2:], statistics, *settings)
     return output, gradients
 
 
@@ -68,12 +67,13 @@ def test_backward_from_a_half_precision_output(columns: int, route: Route) -> No
     """The rounding of the output is part of the problem here, so the reference gets the rounded output too."""
     case = NormCase("", 5, columns, torch.bfloat16, torch.bfloat16)
     output, dy, weight, bias = case.tensors(route.device)
-    spec = NormSpec(columns, case.eps, subtract_mean=True, from_output=True)
+    settings = (columns, case.eps, True, True)
     rstd = torch.rand(1, 5, device=route.device) + 0.5
+    saved = (output, weight, bias, rstd)
     with _library.implementation(route.implementation):
-        gradients = norm.norm_backward(dy, output, rstd, weight, bias, spec, torch.bfloat16)
-    wide = [t.double() for t in (dy, output, rstd, weight, bias)]
-    expected = reference.backward(*wide, spec, torch.float64)
+        gradients = norm.NORM.run_backward((dy,), saved, (*settings, torch.bfloat16, torch.bfloat16), (True,) * 3)
+    wide = [t.double() for t in (dy, *saved)]
+    expected = reference.backward(*wide, *settings, torch.float64, torch.float64)
     for actual, wanted, terms in zip(gradients, expected, (1, 5, 5), strict=True):
         assert_close(actual, wanted, reduction=terms)
 
@@ -130,15 +130,15 @@ def test_more_than_two_to_the_31_elements() -> None:
     rows, columns = (1 << 31) // 4096 + 3, 4096
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     weight, bias = torch.rand(2, columns, device="cuda", dtype=torch.bfloat16)
-    arguments = (weight, bias, NormSpec(columns, 1e-5, True))
-    output, statistics = norm.norm_forward(x, *arguments, torch.bfloat16)
-    dx, _, dbias = norm.norm_backward(x, x, statistics, *arguments, torch.bfloat16)
+    settings = (columns, 1e-5, True, False, torch.bfloat16, torch.bfloat16)
+    output, statistics = norm.NORM.run(x, weight, bias, *settings)
+    dx, _, dbias = norm.NORM.run_backward((x,), (x, weight, bias, statistics), settings, (True,) * 3)
     last = slice(rows - 2, rows)
-    wide = x[last].double()
-    arguments = (weight.double(), bias.double(), NormSpec(columns, 1e-5, True), torch.float64)
-    expected, statistics = reference.forward(wide, *arguments)
+    wide, parameters = x[last].double(), (weight.double(), bias.double())
+    settings = (columns, 1e-5, True, False, torch.float64, torch.float64)
+    expected, statistics = reference.forward(wide, *parameters, *settings)
     assert_close(output[last], expected)
-    expected_dx, _, _ = reference.backward(wide, wide, statistics, *arguments)
+    expected_dx, _, _ = reference.backward(wide, wide, *parameters, statistics, *settings)
     assert_close(dx[last], expected_dx)
     assert_close(dbias, x.sum(0, dtype=torch.float64), reduction=rows)
 
@@ -205,15 +205,14 @@ def test_frozen_parameters_cost_no_launch() -> None:
         x = torch.randn(4, columns, device="meta")
         weight, bias = torch.empty(2, columns, device="meta")
         statistics = torch.empty(2, 4, device="meta")
-        spec = NormSpec(columns, 1e-5, True)
+        settings = (columns, 1e-5, True, False, torch.float32, torch.float32)
         with _device.pretend(_device.INTERPRETER), recording() as collected:
-            triton_backward(x, x, statistics, weight, bias, spec, torch.float32, param_grads)
+            launch_backward(x, x, weight, bias, statistics, *settings, (True, param_grads, param_grads))
         assert [launch.bound.kernel.name for launch in collected] == kernels
 
 
 @pytest.mark.parametrize("route", routes())
-def test_inference_plans_no_backward_pass(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("apex.ops.norm.launches._backward_plan", lambda *arguments: pytest.fail("planned"))
+def test_inference_makes_no_graph(route: Route) -> None:
     x = torch.randn(4, 32, device=route.device)
     weight = torch.rand(32, device=route.device, requires_grad=True)
     with _library.implementation(route.implementation):

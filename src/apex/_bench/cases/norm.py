@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...normalization import FusedLayerNorm, FusedRMSNorm
-from ...ops.norm import NormSpec, reference
+from ...ops.norm import reference
 from ..compiling import compiled
 from ..registry import OURS, Call, Case, Expected, Family, MemoryCase, Prepared, register
 
@@ -92,12 +92,12 @@ def expected_results(problem: Problem, direction: str) -> list[Expected]:
     dtype = problem.input.dtype
     values, weight = problem.input.detach().double(), problem.weight.detach().double()
     bias = None if problem.bias is None else problem.bias.detach().double()
-    arguments = (weight, bias, NormSpec(columns, EPS, bias is not None), torch.float64)
-    output, statistics = reference.forward(values, *arguments)
+    settings = (columns, EPS, bias is not None, False, torch.float64, torch.float64)
+    output, statistics = reference.forward(values, weight, bias, *settings)
     if direction == "fwd":
         return [Expected(output, dtype)]
     del output
-    gradients = reference.backward(problem.gradient.double(), values, statistics, *arguments)
+    gradients = reference.backward(problem.gradient.double(), values, weight, bias, statistics, *settings)
     return [Expected(g, dtype, r) for g, r in zip(gradients, (1, rows, rows), strict=True) if g is not None]
 
 

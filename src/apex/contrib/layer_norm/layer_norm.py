@@ -23,7 +23,7 @@ class FastLayerNormFN(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
-        return *norm.backward_from_saved(ctx, dy), None, None
+        return *norm.NORM.backward_from_saved(ctx, dy), None, None
 
 
 class FastLayerNorm(nn.Module):

@@ -28,5 +28,7 @@ class LayerNormSmallShapeOptImpl(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_y):  # type: ignore[override]
-        dinputs, dweight, dbias = norm.backward_from_saved(ctx, d_y)
+        needed = ctx.needs_input_grad
+        wanted = (needed[0], needed[2], needed[3])
+        dinputs, dweight, dbias = norm.NORM.backward_from_saved(ctx, d_y, wanted=wanted)
         return dinputs, None, dweight, dbias, None

@@ -6,7 +6,7 @@ Times are microseconds, of kernels launched directly: `benchmarks/results/nvidia
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .._device import DeviceFacts, next_power_of_2
 
@@ -20,9 +20,11 @@ BACKWARD_WIDE_LIMIT = 16384
 ONE_LAUNCH_BELOW = 64 << 20
 ONE_LAUNCH_ROW = 2048
 
+# Bytes of an output that no L2 cache holds.
+STREAMED = 128 << 20
 
-@dataclass(frozen=True)
-class ForwardConfig:
+
+class ForwardConfig(NamedTuple):
     """`rows_per_program` 0 selects the kernel that walks a row in chunks of `block`."""
 
     rows_per_program: int
@@ -30,8 +32,7 @@ class ForwardConfig:
     num_warps: int
 
 
-@dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(NamedTuple):
     """`kind` names the kernel: rows, held, wide or columns.
 
     With a `group` one launch does all: programs add up the weight gradients of so many of them, then those sums.

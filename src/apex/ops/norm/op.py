@@ -1,22 +1,32 @@
-"""`layer_norm` and `rms_norm`: the functions that the public modules call."""
+"""Layer norm and RMS norm over trailing dimensions, with optional weight and bias of any floating dtype.
+
+A tensor is taken as `rows` x `row_length`. Statistics are float32: the reciprocal deviation of each row and, for
+layer norm, in a second line, its mean.
+"""
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
-from . import config, half_layer_norm, native
-from .autograd import NormFunction
-from .checks import as_tuple, check_row_length, checked_shape
-from .dispatch import FAMILY, norm_forward
-from .plans import plan_for
-from .spec import NormSpec
+from .._device import facts
+from .._op import Op
+from .._workspace import partial_sums
+from . import config, reference
 
-_apply_node = _library.quick_apply(NormFunction)
+kernels_forward = _library.LazyModule(f"{__package__}.kernels_forward")
+kernels_backward = _library.LazyModule(f"{__package__}.kernels_backward")
+kernels_sums = _library.LazyModule(f"{__package__}.kernels_sums")
+
+# Positions within a row are 32-bit in the kernels.
+LONGEST_ROW = 2**31 - 2**16
 
 # PyTorch 2.6 knows of ONNX alone.
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.onnx.is_in_onnx_export)
@@ -37,24 +47,7 @@ def layer_norm(
     The output has `out_dtype` (default: the input's dtype). `memory_efficient` saves the output for the backward pass
     instead of the input, so that the input can be freed.
     """
-    if not isinstance(input, Tensor):
-        check_tensors(input=input)
-    if weight is not None and not isinstance(weight, Tensor):
-        check_tensors(weight=weight)
-    if bias is not None and not isinstance(bias, Tensor):
-        check_tensors(bias=bias)
-    if not memory_efficient and _is_small(input, weight, bias, out_dtype):
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
-        try:
-            if input.is_cuda or input.dtype not in half_layer_norm.HALF or not torch.is_grad_enabled():
-                if torch._C._is_any_autocast_enabled():
-                    return native.layer_norm(input, shape, weight, bias, eps)
-                return torch.layer_norm(input, shape, weight, bias, eps)  # what that does, with a call less
-            return _layer_norm_without_kernel(input, shape, weight, bias, eps, input.dtype)
-        except (RuntimeError, TypeError):
-            # Says what is wrong in the same words as for large inputs, or accepts what PyTorch does not.
-            normalized_shape = checked_shape(input, normalized_shape, weight, bias)
-    return _norm(input, normalized_shape, weight, bias, eps, memory_efficient, True, out_dtype)
+    return _norm(input, normalized_shape, weight, bias, eps, True, memory_efficient, out_dtype)
 
 
 def rms_norm(
@@ -67,37 +60,7 @@ def rms_norm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """RMS norm over the trailing `normalized_shape`; arguments as for `layer_norm`."""
-    if not isinstance(input, Tensor):
-        check_tensors(input=input)
-    if weight is not None and not isinstance(weight, Tensor):
-        check_tensors(weight=weight)
-    if not memory_efficient and _is_small(input, weight, None, out_dtype):
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
-        try:
-            if torch._C._is_any_autocast_enabled() or not native.RMS_NORM_IS_FUSED:
-                return native.rms_norm(input, shape, weight, eps)
-            return torch.rms_norm(input, shape, weight, eps)
-        except (RuntimeError, TypeError):
-            normalized_shape = checked_shape(input, normalized_shape, weight, None)
-    return _norm(input, normalized_shape, weight, None, eps, memory_efficient, False, out_dtype)
-
-
-def _is_small(input: Tensor, weight: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype | None) -> bool:
-    """Whether PyTorch's own operator is the quicker way to the same result, the host being the limit.
-
-    The first thing a small norm runs into, so it asks the cheapest questions only.
-    """
-    dtype = input.dtype
-    numel = input.numel()
-    return (
-        type(numel) is not Tensor  # as under torch.jit.trace
-        and not _is_exporting()  # a comparison would limit the sizes that the program takes
-        and (numel < config.NATIVE_BELOW or input.is_cpu)
-        and (weight is None or weight.dtype == dtype)
-        and (bias is None or bias.dtype == dtype)
-        and (out_dtype is None or out_dtype == dtype)
-        and _library._requested == "auto"  # what `requested` returns
-    )
+    return _norm(input, normalized_shape, weight, None, eps, False, memory_efficient, out_dtype)
 
 
 def _norm(
@@ -106,43 +69,309 @@ def _norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    memory_efficient: bool,
     subtract_mean: bool,
+    memory_efficient: bool,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    shape = as_tuple(normalized_shape)
-    plan = plan_for(input, shape, weight, bias, eps, memory_efficient, subtract_mean, out_dtype)
-    if plan is not None:
-        if torch.is_grad_enabled():
-            return _apply_node(input, weight, bias, plan.spec, out_dtype, plan)
-        return plan.run(input, weight, bias)[0]
+    shape = checked_shape(input, normalized_shape, weight, bias)
     out_dtype = out_dtype or input.dtype
-    shape = checked_shape(input, shape, weight, bias)
-    # torch.jit.trace sees operators, not kernel launches; an exported program has PyTorch's operators, which ONNX knows
-    # and which run without apex; without elements there is nothing to launch.
     numel = input.numel()
-    launchable = type(numel) is not Tensor and not _is_exporting() and numel > 0
-    if launchable and _library.runs_triton(FAMILY, input):
-        spec = NormSpec(check_row_length(shape), eps, subtract_mean, memory_efficient)
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return norm_forward(input, weight, bias, spec, out_dtype)[0]
-        return _apply_node(input, weight, bias, spec, out_dtype, None)
-    if launchable and memory_efficient and torch.is_grad_enabled():
-        spec = NormSpec(check_row_length(shape), eps, subtract_mean, memory_efficient)
-        return _apply_node(input, weight, bias, spec, out_dtype, None)
-    if subtract_mean and launchable:
-        return _layer_norm_without_kernel(input, shape, weight, bias, eps, out_dtype)
-    return native.mixed_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
+    # torch.jit.trace, under which sizes are tensors, sees operators, not kernel launches. An exported program has
+    # PyTorch's operators, which ONNX knows and which run without apex.
+    if type(numel) is Tensor or _is_exporting() or not numel:
+        return reference.torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
+    arguments = (input, weight, bias, _row_length(shape), eps, subtract_mean, memory_efficient, out_dtype, input.dtype)
+    if memory_efficient and torch.is_grad_enabled():
+        return NORM.differentiable(*arguments)
+    if (numel < config.NATIVE_BELOW and _library.requested() == "auto") or not _library.runs_triton(FAMILY, input):
+        return reference.torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
+    return NORM(*arguments)
 
 
-def _layer_norm_without_kernel(
+def forward_and_save(
+    ctx: Any,
     input: Tensor,
-    shape: Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
+    normalized_shape: int | Sequence[int],
     eps: float,
+    memory_efficient: bool,
+    subtract_mean: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if half_layer_norm.is_wanted(input, weight, out_dtype):
-        return half_layer_norm.layer_norm(input, shape, weight, bias, eps)
-    return native.mixed_norm(input, shape, weight, bias, eps, True, out_dtype)
+    """The forward of every norm's autograd Function that clients know by name."""
+    row_length = _row_length(checked_shape(input, normalized_shape, weight, bias))
+    settings = (row_length, eps, subtract_mean, memory_efficient, out_dtype, input.dtype)
+    return NORM.forward_and_save(ctx, input, weight, bias, *settings)
+
+
+def checked_shape(
+    input: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None, bias: Tensor | None
+) -> tuple[int, ...]:
+    """`normalized_shape` as a tuple, after every argument was found fit."""
+    check_tensors(input=input)
+    shape = (int(normalized_shape),) if isinstance(normalized_shape, numbers.Integral) else tuple(normalized_shape)  # type: ignore[arg-type]
+    if type(input.numel()) is Tensor:  # torch.jit.trace: sizes are tensors too; PyTorch's operator checks them
+        return shape
+    if not shape or input.shape[-len(shape) :] != shape:
+        raise ValueError(
+            f"normalized_shape={list(shape)} must be the trailing dimensions of the input, whose shape is "
+            f"{list(input.shape)}"
+        )
+    if not input.is_floating_point():
+        raise TypeError(f"a norm needs a floating-point input, got {input.dtype}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(parameter).__name__}")
+        if parameter.shape != shape:
+            raise ValueError(f"{name} has shape {list(parameter.shape)}, expected normalized_shape={list(shape)}")
+        if parameter.device != input.device:
+            raise ValueError(f"{name} is on {parameter.device}, the input on {input.device}")
+        if not parameter.is_floating_point():
+            raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
+    if bias is not None and weight is None:
+        raise ValueError("a bias needs a weight beside it")
+    return shape
+
+
+def _row_length(shape: Sequence[int]) -> int:
+    """Elements per row, if the kernels can address them."""
+    row_length = math.prod(shape)
+    if row_length > LONGEST_ROW:
+        raise ValueError(f"a row of {row_length} elements is too long for the kernels; APEX_IMPL=torch takes it")
+    return row_length
+
+
+def joined_statistics(
+    mean: Tensor | None, rstd: Tensor, saved: Tensor, row_length: int, subtract_mean: bool, from_output: bool
+) -> Tensor:
+    """The one tensor that the norms use, from statistics that a caller has apart."""
+    needs_mean = subtract_mean and not from_output
+    if needs_mean and mean is None:
+        raise ValueError("the mean of each row is needed to differentiate a layer norm from its input")
+    rows = saved.numel() // max(1, row_length)
+    for name, statistic in (("mean", mean if needs_mean else None), ("reciprocal deviation", rstd)):
+        if statistic is not None and (statistic.numel() != rows or statistic.device != saved.device):
+            raise ValueError(
+                f"the {name} has shape {list(statistic.shape)} on {statistic.device}, expected one value for each of "
+                f"{rows} rows on {saved.device}"
+            )
+    lines = [rstd.reshape(-1), mean.reshape(-1)] if needs_mean and mean is not None else [rstd.reshape(-1)]
+    return torch.stack(lines).to(torch.float64 if saved.dtype == torch.float64 else torch.float32)
+
+
+def launch_forward(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    row_length: int,
+    eps: float,
+    subtract_mean: bool,
+    from_output: bool,
+    out_dtype: torch.dtype,
+    input_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    rows = input.numel() // row_length
+    chosen = config.forward_config(rows, row_length, input.dtype.itemsize, subtract_mean, facts(input.device))
+    output = torch.empty(input.shape, dtype=out_dtype, device=input.device)
+    statistics = torch.empty((2 if subtract_mean else 1, rows), dtype=torch.float32, device=input.device)
+    tensors = (input, weight, bias, output, statistics)
+    flags = {"SUBTRACT_MEAN": subtract_mean, "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
+    if chosen.rows_per_program:
+        kernels_forward.norm_forward_rows(
+            (-(-rows // chosen.rows_per_program),),
+            tensors,
+            (rows, row_length),
+            (eps,),
+            **flags,
+            ROWS=chosen.rows_per_program,
+            BLOCK=chosen.block,
+            FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
+            num_warps=chosen.num_warps,
+        )
+    else:
+        kernels_forward.norm_forward_long(
+            (rows,),
+            tensors,
+            (row_length,),
+            (eps,),
+            **flags,
+            BLOCK=chosen.block,
+            FULL=row_length % chosen.block == 0,
+            STREAM=rows * row_length * out_dtype.itemsize >= config.STREAMED,
+            num_warps=chosen.num_warps,
+        )
+    return output, statistics
+
+
+def launch_backward(
+    dy: Tensor,
+    saved: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    row_length: int,
+    eps: float,
+    subtract_mean: bool,
+    from_output: bool,
+    out_dtype: torch.dtype,
+    input_dtype: torch.dtype,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias; the weight's and the bias's are summed over programs last."""
+    rows = saved.numel() // row_length
+    device = facts(saved.device)
+    has_bias = bias is not None
+    param_grads = weight is not None and (wanted[1] or wanted[2])
+    chosen = config.backward_config(rows, row_length, saved.dtype.itemsize, has_bias and param_grads, device)
+    group = chosen.group if param_grads else 0
+    dx = torch.empty(saved.shape, dtype=input_dtype, device=saved.device)
+    partials = tickets = dweight = dbias = None
+    if param_grads:
+        dweight = torch.empty_like(weight)
+        dbias = torch.empty_like(bias) if has_bias else None
+        sums = chosen.programs + -(-chosen.programs // group) if group else chosen.programs
+        partials, tickets = partial_sums(sums * row_length * (1 + has_bias), saved.device)
+    given = (dy, saved, weight, bias, statistics)
+    sizes, limit = (rows, row_length), (math.sqrt(row_length),)
+    flags = {
+        "SUBTRACT_MEAN": subtract_mean,
+        "FROM_OUTPUT": from_output,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_BIAS": has_bias,
+    }
+    warps = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+    if chosen.kind == "rows":
+        kernels_backward.norm_backward_rows(
+            (chosen.programs,),
+            (*given, dx, partials, tickets, dweight, dbias),
+            sizes,
+            limit,
+            **flags,
+            PARAM_GRADS=param_grads,
+            ROWS=chosen.rows_per_program,
+            BLOCK=chosen.block,
+            FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
+            STAGES=chosen.num_stages,
+            GROUP=group,
+            **warps,
+        )
+    elif chosen.kind == "wide":
+        kernels_backward.norm_backward_wide(
+            (chosen.programs,),
+            (*given, dx, partials),
+            sizes,
+            limit,
+            **flags,
+            PARAM_GRADS=param_grads,
+            CHUNKS=chosen.chunks,
+            HELD=chosen.held,
+            BLOCK=chosen.block,
+            FULL=row_length == chosen.block * chosen.chunks,
+            **warps,
+        )
+    elif chosen.kind == "held":
+        kernels_backward.norm_backward_held(
+            (chosen.programs,),
+            (*given, dx, partials),
+            sizes,
+            limit,
+            **flags,
+            PARAM_GRADS=param_grads,
+            BLOCK=chosen.block,
+            FULL=row_length == chosen.block,
+            STAGES=chosen.num_stages,
+            NVIDIA=device.backend == "cuda",
+            **warps,
+        )
+    else:
+        row_means = torch.empty((2, rows), dtype=torch.float32, device=saved.device)
+        kernels_backward.norm_backward_row_means(
+            (rows,), (*given, row_means), (row_length,), limit, **flags, BLOCK=4096, num_warps=2 * chosen.num_warps
+        )
+        kernels_backward.norm_backward_columns(
+            (-(-row_length // chosen.block), chosen.programs),
+            (*given, row_means, dx, partials),
+            sizes,
+            limit,
+            **flags,
+            PARAM_GRADS=param_grads,
+            ROWS=chosen.rows_per_program,
+            BLOCK=chosen.block,
+            **warps,
+        )
+    if param_grads and not group:
+        kernels_sums.sum_partials(
+            (-(-row_length // 16), 1 + has_bias),
+            (partials, dweight, dbias),
+            (chosen.programs, row_length),
+            HAS_BIAS=has_bias,
+            ROWS=256,  # nearly all in one step: 2 us less than 64 by 32 at 16384x1024, no more elsewhere
+            BLOCK=16,
+            num_warps=4,
+        )
+    return dx, dweight, dbias
+
+
+def _save(arguments: tuple, results: tuple) -> tuple:
+    input, weight, bias, *_ = arguments
+    from_output = arguments[6]
+    return results[0] if from_output else input, weight, bias, results[1]
+
+
+def _fake(input, weight, bias, row_length, eps, subtract_mean, from_output, out_dtype, input_dtype):  # type: ignore[no-untyped-def]
+    rows = input.numel() // max(1, row_length)
+    statistics = input.new_empty((2 if subtract_mean else 1, rows), dtype=reference.compute_dtype(input))
+    return input.new_empty(input.shape, dtype=out_dtype), statistics
+
+
+def _backward_fake(dy, saved, weight, bias, statistics, *settings):  # type: ignore[no-untyped-def]
+    *_, input_dtype, wanted = settings
+    dx = saved.new_empty(saved.shape, dtype=input_dtype) if wanted[0] else None
+    return dx, *(p.new_empty(p.shape) if asked else None for p, asked in zip((weight, bias), wanted[1:], strict=True))
+
+
+def _no_second_derivative(row_length, eps, subtract_mean, from_output, *dtypes) -> str | None:  # type: ignore[no-untyped-def]
+    if not from_output:
+        return None
+    return (
+        "memory_efficient=True keeps only the output of the norm, which is not enough for a second derivative; use "
+        "memory_efficient=False where create_graph=True is needed"
+    )
+
+
+FAMILY = _library.register_family(
+    _library.OpFamily(
+        "norm",
+        "layer norm and RMS norm, forward and backward",
+        small_inputs=f"PyTorch's operator below {config.NATIVE_BELOW:,} elements",
+    )
+)
+
+
+def _check(subtract_mean: bool) -> dict[str, Any]:
+    def positive(generator: torch.Generator) -> Tensor:
+        return torch.rand(1000, generator=generator, dtype=torch.float32, device="cpu") + 0.5
+
+    tensors = {"input": (48, 1000), "weight": positive, "bias": positive if subtract_mean else None}
+    settings = {"row_length": 1000, "eps": 1e-5, "subtract_mean": subtract_mean, "from_output": False}
+    return {**tensors, **settings, "out_dtype": lambda dtype: dtype, "input_dtype": lambda dtype: dtype}
+
+
+NORM = Op(
+    FAMILY,
+    "norm(Tensor input, Tensor? weight, Tensor? bias, int row_length, float eps, bool subtract_mean, bool from_output, "
+    "ScalarType out_dtype, ScalarType input_dtype) -> (Tensor output, Tensor statistics)",
+    reference=reference.forward,
+    forward=launch_forward,
+    backward=launch_backward,
+    fake=_fake,
+    saves=("saved", "weight", "bias", "statistics"),
+    save=_save,
+    reference_backward=reference.backward,
+    backward_fake=_backward_fake,
+    once=_no_second_derivative,
+    checks=[_check(True), _check(False)],
+)

@@ -1,17 +1,19 @@
 """Layer norm and RMS norm in PyTorch operators: the definition that everything else is held against.
 
 Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. Differentiable,
-so that derivatives of derivatives come out of it too.
+so that derivatives of derivatives come out of it too. `torch_norm` is the same by PyTorch's own fused operators.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .spec import NormSpec
+# Before it had a fused RMS norm, PyTorch computed the one of half-precision tensors in half precision.
+_RMS_NORM_IS_FUSED = hasattr(torch.ops.aten, "_fused_rms_norm")
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -24,33 +26,41 @@ def as_rows(tensor: Tensor, row_length: int) -> Tensor:
     return tensor.reshape(tensor.numel() // max(1, row_length), row_length)
 
 
-def statistics(input: Tensor, spec: NormSpec) -> Tensor:
+def _statistics(input: Tensor, row_length: int, eps: float, subtract_mean: bool) -> Tensor:
     """Reciprocal standard deviation (or root mean square) of each row; below it, for layer norm, the mean."""
-    rows = as_rows(input, spec.row_length).to(compute_dtype(input))
-    mean = rows.mean(1) if spec.subtract_mean else None
+    rows = as_rows(input, row_length).to(compute_dtype(input))
+    mean = rows.mean(1) if subtract_mean else None
     centred = rows if mean is None else rows - mean[:, None]
-    rstd = torch.rsqrt(centred.square().mean(1) + spec.eps)
+    rstd = torch.rsqrt(centred.square().mean(1) + eps)
     return rstd[None] if mean is None else torch.stack((rstd, mean))
 
 
 def forward(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, out_dtype: torch.dtype
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    row_length: int,
+    eps: float,
+    subtract_mean: bool,
+    from_output: bool,
+    out_dtype: torch.dtype,
+    input_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Output (shape of `input`) and `statistics`."""
+    """Output (shape of `input`) and statistics."""
     compute = compute_dtype(input, weight)
-    moments = statistics(input, spec)
-    output = as_rows(input, spec.row_length).to(compute)
-    if spec.subtract_mean:
-        output = output - moments[1, :, None]
-    output = output * moments[0, :, None]
+    statistics = _statistics(input, row_length, eps, subtract_mean)
+    output = as_rows(input, row_length).to(compute)
+    if subtract_mean:
+        output = output - statistics[1, :, None]
+    output = output * statistics[0, :, None]
     if weight is not None:
         output = output * weight.reshape(-1).to(compute)
     if bias is not None:
         output = output + bias.reshape(-1).to(compute)
-    return output.to(out_dtype).reshape(input.shape), moments
+    return output.to(out_dtype).reshape(input.shape), statistics
 
 
-def normalised_from_output(output: Tensor, weight: Tensor | None, bias: Tensor | None, compute: torch.dtype) -> Tensor:
+def _normalised_from_output(output: Tensor, weight: Tensor | None, bias: Tensor | None, compute: torch.dtype) -> Tensor:
     """The normalised input, given rows of the output."""
     normalised = output.to(compute)
     if bias is not None:
@@ -67,33 +77,77 @@ def normalised_from_output(output: Tensor, weight: Tensor | None, bias: Tensor |
 def backward(
     dy: Tensor,
     saved: Tensor,
-    statistics: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    spec: NormSpec,
-    dx_dtype: torch.dtype,
-    param_grads: bool = True,
+    statistics: Tensor,
+    row_length: int,
+    eps: float,
+    subtract_mean: bool,
+    from_output: bool,
+    out_dtype: torch.dtype,
+    input_dtype: torch.dtype,
+    wanted: Sequence[bool] = (True, True, True),
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias, from the saved input or (`spec.from_output`) the saved output."""
+    """Gradients of input, weight and bias, from the saved input or (`from_output`) the saved output."""
+    if torch.is_grad_enabled() and saved.requires_grad:  # a second derivative goes through the statistics too
+        statistics = _statistics(saved, row_length, eps, subtract_mean)
     compute = compute_dtype(dy, saved, weight)
-    gradient = as_rows(dy, spec.row_length).to(compute)
-    rows = as_rows(saved, spec.row_length)
+    gradient = as_rows(dy, row_length).to(compute)
+    rows = as_rows(saved, row_length)
     rstd = statistics[0, :, None].to(compute)
-    if spec.from_output:
-        normalised = normalised_from_output(rows, weight, bias, compute)
+    if from_output:
+        normalised = _normalised_from_output(rows, weight, bias, compute)
     else:
         normalised = rows.to(compute)
-        if spec.subtract_mean:
+        if subtract_mean:
             normalised = normalised - statistics[1, :, None].to(compute)
         normalised = normalised * rstd
     wdy = gradient if weight is None else gradient * weight.reshape(-1).to(compute)
     correction = normalised * (wdy * normalised).mean(1, keepdim=True)
-    if spec.subtract_mean:
+    if subtract_mean:
         correction = correction + wdy.mean(1, keepdim=True)
-    dx = ((wdy - correction) * rstd).to(dx_dtype).reshape(saved.shape)
+    dx = ((wdy - correction) * rstd).to(input_dtype).reshape(saved.shape)
     dweight = dbias = None
-    if param_grads and weight is not None:
+    if weight is not None and wanted[1]:
         dweight = (gradient * normalised).sum(0).to(weight.dtype).reshape(weight.shape)
-        if bias is not None:
-            dbias = gradient.sum(0).to(bias.dtype).reshape(bias.shape)
+    if bias is not None and wanted[2]:
+        dbias = gradient.sum(0).to(bias.dtype).reshape(bias.shape)
     return dx, dweight, dbias
+
+
+def torch_norm(
+    input: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    subtract_mean: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The norm by PyTorch's fused operators; input, weight and output may have different dtypes."""
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(input.device.type):
+        with torch.autocast(input.device.type, enabled=False):  # which would make the output float32
+            return torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
+    dtype = input.dtype
+    narrow = dtype.itemsize == 2
+    # ONNX from torch.jit.trace has no RMS norm.
+    in_parts = not subtract_mean and torch.jit.is_tracing()
+    # On a CPU PyTorch sums the gradients of half-precision layer-norm weights in half precision: 5% off after 4096
+    # rows. Before it had a fused RMS norm, it computed all of it in half precision.
+    widen = narrow and ((subtract_mean and input.device.type == "cpu") or not (subtract_mean or _RMS_NORM_IS_FUSED))
+    same_dtype = all(t is None or t.dtype == dtype for t in (weight, bias)) and out_dtype == dtype
+    if same_dtype and not widen and not in_parts:
+        if subtract_mean:
+            return torch.layer_norm(input, shape, weight, bias, eps)
+        return torch.rms_norm(input, shape, weight, eps)
+    double = torch.float64 in (dtype, out_dtype, None if weight is None else weight.dtype)
+    compute = torch.float64 if double else torch.float32
+    wide, weight, bias = (None if t is None else t.to(compute) for t in (input, weight, bias))
+    assert wide is not None
+    if subtract_mean:
+        return torch.layer_norm(wide, shape, weight, bias, eps).to(out_dtype)
+    if not in_parts:
+        return torch.rms_norm(wide, shape, weight, eps).to(out_dtype)
+    mean_square = wide.square().mean(tuple(range(-len(shape), 0)), keepdim=True)
+    output = wide * torch.rsqrt(mean_square + eps)
+    return (output if weight is None else output * weight).to(out_dtype)
