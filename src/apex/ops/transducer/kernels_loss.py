@@ -24,7 +24,6 @@ LN2 = tl.constexpr(0.6931471805599453)
 # Stands for -inf as the greatest element seen so far: it can be subtracted from itself.
 LOWEST = tl.constexpr(-1.0e38)
 NEVER = tl.constexpr(float("-inf"))
-NO_NUMBER = tl.constexpr(float("nan"))
 # Exponents: of zero, and the least of all. A word of less than 2^SMALLEST counts as impossible.
 ZERO_EXPONENT = tl.constexpr(-(1 << 28))
 LEAST_EXPONENT = tl.constexpr(-(1 << 29))
@@ -126,8 +125,8 @@ def transducer_loss_words(
         present = exists & (first >= 0)
         row = (first + t * stride + u) * V
         labels, has_label, is_word = _next_labels(label, batch, u, tokens, U, V)
-        blank_score = tl.load(x + row + blank, mask=present, other=NO_NUMBER).to(tl.float32)
-        label_score = tl.load(x + row + labels, mask=present & has_label & is_word, other=NO_NUMBER).to(tl.float32)
+        blank_score = tl.load(x + row + blank, mask=present, other=float("nan")).to(tl.float32)
+        label_score = tl.load(x + row + labels, mask=present & has_label & is_word, other=float("nan")).to(tl.float32)
         label_score = tl.where(has_label, label_score, NEVER)
         if NORMALIZE:
             word = tl.arange(0, GROUPS)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
