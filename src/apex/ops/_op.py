@@ -220,7 +220,7 @@ class Op:
                         by_name[name].requires_grad_()  # type: ignore[union-attr]
             tensors = [by_name[name] for name in self.arguments[: self.tensors]]
             outputs = _as_tuple(self._reference(*tensors, *settings))[: self._outputs]
-            inputs = [by_name[name] for name, needed in zip(self.gradients, wanted, strict=True) if needed]
+            inputs: list[Any] = [by_name[name] for name, needed in zip(self.gradients, wanted, strict=True) if needed]
             found = torch.autograd.grad(outputs, inputs, gradients, create_graph=create_graph, materialize_grads=True)
         remaining = iter(found)
         return tuple(next(remaining) if needed else None for needed in wanted)
@@ -308,18 +308,18 @@ class Op:
         settings = [case[name] for name in self.arguments[self.tensors :]]
         in_dtype, in_double = ([s(kind) if callable(s) else s for s in settings] for kind in (dtype, torch.float64))
         results = self.run(*here, *in_dtype)
-        for name in self.gradients:
-            tensor = exact[self.arguments.index(name)]
-            if tensor is not None:
-                tensor.requires_grad_()
-        expected = _as_tuple(self._reference(*exact, *in_double))[: self._outputs]
-        given = [_sample(tuple(output.shape), dtype, generator) for output in expected]
         wanted = [exact[place] is not None for place in self._gradient_places]
-        inputs = [exact[place] for place in self._gradient_places if exact[place] is not None]
+        inputs = [tensor.requires_grad_() for place in self._gradient_places if (tensor := exact[place]) is not None]
+        expected = _as_tuple(self._reference(*exact, *in_double))[: self._outputs]
+        given: list[Any] = [
+            _sample(tuple(output.shape), result.dtype, generator)
+            for output, result in zip(expected, results[: self._outputs], strict=True)
+            if result is not None
+        ]
         exact_gradients = torch.autograd.grad(expected, inputs, [g.double() for g in given], materialize_grads=True)
         saved = self._save((*here, *in_dtype), results)
         found = self.run_backward([g.to(device) for g in given], saved, in_dtype, wanted)
-        pairs = [*zip(results, expected, strict=False)]
+        pairs: list[Any] = [*zip(results, expected, strict=False)]
         pairs += zip([gradient for gradient in found if gradient is not None], exact_gradients, strict=True)
         largest = max(tensor.numel() for tensor in tensors if tensor is not None)
         return max(

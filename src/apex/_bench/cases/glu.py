@@ -70,12 +70,13 @@ def _prepare(kind: Kind, dtype: torch.dtype, rows: int, columns: int, direction:
         makers["compile"] = lambda: _compiled(kind, input, bias)
         if kind.activation == "silu" and bias is None and importlib.util.find_spec("liger_kernel") is not None:
             makers["liger"] = lambda: _liger(input)
-    wide = input.detach().double(), None if bias is None else bias.detach().double(), kind.activation
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    output = reference.forward(wide[0], None if bias is None else wide[1], kind.activation)
     if direction == "fwd":
-        expected = [Expected(reference.forward(*wide), dtype)]
+        expected = [Expected(output.detach(), dtype)]
     else:
-        gradients = reference.backward(gradient.double(), *wide)
-        expected = [Expected(g, dtype, r) for g, r in zip(gradients, (1, rows), strict=True) if g is not None]
+        gradients = torch.autograd.grad(output, wide, gradient.double())
+        expected = [Expected(g, dtype, r) for g, r in zip(gradients, (1, rows), strict=False)]
     calls = {name: functools.partial(_call, make, leaves, gradient, direction) for name, make in makers.items()}
     return Prepared(calls, expected)
 

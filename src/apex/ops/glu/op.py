@@ -104,7 +104,7 @@ def launch_backward(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if partials is None:
+    if partials is None or bias is None:
         return dinput, None
     dbias = torch.empty_like(bias)
     kernels.glu_sum_partials((-(-columns // 32),), (partials, dbias), (groups, columns), ROWS=64, BLOCK=32, num_warps=4)

@@ -230,8 +230,8 @@ def launch_backward(
     dx = torch.empty(saved.shape, dtype=input_dtype, device=saved.device)
     partials = tickets = dweight = dbias = None
     if param_grads:
-        dweight = torch.empty_like(weight)
-        dbias = torch.empty_like(bias) if has_bias else None
+        dweight = torch.empty_like(weight)  # type: ignore[arg-type]
+        dbias = torch.empty_like(bias) if bias is not None else None
         sums = chosen.programs + -(-chosen.programs // group) if group else chosen.programs
         partials, tickets = partial_sums(sums * row_length * (1 + has_bias), saved.device)
     given = (dy, saved, weight, bias, statistics)
