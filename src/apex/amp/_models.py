@@ -165,9 +165,10 @@ class CastForward:
 def _uncast_forward(model: nn.Module) -> None:
     forward = _amp_state.models[model].forward
     assert forward is not None
+    own = forward.own
     forward.casts = _NO_CASTS  # for a user's forward pass that has wrapped it since
     vars(model).pop("_replicate_for_data_parallel", None)
     if vars(model).get("forward") is forward:
         del vars(model)["forward"]
-        if forward.own is not None:
-            vars(model)["forward"] = forward.own
+        if own is not None:
+            vars(model)["forward"] = own

@@ -1,0 +1,156 @@
+"""What docs/amp.md says about weights in O2 and O5, one test for each sentence."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from apex.optimizers import FusedSGD
+from tests.amp.common import HALF, assert_same, batch, loss_of, quiet, small_model, train, values
+
+levels = pytest.mark.parametrize("level", ["O2", "O5"])
+kinds = pytest.mark.parametrize("kind", [torch.optim.SGD, FusedSGD], ids=["SGD", "FusedSGD"])
+
+
+def trained(level: str, kind: Any = FusedSGD) -> tuple[Any, Any]:
+    model = small_model()
+    model, optimizer = quiet(model, kind(model.parameters(), lr=0.05), opt_level=level, loss_scale=16.0)
+    train(model, optimizer, 1)
+    return model, optimizer
+
+
+@kinds
+@levels
+def test_a_weight_changed_in_place(level: str, kind: Any) -> None:
+    model, optimizer = trained(level, kind)
+    before = model.eval()(batch(0)[0])
+    with torch.no_grad():
+        model[3].bias.fill_(50.0)
+    assert (model(batch(0)[0]) - before).min() > 40
+    assert model.state_dict()["3.bias"].max() < 1
+    train(model.train(), optimizer, [1])
+    assert model[3].bias.max() < 10
+
+
+@kinds
+@levels
+def test_a_master_changed_in_place(level: str, kind: Any) -> None:
+    model, optimizer = trained(level, kind)
+    with torch.no_grad():
+        list(amp.master_params(optimizer))[-1].fill_(5.0)
+    assert model[3].bias.max() < 1
+    train(model, optimizer, [1])
+    assert model[3].bias.min() > 4
+
+
+@kinds
+@levels
+def test_a_changed_state_dict(level: str, kind: Any) -> None:
+    model, optimizer = trained(level, kind)
+    state = model.state_dict()
+    state["3.bias"].fill_(5.0)
+    assert model[3].bias.max() < 1
+    assert list(amp.master_params(optimizer))[-1].max() < 1
+    model.load_state_dict(state)
+    assert (model[3].bias == 5.0).all()
+    assert (list(amp.master_params(optimizer))[-1] == 5.0).all()
+    train(model, optimizer, [1])
+    assert model[3].bias.min() > 4
+
+
+@levels
+def test_a_state_dict_does_not_follow_the_training(level: str) -> None:
+    model, optimizer = trained(level)
+    state = model.state_dict()
+    before = {name: value.clone() for name, value in state.items()}
+    train(model, optimizer, [1])
+    assert torch.equal(state["0.weight"], before["0.weight"])
+    assert torch.equal(state["1.weight"], model[1].weight)  # a batch norm's own
+    assert not torch.equal(state["1.weight"], before["1.weight"])
+    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+
+
+@levels
+def test_averages(level: str) -> None:
+    model, _ = trained(level)
+    assert copy.deepcopy(model)[0].weight.dtype == HALF[level]
+    assert torch.optim.swa_utils.AveragedModel(model).module[0].weight.dtype == HALF[level]
+    results = []
+    for dtype in (HALF[level], torch.float32):
+        average, target = torch.ones(1, dtype=dtype), torch.full((1,), 1.1, dtype=dtype)
+        for _ in range(1000):
+            average.lerp_(target, 0.001)
+        results.append(average.item())
+    assert results == [1.0, pytest.approx(1.063, abs=1e-3)]
+
+
+@levels
+def test_evaluating_an_average_in_between(level: str) -> None:
+    runs = []
+    for averages in (False, True):
+        model, optimizer = trained(level)
+        average = {name: value.clone() for name, value in model.state_dict().items()}
+        for step in range(1, 4):
+            train(model, optimizer, [step])
+            for name, value in model.state_dict().items():
+                average[name].lerp_(value, 0.5) if value.is_floating_point() else average[name].copy_(value)
+        if averages:
+            before = model.eval()(batch(0)[0])
+            current = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(average)
+            assert not torch.equal(model(batch(0)[0]), before)
+            model.load_state_dict(current)
+            assert torch.equal(model(batch(0)[0]), before)
+            model.train()
+        train(model, optimizer, [4, 5])
+        runs.append(values(amp.master_params(optimizer)))
+        amp.shutdown()
+    assert_same(*runs)
+
+
+def test_gradients_of_the_model_are_scaled() -> None:
+    model, optimizer = trained("O2")
+    optimizer.zero_grad()
+    with amp.scale_loss(loss_of(model, 1), optimizer) as scaled:
+        scaled.backward()
+    master = next(iter(amp.master_params(optimizer)))
+    torch.testing.assert_close(model[0].weight.grad.float(), 16.0 * master.grad)
+
+
+@levels
+def test_parts_and_layers(level: str) -> None:
+    model, optimizer = trained(level)
+    x, _ = batch(0)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model[0](x)
+    assert model[0](x.to(HALF[level])).dtype == HALF[level]
+    model[3] = nn.Linear(8, 4)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(x)
+    model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.05), opt_level=level, loss_scale=16.0)
+    before = model[3].weight.detach().clone()
+    train(model, optimizer, 1)
+    assert not torch.equal(model[3].weight, before)
+
+
+def test_numbers_that_do_not_fit() -> None:
+    class Passes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("position", torch.tensor([4097.0]))
+
+        def forward(self, *values: torch.Tensor) -> Any:
+            return *values, self.position
+
+    floats, integers, position = quiet(Passes(), opt_level="O2")(torch.tensor([70000.0, 4097.0]), torch.tensor([70000]))
+    assert floats.tolist() == [float("inf"), 4096.0]
+    assert integers.tolist() == [70000]
+    assert position.tolist() == [4096.0]
+    scores, mask = torch.zeros(2).half(), torch.tensor([True, False])
+    with pytest.raises(RuntimeError, match="without overflow"):
+        scores.masked_fill(mask, -1e9)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert scores.to(dtype).masked_fill(mask, torch.finfo(dtype).min).isfinite().all()
