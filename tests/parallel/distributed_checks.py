@@ -154,8 +154,14 @@ def state_comes_from_the_first_rank(rank: int) -> None:
 
 
 def different_models_are_an_error(rank: int) -> None:
-    for other in (nn.Linear(3, 3), nn.Linear(2, 3), nn.Linear(3, 2, bias=False), nn.Linear(3, 2).half()):
-        with pytest.raises(RuntimeError, match=r"models of rank 0 and rank 1 differ: 2 parameters with 8 elements"):
+    for other, named in (
+        (nn.Linear(3, 3), r"parameter weight of shape \(2, 3\), .*rank 1 has parameter weight of shape \(3, 3\)"),
+        (nn.Linear(2, 3), r"parameter weight of shape \(2, 3\), .*rank 1 has parameter weight of shape \(3, 2\)"),
+        (nn.Linear(3, 2, bias=False), r"parameter bias of shape \(2,\), .*rank 1 has no more"),
+        (nn.Linear(3, 2).half(), r"torch.float32, rank 1 has parameter weight of shape \(2, 3\), torch.float16"),
+    ):
+        message = rf"models of rank 0 and rank 1 differ: 2 parameters with 8 elements.*{named}"
+        with pytest.raises(RuntimeError, match=message):
             DistributedDataParallel(other if rank else nn.Linear(3, 2))
 
 

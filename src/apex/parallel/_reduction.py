@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .._failures import explained
 from ._buckets import Arithmetic, Bucket, agree, plan
 
 
@@ -175,23 +172,3 @@ def on_stream(stream: Any) -> Iterator[None]:
 def signature_of(params: Sequence[Tensor]) -> list[Any]:
     """What buckets depend on; they must be made anew when it changes."""
     return [(id(param), param.dtype, param.device) for param in params]
-
-
-def check_same_everywhere(named_params: Sequence[tuple[str, Tensor]]) -> None:
-    """Raises, in all processes, where models are not alike in names, shapes and types of their parameters."""
-    if not named_params:
-        return
-    described = [(name, tuple(param.shape), str(param.dtype), param.requires_grad) for name, param in named_params]
-    elements = sum(param.numel() for _, param in named_params)
-    facts = [len(described), elements, zlib.crc32(repr(described).encode())]
-    mine = torch.tensor(facts, dtype=torch.int64, device=named_params[0][1].device)
-    everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    with explained("comparing the models of all ranks"):
-        dist.all_gather(everywhere, mine)
-    found = [tuple(tensor.tolist()) for tensor in everywhere]
-    for rank, (count, elements, checksum) in enumerate(found):
-        if (count, elements, checksum) != found[0]:
-            raise RuntimeError(
-                f"the models of rank 0 and rank {rank} differ: {found[0][0]} parameters with {found[0][1]} elements, "
-                f"and {count} with {elements} (names, shapes, types and requires_grad are compared)"
-            )

@@ -16,6 +16,7 @@ from torch.utils import _pytree
 
 from .._failures import explained
 from ._buckets import Arithmetic, multiply
+from ._comparison import check_same_everywhere
 from ._flat import (
     apply_flat_dist_call,
     broadcast_from_first,
@@ -27,7 +28,7 @@ from ._flat import (
     split_half_float_double_bfloat16,
     unflatten,
 )
-from ._reduction import Reduction, check_same_everywhere, signature_of
+from ._reduction import Reduction, signature_of
 
 __all__ = [
     "DistributedDataParallel",

@@ -13,11 +13,8 @@ from torch import Tensor, nn
 
 from .._failures import explained
 from ..ops._transfer import HOST
+from ._comparison import checksum
 from .distributed import DistributedDataParallel
-
-# Words that are looked at in one go; 16 bytes of memory for each.
-_CHUNK = 1 << 22
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_replicas(
@@ -155,32 +152,8 @@ def _checksums(named: list[tuple[str, Any]]) -> Tensor:
     )
     for index, value in enumerate(value for _, value in named):
         if isinstance(value, Tensor):
-            found[index] = _checksum(value)
+            found[index] = checksum(value)
     return found
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """A number that depends on all bits of a tensor and on their order."""
-    words = _words(getattr(tensor, "_local_tensor", tensor).detach())
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    if not words.numel():
-        return total
-    # Integers wrap around; with odd factors no single word can change unseen.
-    weights = torch.arange(1, 2 * min(_CHUNK, words.numel()), 2, dtype=torch.int64, device=words.device)
-    for chunk in words.split(_CHUNK):
-        total = total * 31 + (chunk * weights[: len(chunk)]).sum()
-    return total
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """The bits as integers of 8 bytes, or where they do not fill such ones, as wide as an element."""
-    flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    flat = flat.reshape(-1)
-    size = flat.element_size()
-    if flat.nbytes % 8:
-        return flat.view(_INTEGERS[size])
-    # Where a tensor is in its memory must not matter: it may be elsewhere in another process.
-    return (flat.clone() if flat.storage_offset() * size % 8 else flat).view(torch.int64)
 
 
 def _gathered(mine: Tensor, group: dist.ProcessGroup | None) -> list[list[int]]:

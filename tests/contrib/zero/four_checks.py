@@ -1,6 +1,10 @@
 """What four processes do."""
 
-from tests.contrib.zero import checkpoint_checks, engine_checks
+from tests.contrib.zero import agreement_checks, checkpoint_checks, engine_checks
 from tests.parallel.processes import Check
 
-CHECKS: dict[str, Check] = {**engine_checks.CHECKS, **checkpoint_checks.CHECKS}
+CHECKS: dict[str, Check] = {
+    **engine_checks.CHECKS,
+    **checkpoint_checks.CHECKS,
+    **agreement_checks.CHECKS,
+}

@@ -20,6 +20,7 @@ from ._lamb.shards import Shards, make_arena
 from ._lamb.update import Owned, Update
 from ._zero import formats
 from ._zero.collectives import all_reduce
+from ._zero.groups import check_parameters
 from ._zero.hooks import Listener
 from ._zero.parameters import ParameterSync
 
@@ -149,8 +150,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         # Whether the last gradients kept a step from being taken.
         self._steps = states.StepCount(first.device)
         self._overflow_buf = torch.zeros(1, dtype=torch.int32, device=first.device)
-        if not self._groups.is_one:
-            broadcast_from_first(self.parameters())
+        self._take_params_of_first(0)
         self._listener = Listener(self, DistributedFusedLAMB._arrived)
         self._listener.listen(self.parameters())
 
@@ -175,7 +175,23 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
             raise RuntimeError("a parameter group cannot be added after the first backward pass or step")
         super().add_param_group(param_group)
         if self._listener is not None:
+            try:
+                self._take_params_of_first(len(self.param_groups) - 1)
+            except RuntimeError:
+                self.param_groups.pop()
+                raise
             self._listener.listen(self.parameters())
+
+    @torch.no_grad()
+    def _take_params_of_first(self, first: int) -> None:
+        """Gives the parameters of groups from `first` on the values of the first process, if all have the same ones."""
+        if self._groups.is_one:
+            return
+        groups = self.param_groups[first:]
+        params = [param for group in groups for param in group["params"]]
+        order = self._param_order and [self._param_order.get(param) for param in params]
+        check_parameters(self.param_groups, first, self._groups.process_group, (self._num_buckets, order))
+        broadcast_from_first(params, self._groups.process_group)
 
     @torch.no_grad()
     def _prepare(self) -> Reductions:

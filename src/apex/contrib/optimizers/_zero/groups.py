@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+
+from ....parallel._comparison import check_same_everywhere, check_same_order
 
 # By world group: optimizers share it, because a communicator takes memory on every device.
 _own: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -70,3 +73,18 @@ class Groups:
     def is_one(self) -> bool:
         """Whether there is nobody to exchange anything with."""
         return self.size == 1
+
+
+def check_parameters(param_groups: Sequence[dict[str, Any]], first: int, processes: Any, options: Any) -> None:
+    """Raises, in all processes, unless they have the same parameters in the same order, in groups from `first` on.
+
+    What each owns and sends follows from that order, and from `options`. Parameters that were given with names are
+    compared by them; others by shapes, and by their values where processes start with the same.
+    """
+    named = []
+    for number, group in enumerate(param_groups[first:], first):
+        names = group.get("param_names") or [""] * len(group["params"])
+        for index, (name, param) in enumerate(zip(names, group["params"], strict=True)):
+            named.append((f"{name!r} ({index} of group {number})" if name else f"{index} of group {number}", param))
+    check_same_everywhere(named, "optimizers", processes, options)
+    check_same_order(named, "optimizers", processes)

@@ -20,7 +20,7 @@ from ....parallel._flat import broadcast_from_first
 from .arena import Arena, Dtypes
 from .buffers import allocator
 from .gradients import GradientSync
-from .groups import Groups
+from .groups import Groups, check_parameters
 from .hooks import Listener
 from .norms import Norms
 from .parameters import ParameterSync
@@ -107,7 +107,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         _check_device(device, first.device)
         self._norms = Norms(self._gradients, first.device)
         self._steps = Steps(self.state, first.device, capturable)
-        self._take_params_of_root(list(self.parameters()))
+        self._take_params_of_root(0)
         self._listener.listen(self.parameters())
 
     # What a subclass provides -----------------------------------------------------------------------------------------
@@ -132,19 +132,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """One more parameter group; its state is made when it is first needed."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if self._made:
+            try:
+                self._take_params_of_root(len(self.param_groups) - 1)
+            except RuntimeError:
+                self.param_groups.pop()
+                raise
         self._count += len(group["params"])
         if self.capturable:
             device = group["params"][0].device
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
         if self._made:
-            self._take_params_of_root(group["params"])
             self._listener.listen(group["params"])
             if self._places:
                 self.init_params()  # now, while processes are at the same place
 
     @torch.no_grad()
-    def _take_params_of_root(self, params: Iterable[Tensor]) -> None:
+    def _take_params_of_root(self, first: int) -> None:
+        """Gives the parameters of groups from `first` on the values of the first process, if all have the same ones."""
         if not self._groups.is_one:
+            check_parameters(self.param_groups, first, self.process_group, (self.bucket_cap_mb, self._dtypes))
+            params = itertools.chain.from_iterable(group["params"] for group in self.param_groups[first:])
             broadcast_from_first(params, self.process_group)
 
     def init_params(
