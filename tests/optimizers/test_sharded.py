@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.optimizers import sharded_checks
-from tests.parallel.processes import run_checks
+from tests.parallel.processes import needs_fsdp_on_a_cpu, run_checks
 
 
 @pytest.fixture(scope="module")
@@ -13,6 +13,7 @@ def in_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return run_checks(sharded_checks.__name__, Path(tmp_path_factory.mktemp("sharded")))
 
 
+@needs_fsdp_on_a_cpu
 @pytest.mark.parametrize("name", sharded_checks.CHECKS)
 def test_fully_sharded_parameters(name: str, in_two: dict[str, str]) -> None:
     assert not in_two[name], in_two[name]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(apex.__file__).resolve().parents[1]
 # Seconds that a process waits for others: a hang is an error, not a test that takes long.
 PATIENCE = 30
+needs_fsdp_on_a_cpu = pytest.mark.skipif(torch.__version__ < "2.7", reason="PyTorch 2.6 has no FSDP2 for a CPU")
 
 Check = Callable[[int], None]
 
@@ -55,7 +57,8 @@ def run_checks(module: str, folder: Path, processes: int = 2, timeout: float = 1
 def environment() -> dict[str, str]:
     """That of a process that runs this package as users do, and can import the tests."""
     inherited = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
-    return {**inherited, "PYTHONPATH": os.pathsep.join([str(SOURCE), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    paths = map(str, (SOURCE, SOURCE / "compiled_names", ROOT))  # the second one of a source tree only
+    return {**inherited, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import nn
 
 from apex import amp
 from tests.parallel.amp_checks import CHECKS, sharded
-from tests.parallel.processes import run_checks
+from tests.parallel.processes import needs_fsdp_on_a_cpu, run_checks
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,7 @@ def test_two_processes(name: str, results: dict[str, str]) -> None:
     assert not results[name], results[name]
 
 
+@needs_fsdp_on_a_cpu
 def test_a_model_sharded_over_one_process(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
