@@ -99,7 +99,7 @@ Point = namedtuple("Point", "x y")
 CONTAINERS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = {
     "dict": (lambda a, b: {"a": a, "b": [b]}, lambda c: (c["a"], c["b"][0])),
     "OrderedDict": (lambda a, b: OrderedDict(b=b, a=a), lambda c: tuple(c.values())[::-1]),
-    "defaultdict": (lambda a, b: defaultdict(list, a=[a], b=[b]), lambda c: (c["a"][0], c["b"][0])),
+    "defaultdict": (lambda a, b: defaultdict(list, {"a": [a], "b": [b]}), lambda c: (c["a"][0], c["b"][0])),
     "UserDict": (lambda a, b: UserDict(a=a, b=b), lambda c: (c["a"], c["b"])),
     "mappingproxy": (lambda a, b: MappingProxyType({"a": a, "b": b}), lambda c: (c["a"], c["b"])),
     "ModelOutput": (lambda a, b: ModelOutput(loss=a, logits=(b,)), lambda c: (c.loss, c["logits"][0])),
