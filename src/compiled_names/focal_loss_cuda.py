@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from apex.ops.focal_loss import FocalSpec, check, focal_loss_and_gradient
+from apex.ops.focal_loss import check, loss_and_gradient_of_sum
 
 
 def forward(
@@ -18,9 +18,9 @@ def forward(
     smoothing_factor: float,
 ) -> list[Tensor]:
     """The loss, and the gradient of the scores before it is divided by the number of positives."""
-    spec = FocalSpec(num_real_classes, float(alpha), float(gamma), float(smoothing_factor))
-    check(cls_output, cls_targets_at_level, num_positives_sum, spec)
-    return list(focal_loss_and_gradient(cls_output, cls_targets_at_level, num_positives_sum, spec))
+    check(cls_output, cls_targets_at_level, num_positives_sum, num_real_classes)
+    settings = (num_real_classes, float(alpha), float(gamma), float(smoothing_factor))
+    return list(loss_and_gradient_of_sum(cls_output, cls_targets_at_level, num_positives_sum, *settings))
 
 
 def backward(grad_output: Tensor, partial_grad: Tensor, num_positives_sum: Tensor) -> Tensor:

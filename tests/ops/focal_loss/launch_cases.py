@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops.focal_loss import FocalSpec, launches
+from apex.ops.focal_loss import op
 
 # anchors, classes, real classes, dtype, gamma
 _SHAPES = [
@@ -14,12 +14,11 @@ _SHAPES = [
 
 
 def record() -> None:
-    """Plans and (under `recording`) collects loss, gradient and both of every shape."""
+    """Plans and (under `recording`) collects loss and gradient of every shape."""
     for anchors, columns, classes, dtype, gamma in _SHAPES:
         logits = torch.empty(anchors, columns, dtype=dtype, device="meta")
         targets = torch.empty(anchors, dtype=torch.int64, device="meta")
         positives = torch.empty(1, device="meta")
-        spec = FocalSpec(classes, 0.25, gamma, 0.0)
-        loss, _ = launches.triton_forward(logits, targets, positives, spec)
-        launches.triton_forward(logits, targets, positives, spec, want_grad=True)
-        launches.triton_backward(loss, logits, targets, positives, spec)
+        settings = (classes, 0.25, gamma, 0.0)
+        loss = op.launch_forward(logits, targets, positives, *settings)
+        op.launch_backward(loss, logits, targets, positives, *settings, (True,))

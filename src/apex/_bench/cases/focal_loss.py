@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...contrib.focal_loss import focal_loss
-from ...ops.focal_loss import FocalSpec, reference
+from ...ops.focal_loss import reference
 from ..compiling import compiled
 from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
 
@@ -54,18 +54,18 @@ def _prepare(dtype: torch.dtype, shape: tuple[int, int, int], direction: str, de
     targets[chance < 0.97] = -1
     targets[chance < 0.05] = reference.IGNORED
     positives = (targets >= 0).sum().float()
-    spec = FocalSpec(classes, ALPHA, GAMMA, 0.0)
     makers: dict[str, Callable[[], Loss]] = {
         OURS: lambda: lambda logits: focal_loss(logits, targets, positives, classes, ALPHA, GAMMA),
         "torch": lambda: lambda logits: _eager(logits, targets, positives),
     }
     if device.type == "cuda":
         makers["compile"] = lambda: _compiled(targets, positives, device)
-    wide = logits.detach().double(), targets, positives.double(), spec
+    wide = logits.detach().double().requires_grad_()
+    loss = reference.forward(wide, targets, positives.double(), classes, ALPHA, GAMMA, 0.0)
     if direction == "fwd":
-        expected = [Expected(reference.forward(*wide), torch.float32, SUMMED)]
+        expected = [Expected(loss.detach(), torch.float32, SUMMED)]
     else:  # as large as if it were not divided, so that the tolerance means something
-        expected = [Expected(reference.backward(positives, *wide), dtype)]
+        expected = [Expected(torch.autograd.grad(loss, wide, positives.double())[0], dtype)]
     calls = {name: functools.partial(_call, make, logits, positives, direction) for name, make in makers.items()}
     return Prepared(calls, expected)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...ops._checks import check_tensors
-from ...ops.focal_loss import FocalSpec, backward_from_saved, forward_and_save
+from ...ops.focal_loss import FOCAL_LOSS, check
 
 
 class FocalLoss(torch.autograd.Function):
@@ -16,12 +16,13 @@ class FocalLoss(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx, cls_output, cls_targets_at_level, num_positives_sum, num_real_classes, alpha, gamma, label_smoothing=0.0
     ):
-        spec = FocalSpec(num_real_classes, float(alpha), float(gamma), float(label_smoothing))
-        return forward_and_save(ctx, cls_output, cls_targets_at_level, num_positives_sum, spec)
+        check(cls_output, cls_targets_at_level, num_positives_sum, num_real_classes)
+        settings = (num_real_classes, float(alpha), float(gamma), float(label_smoothing))
+        return FOCAL_LOSS.forward_and_save(ctx, cls_output, cls_targets_at_level, num_positives_sum, *settings)
 
     @staticmethod
     def backward(ctx, grad_loss):  # type: ignore[override]
-        return backward_from_saved(ctx, grad_loss), None, None, None, None, None, None
+        return *FOCAL_LOSS.backward_from_saved(ctx, grad_loss), None, None, None, None, None, None
 
 
 def focal_loss(

@@ -111,20 +111,18 @@ def focal_loss_pass(
     REAL: tl.constexpr,
     SQUARE: tl.constexpr,
     WANT_LOSS: tl.constexpr,
-    WANT_GRAD: tl.constexpr,
-    SCALED: tl.constexpr,
     GROUPS: tl.constexpr,
     VECTOR: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Every block that is this program's turn. SCALED: the gradient is multiplied by grad_loss / num_positives.
+    """Every block that is this program's turn: its losses with WANT_LOSS, else its gradient.
 
     FULL: the blocks divide the elements; if they do not, the last program takes what remains.
     """
     program = tl.program_id(0)
     size = tl.full([], GROUPS * VECTOR, tl.int64)
     scale = 1.0
-    if SCALED:
+    if not WANT_LOSS:
         scale = tl.load(grad_loss).to(tl.float32) / tl.load(num_positives).to(tl.float32)
     losses = tl.zeros([GROUPS, VECTOR], tl.float32)
     for block in tl.range(program, total // (GROUPS * VECTOR), tl.num_programs(0)):
@@ -141,7 +139,7 @@ def focal_loss_pass(
             CLASSES,
             REAL,
             SQUARE,
-            WANT_GRAD,
+            not WANT_LOSS,
             GROUPS,
             VECTOR,
             False,
@@ -163,7 +161,7 @@ def focal_loss_pass(
                 CLASSES,
                 REAL,
                 SQUARE,
-                WANT_GRAD,
+                not WANT_LOSS,
                 GROUPS,
                 VECTOR,
                 True,

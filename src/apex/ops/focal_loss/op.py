@@ -1,86 +1,27 @@
-"""Focal loss: checks, dispatch and autograd."""
+"""Focal loss of a dense detector's classes: the sum over anchors and classes, divided by the number of positives.
+
+Letters: A anchors, C classes, of which the first `classes` are real and the others padding. The backward pass computes
+the gradient from the logits. Upstream computes it along with the loss and keeps it, which reads and writes the size of
+the logits four times in all, this three times.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
-from . import reference
-from .launches import triton_backward, triton_forward
-from .reference import FocalSpec
-from .self_check import self_check
+from .._device import facts
+from .._op import Op
+from . import config, reference
 
-FAMILY = _library.register_family(
-    _library.OpFamily("focal_loss", "focal loss of a detector's classes, forward and backward", self_check)
-)
+kernels = _library.LazyModule(f"{__package__}.kernels")
 
 
-def focal_loss_forward(logits: Tensor, targets: Tensor, num_positives: Tensor, spec: FocalSpec) -> Tensor:
-    """The loss for arguments that were checked, without autograd: float32, or float64 for float64 logits."""
-    if logits.numel() and _library.runs_triton(FAMILY, logits):
-        return triton_forward(logits, targets, num_positives, spec)[0]
-    return reference.forward(logits, targets, num_positives, spec)
-
-
-def focal_loss_backward(
-    grad_loss: Tensor, logits: Tensor, targets: Tensor, num_positives: Tensor, spec: FocalSpec
-) -> Tensor:
-    """The gradient of the logits for arguments that were checked."""
-    if logits.numel() and _library.runs_triton(FAMILY, logits):
-        return triton_backward(grad_loss, logits, targets, num_positives, spec)
-    return reference.backward(grad_loss, logits, targets, num_positives, spec)
-
-
-def focal_loss_and_gradient(
-    logits: Tensor, targets: Tensor, num_positives: Tensor, spec: FocalSpec
-) -> tuple[Tensor, Tensor]:
-    """Loss and gradient in one pass; the gradient is that of the sum, not yet divided by the number of positives."""
-    if logits.numel() and _library.runs_triton(FAMILY, logits):
-        loss, gradient = triton_forward(logits, targets, num_positives, spec, want_grad=True)
-        assert gradient is not None
-        return loss, gradient
-    loss, gradient = reference.loss_and_gradient(logits, targets, num_positives, spec)
-    return loss, gradient.to(logits.dtype)
-
-
-def forward_and_save(ctx: Any, logits: Tensor, targets: Tensor, num_positives: Tensor, spec: FocalSpec) -> Tensor:
-    """The forward of the loss's autograd Function: keeps the logits, of which the kernels make the gradient later.
-
-    Upstream computes the gradient along with the loss and keeps it. That reads and writes the size of the logits four
-    times in all, this three times. Without kernels the arithmetic is the limit, and the gradient is kept here too.
-    """
-    check(logits, targets, num_positives, spec)
-    gradient = None
-    if torch.compiler.is_compiling():
-        loss = torch.ops.apex.focal_loss(logits, targets, num_positives, *spec)
-    elif not ctx.needs_input_grad[0] or _library.runs_triton(FAMILY, logits):
-        loss = focal_loss_forward(logits, targets, num_positives, spec)
-    else:
-        loss, gradient = reference.loss_and_gradient(logits, targets, num_positives, spec)
-    ctx.save_for_backward(logits, targets, num_positives, gradient)
-    ctx.spec = spec
-    return loss
-
-
-def backward_from_saved(ctx: Any, grad_loss: Tensor) -> Tensor:
-    """The backward of the loss's autograd Function: the gradient of the logits."""
-    logits, targets, num_positives, gradient = ctx.saved_tensors
-    if torch.compiler.is_compiling():
-        return torch.ops.apex.focal_loss_backward(grad_loss, logits, targets, num_positives, *ctx.spec)
-    if torch.is_grad_enabled():  # create_graph=True: the gradient itself must be differentiable
-        with torch.enable_grad():
-            loss = reference.forward(logits, targets, num_positives, ctx.spec)
-            return torch.autograd.grad(loss, logits, grad_loss, create_graph=True)[0]
-    if gradient is not None:
-        return reference.scaled(gradient, grad_loss, num_positives, logits.dtype)
-    return focal_loss_backward(grad_loss, logits, targets, num_positives, ctx.spec)
-
-
-def check(logits: Tensor, targets: Tensor, num_positives: Tensor, spec: FocalSpec) -> None:
+def check(logits: Tensor, targets: Tensor, num_positives: Tensor, classes: int) -> None:
     """Refuses arguments that do not fit, in clear words; classes where looking at them waits for no device."""
     check_tensors(cls_output=logits, cls_targets_at_level=targets, num_positives_sum=num_positives)
     if logits.dim() != targets.dim() + 1 or logits.shape[:-1] != targets.shape:
@@ -94,9 +35,9 @@ def check(logits: Tensor, targets: Tensor, num_positives: Tensor, spec: FocalSpe
         raise TypeError(f"cls_targets_at_level must be int64 or int32, got {targets.dtype}")
     if num_positives.numel() != 1:
         raise ValueError(f"num_positives_sum must have one element, its shape is {list(num_positives.shape)}")
-    if not 1 <= spec.classes <= logits.shape[-1]:
+    if not 1 <= classes <= logits.shape[-1]:
         raise ValueError(
-            f"num_real_classes={spec.classes} must be between 1 and the last dimension of cls_output, whose shape is "
+            f"num_real_classes={classes} must be between 1 and the last dimension of cls_output, whose shape is "
             f"{list(logits.shape)}"
         )
     if not logits.device == targets.device == num_positives.device:
@@ -105,7 +46,102 @@ def check(logits: Tensor, targets: Tensor, num_positives: Tensor, spec: FocalSpe
             f"{num_positives.device}"
         )
     at_hand = type(targets) is Tensor and targets.device.type == "cpu" and not torch.compiler.is_compiling()
-    if at_hand and targets.numel() and (highest := int(targets.max())) >= spec.classes:
-        raise ValueError(
-            f"cls_targets_at_level has class {highest}, expected less than num_real_classes={spec.classes}"
-        )
+    if at_hand and targets.numel() and (highest := int(targets.max())) >= classes:
+        raise ValueError(f"cls_targets_at_level has class {highest}, expected less than num_real_classes={classes}")
+
+
+def loss_and_gradient_of_sum(
+    logits: Tensor, targets: Tensor, num_positives: Tensor, classes: int, alpha: float, gamma: float, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """The loss, and the gradient of the sum of the losses, which is not divided by the number of positives."""
+    settings = (classes, alpha, gamma, smoothing)
+    (loss,) = FOCAL_LOSS.run(logits, targets, num_positives, *settings)
+    one = torch.ones((), dtype=loss.dtype, device=loss.device)  # type: ignore[union-attr]
+    (gradient,) = FOCAL_LOSS.run_backward((one,), (logits, targets, one), settings, (True,))
+    return loss, gradient  # type: ignore[return-value]
+
+
+def _launch_pass(
+    grid: int, tensors: tuple[Tensor | None, ...], want_loss: bool, classes: int, numbers: tuple[float, float, float]
+) -> None:
+    """One pass over the logits, for the losses or for the gradient."""
+    logits = tensors[0]
+    assert logits is not None
+    total = logits.numel()
+    vector = config.vector(logits.dtype.itemsize, want_loss)
+    alpha, gamma, smoothing = numbers
+    kernels.focal_loss_pass(
+        (grid,),
+        tensors,
+        (total,),
+        (alpha, gamma, smoothing / 2),
+        CLASSES=logits.shape[-1],
+        REAL=classes,
+        SQUARE=gamma == 2,
+        WANT_LOSS=want_loss,
+        GROUPS=config.BLOCK // vector,
+        VECTOR=vector,
+        FULL=total % config.BLOCK == 0,
+        num_warps=config.BLOCK // config.PER_THREAD // facts(logits.device).warp_size,
+    )
+
+
+def launch_forward(
+    logits: Tensor, targets: Tensor, num_positives: Tensor, classes: int, alpha: float, gamma: float, smoothing: float
+) -> Tensor:
+    blocks = max(1, logits.numel() // config.BLOCK)
+    programs = min(blocks, config.PROGRAMS_PER_MULTIPROCESSOR * facts(logits.device).multiprocessors)
+    partials = torch.empty(programs, dtype=torch.float32, device=logits.device)
+    _launch_pass(programs, (logits, targets, None, partials, None, None), True, classes, (alpha, gamma, smoothing))
+    loss = torch.empty((), dtype=torch.float32, device=logits.device)
+    kernels.focal_loss_sum((1,), (partials, num_positives, loss), (programs,), BLOCK=1024, num_warps=8)
+    return loss
+
+
+def launch_backward(
+    grad_loss: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    num_positives: Tensor,
+    classes: int,
+    alpha: float,
+    gamma: float,
+    smoothing: float,
+    wanted: Sequence[bool],
+) -> Tensor:
+    blocks = max(1, logits.numel() // config.BLOCK)
+    gradient = torch.empty_like(logits)
+    tensors = (logits, targets, gradient, None, grad_loss, num_positives)
+    _launch_pass(blocks, tensors, False, classes, (alpha, gamma, smoothing))
+    return gradient
+
+
+FAMILY = _library.register_family(
+    _library.OpFamily("focal_loss", "focal loss of a detector's classes, forward and backward")
+)
+
+FOCAL_LOSS = Op(
+    FAMILY,
+    "focal_loss(Tensor logits, Tensor targets, Tensor num_positives, int classes, float alpha, float gamma, "
+    "float smoothing) -> Tensor",
+    reference=reference.forward,
+    forward=launch_forward,
+    backward=launch_backward,
+    fake=lambda logits, *rest: logits.new_empty((), dtype=reference.compute_dtype(logits)),
+    saves=("logits", "targets", "num_positives"),
+    gradients=("logits",),
+    checks=[
+        {
+            "logits": lambda generator: 3 * torch.randn(30, 24, generator=generator, dtype=torch.float32, device="cpu"),
+            "targets": lambda generator: torch.randint(
+                -2, 20, (30,), generator=generator, dtype=torch.int64, device="cpu"
+            ),
+            "num_positives": lambda generator: torch.tensor([5.0], dtype=torch.float32, device="cpu"),
+            "classes": 20,
+            "alpha": 0.25,
+            "gamma": gamma,
+            "smoothing": smoothing,
+        }
+        for gamma, smoothing in ((2.0, 0.0), (1.5, 0.1))
+    ],
+)
