@@ -36,7 +36,7 @@ def test_a_model_sharded_over_one_process(tmp_path: Path) -> None:
 def test_combine_ddp_alone_and_unconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="ddp_replica_count must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="ddp_replica_count must be an integer of at least 1, not 0"):
         amp.initialize(model, optimizer, combine_ddp=True, ddp_replica_count=0, verbosity=0)
     model, optimizer = amp.initialize(model, optimizer, combine_ddp=True, verbosity=0)
     try:
