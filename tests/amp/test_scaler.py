@@ -1,6 +1,8 @@
 """The loss scale: upstream's sequence step for step, bounds, static scales, and what clients read and write."""
 
 import math
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -218,6 +220,70 @@ def test_load_state_dict() -> None:
             amp.load_state_dict(wrong)
         assert amp.state_dict() == saved
     train(model, optimizer, 1)
+
+
+GOOD = {"loss_scale": 8.0, "unskipped": 5}
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "entry"),
+    [
+        (ValueError, "finite in float32, not nan", {**GOOD, "loss_scale": float("nan")}),
+        (ValueError, "finite in float32, not inf", {**GOOD, "loss_scale": float("inf")}),
+        (ValueError, "finite in float32, not 1e\\+300", {**GOOD, "loss_scale": 1e300}),
+        (ValueError, "finite in float32, not 0.0", {**GOOD, "loss_scale": 0}),
+        (ValueError, "finite in float32, not -2.0", {**GOOD, "loss_scale": -2.0}),
+        (TypeError, "a positive number .*, not '8'", {**GOOD, "loss_scale": "8"}),
+        (TypeError, "a positive number .*, not True", {**GOOD, "loss_scale": True}),
+        (TypeError, "a positive number .*, not None", {**GOOD, "loss_scale": None}),
+        (TypeError, "an integer of at least 0, not 2.5", {**GOOD, "unskipped": 2.5}),
+        (ValueError, "an integer of at least 0, not -1", {**GOOD, "unskipped": -1}),
+        (RuntimeError, "'loss_scale' and 'unskipped'", {"loss_scale": 8.0}),
+        (RuntimeError, "'loss_scale' and 'unskipped'", {**GOOD, "more": 1}),
+        (RuntimeError, "'loss_scale' and 'unskipped'", 8.0),
+    ],
+)
+def test_bad_scales_change_nothing(error: type[Exception], match: str, entry: Any) -> None:
+    """Not even the scale of the first loss, which is good."""
+    quiet(small_model(), opt_level="O2", num_losses=2)
+    before = amp.state_dict()
+    with pytest.raises(error, match=match):
+        amp.load_state_dict({"loss_scaler0": GOOD, "loss_scaler1": entry})
+    assert amp.state_dict() == before
+    with pytest.raises(TypeError, match="not list"):
+        amp.load_state_dict([GOOD])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("level", "saved", "expected", "warned"),
+    [
+        ("O1", (1.0, 0), (65536.0, 0), "dynamic scale stays 65536.0"),  # saved by O0, O3, O4 or O5
+        ("O2", (1.0, 12), (65536.0, 12), "dynamic scale stays 65536.0"),
+        ("O2", (128.0, 5000), (128.0, 0), None),  # of a static scale: it will grow
+        ("O2", (2, torch.tensor([7])), (2.0, 7), None),
+        ("O2", (torch.tensor(0.5), 7), (0.5, 7), None),
+        ("O3", (65536.0, 12), (1.0, 12), "stays 1.0; .* loss_scale=65536.0"),  # saved by O1 or O2
+        ("O5", (1.0, 2**40), (1.0, 2**31 - 1), None),
+    ],
+)
+def test_scales_of_another_level(level: str, saved: Any, expected: Any, warned: str | None) -> None:
+    model = small_model()
+    model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level=level)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        amp.load_state_dict({"loss_scaler0": dict(zip(GOOD, saved, strict=True))})
+    assert len(said) == (warned is not None)
+    assert warned is None or re.search(warned, str(said[0].message))
+    assert amp.state_dict()["loss_scaler0"] == dict(zip(GOOD, expected, strict=True))
+    train(model, optimizer, 1)
+
+
+def test_a_dynamic_scale_of_one_is_taken_where_it_is_at_home() -> None:
+    quiet(small_model(), opt_level="O2", dynamic_init_scale=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 3}})
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 1.0, "unskipped": 3}
 
 
 def test_before_initialize() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
@@ -14,6 +13,8 @@ from . import _casting
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from ._checks import check_count, check_flags, check_scaling, check_type, checked_loss_scale, is_flag
 from ._initialize import as_lists, as_they_came, initialize_models_and_optimizers, release
+from ._saved_scales import load_state_dict as load_state_dict
+from ._saved_scales import state_dict as state_dict
 from .scaler import LossScaler
 
 
@@ -312,36 +313,3 @@ def _chosen_properties(opt_level: str, overrides: dict[str, Any]) -> Properties:
 def _print_options(properties: Properties) -> None:
     for name, value in properties.options.items():
         maybe_print(f"{name:22} : {value}", True)
-
-
-def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Every loss scaler's scale and count of steps since it changed: `loss_scaler0`, `loss_scaler1`, ..."""
-    result: dict[str, Any] = OrderedDict() if destination is None else destination
-    for index, scaler in enumerate(_amp_state.loss_scalers):
-        result[f"loss_scaler{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
-    return result
-
-
-def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Loads what `state_dict` returned; changes nothing if it does not fit."""
-    if not hasattr(_amp_state, "opt_properties"):
-        raise RuntimeError("amp.load_state_dict was called before amp.initialize; initialize first, then load")
-    names = [name for name in state_dict if name.startswith("loss_scaler")]
-    unexpected = [name for name in state_dict if name not in names]
-    if unexpected:
-        raise RuntimeError(f"error in loading amp's state_dict: unexpected key(s) {', '.join(map(repr, unexpected))}")
-    if len(names) != len(_amp_state.loss_scalers):
-        raise RuntimeError(
-            f"the state_dict has {len(names)} loss scaler(s), this session {len(_amp_state.loss_scalers)}: call "
-            f"amp.initialize with num_losses={len(names)} to load it"
-        )
-    scalers = {f"loss_scaler{index}": scaler for index, scaler in enumerate(_amp_state.loss_scalers)}
-    for name in names:
-        if name not in scalers or not {"loss_scale", "unskipped"} <= set(state_dict[name]):
-            raise RuntimeError(
-                f"error in loading amp's state_dict: {name!r} holds {state_dict[name]!r}; expected are 'loss_scale' "
-                f"and 'unskipped' for each of {', '.join(scalers)}"
-            )
-    for name in names:
-        scalers[name]._loss_scale = float(state_dict[name]["loss_scale"])
-        scalers[name]._unskipped = int(state_dict[name]["unskipped"])
