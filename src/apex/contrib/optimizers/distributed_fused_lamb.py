@@ -51,6 +51,11 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
       their own, of at most `nccl_allgather_channels` channels.
     """
 
+    _refuses_amp = (
+        "it averages gradients, scaled as they are, during backward passes: use torch.amp.GradScaler or "
+        "set_global_scale with it, or apex.contrib.optimizers.DistributedFusedAdam with amp"
+    )
+
     def __init__(
         self,
         params: Any,

@@ -25,7 +25,7 @@ class FusedSGD(GivenOptimizer):
     """
 
     # amp.initialize refuses it, as `step` would.
-    _refuses_amp = True
+    _refuses_amp = "apex.optimizers.FusedSGD is"
 
     def __init__(
         self,

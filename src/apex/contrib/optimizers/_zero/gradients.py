@@ -340,6 +340,52 @@ class GradientSync:
         if sent.arena.gradient_buffer is not None:
             sent.bucket.zero_()  # further rounds add to it
 
+    @torch.no_grad()
+    def multiply(self, factor: Tensor, drop: Tensor | None) -> None:
+        """Multiplies all gradients that there are, sent or not; between two rounds.
+
+        `factor` is float32 [1]. Where `drop`, float32 [1], is not 0 they become zeros, even those that are not finite.
+        """
+        self.finish()
+        self.version += 1
+        for place, arena in enumerate(self.arenas):
+            if self._filled:
+                self.shards(arena).copy_(_multiplied(self.shards(arena), factor, drop))
+            if arena.gradient_buffer is not None:
+                self._take_strays(place)
+                arena.gradient_buffer.copy_(_multiplied(arena.gradient_buffer, factor, drop))
+                continue
+            for index in range(len(arena.params)):
+                self.take(place, index)
+                gradient = arena.gradients[index]
+                if gradient is not None:
+                    # In the dtype of sums: half precision could not hold another scale.
+                    arena.gradients[index] = _multiplied(gradient.to(arena.dtypes.gradients), factor, drop)
+                    self._own.add((place, index))
+
+    def _take_strays(self, place: int) -> None:
+        """Takes gradients that are no views of the buffer; views stay where backward passes add to them."""
+        arena = self.arenas[place]
+        for index, view in enumerate(arena.gradient_views):
+            gradient = arena.params[index].grad
+            if gradient is not None and gradient.data_ptr() != view.data_ptr():
+                self.take(place, index)
+
+    @torch.no_grad()
+    def tensors(self) -> list[Tensor]:
+        """All gradients that there are, sent or not, in no order."""
+        self.finish()
+        found: list[Tensor] = []
+        for arena in self.arenas:
+            if self._filled:
+                found.append(self.shards(arena))
+            if arena.gradient_buffer is not None:
+                found.append(arena.gradient_buffer)
+            found.extend(
+                gradient for gradient in (*arena.gradients, *map(_grad_of, arena.params)) if gradient is not None
+            )
+        return found
+
     # What the optimizer reads -----------------------------------------------------------------------------------------
 
     def shards(self, arena: Arena) -> Tensor:
@@ -383,6 +429,11 @@ class GradientSync:
         if zeros is None or len(zeros) < size or zeros.dtype != dtype or zeros.device != device:
             zeros = self._zeros = torch.zeros(size, dtype=dtype, device=device)
         return zeros[:size]
+
+
+def _multiplied(gradient: Tensor, factor: Tensor, drop: Tensor | None) -> Tensor:
+    product = (gradient * factor).to(gradient.dtype)
+    return product if drop is None else product.masked_fill_(drop.reshape(()) != 0, 0.0)
 
 
 class _Then:

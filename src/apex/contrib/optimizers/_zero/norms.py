@@ -26,11 +26,14 @@ class Norms:
         # What gradients are multiplied by; None for 1.
         self.given_scale: Tensor | None = None
         self._known: tuple[int, float, Tensor] | None = None
+        # What `found_inf` found since gradients were cleared.
+        self.overflowed: Tensor | None = None
 
     def reset(self) -> None:
         """Gradients are new: they are multiplied by nothing."""
         self.given_scale = None
         self._known = None
+        self.overflowed = None
 
     @property
     def scale(self) -> Tensor:
@@ -93,6 +96,17 @@ class Norms:
         square = local.square().reshape(1)
         all_reduce(square, groups.distributed, _MEASURING).wait()
         return square.sqrt().reshape(())
+
+    def found_inf(self) -> Tensor:
+        """1, float32 [1], where a gradient of any process is not finite, sent or not; sends nothing but this flag."""
+        tensors, groups = self._gradients.tensors(), self._gradients.groups
+        norm = l2norm(tensors)[0].reshape(1) if tensors else torch.zeros(1, dtype=torch.float32, device=self._device)
+        flag = (~torch.isfinite(norm)).float()
+        if not groups.is_one:
+            all_reduce(flag, groups.process_group, "asking whether all gradients are finite").wait()
+            flag = (flag > 0).float()
+        self.overflowed = flag
+        return flag
 
     # torch.amp.GradScaler ---------------------------------------------------------------------------------------------
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ....ops.multi_tensor import Lists
+from ....ops.multi_tensor.torch_lists import flat
 from ....parallel._flat import broadcast_from_first
-from .arena import Arena, Dtypes
+from .arena import Arena, Dtypes, laid_out_like
 from .buffers import allocator
 from .gradients import GradientSync
 from .groups import Groups, check_parameters
@@ -26,7 +27,7 @@ from .norms import Norms
 from .parameters import ParameterSync
 from .pending import is_pending, postpone, release
 from .scaled import ScaledState
-from .state import ArenaState
+from .state import PARAM, ArenaState
 from .steps import Steps
 
 
@@ -38,6 +39,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # Beside parameters, names of what belongs to all of them are keys.
     state: Any
     _custom_amp_unscale_grads = True
+    # For apex.amp: gradients leave parameters during backward passes, and state has float32 weights.
+    _takes_gradients = True
+    # Set by apex.amp: the float32 values of a parameter that was cast before it got state, or None.
+    _exact_value: Callable[[Tensor], Tensor | None] | None = None
+    # Set during a step: 1 where it is to be skipped.
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -211,7 +218,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._states.append(self._new_state(arena))
             self._places.update({param: (len(self._states) - 1, index) for index, param in enumerate(members)})
             self._arena_added(arena)
+            if self._exact_value is not None:
+                self._take_exact_values(self._states[-1], self._exact_value)
         self._listener.listen(chosen)
+
+    def _take_exact_values(
+        self, state: ArenaState | ScaledState, exact_value: Callable[[Tensor], Tensor | None]
+    ) -> None:
+        """Has new state start from float32 weights that half-precision parameters are the rounding of."""
+        arena = state.arena
+        exact = [exact_value(param) for param in arena.params]
+        if not self.store_params or all(value is None for value in exact):
+            return
+        values = arena.new_shard(torch.float32)
+        for part in arena.parts:
+            value = exact[part.param]
+            source = flat(
+                laid_out_like(arena.params[part.param].detach() if value is None else value, arena.params[part.param])
+            )
+            values[part.flat : part.flat + part.size].copy_(source[part.start : part.stop])
+        state.write(PARAM, values)
 
     def _new_state(self, arena: Arena) -> ArenaState | ScaledState:
         if self.with_scaled_states:
@@ -362,6 +388,35 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _grad_scale(self, value: Tensor) -> None:
         self._norms.scale = value
 
+    # apex.amp ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _has_state(self) -> bool:
+        """Whether state has been made, for parameters of the dtypes that they had then."""
+        return bool(self._places)
+
+    def _set_loss_scale(self, scale: Tensor) -> None:
+        """Says what the loss of the next backward passes is multiplied by, and brings earlier gradients to it.
+
+        Those that overflowed are dropped: their step is skipped, and whether the next pass overflows can be seen.
+        """
+        with self._lock:
+            self.init_params()
+            self._gradients.multiply(self._norms.scale * scale, self._norms.overflowed)
+            self._norms.overflowed = None
+            self._norms.scale = scale.reciprocal()
+
+    def _found_inf(self) -> Tensor:
+        """1, float32 [1], where a gradient of any process is not finite; all processes must call it."""
+        with self._lock:
+            return self._norms.found_inf()
+
+    def _params_were_cast(self) -> None:
+        """Goes on with parameters that have another dtype and other memory; the state keeps its precision."""
+        for state in self._states:
+            state.arena.parameter_buffer = None
+            state.connect()
+
     # The step ---------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:  # type: ignore[override]
@@ -385,6 +440,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.param_sync()
             self.grad_sync()
             noop = self._norms.flag_of(self, grad_scaler)
+            if noop is None and self.found_inf is not None:
+                noop = self.found_inf.to(self.device, torch.float32).reshape(1)
             scale = self._norms.given_scale
             count = self._steps.next(noop)
 
