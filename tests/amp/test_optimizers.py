@@ -1,7 +1,6 @@
-"""Every optimizer under amp: masters, skipped steps, closures, groups, frozen parameters."""
+"""Every optimizer under amp: masters, skipped steps, groups, frozen parameters."""
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -283,60 +282,6 @@ def test_a_skipped_step_forgets_the_scale() -> None:
     model, optimizer = quiet(model, sgd, opt_level="O2")
     train(model, optimizer, 3, overflow_at(1))
     assert optimizer.optim.most_recent_scale == 1.0
-
-
-# Closures ------------------------------------------------------------------------------------------------------------
-
-
-def amp_lines(model: nn.Module, optimizer: Any, step: int, bad: tuple[int, ...]) -> Tensor:
-    optimizer.zero_grad()
-    loss = loss_of(model, step, overflow_at(*bad)(step))
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    return loss
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, FusedAdam], ids=["SGD", "FusedAdam"])
-def test_closures(level: str, kind: Any) -> None:
-    """A closure with the amp lines in it does what they do before a step, overflow included."""
-    bad = (1,) if level in ("O1", "O2") else ()
-    results = []
-    for with_closure in (False, True):
-        model = small_model()
-        model, optimizer = quiet(model, kind(model.parameters(), lr=0.05), opt_level=level)
-        if with_closure:
-            for step in range(4):
-                returned = optimizer.step(functools.partial(amp_lines, model, optimizer, step, bad))
-                assert isinstance(returned, Tensor)
-        else:
-            train(model, optimizer, 4, overflow_at(*bad))
-        results.append(values(amp.master_params(optimizer)))
-        amp.shutdown()
-    assert_same(*results)
-
-
-def test_lbfgs() -> None:
-    model = small_model()
-    model, optimizer = quiet(model, torch.optim.LBFGS(model.parameters(), lr=0.1), opt_level="O4")
-    calls = []
-
-    def closure() -> Tensor:
-        calls.append(1)
-        optimizer.zero_grad()
-        loss = loss_of(model, 0)
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16  # cast as it is outside of a step
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        return loss
-
-    assert optimizer.step(closure) > 0
-    assert len(calls) > 1
-    for level in ("O1", "O2"):
-        model = small_model()
-        model, optimizer = quiet(model, torch.optim.LBFGS(model.parameters(), lr=0.1), opt_level=level)
-        with pytest.raises(RuntimeError, match="LBFGS"):
-            optimizer.step(closure)
 
 
 # Groups and frozen parameters ----------------------------------------------------------------------------------------

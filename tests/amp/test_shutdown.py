@@ -10,6 +10,7 @@ from torch import nn
 import apex
 from apex import amp
 from apex.amp._amp_state import AmpState
+from apex.amp._nested import applier
 from apex.optimizers import FusedAdam
 from apex.parallel import LARC
 from tests.amp.common import LEVELS, assert_same, loss_of, quiet, small_model, train, values
@@ -73,6 +74,49 @@ def test_gradients_are_given_back() -> None:
     unscaled = [p.grad.clone() for p in amp.master_params(optimizer)]
     amp.shutdown()
     assert_same(unscaled, [p.grad for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *(("SGD", {"momentum": 0.9, "foreach": foreach}) for foreach in (False, True)),
+        *(("Adam", {"eps": 1e-3, "foreach": foreach}) for foreach in (False, True)),
+        ("LBFGS", {"max_iter": 2}),
+    ],
+)
+def test_state_of_o3_fits_the_parameters_afterwards(kind: str, options: dict[str, Any]) -> None:
+    """State that was made or cast in half precision is float32 again."""
+    model = small_model()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    quiet(model, optimizer, opt_level="O3")
+    for _ in range(2):
+        optimizer.step(closure)
+    amp.shutdown()
+    found: list[torch.Tensor] = []
+    applier(list(optimizer.state.values()), found.append)
+    assert {value.dtype for value in found if value.is_floating_point()} == {torch.float32}
+    assert len(found) >= 5
+    before = values(model.parameters())
+    optimizer.step(closure)
+    assert not torch.equal(before[0], model[0].weight)
+    assert kind == "LBFGS" or model[0].weight.isfinite().all()  # whose products of differences float16 does not hold
+
+
+def test_state_that_amp_did_not_cast_stays() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer.state[model[0].weight]["own"] = torch.ones(2, dtype=torch.bfloat16)
+    quiet(model, optimizer, opt_level="O1")
+    amp.shutdown()
+    assert optimizer.state[model[0].weight]["own"].dtype == torch.bfloat16
 
 
 def test_shutdown_twice_and_without_a_session() -> None:

@@ -224,6 +224,25 @@ def masters_come_from_the_first_rank(rank: int) -> None:
         amp.shutdown()
 
 
+def checkpoint_of_the_first_rank(rank: int) -> None:
+    """Loaded there alone, before wrapping, into a layer that is frozen until later: masters are the same everywhere."""
+    for wrap in (DistributedDataParallel, Reducer):
+        torch.manual_seed(rank)
+        net, trained = Net(), Net()
+        exact = everywhere(trained.first.weight)[0]
+        net.first.requires_grad_(False)
+        net, optimizer = quiet(net, OPTIMIZERS["FusedAdam"](net.parameters()), opt_level="O2", loss_scale=1.0)
+        if rank == 0:
+            net.load_state_dict(trained.state_dict())
+        model = wrap(net)
+        net.first.requires_grad_(True)
+        with amp.scale_loss(loss_of(net if wrap is Reducer else model, rank), optimizer) as scaled:
+            scaled.backward()
+        assert torch.equal(next(amp.master_params(optimizer)), exact)
+        assert_same_everywhere(list(amp.master_params(optimizer)))
+        amp.shutdown()
+
+
 def amp_wants_to_be_first(rank: int) -> None:
     model = DistributedDataParallel(Net())
     with pytest.raises(RuntimeError, match="wrapped in DistributedDataParallel already"):
@@ -293,6 +312,7 @@ CHECKS: dict[str, Check] = {
     "combined_O5": combined_as_wrapped("O5", "FusedAdam", 1000),
     "combined_is_sent_in_parts": combined_is_sent_in_parts,
     "combined_can_be_switched_off": combined_can_be_switched_off,
+    "checkpoint_of_the_first_rank": checkpoint_of_the_first_rank,
     "masters_come_from_the_first_rank": masters_come_from_the_first_rank,
     "amp_wants_to_be_first": amp_wants_to_be_first,
 }

@@ -6,7 +6,7 @@ Clients read and write its attributes, so their names are the original's.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -39,7 +39,8 @@ class AmpState:
         self.overflow_patience = 100
         self.models: WeakKeyDictionary[torch.nn.Module, ModelRecord] = WeakKeyDictionary()
         self.optimizers: WeakSet[Any] = WeakSet()
-        # The float32 master of a model's half-precision parameter.
+        # The float32 master of a model's half-precision parameter. Of one without master, the float32 values that it is
+        # the rounding of, where they are known: from a checkpoint, or kept for an optimizer that makes its own masters.
         self.masters: Any = WeakIdKeyDictionary()
         # Called by shutdown in reverse order; each gives back what was changed in the process.
         self.undo: list[Callable[[], None]] = []
@@ -53,6 +54,34 @@ class AmpState:
 
 
 _amp_state = AmpState()
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@torch.no_grad()
+def with_digits_of(param: Tensor, exact: Tensor) -> Tensor:
+    """The values of a half-precision parameter in float32: `exact` where the parameter still is the rounding of it."""
+    return torch.where(exact.to(param.dtype) == param, exact, param.float())
+
+
+def masters_on_every_rank(params: Iterable[Tensor], broadcast: Callable[[list[Tensor]], None]) -> list[Tensor]:
+    """What is in `masters` of the parameters, in the order in which all ranks have it.
+
+    Float32 values of parameters without master, of which ranks that loaded no checkpoint have none, are there if the
+    first rank has them. `broadcast` gives tensors the values of that rank, which those returned have yet to get.
+    """
+    known = _amp_state.masters
+    params = list(params) if hasattr(_amp_state, "opt_properties") else []
+    without = [p for p in params if p.dtype in _HALF and not isinstance(known.get(p), torch.nn.Parameter)]
+    if without:
+        flags = torch.tensor([param in known for param in without], dtype=torch.uint8, device=without[0].device)
+        broadcast([flags])
+        for param, is_known in zip(without, flags.tolist(), strict=True):
+            if not is_known:
+                known.pop(param, None)
+            elif param not in known:
+                known[param] = param.detach().float()
+    return [known[param] for param in params if param in known]
 
 
 def warn_or_err(msg: str) -> None:

@@ -8,11 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from . import _casting
-from ._amp_state import _amp_state, warn_or_err
+from ._amp_state import _amp_state, warn_or_err, with_digits_of
 from ._checks import checked_optimizers
 from ._models import dtype_before, prepare_model, release_model
 from ._nested import applier, to_type
-from ._process_optimizer import innermost, process_optimizer, release_optimizer
+from ._process_optimizer import (
+    cast_states,
+    half_params,
+    innermost,
+    process_optimizer,
+    release_optimizer,
+    takes_gradients,
+)
 from ._rollback import unchanged_on_failure
 
 __all__ = ["applier", "initialize_models_and_optimizers", "release", "release_all", "to_type"]
@@ -35,7 +42,8 @@ def initialize_models_and_optimizers(
     _check_models(model_list, properties)
     if properties.cast_model_type in HALF or properties.loss_scale != 1.0 or combine_grad or ddp_parts is not None:
         _check_whole(model_list)
-    _check_optimizers(model_list, optimizer_list)
+    combines = combine_grad or check_combined or ddp_parts is not None
+    _check_optimizers(model_list, optimizer_list, properties, combines)
     with unchanged_on_failure(model_list, optimizer_list):
         release(model_list, optimizer_list)
         # Not copies: casting gives the parameters other memory, and the masters take this one over.
@@ -76,11 +84,22 @@ def as_they_came(models: Any, optimizers: Any) -> Any:
 def release(models: list[Any], optimizers: list[Any]) -> None:
     """Gives models and optimizers back, and other optimizers that have masters for these models."""
     params = {id(param) for model in models for param in model.parameters()}
+    released = []
     for optimizer in list(_amp_state.optimizers):
         if optimizer in optimizers or any(id(param) in params for param in optimizer._amp_stash.all_fp16_params):
             release_optimizer(optimizer)
+            released.append((optimizer, half_params(optimizer)))
     for model in models:
+        for param in model.parameters():
+            exact = _amp_state.masters.pop(param, None)
+            if exact is not None:
+                gradient, param.grad = param.grad, None
+                param.data = with_digits_of(param.detach(), exact)
+                param.grad = None if gradient is None else gradient.float()
         release_model(model)
+    for optimizer, params_cast in released:
+        if params_cast:
+            cast_states(optimizer, params_cast)
 
 
 def release_all() -> None:
@@ -137,20 +156,39 @@ def _check_whole(models: list[nn.Module]) -> None:
                 )
 
 
-def _check_optimizers(models: list[nn.Module], optimizers: list[Any]) -> None:
+def _check_optimizers(models: list[nn.Module], optimizers: list[Any], properties: Any, combines: bool) -> None:
     known = {id(param) for model in models for param in model.parameters()}
     for index, optimizer in enumerate(optimizers):
         if type(optimizer).__name__ == "FP16_Optimizer":
             raise RuntimeError("an FP16_Optimizer does mixed precision itself; give amp.initialize the bare optimizer")
-        if getattr(innermost(optimizer), "_refuses_amp", False):
-            kind = type(innermost(optimizer))
-            raise RuntimeError(f"{kind.__module__}.{kind.__name__} is not for amp; apex.optimizers.{kind.__name__} is")
+        kind = type(innermost(optimizer))
+        refusal = getattr(kind, "_refuses_amp", None)
+        if refusal is not None:
+            raise RuntimeError(f"{kind.__module__}.{kind.__name__} is not for amp; {refusal}")
+        if takes_gradients(optimizer):
+            _check_taking(innermost(optimizer), properties, combines)
         params = _model_params(optimizer)
         if models and params and not any(id(param) in known for param in params):
             raise RuntimeError(
                 f"none of the parameters of optimizer {index} ({type(innermost(optimizer)).__name__}) belongs to the "
                 "models given to amp.initialize; make the optimizer from these models' parameters()"
             )
+
+
+def _check_taking(optimizer: Any, properties: Any, combines: bool) -> None:
+    """Raises for what an optimizer that takes gradients during backward passes cannot do."""
+    kind = type(optimizer).__name__
+    if combines:
+        raise RuntimeError(
+            f"combine_grad, combine_ddp and check_combined_tensors are not for {kind}, which takes gradients away "
+            "during backward passes and averages them over processes itself; call amp.initialize without them"
+        )
+    if properties.cast_model_type in HALF and optimizer._has_state:
+        raise RuntimeError(
+            f"{kind} has been used already: its state was made for parameters of the type that {properties.opt_level} "
+            "would change; call amp.initialize before the first backward pass, init_params and load_state_dict, with a "
+            "new optimizer"
+        )
 
 
 def _model_params(optimizer: Any) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..ops.multi_tensor import scale, zero
 from . import _casting
-from ._amp_state import _amp_state
+from ._amp_state import _amp_state, with_digits_of
 from ._combined import CombinedGradients
 from ._combined_ddp import CombinedReduction
 from ._reports import names_of_parameters
@@ -21,7 +22,7 @@ from ._stash import (
     AmpOptimizerState,
     Counted,
     adopt_changes,
-    adopt_unfrozen,
+    adopt_frozen,
     after_backward,
     after_backward_scaled,
     before_backward,
@@ -44,34 +45,55 @@ def process_optimizer(
 ) -> None:
     """Makes an optimizer ready; `originals` are its parameters from before they were cast."""
     stash = optimizer._amp_stash = AmpOptimizerState()
-    stash.has_masters = bool(properties.master_weights)
+    stash.takes_gradients = takes_gradients(optimizer)
+    stash.has_masters = bool(properties.master_weights) and not stash.takes_gradients
     for group in optimizer.param_groups:
         group["params"][:] = collect_params(optimizer, group["params"], originals)
-    if not stash.has_masters:
-        _cast_states(optimizer)
+    if stash.takes_gradients:
+        _hand_over(innermost(optimizer), stash, originals)
+    elif not stash.has_masters:
+        cast_states(optimizer, half_params(optimizer))
     if combine_grad or check_combined or ddp_parts is not None:
         reduction = None if ddp_parts is None else CombinedReduction(ddp_parts)
         stash.combined = CombinedGradients(stash, check_combined, reduction)
     else:
         stash.optimizer_unscales = stash.has_masters and not getattr(optimizer, "materialize_master_grads", True)
     stash.lazy_init_called = True
-    methods: dict[str, Callable[..., Any]] = {
-        "step": _stepper(optimizer.step),
-        "zero_grad": _zero_grad,
-        "add_param_group": _group_adder(optimizer.add_param_group),
-        "_lazy_init_maybe_master_weights": _lazy_init,
-        "_master_params_to_model_params": _masters_to_model,
-        "_prepare_amp_backward": _prepare_amp_backward,
-        "_post_amp_backward": _post_amp_backward,
+    attributes: dict[str, Any] = {
+        "step": MethodType(_stepper(optimizer.step), optimizer),
+        "zero_grad": MethodType(_zeroer(optimizer.zero_grad), optimizer),
+        "add_param_group": MethodType(_group_adder(optimizer.add_param_group), optimizer),
+        "load_state_dict": MethodType(_state_loader(optimizer.load_state_dict), optimizer),
+        "_lazy_init_maybe_master_weights": MethodType(_lazy_init, optimizer),
+        "_master_params_to_model_params": MethodType(_masters_to_model, optimizer),
+        "_prepare_amp_backward": MethodType(_prepare_amp_backward, optimizer),
+        "_post_amp_backward": MethodType(_post_amp_backward, optimizer),
+        # Clients switch it off for optimizers whose parameters are not the same in all processes.
+        "combine_ddp": ddp_parts is not None,
     }
-    stash.replaced = {name: vars(optimizer).get(name, _ABSENT) for name in methods}
-    for name, method in methods.items():
-        setattr(optimizer, name, MethodType(method, optimizer))
-    # Clients switch it off for optimizers whose parameters are not the same in all processes.
-    stash.replaced["combine_ddp"] = vars(optimizer).get("combine_ddp", _ABSENT)
-    optimizer.combine_ddp = ddp_parts is not None
+    for name, value in attributes.items():
+        stash.replaced[name] = vars(optimizer).get(name, _ABSENT)
+        setattr(optimizer, name, value)
     _note_models(optimizer)
     _amp_state.optimizers.add(optimizer)
+
+
+def takes_gradients(optimizer: Any) -> bool:
+    """Whether an optimizer takes gradients from parameters during backward passes, and keeps its own masters (ZeRO)."""
+    return bool(getattr(innermost(optimizer), "_takes_gradients", False))
+
+
+def _hand_over(inner: Any, stash: AmpOptimizerState, originals: dict[Tensor, Tensor]) -> None:
+    """Lets an optimizer make its own masters, when it first needs them, from weights that were not rounded."""
+    for param in stash.all_fp32_from_fp32_params:
+        if param in originals and param.dtype in HALF and param.requires_grad:
+            _amp_state.masters[param] = originals[param]
+    inner._exact_value = _take_exact_value
+
+
+def _take_exact_value(param: Tensor) -> Tensor | None:
+    exact = _amp_state.masters.pop(param, None)
+    return None if exact is None else with_digits_of(param.detach(), exact)
 
 
 def release_optimizer(optimizer: Any) -> None:
@@ -83,7 +105,7 @@ def release_optimizer(optimizer: Any) -> None:
         vars(optimizer).pop(name, None)
         if value is not _ABSENT:
             setattr(optimizer, name, value)
-    for name in ("_model_params", "_takes_model_grads", "_wrote_models"):
+    for name in ("_model_params", "_takes_model_grads", "_wrote_models", "_exact_value"):
         vars(innermost(optimizer)).pop(name, None)
     model_param = dict(zip(stash.all_fp32_from_fp16_params, stash.all_fp16_params, strict=True))
     for group in optimizer.param_groups:
@@ -104,13 +126,23 @@ def innermost(optimizer: Any) -> Any:
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else getattr(optimizer, "optim", optimizer)
 
 
-def _cast_states(optimizer: Any) -> None:
-    """State that an optimizer had before its parameters were cast, in the type of the parameters (O3)."""
-    if hasattr(innermost(optimizer), "_model_params"):
+def half_params(optimizer: Any) -> list[Tensor]:
+    """The half-precision parameters that an optimizer updates directly."""
+    return [param for group in optimizer.param_groups for param in group["params"] if param.dtype in HALF]
+
+
+def cast_states(optimizer: Any, params: list[Tensor]) -> None:
+    """Brings state to the type that parameters have been cast to: to half precision for O3, and back after it."""
+    inner = innermost(optimizer)
+    if hasattr(inner, "_model_params"):
         return  # a fused optimizer keeps float32 state
-    for param in optimizer._amp_stash.all_fp32_from_fp32_params:
-        if param.dtype in HALF and param in optimizer.state:
-            optimizer.state[param] = cast_state(optimizer.state[param], param.dtype, (torch.float32, torch.float64))
+    if takes_gradients(optimizer):
+        inner._params_were_cast()
+        return
+    for param in params:
+        if param in optimizer.state:
+            others = (torch.float32, torch.float64) if param.dtype in HALF else HALF
+            optimizer.state[param] = cast_state(optimizer.state[param], param.dtype, others)
 
 
 def _note_models(optimizer: Any) -> None:
@@ -146,17 +178,26 @@ def _masters_to_model(self: Any) -> None:
         scale(masters, [param.detach() for param in stash.all_fp16_params], 1.0)
 
 
-def _prepare_amp_backward(self: Any) -> None:
+def _prepare_amp_backward(self: Any, scaler: LossScaler) -> None:
     stash: AmpOptimizerState = self._amp_stash
+    if stash.takes_gradients:
+        innermost(self)._set_loss_scale(scaler.scale_tensor())
+        return
     if not stash.saw_first_backward:
         adopt_changes(stash)
-    if adopt_unfrozen(self):
+    if adopt_frozen(self):
         _note_models(self)
     before_backward(stash)
 
 
 def _post_amp_backward(self: Any, scaler: LossScaler) -> list[Counted]:
     stash: AmpOptimizerState = self._amp_stash
+    if stash.takes_gradients:
+        inner = innermost(self)
+        inner._grad_scale = scaler.scale_tensor().reciprocal()  # zero_grad may have been called since
+        if scaler.dynamic:
+            scaler.note_overflow(inner._found_inf())
+        return []
     if stash.combined is not None:
         return stash.combined.after_backward(scaler, reduces=bool(self.combine_ddp))
     if stash.optimizer_unscales:
@@ -164,38 +205,72 @@ def _post_amp_backward(self: Any, scaler: LossScaler) -> list[Counted]:
     return after_backward(stash, scaler)
 
 
+class _Overflow(Exception):
+    """Ends a step from inside of a closure whose gradients overflowed."""
+
+
 def _stepper(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def amp_step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        stash: AmpOptimizerState = self._amp_stash
-        if closure is not None and isinstance(innermost(self), torch.optim.LBFGS):
-            if stash.has_masters or any(scaler.dynamic for scaler in _amp_state.loss_scalers):
-                raise RuntimeError(
-                    "amp does not support closures that are called several times in a step (LBFGS) together with "
-                    "master weights or a dynamic loss scale; use O0, O4, or O1 with loss_scale=1.0"
-                )
-            cast_closure = _casting.cast_as_here(closure)
-            with _casting.casts(False):
-                return step(cast_closure, *args, **kwargs)
+        if closure is not None and not _calls_closure_first(self):
+            return _step_with_closure(self, step, closure, *args, **kwargs)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._amp_stash.already_patched:
+            _check_gradients(self._amp_stash)
         result = _amp_step(self, step, *((None, *args) if args else ()), **kwargs)
         return loss if closure is not None else result
 
     return amp_step
 
 
+def _calls_closure_first(optimizer: Any) -> bool:
+    """Whether a step is known to call its closure once, before anything else: then amp can do so in its place."""
+    module = getattr(getattr(type(optimizer), "step", None), "__module__", "")
+    return module.startswith(("torch.optim.", "apex.")) and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def _step_with_closure(
+    optimizer: Any, step: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A step that calls its closure when and as often as it likes (SAM, LBFGS); an overflow in it undoes the step."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    may_skip = any(scaler.dynamic for scaler in _amp_state.loss_scalers)
+    params = [param.detach() for param in stash.all_fp32_params] if may_skip else []
+    before = [param.clone() for param in params]
+    loss = None
+    cast_closure = _casting.cast_as_here(closure)  # a step runs without casts
+
+    def watched() -> Any:
+        nonlocal loss
+        _masters_to_model(optimizer)  # the step may have moved the masters
+        with torch.enable_grad():
+            loss = cast_closure()
+        if stash.already_patched or (stash.noop is not None and bool(stash.noop)):
+            raise _Overflow
+        _check_gradients(stash)
+        return loss
+
+    try:
+        return _amp_step(optimizer, step, watched, *args, **kwargs)
+    except _Overflow:
+        for param, value in zip(params, before, strict=True):
+            param.copy_(value)
+        _masters_to_model(optimizer)
+        stash.already_patched, stash.noop = False, None
+        return loss
+
+
 def _amp_step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A step without closure: skipped, turned off on the device, or as it is."""
+    """A step: skipped, turned off on the device, or as it is."""
     stash: AmpOptimizerState = optimizer._amp_stash
     result = None
     if stash.already_patched:
         stash.already_patched = False
         _forget_recent_scale(innermost(optimizer))
     else:
-        _check_gradients(stash)
         inner = innermost(optimizer)
         inner._wrote_models = False
         with _casting.casts(False):
@@ -248,31 +323,47 @@ def _check_gradients(stash: AmpOptimizerState) -> None:
         )
 
 
-def _zero_grad(self: Any, set_to_none: bool | None = None) -> None:
-    """Clears the gradients of parameters and masters; frees them unless the optimizer or the caller wants zeros."""
-    stash: AmpOptimizerState = self._amp_stash
-    wants_zeros = not (getattr(innermost(self), "set_grad_none", True) if set_to_none is None else set_to_none)
-    stash.stashed = {}
-    stash.params_have_scaled_gradients = False
-    params = [*stash.model_params, *stash.all_fp32_from_fp16_params, *stash.frozen]
-    if wants_zeros and set_to_none is None and stash.combined is None and not stash.optimizer_unscales:
-        # The next backward pass would drop these zeros unread: masters have the sums.
-        for param in stash.all_fp16_params:
-            param.grad = None
-    if wants_zeros and stash.combined is not None:
-        stash.combined.zero()
-    gradients = []
-    for param in params:
-        gradient = param.grad
-        if gradient is None:
-            continue
-        if not wants_zeros:
-            param.grad = None
-            continue
-        if gradient.requires_grad:
-            gradient = param.grad = gradient.detach()
-        gradients.append(gradient)
-    zero(gradients)
+def _zeroer(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(zero_grad)
+    def amp_zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        stash: AmpOptimizerState = self._amp_stash
+        stash.stashed = {}
+        stash.params_have_scaled_gradients = False
+        zero_grad(*args, **kwargs)
+        set_to_none = kwargs.get("set_to_none", args[0] if args else None)
+        wants_zeros = not (getattr(innermost(self), "set_grad_none", True) if set_to_none is None else set_to_none)
+        if wants_zeros and stash.combined is not None:
+            stash.combined.zero()
+        # The next backward pass would drop zeros that nobody asked for unread: masters have the sums.
+        asked = set_to_none is not None or stash.combined is not None or stash.optimizer_unscales
+        keeps = wants_zeros and asked
+        gradients = []
+        for param in stash.all_fp16_params:  # which are not in the optimizer's groups
+            if param.grad is not None and keeps:
+                param.grad = param.grad.detach()
+                gradients.append(param.grad)
+            else:
+                param.grad = None
+        zero(gradients)
+
+    return amp_zero_grad
+
+
+def _trained(optimizer: Any, state_dict: Any) -> set[Tensor]:
+    """Parameters that a state dict has state of: it is to be loaded for a master, in float32."""
+    keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return {param for param, key in zip(params, keys, strict=False) if state_dict["state"].get(key)}
+
+
+def _state_loader(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load_state_dict)
+    def amp_load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._amp_stash.frozen and adopt_frozen(self, _trained(self, state_dict)):
+            _note_models(self)
+        return load_state_dict(state_dict, *args, **kwargs)
+
+    return amp_load_state_dict
 
 
 def _group_adder(add_param_group: Callable[[dict[str, Any]], None]) -> Callable[..., None]:

@@ -88,6 +88,8 @@ class OverflowReports:
 
 def _culprits(params: list[Tensor], counters: list[float]) -> str:
     """Which parameters have gradients that are not finite, and how."""
+    if not params:
+        return "which gradients are not finite is not known: the optimizer has divided them among processes"
     found = []
     names = names_of_parameters()
     for index, param in enumerate(params):

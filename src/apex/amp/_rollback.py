@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ._amp_state import _amp_state
-from ._process_optimizer import innermost
+from ._process_optimizer import innermost, takes_gradients
 
 
 @contextlib.contextmanager
@@ -31,6 +31,8 @@ def unchanged_on_failure(models: list[nn.Module], optimizers: list[Any]) -> Iter
     except BaseException:
         for each in restore:
             each()
+        for optimizer in filter(takes_gradients, optimizers):
+            innermost(optimizer)._params_were_cast()
         raise
 
 

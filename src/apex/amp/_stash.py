@@ -6,6 +6,7 @@ the optimizer's groups), float32 ones (their own masters), and half-precision on
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..ops.multi_tensor import scale
-from ._amp_state import _amp_state
+from ._amp_state import _amp_state, with_digits_of
+from ._nested import applier
 from .scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class AmpOptimizerState:
         self.stashed: dict[Tensor, Tensor] = {}
         # The optimizer unscales gradients itself, and takes those of half-precision parameters as they are.
         self.optimizer_unscales = False
+        # The optimizer takes gradients from parameters during backward passes, and keeps its own masters (ZeRO).
+        self.takes_gradients = False
         self.combined: CombinedGradients | None = None
         # The optimizer's own attributes that amp's took the place of.
         self.replaced: dict[str, Any] = {}
@@ -80,17 +84,17 @@ def collect_params(optimizer: Any, params: list[Tensor], originals: dict[Tensor,
     return chosen
 
 
-def adopt_unfrozen(optimizer: Any) -> bool:
-    """Makes masters for parameters that have been frozen until now; returns whether there were any."""
+def adopt_frozen(optimizer: Any, trained: Container[Tensor] = ()) -> bool:
+    """Makes masters for parameters that are frozen no more, or are in `trained`; returns whether there were any."""
     stash: AmpOptimizerState = optimizer._amp_stash
-    if not any(param.requires_grad for param in stash.frozen):
+    chosen = {id(param) for param in stash.frozen if param.requires_grad or param in trained}
+    if not chosen:
         return False
-    frozen, stash.frozen = stash.frozen, []
-    waiting = {id(param) for param in frozen}
+    stash.frozen = [param for param in stash.frozen if id(param) not in chosen]
     for group in optimizer.param_groups:
         for index, param in enumerate(group["params"]):
-            if id(param) in waiting:
-                group["params"][index] = collect_params(optimizer, [param], {})[0]
+            if id(param) in chosen:
+                group["params"][index] = _make_master(optimizer, stash, param, None)
     stash.combined = stash.combined and stash.combined.renewed()
     return True
 
@@ -105,10 +109,12 @@ def adopt_changes(stash: AmpOptimizerState) -> None:
     stash.saw_first_backward = True
     for param, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
         # Through `.data`: a master may share its count of changes with the parameter, which a forward pass has saved.
-        master.data.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
+        master.data.copy_(with_digits_of(param, master))
 
 
 def _make_master(optimizer: Any, stash: AmpOptimizerState, param: Tensor, value: Tensor | None) -> Tensor:
+    if value is None and param in _amp_state.masters:  # a checkpoint was loaded into the frozen parameter
+        value = with_digits_of(param, _amp_state.masters[param])
     master = Parameter(param.detach().float() if value is None else value.detach())
     stash.all_fp16_params.append(param)
     stash.all_fp32_from_fp16_params.append(master)
@@ -119,11 +125,14 @@ def _make_master(optimizer: Any, stash: AmpOptimizerState, param: Tensor, value:
 
 
 def cast_state(state: dict[str, Any], dtype: torch.dtype, of: tuple[torch.dtype, ...]) -> dict[str, Any]:
-    """An optimizer's state of one parameter, with tensors of the types `of` cast."""
-    return {
-        name: value.to(dtype) if isinstance(value, Tensor) and value.dtype in of and value.dim() else value
-        for name, value in state.items()
-    }
+    """An optimizer's state of one parameter, with tensors of the types `of` cast, in lists (LBFGS) too."""
+
+    def cast(value: Any) -> Any:
+        # Half precision cannot hold a count of steps.
+        fits = isinstance(value, Tensor) and (value.dim() > 0 or dtype not in HALF)
+        return value.to(dtype) if fits and value.dtype in of else value
+
+    return applier(state, cast)
 
 
 def before_backward(stash: AmpOptimizerState) -> None:

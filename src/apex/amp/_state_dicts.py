@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._amp_state import _amp_state
+from ._amp_state import _amp_state, with_digits_of
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -39,13 +39,30 @@ def _saving(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
         key = prefix + name
         if value is not None and key in state and value.dtype in HALF:
             master = _amp_state.masters.get(value)
-            state[key] = value.detach().float() if master is None else master.detach().clone()
+            if isinstance(master, nn.Parameter):
+                state[key] = master.detach().clone()
+            else:
+                state[key] = value.detach().float() if master is None else with_digits_of(value.detach(), master)
 
 
 def _loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, value in module._parameters.items():
         incoming = state.get(prefix + name)
-        master = None if value is None else _amp_state.masters.get(value)
-        if master is not None and isinstance(incoming, Tensor) and incoming.shape == master.shape:
-            with torch.no_grad():
+        if (
+            value is None
+            or value.dtype not in HALF
+            or not isinstance(incoming, Tensor)
+            or incoming.shape != value.shape
+        ):
+            continue
+        master = _amp_state.masters.get(value)
+        with torch.no_grad():
+            if isinstance(master, nn.Parameter):
                 master.copy_(incoming)
+                continue
+            # Frozen for now, or not in an optimizer yet. What rounding would lose comes from a run that trained it.
+            exact = incoming.to(value.device, torch.float32, copy=True)
+            if torch.equal(exact.to(value.dtype).float(), exact):
+                _amp_state.masters.pop(value, None)
+            else:
+                _amp_state.masters[value] = exact

@@ -60,7 +60,7 @@ def scale_loss(
     scaler.to(loss.device)
     prepared = [optimizer for optimizer in optimizer_list if not _stash_of(optimizer).params_have_scaled_gradients]
     for optimizer in prepared:
-        optimizer._prepare_amp_backward()
+        optimizer._prepare_amp_backward(scaler)
     _reports.read()
     try:
         with _casting.casts(False):

@@ -128,6 +128,10 @@ class LossScaler:
         """Forgets the last overflow; in new memory, because a step that is queued may still have to read the flag."""
         self._overflow_buf = torch.zeros_like(self._scale)
 
+    def note_overflow(self, found_inf: Tensor) -> None:
+        """Notes overflow where `found_inf`, float32 [1], is not 0."""
+        self._take(found_inf)
+
     def update_scale_on_device(self) -> None:
         """Adapts a dynamic scale to the overflow flag."""
         if not self.dynamic:

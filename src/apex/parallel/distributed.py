@@ -60,9 +60,9 @@ def _take_state_of_first_rank(module: nn.Module) -> None:
     check_same_everywhere(list(module.named_parameters()))
     masters: list[Tensor] = []
     if "apex.amp" in sys.modules:
-        from ..amp._amp_state import _amp_state
+        from ..amp._amp_state import masters_on_every_rank
 
-        masters = [_amp_state.masters[param] for param in module.parameters() if param in _amp_state.masters]
+        masters = masters_on_every_rank(module.parameters(), broadcast_from_first)
     broadcast_from_first([*module.parameters(), *masters, *module.buffers()])
 
 
