@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ....ops.multi_tensor import Lists
-from ....ops.multi_tensor.torch_lists import flat
 from ....parallel._flat import broadcast_from_first
-from .arena import Arena, Dtypes, laid_out_like
+from .arena import Arena, Dtypes
 from .buffers import allocator
 from .gradients import GradientSync
 from .groups import Groups, check_parameters
@@ -27,7 +26,7 @@ from .norms import Norms
 from .parameters import ParameterSync
 from .pending import is_pending, postpone, release
 from .scaled import ScaledState
-from .state import PARAM, ArenaState
+from .state import ArenaState, start_from
 from .steps import Steps
 
 
@@ -219,25 +218,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._places.update({param: (len(self._states) - 1, index) for index, param in enumerate(members)})
             self._arena_added(arena)
             if self._exact_value is not None:
-                self._take_exact_values(self._states[-1], self._exact_value)
+                exact = list(map(self._exact_value, arena.params))
+                if self.store_params:
+                    start_from(self._states[-1], exact)
         self._listener.listen(chosen)
-
-    def _take_exact_values(
-        self, state: ArenaState | ScaledState, exact_value: Callable[[Tensor], Tensor | None]
-    ) -> None:
-        """Has new state start from float32 weights that half-precision parameters are the rounding of."""
-        arena = state.arena
-        exact = [exact_value(param) for param in arena.params]
-        if not self.store_params or all(value is None for value in exact):
-            return
-        values = arena.new_shard(torch.float32)
-        for part in arena.parts:
-            value = exact[part.param]
-            source = flat(
-                laid_out_like(arena.params[part.param].detach() if value is None else value, arena.params[part.param])
-            )
-            values[part.flat : part.flat + part.size].copy_(source[part.start : part.stop])
-        state.write(PARAM, values)
 
     def _new_state(self, arena: Arena) -> ArenaState | ScaledState:
         if self.with_scaled_states:

@@ -13,7 +13,7 @@ from ....ops.multi_tensor.rule import SLOTS
 from ....ops.multi_tensor.tables import current_stream
 from ....ops.multi_tensor.torch_lists import TorchLists, flat
 from ....ops.multi_tensor.triton_lists import TritonLists
-from .arena import Arena
+from .arena import Arena, laid_out_like
 from .gradients import GradientSync
 from .weights import Unit, Weights, pick, units_of, weights_of
 
@@ -115,3 +115,16 @@ class ArenaState:
     def shards(self) -> dict[str, Tensor]:
         """All flat shards that stay from step to step, under the names that buckets have them under."""
         return {**self.weights.stored(), **{f"{name}_shard": moment for name, moment in self.moments.items()}}
+
+
+def start_from(state: Any, exact: Sequence[Tensor | None]) -> None:
+    """Has new state, of either kind, start from float32 weights that the arena's parameters are the rounding of."""
+    arena: Arena = state.arena
+    if all(value is None for value in exact):
+        return
+    values = arena.new_shard(torch.float32)
+    for part in arena.parts:
+        param, value = arena.params[part.param], exact[part.param]
+        source = flat(laid_out_like(param.detach() if value is None else value, param))
+        values[part.flat : part.flat + part.size].copy_(source[part.start : part.stop])
+    state.write(PARAM, values)
