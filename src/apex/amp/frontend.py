@@ -290,9 +290,10 @@ def initialize(
 
 
 def _first_parameter(models: Any) -> Iterator[Tensor]:
-    """A parameter of the models, if they have any."""
+    """A parameter of the models, if they have any; none on the meta device, where a scale would lose its value."""
     model_list, _ = as_lists(models, None)
-    return islice(chain.from_iterable(model.parameters() for model in model_list), 1)
+    params = chain.from_iterable(model.parameters() for model in model_list)
+    return islice((param for param in params if not param.is_meta), 1)
 
 
 def _chosen_properties(opt_level: str, overrides: dict[str, Any]) -> Properties:

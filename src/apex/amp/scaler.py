@@ -102,9 +102,7 @@ class LossScaler:
     # Without waiting for the device -----------------------------------------------------------------------------------
 
     def to(self, device: torch.device) -> None:
-        """Moves the scale to where losses are; but not to the meta device, which would lose it."""
-        if device.type == "meta":
-            return
+        """Moves the scale to where losses are."""
         self._has_moved = True
         if self._scale.device != device:
             self._scale, self._successes, self._overflow_buf = (
