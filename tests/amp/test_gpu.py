@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from apex import amp
+from apex.contrib.optimizers import DistributedFusedAdam
 from apex.ops import _library
 from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from apex.parallel import LARC
@@ -57,6 +58,21 @@ def steps_without_waiting(level: str, make_optimizer: Any, no_waiting: Any, **op
         step(index)
     torch.cuda.set_sync_debug_mode("default")
     return model
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_divided_state(level: str, no_waiting: Any) -> None:
+    """DistributedFusedAdam, in one process here: as FusedAdam, and without waiting too."""
+    found = steps_without_waiting(
+        level, lambda params: DistributedFusedAdam(params, lr=0.01, store_params=level != "O3"), no_waiting
+    )
+    scales = dict(amp.state_dict())
+    amp.shutdown()
+    expected = steps_without_waiting(level, FUSED["FusedAdam"], no_waiting)
+    if level in ("O1", "O2"):
+        assert scales == amp.state_dict()
+    for mine, wanted in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-2, atol=1e-3, check_dtype=False)
 
 
 @pytest.mark.parametrize("name", FUSED)
