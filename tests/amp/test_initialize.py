@@ -400,6 +400,21 @@ def test_a_model_initialized_again_without_its_optimizer() -> None:
         pass
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_state_of_an_optimizer_whose_model_is_initialized_again(foreach: bool) -> None:
+    """O3 made it in half precision; it fits the parameters that O1 has made float32 again."""
+    model = small_model()
+    model, optimizer = quiet(model, torch.optim.Adam(model.parameters(), eps=1e-3, foreach=foreach), opt_level="O3")
+    train(model, optimizer, 1)
+    quiet(model, opt_level="O1")
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.float32
+    assert not torch.equal(before, model[0].weight)
+
+
 def test_another_pair_joins_the_session() -> None:
     first, second = small_model(), small_model(seed=1)
     first, optimizer = quiet(first, sgd(first), opt_level="O2")

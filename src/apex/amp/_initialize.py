@@ -82,11 +82,11 @@ def as_they_came(models: Any, optimizers: Any) -> Any:
 
 
 def release(models: list[Any], optimizers: list[Any]) -> None:
-    """Gives models and optimizers back, and other optimizers that have masters for these models."""
-    params = {id(param) for model in models for param in model.parameters()}
+    """Gives models and optimizers back, and other optimizers of half-precision parameters of these models."""
+    params = {id(param) for model in models for param in model.parameters() if param.dtype in HALF}
     released = []
     for optimizer in list(_amp_state.optimizers):
-        if optimizer in optimizers or any(id(param) in params for param in optimizer._amp_stash.all_fp16_params):
+        if optimizer in optimizers or any(id(param) in params for param in optimizer._amp_stash.model_params):
             release_optimizer(optimizer)
             released.append((optimizer, half_params(optimizer)))
     for model in models:
