@@ -21,6 +21,7 @@ from torch.amp.grad_scaler import OptState
 from ..ops.multi_tensor import make_lists, zero
 from ._buckets import MASTER, Bucket, GroupPlan, Seen, local
 from ._checkpoints import load_state, saved_state
+from ._checks import check_options
 from ._hooks import hooked_step, unrecorded
 
 logger = logging.getLogger("apex.optimizers")
@@ -73,6 +74,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _counts_steps = True
     # Whether every element is updated by itself, so that a shard of a parameter can be updated without the others.
     _takes_shards = True
+    # Names of state that a saved parameter may lack although it has other state.
+    _may_lack: frozenset[str] = frozenset()
     # What a bucket's tensors become: something that a rule can be applied to.
     _make_lists = staticmethod(make_lists)
     # torch.amp.GradScaler then passes scale and overflow flag instead of waiting for the device.
@@ -93,6 +96,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         capturable: bool = False,
         set_grad_none: bool = True,
     ) -> None:
+        flags = {
+            "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding,
+            "capturable": capturable,
+            "set_grad_none": set_grad_none,
+        }
+        self._check_options({**defaults, **flags})
         if stochastic_rounding and master_weights:
             raise ValueError("stochastic_rounding rounds parameters that have no master copy; master_weights makes one")
         if stochastic_rounding and capturable:
@@ -110,7 +120,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._skipped: dict[int, Tensor] = {}
         super().__init__(params, defaults)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, after a look at its hyperparameters."""
+        if isinstance(param_group, dict):  # else PyTorch complains
+            self._check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
     # What a subclass provides -----------------------------------------------------------------------------------------
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Raises for hyperparameters of a group that are not usable."""
+        check_options(options)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         """Names of the state tensors in the order of the rule's slots."""
@@ -373,16 +393,3 @@ def state_dtype(param: Tensor) -> torch.dtype:
 def momentum_dtype(param: Tensor) -> torch.dtype:
     """float32 for bfloat16 parameters, else the parameter's own: what SGD's momentum is stored in."""
     return torch.float16 if param.dtype == torch.float16 else state_dtype(param)
-
-
-def check_hyperparameters(**values: float | Tensor) -> None:
-    """Raises for a negative one."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor) and value < 0:
-            raise ValueError(f"{name}={value} is negative")
-
-
-def check_betas(betas: tuple[float, float]) -> None:
-    for index, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"betas[{index}]={beta} is not in [0, 1)")

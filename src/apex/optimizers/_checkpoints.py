@@ -8,7 +8,7 @@ ours keeps the dtype that was saved.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..ops._transfer import HOST
-from ._buckets import local
+from ._buckets import MASTER, local
+from ._checks import HYPERPARAMETERS, check_step
 
 logger = logging.getLogger("apex.optimizers")
 
@@ -40,8 +41,67 @@ def saved_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state, "param_groups": groups}
 
 
+def check_saved(optimizer: Any, state_dict: Any) -> None:
+    """Raises for a state dict that is not the optimizer's, before anything is loaded."""
+    name = type(optimizer).__name__
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(
+            f"{name} loads a dict with 'state' and 'param_groups', as its state_dict() returns, not {found}"
+        )
+    groups = state_dict["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
+        return  # PyTorch says so
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        place = f"param_groups[{number}] of the state dict"
+        missing = {option for option in optimizer.defaults if option in HYPERPARAMETERS and option not in saved}
+        foreign = HYPERPARAMETERS.intersection(saved).difference(optimizer.defaults, group, _OF_ADAGRAD)
+        if missing or foreign:
+            has = " and ".join(
+                f"{word} {sorted(names)}" for word, names in (("lacks", missing), ("has", foreign)) if names
+            )
+            raise ValueError(f"{place} is that of another optimizer than {name}: it {has}")
+        options = {**optimizer.defaults, **group, **saved}
+        optimizer._check_options(options)
+        if "step" in saved:
+            check_step(f"step in {place}", saved["step"])
+        names = tuple(optimizer._state_names(options))
+        for param, key in zip(group["params"], saved["params"], strict=True):
+            state = state_dict["state"].get(key)
+            if state:
+                _check_param_state(optimizer, param, f"the state of parameter {key}", state, names, "step" in saved)
+
+
+# What torch.optim.Adagrad saves beyond the options of FusedAdagrad, which acts on them.
+_OF_ADAGRAD = ("lr_decay", "initial_accumulator_value")
+
+
+def _check_param_state(
+    optimizer: Any, param: Tensor, place: str, state: Any, names: Sequence[str], counted: bool
+) -> None:
+    name = type(optimizer).__name__
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{place} is {state!r}, not a dict of tensors")
+    missing = [each for each in names if each not in state and each not in optimizer._may_lack]
+    if optimizer._counts_steps and not counted and "step" not in state:
+        missing.append("step")
+    if missing:
+        raise ValueError(f"{place} has {sorted(state)}, not {', '.join(missing)}: {name} cannot go on from it")
+    if "step" in state:
+        check_step(f"step in {place}", state["step"])
+    for each in (*names, MASTER):
+        value = state.get(each)
+        if each not in state or (value is None and each in optimizer._may_lack):
+            continue
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != param.shape:
+            found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{each} in {place} is {found}; a float tensor of shape {tuple(param.shape)} is expected")
+
+
 def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
     """Loads with PyTorch's own method, then puts back what it would have rounded or dropped."""
+    state_dict = _from_distributed(optimizer, state_dict)
+    check_saved(optimizer, state_dict)
     if any(group.get("maximize") for group in state_dict["param_groups"]):
         raise ValueError("the state dict has maximize=True; fused optimizers only minimise: negate the loss")
     before = [dict(group) for group in optimizer.param_groups]
@@ -64,6 +124,25 @@ def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[
             if name != "step":
                 state[name] = _restored(value, param)
     optimizer._rename_loaded_state()
+
+
+def _from_distributed(optimizer: Any, state_dict: Any) -> Any:
+    """The state dict of DistributedFusedAdam as FusedAdam has it: the step count by group, masters by another name."""
+    if not isinstance(state_dict, Mapping) or state_dict.get("format") is None:
+        return state_dict
+    if "state" not in state_dict or "step" not in state_dict["state"]:
+        raise ValueError(
+            f"{type(optimizer).__name__} does not load format {state_dict['format']} of DistributedFusedAdam's state "
+            "dicts; state_dict(state_dict_format=2) makes one that it does"
+        )
+    state = {key: dict(value) for key, value in state_dict["state"].items() if key != "step"}
+    saved_groups = [{**group, "step": state_dict["state"]["step"]} for group in state_dict["param_groups"]]
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for key, param in zip(chain.from_iterable(group["params"] for group in saved_groups), params, strict=False):
+        master = state.get(key, {}).pop("param", None)
+        if master is not None and optimizer.master_weights and param.dtype.itemsize < master.dtype.itemsize:
+            state[key][MASTER] = master
+    return {"state": state, "param_groups": saved_groups}
 
 
 def _restored(value: Any, param: Tensor) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import required
 
-from ._base import FusedOptimizer, Skip, check_hyperparameters
+from ._base import FusedOptimizer, Skip
 from ._buckets import Bucket
+from ._checks import check_options
 
 BUFFER = "momentum_buffer"
 FRESH = "fresh"
@@ -24,6 +24,8 @@ class MomentumOptimizer(FusedOptimizer):
     """
 
     _counts_steps = False
+    # Before the first step that was not skipped, and without momentum.
+    _may_lack = frozenset({BUFFER})
 
     def __init__(
         self,
@@ -34,10 +36,8 @@ class MomentumOptimizer(FusedOptimizer):
         materialize_master_grads: bool,
         **options: bool,
     ) -> None:
-        lr, momentum = defaults["lr"], defaults["momentum"]
-        check_hyperparameters(momentum=momentum, weight_decay=defaults["weight_decay"])
-        if lr is not required:
-            check_hyperparameters(lr=lr)
+        momentum = defaults["momentum"]
+        check_options(defaults)
         if defaults["nesterov"] and (momentum <= 0 or defaults["dampening"] != 0):
             raise ValueError(
                 f"nesterov needs a momentum and no dampening, not {momentum=} and dampening={defaults['dampening']}"

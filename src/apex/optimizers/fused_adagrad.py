@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops.multi_tensor import rules
-from ._base import FusedOptimizer, Skip, check_hyperparameters, compiled_function, state_dtype
+from ._base import FusedOptimizer, Skip, compiled_function, state_dtype
 from ._buckets import Bucket
 
 
@@ -35,7 +35,6 @@ class FusedAdagrad(FusedOptimizer):
         stochastic_rounding: bool = False,
         capturable: bool = False,
     ) -> None:
-        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay)
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
         super().__init__(
             params,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..ops.multi_tensor import rules
-from ._base import FusedOptimizer, Skip, check_betas, check_hyperparameters
+from ._base import FusedOptimizer, Skip
 from ._buckets import Bucket
 
 
@@ -37,8 +37,6 @@ class FusedAdam(FusedOptimizer):
         *,
         stochastic_rounding: bool = False,
     ) -> None:
-        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas(betas)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..ops.multi_tensor import rules
-from ._base import FusedOptimizer, Skip, check_betas, check_hyperparameters, compiled_function
+from ._base import FusedOptimizer, Skip, compiled_function
 from ._buckets import Bucket
 from ._norms import clipped_together
 
@@ -48,8 +48,6 @@ class FusedLAMB(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise RuntimeError(f"{type(self).__name__} does not support the AMSGrad variant")
-        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm or 0.0)
-        check_betas(betas)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import required
 
 from ..ops.multi_tensor import rules
-from ._base import Skip, check_hyperparameters, compiled_function
+from ._base import Skip, compiled_function
 from ._buckets import Bucket
 from ._momentum import MomentumOptimizer
 
@@ -47,7 +47,6 @@ class FusedLARS(MomentumOptimizer):
         stochastic_rounding: bool = False,
         capturable: bool = False,
     ) -> None:
-        check_hyperparameters(trust_coefficient=trust_coefficient, eps=eps)
         defaults = {
             "lr": lr,
             "momentum": momentum,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..ops._transfer import HOST
 from ._buckets import MASTER
+from ._checks import check_options, check_step
 from .fused_lamb import FusedLAMB
 
 
@@ -39,6 +40,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         *,
         master_weights: bool = False,
     ) -> None:
+        check_options({"lr": lr})
+        check_step("step", step)
         self.reduced_precision_dtype = reduced_precision_dtype
         self._initial_step = int(step)
         super().__init__(

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..ops._transfer import HOST
 from ..ops.multi_tensor import rules
-from ._base import LOW_PRECISION, FusedOptimizer, Skip, check_betas, check_hyperparameters, compiled_function
+from ._base import LOW_PRECISION, FusedOptimizer, Skip, compiled_function
 from ._buckets import Bucket
+from ._checkpoints import check_saved
 
 NORM = "exp_avg_sq"
 # In place of a norm that has not been measured yet.
@@ -56,10 +57,6 @@ class FusedNovoGrad(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant")
-        if norm_type not in (0, 2):
-            raise ValueError(f"norm_type={norm_type} is neither 2 (L2) nor 0 (largest absolute value)")
-        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas(betas)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -79,6 +76,11 @@ class FusedNovoGrad(FusedOptimizer):
             capturable=capturable,
             set_grad_none=set_grad_none,
         )
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        super()._check_options(options)
+        if options["norm_type"] not in (0, 2):
+            raise ValueError(f"norm_type={options['norm_type']!r} is neither 2 (L2) nor 0 (largest absolute value)")
 
     @property
     def multi_tensor_novograd(self) -> Callable[..., Any]:
@@ -148,6 +150,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of this class, or of the original, returned."""
+        check_saved(self, state_dict)
         norms = [group.get(NORM) for group in state_dict["param_groups"]]
         self._check_norms(state_dict, norms)
         super().load_state_dict(state_dict)
@@ -166,6 +169,11 @@ class FusedNovoGrad(FusedOptimizer):
             zip(self.param_groups, state_dict["param_groups"], norms, strict=False)
         ):
             states = [state_dict["state"].get(name, {}) for name in saved["params"]]
+            for name, state in zip(saved["params"], states, strict=True):
+                norm = state.get(NORM, torch.zeros(()))
+                if not isinstance(norm, Tensor) or norm.numel() != 1:
+                    found = tuple(norm.shape) if isinstance(norm, Tensor) else norm
+                    raise ValueError(f"{NORM} in the state of parameter {name} is {found}; one number is expected")
             if lists is None or len(states) != len(group["params"]):
                 continue  # the latter is for PyTorch to complain about
             wanted = [0, 0]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..ops.multi_tensor import rules
-from ._base import Skip, check_betas, check_hyperparameters
+from ._base import Skip
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
 
@@ -40,8 +40,6 @@ class Lamb(NpuFusedOptimizerBase):
         stochastic_rounding: bool = False,
         capturable: bool = False,
     ) -> None:
-        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas(betas)
         self.adam = adam
         super().__init__(
             params,

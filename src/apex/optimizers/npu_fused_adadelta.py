@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..ops.multi_tensor import rules
-from ._base import Skip, check_hyperparameters
+from ._base import Skip
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
 
@@ -30,9 +30,6 @@ class NpuFusedAdadelta(NpuFusedOptimizerBase):
         stochastic_rounding: bool = False,
         capturable: bool = False,
     ) -> None:
-        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay)
-        if not 0.0 <= rho <= 1.0:
-            raise ValueError(f"rho={rho} is not in [0, 1]")
         super().__init__(
             params,
             {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay},

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..ops.multi_tensor import rules
 from ..ops.multi_tensor.projection import project, thresholds
 from ..ops.multi_tensor.rows import RowLists, make_row_lists, rows_are_stretches
-from ._base import Skip, check_betas, check_hyperparameters
+from ._base import Skip
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
 from ._own_steps import OwnSteps
@@ -45,8 +45,6 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, OwnSteps):
         stochastic_rounding: bool = False,
         capturable: bool = False,
     ) -> None:
-        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay, delta=delta, wd_ratio=wd_ratio)
-        check_betas(betas)
         defaults = {
             "lr": lr,
             "betas": betas,

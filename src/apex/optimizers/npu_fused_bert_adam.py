@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim.optimizer import required
 
 from ..ops._transfer import HOST
 from ..ops.multi_tensor import rules
-from ._base import Skip, check_hyperparameters
+from ._base import Skip
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
 from ._norms import clipped, global_norm
@@ -89,14 +90,6 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, OwnSteps):
         stochastic_rounding: bool = False,
         capturable: bool = False,
     ) -> None:
-        check_hyperparameters(lr=0.0 if lr is required else lr, e=e, weight_decay=weight_decay)
-        if warmup != -1 and not 0.0 <= warmup < 1.0:
-            raise ValueError(f"warmup={warmup} is neither in [0, 1) nor -1")
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule={schedule!r} is not known; there are {', '.join(SCHEDULES)}")
-        for name, beta in (("b1", b1), ("b2", b2)):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"{name}={beta} is not in [0, 1)")
         defaults = {
             "lr": lr,
             "schedule": schedule,
@@ -116,6 +109,21 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, OwnSteps):
             stochastic_rounding=stochastic_rounding,
             capturable=capturable,
         )
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Raises for hyperparameters of a group that are not usable; -1 stands for a limit or a warmup left out."""
+        warmup, t_total, schedule = options["warmup"], options["t_total"], options["schedule"]
+        limits = {"max_grad_norm": options["max_grad_norm"], "warmup": warmup, "t_total": t_total}
+        for name, value in limits.items():
+            if not isinstance(value, Real) or math.isnan(value):
+                raise ValueError(f"{name}={value!r} is not a number")
+        super()._check_options({name: value for name, value in options.items() if name not in limits})
+        if warmup != -1 and not 0.0 <= warmup < 1.0:
+            raise ValueError(f"warmup={warmup} is neither in [0, 1) nor -1")
+        if t_total != -1 and t_total <= 0:
+            raise ValueError(f"t_total={t_total} is neither above 0 nor -1")
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule={schedule!r} is not known; there are {', '.join(SCHEDULES)}")
 
     @property
     def _clips(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..ops.multi_tensor import rules
-from ._base import Skip, check_hyperparameters
+from ._base import Skip
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
 
@@ -38,7 +38,6 @@ class NpuFusedRMSprop(NpuFusedOptimizerBase):
         capturable: bool = False,
         **more: Any,
     ) -> None:
-        check_hyperparameters(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
         defaults = {
             "lr": lr,
             "alpha": alpha,

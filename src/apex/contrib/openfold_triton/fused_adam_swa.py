@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...ops.multi_tensor import rules
-from ...optimizers._base import FusedOptimizer, Skip, check_betas, check_hyperparameters
+from ...optimizers._base import FusedOptimizer, Skip
 from ...optimizers._buckets import Bucket
 
 # The name under which a parameter's state has its average, between a step and the next one.
@@ -43,6 +43,7 @@ class FusedAdamSWA(FusedOptimizer):
     """
 
     _takes_model_grads = True
+    _may_lack = frozenset({_AVERAGE})
 
     def __init__(
         self,
@@ -70,8 +71,6 @@ class FusedAdamSWA(FusedOptimizer):
             raise ValueError(
                 f"adam_math_mode={adam_math_mode!r} is not known; it must be one of {', '.join(map(str, AdamMathType))}"
             )
-        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas(betas)
         if not 0.0 <= swa_decay_rate <= 1.0:
             raise ValueError(f"swa_decay_rate={swa_decay_rate} is not in [0, 1]")
         self.adam_math_mode = adam_math_mode

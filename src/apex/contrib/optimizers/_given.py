@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ...ops.multi_tensor import l2norm
 from ...ops.multi_tensor.lists import check
+from ...optimizers._checkpoints import check_saved
+from ...optimizers._checks import check_options
 
 
 class Given(NamedTuple):
@@ -31,6 +33,20 @@ def _check(members: list[Given]) -> None:
 
 class GivenOptimizer(torch.optim.Optimizer):
     """Base of the optimizers that FP16_Optimizer drives."""
+
+    # As in FusedOptimizer.
+    _counts_steps = True
+    _may_lack: frozenset[str] = frozenset()
+    _check_options = staticmethod(check_options)
+
+    def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, after a look at its hyperparameters."""
+        if isinstance(param_group, dict):  # else PyTorch complains
+            check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
 
     def _run_closure(self, closure: Callable[[], Any] | None) -> Any:
         if closure is None:
@@ -83,6 +99,7 @@ class GivenOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned; state keeps the dtype it was saved in."""
+        check_saved(self, state_dict)
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ops.multi_tensor import Lists, rules
-from ...optimizers._base import check_betas, check_hyperparameters
+from ...optimizers._checks import check_options
 from ...optimizers.fused_adam import hyperparameters
 from ._zero import formats
 from ._zero.arena import Arena, Dtypes
@@ -116,12 +116,6 @@ class DistributedFusedAdam(ZeroOptimizer):
         nccl_ub: bool = False,
         capturable: bool = False,
     ) -> None:
-        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas(betas)
-        dtypes = Dtypes(dtype, grad_sync_dtype or dtype, param_sync_dtype or dtype).check()
-        _check_options(dtypes, store_params, store_param_remainders, with_scaled_states, capturable)
-        if nccl_ub and not contiguous_grad_buffer:
-            raise ValueError("nccl_ub needs contiguous_grad_buffer=True: it is about buffers that stay")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -129,6 +123,11 @@ class DistributedFusedAdam(ZeroOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
         }
+        check_options(defaults)
+        dtypes = Dtypes(dtype, grad_sync_dtype or dtype, param_sync_dtype or dtype).check()
+        _check_options(dtypes, store_params, store_param_remainders, with_scaled_states, capturable)
+        if nccl_ub and not contiguous_grad_buffer:
+            raise ValueError("nccl_ub needs contiguous_grad_buffer=True: it is about buffers that stay")
         self.adam_w_mode = adam_w_mode
         self.amsgrad = amsgrad
         super().__init__(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..._env import processes_on_machine
-from ...optimizers._base import check_betas, check_hyperparameters
 from ...optimizers._buckets import check_parameter
+from ...optimizers._checks import check_options
 from ...parallel._flat import broadcast_from_first
 from ._lamb import state as states
 from ._lamb.communicators import make_communicators, processes_of_machine, processes_that_divide
@@ -87,8 +87,8 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         param_order: Mapping[Tensor, int] | None = None,
         nccl_allgather_channels: int = 0,
     ) -> None:
-        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm or 0.0)
-        check_betas(betas)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        check_options(numbers)
         _check_positive(
             dwu_num_blocks=dwu_num_blocks,
             dwu_num_chunks=dwu_num_chunks,
@@ -178,6 +178,8 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         """Adds a group, before the first backward pass."""
         if self._reductions is not None:
             raise RuntimeError("a parameter group cannot be added after the first backward pass or step")
+        if isinstance(param_group, dict):
+            check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if self._listener is not None:
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...ops.multi_tensor import rules
 from ...ops.multi_tensor.updates import number, update
-from ...optimizers._base import check_betas, check_hyperparameters, state_dtype
+from ...optimizers._base import state_dtype
+from ...optimizers._checks import check_options
 from ._given import Given, GivenOptimizer
 
 _NAMES = ("params", "grads", "exp_avg", "exp_avg_sq", "", "output_params")
@@ -40,8 +41,6 @@ class FusedAdam(GivenOptimizer):
     ) -> None:
         if amsgrad:
             raise RuntimeError("apex.contrib.optimizers.FusedAdam does not support the AMSGrad variant")
-        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
-        check_betas(betas)
         self.eps_mode = 0 if eps_inside_sqrt else 1
         self._amp_scale_adjustment = amp_scale_adjustment
         defaults = {
@@ -52,7 +51,11 @@ class FusedAdam(GivenOptimizer):
             "weight_decay": weight_decay,
             "max_grad_norm": max_grad_norm,
         }
+        check_options(defaults)
         super().__init__(params, defaults)
+
+    def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
+        return "exp_avg", "exp_avg_sq"
 
     @torch.no_grad()
     def step(  # type: ignore[override]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch.optim.optimizer import required
 
 from ...ops.multi_tensor import rules
 from ...ops.multi_tensor.updates import number, update
-from ...optimizers._base import check_hyperparameters, momentum_dtype
+from ...optimizers._base import momentum_dtype
+from ...optimizers._checks import check_options
 from ._given import Given, GivenOptimizer
 
 _NAMES = ("params", "grads", "momentum_buffer", "", "", "output_params")
@@ -24,6 +25,8 @@ class FusedSGD(GivenOptimizer):
     part of the interface alone.
     """
 
+    _counts_steps = False
+    _may_lack = frozenset({"momentum_buffer"})
     # amp.initialize refuses it, as `step` would.
     _refuses_amp = "apex.optimizers.FusedSGD is"
 
@@ -38,12 +41,6 @@ class FusedSGD(GivenOptimizer):
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
     ) -> None:
-        given = {} if lr is required else {"lr": lr}
-        check_hyperparameters(**given, momentum=momentum, weight_decay=weight_decay)
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError(f"nesterov needs a momentum (is {momentum}) and no dampening (is {dampening})")
-        self.wd_after_momentum = wd_after_momentum
-        self.materialize_master_grads = materialize_master_grads
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -51,7 +48,15 @@ class FusedSGD(GivenOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
+        check_options(defaults)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(f"nesterov needs a momentum (is {momentum}) and no dampening (is {dampening})")
+        self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
         super().__init__(params, defaults)
+
+    def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
+        return ("momentum_buffer",) if group["momentum"] else ()
 
     def get_momentums(self, params: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
         """The momentum buffers, made where they are missing, and whether the last was."""

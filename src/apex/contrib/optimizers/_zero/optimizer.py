@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ....ops.multi_tensor import Lists
+from ....optimizers._checks import check_options
 from ....parallel._flat import broadcast_from_first
 from .arena import Arena, Dtypes
 from .buffers import allocator
@@ -136,6 +137,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """One more parameter group; its state is made when it is first needed."""
+        if isinstance(param_group, dict):  # else PyTorch complains
+            check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if self._made:

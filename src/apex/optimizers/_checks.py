@@ -1,0 +1,93 @@
+"""Checks of hyperparameters, for every optimizer: one table, by the names that parameter groups have them under."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import required
+
+_AT_LEAST_ZERO = {
+    *("lr", "eps", "e", "weight_decay", "momentum", "alpha", "trust_coefficient", "delta", "wd_ratio"),
+    *("lr_decay", "initial_accumulator_value"),
+}
+_BELOW_ONE = {"b1", "b2"}
+_FLAGS = {
+    *("amsgrad", "bias_correction", "centered", "decoupled_decay", "grad_averaging", "init_zero", "is_skipped"),
+    *("lr_in_momentum", "nesterov", "master_weights", "stochastic_rounding", "capturable", "set_grad_none"),
+}
+# What tells optimizers apart: each saves its own.
+HYPERPARAMETERS = _AT_LEAST_ZERO | _BELOW_ONE | {"betas", "dampening", "max_grad_norm", "rho"}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises for a hyperparameter that no optimizer can use, by its name; other names are not looked at."""
+    for name, value in options.items():
+        if value is required:
+            continue  # PyTorch asks for it
+        if name in _AT_LEAST_ZERO:
+            if _number(name, value) < 0:
+                raise ValueError(f"{name}={value} is negative")
+            _finite(name, value)
+        elif name in _BELOW_ONE:
+            _below_one(name, value)
+        elif name == "betas":
+            if isinstance(value, str) or not hasattr(value, "__len__") or len(value) != 2:
+                raise ValueError(f"betas={value!r} are not two numbers in [0, 1)")
+            for index, beta in enumerate(value):
+                _below_one(f"betas[{index}]", beta)
+        elif name == "rho":
+            if not 0.0 <= _number(name, value) <= 1.0:
+                raise ValueError(f"rho={value} is not in [0, 1]")
+        elif name == "dampening":
+            _finite(name, value)
+        elif name == "max_grad_norm":  # infinity, 0 and None: no limit
+            if value is not None and _number(name, value) < 0:
+                raise ValueError(f"max_grad_norm={value} is negative")
+        elif name in _FLAGS:
+            _flag(name, value)
+
+
+def _number(name: str, value: Any) -> float:
+    """The value of a number; 0 in place of one on a device, which is not waited for."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise ValueError(f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)}, not one real number")
+        if type(value) not in (Tensor, torch.nn.Parameter) or not value.is_cpu:
+            return 0.0
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a number")
+    number = float(value)
+    if math.isnan(number):
+        raise ValueError(f"{name}={value} is not a number")
+    return number
+
+
+def _finite(name: str, value: Any) -> None:
+    if math.isinf(_number(name, value)):
+        raise ValueError(f"{name}={value} is infinite")
+
+
+def _below_one(name: str, value: Any) -> None:
+    if not 0.0 <= _number(name, value) < 1.0:
+        raise ValueError(f"{name}={value} is not in [0, 1)")
+
+
+def _flag(name: str, value: Any) -> None:
+    is_flag = isinstance(value, numbers.Integral) or type(value).__name__ in ("bool", "bool_")  # NumPy's
+    if not is_flag or int(value) not in (0, 1):
+        raise TypeError(f"{name}={value!r} is neither True nor False")
+
+
+def check_step(name: str, value: Any) -> int:
+    """The value of a step count; raises for what is none."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, numbers.Real) or not math.isfinite(value) or value < 0 or value != int(value):
+        raise ValueError(f"{name}={value!r} is not a count of steps")
+    return int(value)
