@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -174,3 +175,50 @@ def test_small_updates_are_not_lost() -> None:
     assert torch.equal(moved["stored"], expected)
     assert torch.equal(moved["remainders"], expected)
     assert torch.equal(moved["lost"], torch.ones(8))
+
+
+@pytest.mark.parametrize(("bucket_cap_mb", "share"), [(0.125, None), (0.5, None), (0.75, "66.7%"), (100.0, "0.5%")])
+def test_buckets_that_few_gradients_fill_are_warned_of(bucket_cap_mb: float, share: str | None) -> None:
+    params = [nn.Parameter(torch.zeros(1 << 16)) for _ in range(2)]  # half a megabyte
+    optimizer = DistributedFusedAdam(params, bucket_cap_mb=bucket_cap_mb)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.init_params()
+        optimizer.init_params()
+    message = f"Only {share} of buckets are used. Consider decreasing the bucket_cap_mb argument."
+    assert [str(each.message) for each in caught] == ([] if share is None else [message])
+
+
+def test_one_bucket_for_all_is_full() -> None:
+    optimizer = DistributedFusedAdam([nn.Parameter(torch.zeros(64))])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.init_params_bucket(optimizer.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize(("dtype", "masters"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_fused_adam_goes_on_from_it(dtype: torch.dtype, masters: bool) -> None:
+    """With the step count, which bias corrections depend on, and the same masters."""
+    params = [nn.Parameter(torch.randn(9, 5).to(dtype)), nn.Parameter(torch.randn(7).to(dtype))]
+    optimizer = DistributedFusedAdam(params, lr=0.1, dtype=torch.float32)
+
+    def step(each: torch.optim.Optimizer, params: list[nn.Parameter], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        each.zero_grad()
+        sum((p * torch.randn(p.shape, generator=generator)).sum() for p in params).backward()
+        each.step()
+
+    for seed in range(3):
+        step(optimizer, params, seed)
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    plain = FusedAdam(copies, lr=0.5, master_weights=masters)
+    plain.load_state_dict(optimizer.state_dict())
+    assert plain.param_groups[0]["step"] == 3
+    assert plain.param_groups[0]["lr"] == 0.1
+    for seed in range(3, 6):
+        step(optimizer, params, seed)
+        step(plain, copies, seed)
+    for param, found in zip(params, copies, strict=True):
+        assert torch.equal(found, param)
+    with pytest.raises(ValueError, match=r"format 1 of .*state_dict_format=2"):
+        plain.load_state_dict(optimizer.state_dict(state_dict_format=1))

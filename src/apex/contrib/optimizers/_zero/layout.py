@@ -101,6 +101,8 @@ class Layout:
         # Elements of the flat space, and of a rank's flat shard.
         self.size = whole
         self.shard_size = whole // ranks
+        # Elements that as many buckets could have.
+        self.capacity = full * len(self.bucket_sizes)
 
     @functools.cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:

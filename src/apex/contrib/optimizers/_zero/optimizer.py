@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -225,6 +226,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 if self.store_params:
                     start_from(self._states[-1], exact)
         self._listener.listen(chosen)
+        if all(param in self._places for param in owners if param.requires_grad):
+            self._check_buckets()
+
+    def _check_buckets(self) -> None:
+        """Warns of buckets so large that few gradients fill them: nothing is sent before the backward pass ends."""
+        layouts = [state.arena.layout for state in self._states]
+        capacity = sum(layout.capacity for layout in layouts)
+        used = sum(layout.size for layout in layouts) / max(1, capacity)
+        if used < 0.7:
+            warnings.warn(
+                f"Only {used:.1%} of buckets are used. Consider decreasing the bucket_cap_mb argument.", stacklevel=2
+            )
 
     def _new_state(self, arena: Arena) -> ArenaState | ScaledState:
         if self.with_scaled_states:
