@@ -88,6 +88,6 @@ def check_step(name: str, value: Any) -> int:
     """The value of a step count; raises for what is none."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    if not isinstance(value, numbers.Real) or not math.isfinite(value) or value < 0 or value != int(value):
+    if not isinstance(value, numbers.Real) or not float(value).is_integer() or value < 0:  # infinity and NaN are none
         raise ValueError(f"{name}={value!r} is not a count of steps")
-    return int(value)
+    return int(float(value))
