@@ -170,8 +170,8 @@ class FusedNovoGrad(FusedOptimizer):
         ):
             states = [state_dict["state"].get(name, {}) for name in saved["params"]]
             for name, state in zip(saved["params"], states, strict=True):
-                norm = state.get(NORM, torch.zeros(()))
-                if not isinstance(norm, Tensor) or norm.numel() != 1:
+                norm = state.get(NORM)
+                if NORM in state and (not isinstance(norm, Tensor) or norm.numel() != 1):
                     found = tuple(norm.shape) if isinstance(norm, Tensor) else norm
                     raise ValueError(f"{NORM} in the state of parameter {name} is {found}; one number is expected")
             if lists is None or len(states) != len(group["params"]):

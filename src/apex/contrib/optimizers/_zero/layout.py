@@ -12,6 +12,7 @@ Rank r owns the r-th shard of every bucket; its shards, one after the other, are
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,6 +156,15 @@ class Layout:
                     flat = self.shard_starts[piece.bucket] + offset
                     found.append(LocalPiece(piece.param, start, start + end - begin, piece.bucket, offset, flat))
         return tuple(found)
+
+
+def check_fill(layouts: Sequence[Layout]) -> None:
+    """Warns of buckets so large that few gradients fill them: nothing is sent before the backward pass ends."""
+    used = sum(layout.size for layout in layouts) / max(1, sum(layout.capacity for layout in layouts))
+    if used < 0.7:
+        warnings.warn(
+            f"Only {used:.1%} of buckets are used. Consider decreasing the bucket_cap_mb argument.", stacklevel=2
+        )
 
 
 def joined(pieces: Sequence[LocalPiece]) -> list[LocalPiece]:

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import itertools
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -24,6 +23,7 @@ from .buffers import allocator
 from .gradients import GradientSync
 from .groups import Groups, check_parameters
 from .hooks import Listener
+from .layout import check_fill
 from .norms import Norms
 from .parameters import ParameterSync
 from .pending import is_pending, postpone, release
@@ -227,17 +227,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     start_from(self._states[-1], exact)
         self._listener.listen(chosen)
         if all(param in self._places for param in owners if param.requires_grad):
-            self._check_buckets()
-
-    def _check_buckets(self) -> None:
-        """Warns of buckets so large that few gradients fill them: nothing is sent before the backward pass ends."""
-        layouts = [state.arena.layout for state in self._states]
-        capacity = sum(layout.capacity for layout in layouts)
-        used = sum(layout.size for layout in layouts) / max(1, capacity)
-        if used < 0.7:
-            warnings.warn(
-                f"Only {used:.1%} of buckets are used. Consider decreasing the bucket_cap_mb argument.", stacklevel=2
-            )
+            check_fill([state.arena.layout for state in self._states])
 
     def _new_state(self, arena: Arena) -> ArenaState | ScaledState:
         if self.with_scaled_states:
