@@ -11,6 +11,9 @@ import torch
 
 from . import _plans
 
+# On a CPU PyTorch 2.6 rounds the sums of a softmax's backward pass, attention's too, to half precision.
+SOFTMAX_SUMS_IN_HALF = torch.__version__ < "2.7"
+
 # The index of the current GPU, and from such an index the handle of its current stream, 0 being the default one.
 # Without the checks of torch.cuda.current_device() and current_stream(): where these are asked, tensors are on it.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)

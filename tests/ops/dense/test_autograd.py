@@ -170,6 +170,8 @@ def test_float64_keeps_its_precision(route: Route) -> None:
 @pytest.mark.parametrize("implementation", ["auto", "torch", "triton"])
 def test_small_layers_are_left_to_pytorch(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the widest layer; what is asked for is done at any size."""
+    if implementation != "torch":
+        pytest.importorskip("triton")
     monkeypatch.setattr("apex.ops.dense.op.SMALL", 4 * 8)
     monkeypatch.setattr("apex.ops.dense.op.SMALL_BETWEEN_LAYERS", 4 * 8)
     monkeypatch.setattr(_library, "runs_triton", lambda family, tensor: implementation != "torch")

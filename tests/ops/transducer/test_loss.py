@@ -287,6 +287,7 @@ def test_bad_arguments_are_named() -> None:
 
 
 def test_a_triton_without_gather_leaves_the_loss_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
     x, label, f_len, y_len, _, _ = tensors(CASES[2], "cpu")
     given = (x, label, f_len, y_len, None, CASES[2][0], CASES[2][5])
     expected = transducer.loss_forward(*given)[0]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import _transfer
+from .._device import SOFTMAX_SUMS_IN_HALF
 from . import reference
 
 
@@ -80,8 +81,12 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
         added = added.expand(*lead, *added.shape[-3:]).reshape(math.prod(lead), *added.shape[-3:])
     if len(lead) != 1:
         query, key, value = (t.reshape(math.prod(lead), *t.shape[-3:]) for t in (query, key, value))
+    dtype = query.dtype
+    if SOFTMAX_SUMS_IN_HALF and dtype.itemsize == 2 and _transfer.on_host(query):
+        query, key, value = query.float(), key.float(), value.float()
+        added = None if added is None else added.float()
     with _no_autocast(query):
-        output = scaled_dot_product_attention(query, key, value, added)
+        output = scaled_dot_product_attention(query, key, value, added).to(dtype)
     return output if len(lead) == 1 else output.reshape(*lead, *output.shape[1:])
 
 

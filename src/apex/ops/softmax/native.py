@@ -11,14 +11,13 @@ import math
 import torch
 from torch import Tensor
 
+from .._device import SOFTMAX_SUMS_IN_HALF
 from .reference import causal_mask, compute_dtype
 from .spec import SoftmaxSpec
 
 # Queries of a causal softmax that are taken together: at least so many, and at most so many blocks.
 CAUSAL_BLOCK = 64
 CAUSAL_BLOCKS = 16
-# PyTorch 2.6 rounds the sums of a softmax's backward pass to half precision.
-_SUMS_IN_HALF = torch.__version__ < "2.7"
 
 
 def forward(input: Tensor, mask: Tensor | None, spec: SoftmaxSpec, keep: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -120,6 +119,6 @@ def backward(dy: Tensor, probabilities: Tensor, spec: SoftmaxSpec, keep: Tensor 
 
 
 def _backward(dy: Tensor, probabilities: Tensor, scale: float) -> Tensor:
-    compute = compute_dtype(dy) if _SUMS_IN_HALF else torch.promote_types(dy.dtype, probabilities.dtype)
+    compute = compute_dtype(dy) if SOFTMAX_SUMS_IN_HALF else torch.promote_types(dy.dtype, probabilities.dtype)
     dx = torch._softmax_backward_data(dy.to(compute), probabilities.to(compute), -1, compute)
     return (dx if scale == 1.0 else dx.mul_(scale)).to(probabilities.dtype)
