@@ -40,9 +40,9 @@ def initialize_models_and_optimizers(
     """Checks everything first, then changes models and optimizers, all or none; returns them as they came."""
     model_list, optimizer_list = as_lists(models, optimizers)
     _check_models(model_list, properties)
-    if properties.cast_model_type in HALF or properties.loss_scale != 1.0 or combine_grad or ddp_parts is not None:
-        _check_whole(model_list)
     combines = combine_grad or check_combined or ddp_parts is not None
+    if properties.cast_model_type in HALF or properties.loss_scale != 1.0 or combines:
+        _check_whole(model_list)
     _check_optimizers(model_list, optimizer_list, properties, combines)
     with unchanged_on_failure(model_list, optimizer_list):
         release(model_list, optimizer_list)
