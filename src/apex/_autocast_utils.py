@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ops._library import autocast_dtype
+
 __all__ = ["_cast_if_autocast_enabled"]
 
 
@@ -20,5 +22,5 @@ def _cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
 def _cast(argument: Any) -> Any:
     if not isinstance(argument, Tensor) or not argument.is_floating_point() or argument.dtype == torch.float64:
         return argument
-    device_type = argument.device.type
-    return argument.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else argument
+    dtype = autocast_dtype(argument)
+    return argument if dtype is None else argument.to(dtype)

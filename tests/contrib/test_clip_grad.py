@@ -168,3 +168,21 @@ def test_nothing_waits_for_the_device() -> None:
 def test_found_after_a_bare_import() -> None:
     assert apex.contrib.clip_grad.clip_grad_norm_ is clip_grad_norm_
     assert isinstance(clip_grad_norm_([], 1.0), Tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_without_elements_have_no_part_in_the_largest(dtype: torch.dtype) -> None:
+    """PyTorch raises for an infinity norm of nothing."""
+    params = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (3, 0)]
+    for param in params:
+        param.grad = torch.full_like(param, 4.0)
+    assert clip_grad_norm_(params, 1.0, torch.inf) == 4.0
+    torch.testing.assert_close(params[0].grad, torch.ones(3, dtype=dtype), rtol=1e-5, atol=0)
+
+
+def test_gradients_of_integers_are_refused() -> None:
+    param = torch.nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    param.grad = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"parameters have a gradient of torch\.int64"):
+        clip_grad_norm_([param], 1.0)
+    assert param.grad.tolist() == [1, 1, 1]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops._checks import check_floats
+from ..ops._library import autocast_dtype
 from . import _sequences
 
 
@@ -109,7 +110,7 @@ class RNNCell(nn.Module):
         self.init_hidden(input.size(0))
         weight = self.w_ih
         # Autocast chooses types itself, and states of its type must not be cast up and down at every step.
-        dtype = None if torch.is_autocast_enabled(weight.device.type) else weight.dtype
+        dtype = weight.dtype if autocast_dtype(weight) is None else None
         self.hidden = [state.to(device=weight.device, dtype=dtype or state.dtype) for state in self.hidden]
 
     def _weights(self) -> tuple[Tensor, ...]:

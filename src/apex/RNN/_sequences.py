@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..ops._library import autocast_dtype
+
 if TYPE_CHECKING:
     from .RNNBackend import RNNCell
 
@@ -68,11 +70,11 @@ def run_fused(layers: Iterable[Any], sequence: Tensor, dropout: float) -> Tensor
     weights = [weight for layer in layers for weight in _weights(layer)]
     # What a backward pass needs is kept only in training, and one may follow in evaluation too.
     options = (layers[0].bias, len(layers), dropout, torch.is_grad_enabled(), False, False)
-    device = sequence.device.type
-    if torch.is_autocast_enabled(device) and not torch.backends.cudnn.is_acceptable(sequence):
+    dtype = autocast_dtype(sequence)
+    if dtype is not None and not torch.backends.cudnn.is_acceptable(sequence):
         # PyTorch's cast ends in oneDNN, which has no LSTM in half precision on some CPUs (torch 2.13 on aarch64).
-        sequence, states, weights = _autocast(sequence, states, weights, torch.get_autocast_dtype(device))
-        with torch.autocast(device, enabled=False):
+        sequence, states, weights = _autocast(sequence, states, weights, dtype)
+        with torch.autocast(sequence.device.type, enabled=False):
             outputs, *states = fused.run(sequence, states if len(states) > 1 else states[0], weights, *options)
     else:
         outputs, *states = fused.run(sequence, states if len(states) > 1 else states[0], weights, *options)

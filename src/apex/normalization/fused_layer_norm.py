@@ -16,6 +16,7 @@ from torch.nn import init
 
 from ..ops import norm
 from ..ops._checks import check_floats, check_tensors
+from ..ops._library import autocast_dtype
 
 NormalizedShape = int | Sequence[int]
 
@@ -125,10 +126,9 @@ def _cast_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     if not torch._C._is_any_autocast_enabled():  # the quick question first: most calls end here
         return tensors
     check_tensors(input=tensors[0])
-    device_type = tensors[0].device.type  # type: ignore[union-attr]
-    if not torch.is_autocast_enabled(device_type):
+    dtype = autocast_dtype(tensors[0])  # type: ignore[arg-type]
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device_type)
     return tuple(
         t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
     )

@@ -215,7 +215,16 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     if not torch._C._is_any_autocast_enabled():
         return None
     device_type = tensor.device.type
+    if device_type == "meta":  # of which PyTorch cannot say whether autocast is on
+        return None
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def autocast_off(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Autocast off on the tensor's device, where it is on: entering a context costs as much as a small kernel."""
+    if autocast_dtype(tensor) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def register_op(

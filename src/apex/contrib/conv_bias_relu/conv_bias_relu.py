@@ -6,7 +6,6 @@ but a mask is cast to its dtype. Only what PyTorch's operators compute has a sec
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...ops._checks import check_floats, check_tensors
-from ...ops._library import autocast_dtype, once_differentiable, quick_apply
+from ...ops._library import autocast_dtype, autocast_off, once_differentiable, quick_apply
 from ...ops.conv import (
     ConvSpec,
     conv_bias,
@@ -23,13 +22,6 @@ from ...ops.conv import (
     conv_bias_relu_gradients,
     plan_for,
 )
-
-
-def _autocast_off(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Everything was cast already; entering a context costs as much as a small kernel, so only where it is needed."""
-    if autocast_dtype(tensor) is None:
-        return contextlib.nullcontext()
-    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _cast(*tensors: Tensor) -> Sequence[Tensor]:
@@ -52,7 +44,7 @@ def _relu_forward(
 ) -> Tensor:
     cast_x, cast_weight, cast_bias, *rest = _cast(x, weight, bias, *(() if scale is None else (scale,)))
     cast_scale = rest[0] if rest else None
-    with _autocast_off(x):
+    with autocast_off(x):
         output = conv_bias_relu(cast_x, cast_weight, cast_bias, spec, mask, cast_scale)
     ctx.save_for_backward(cast_x, cast_weight, output, cast_scale)
     ctx.spec, ctx.dtypes, ctx.bias_shape = spec, (x.dtype, weight.dtype, bias.dtype), bias.shape
@@ -63,7 +55,7 @@ def _relu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, 
     x, weight, output, scale = ctx.saved_tensors
     wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
     bias_grad = scale is None and ctx.needs_input_grad[2]
-    with _autocast_off(x):
+    with autocast_off(x):
         gradients = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, bias_grad, wanted, scale)
     dx, dweight, dbias = (_back(each, dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True))
     return dx, dweight, _shaped(dbias, ctx.bias_shape)
@@ -135,7 +127,7 @@ class ConvBias_(torch.autograd.Function):
     def forward(ctx, x, weight, bias, padding, stride):  # type: ignore[override]
         cast_x, cast_weight, cast_bias = _cast(x, weight, bias)
         spec = ConvSpec(padding, stride)
-        with _autocast_off(x):
+        with autocast_off(x):
             output = conv_bias(cast_x, cast_weight, cast_bias, spec)
         ctx.save_for_backward(cast_x, cast_weight)
         ctx.spec, ctx.dtypes, ctx.bias_shape = spec, (x.dtype, weight.dtype, bias.dtype), bias.shape
@@ -146,7 +138,7 @@ class ConvBias_(torch.autograd.Function):
     def backward(ctx, grad_output):  # type: ignore[override]
         x, weight = ctx.saved_tensors
         wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-        with _autocast_off(x):
+        with autocast_off(x):
             gradients = conv_bias_gradients(grad_output, x, weight, ctx.spec, ctx.needs_input_grad[2], wanted)
         dx, dweight, dbias = (_back(each, dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True))
         return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape), None, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import _transfer
 from .._device import SOFTMAX_SUMS_IN_HALF
+from .._library import autocast_off
 from . import reference
 
 
@@ -57,15 +57,8 @@ def attention(
     return _sdpa(query, key, value, added)
 
 
-def _no_autocast(tensor: Tensor) -> AbstractContextManager:
-    """Autocast off, where it is on: it was applied already."""
-    if not torch._C._is_any_autocast_enabled():
-        return nullcontext()
-    return torch.autocast(tensor.device.type, enabled=False)
-
-
 def _formula(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, terms: Tensor | None) -> Tensor:
-    with _no_autocast(query):
+    with autocast_off(query):
         logits = query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)
         logits += bias
         if terms is not None:
@@ -85,7 +78,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
     if SOFTMAX_SUMS_IN_HALF and dtype.itemsize == 2 and _transfer.on_host(query):
         query, key, value = query.float(), key.float(), value.float()
         added = None if added is None else added.float()
-    with _no_autocast(query):
+    with autocast_off(query):
         output = scaled_dot_product_attention(query, key, value, added).to(dtype)
     return output if len(lead) == 1 else output.reshape(*lead, *output.shape[1:])
 

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import softmax
+from .._library import autocast_dtype
 from .checks import check_encdec, check_self
 from .masks import Mask, broadcastable, check_mask
 
 
 def in_autocast_dtype(*tensors: Tensor | None) -> Any:
     """The tensors as autocast would hand them to a matrix product, so that the backward pass has one dtype."""
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(next(tensor for tensor in tensors if tensor is not None))
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 

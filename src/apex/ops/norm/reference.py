@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._library import autocast_dtype
+
 # Before it had a fused RMS norm, PyTorch computed the one of half-precision tensors in half precision.
 _RMS_NORM_IS_FUSED = hasattr(torch.ops.aten, "_fused_rms_norm")
 
@@ -125,7 +127,7 @@ def torch_norm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """The norm by PyTorch's fused operators; input, weight and output may have different dtypes."""
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(input.device.type):
+    if autocast_dtype(input) is not None:
         with torch.autocast(input.device.type, enabled=False):  # which would make the output float32
             return torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
     dtype = input.dtype

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .._checks import check_optional_tensors, check_tensors
+from .._library import autocast_dtype
 from . import reference
 from .linear_chunks import Wanted, chunk_size, linear_xentropy, sum_dtype
 from .op import check_labels
@@ -55,8 +56,7 @@ def linear_cross_entropy(
     default that is the weight's own, but float32 for float16, and for bfloat16 from more than 16 chunks on.
     """
     _check(input, weight, target, bias, label_smoothing, reduction, accumulation_dtype, chunk_rows)
-    device_type = input.device.type
-    compute = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else input.dtype
+    compute = autocast_dtype(input) or input.dtype
     if input.dtype == torch.float64:
         compute = torch.float64
     spec = LinearSpec(
@@ -97,7 +97,7 @@ def _check(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {list(bias.shape)}, expected [{weight.shape[0]}]")
     check_labels(target, input.device, smoothing)
-    autocast = torch.is_autocast_enabled(input.device.type)
+    autocast = autocast_dtype(input) is not None
     for name, parameter in (("input", input), ("weight", weight), ("bias", bias)):
         if parameter is None:
             continue

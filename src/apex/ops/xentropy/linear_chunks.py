@@ -97,7 +97,7 @@ def linear_xentropy(
     storage = torch.empty((min(chunk_rows, rows), stride), dtype=input.dtype, device=device)
     parts = _parts_of_products(storage, classes)
     labels = labels.long().contiguous()
-    with torch.autocast(device.type, enabled=False):
+    with _library.autocast_off(input):
         for begin in range(0, rows, chunk_rows):
             part = slice(begin, begin + chunk_rows)
             x = input[part]
