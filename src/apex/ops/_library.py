@@ -188,16 +188,20 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
     return answer
 
 
-def may_plan(tensor: torch.Tensor) -> bool:
-    """The quick question before a plan is looked for: whether there can be one, in eager mode, for such a tensor."""
+def is_eager(tensor: torch.Tensor) -> bool:
+    """Whether autograd alone looks on: no graph is compiled or traced, nothing but it differentiates, no subclass."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._is_tracing()
         and type(tensor) in _plans.PLAIN
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
-        and (_requested == "triton" or (_requested == "auto" and not tensor.is_cpu))
     )
+
+
+def may_plan(tensor: torch.Tensor) -> bool:
+    """The quick question before a plan is looked for: whether there can be one, in eager mode, for such a tensor."""
+    return is_eager(tensor) and (_requested == "triton" or (_requested == "auto" and not tensor.is_cpu))
 
 
 def _answer_while_compiling(family: str, device: torch.device, dtype: torch.dtype, requested: str) -> bool:

@@ -45,8 +45,9 @@ class Op:
     have a gradient, all of them by default. Kernels get contiguous tensors but for those named in `strided`.
     `takes(*arguments)` may send arguments to the reference that kernels could take. `fake` is the shape rule of the
     results, `backward_fake` that of the gradients, which by default are like what was saved under the same name.
-    `reference_backward` takes the arguments of `backward`; by default autograd differentiates the reference, and it
-    does so for second derivatives. `once` gives the reason why there is no second derivative with these settings.
+    `reference_backward` takes the arguments of `backward` and is used wherever there is no kernel; without one autograd
+    differentiates the reference, and it does so for second derivatives. `once` gives the reason why there is no second
+    derivative with these settings.
     """
 
     def __init__(
@@ -104,16 +105,23 @@ class Op:
     def __call__(self, *arguments: Any) -> Any:
         """The outputs, differentiable; the arguments were checked."""
         if not self._runs_kernels(arguments, self.tensors) or not (self._takes is None or self._takes(*arguments)):
+            if self._reference_backward and self._needs_grad(arguments) and _library.is_eager(arguments[0]):
+                return self._node(*arguments)
             return self._public(_as_tuple(self._reference(*arguments)))
         if torch.compiler.is_compiling():
             return self._public(_as_tuple(self._library_op(*arguments)))
         if not arguments[0].numel():
             return self._public(_as_tuple(self._reference(*arguments)))
+        if self._needs_grad(arguments):
+            return self._launching_node(*arguments)
+        return self._public(self._launch(*arguments))
+
+    def _needs_grad(self, arguments: tuple) -> bool:
         if torch.is_grad_enabled():
             for place in self._gradient_places:
                 if arguments[place] is not None and arguments[place].requires_grad:
-                    return self._launching_node(*arguments)
-        return self._public(self._launch(*arguments))
+                    return True
+        return False
 
     def differentiable(self, *arguments: Any) -> Any:
         """The outputs by this op's own autograd node, which keeps nothing but what `saves` names."""
@@ -129,6 +137,10 @@ class Op:
             results = _as_tuple(self._reference(*arguments))
         # Not views, which autograd would not let the caller change in place.
         return tuple([None if result is None else result.detach() for result in results])
+
+    def run_or_trace(self, *arguments: Any) -> tuple:
+        """`run` for code that torch.compile may trace, which takes an empty tensor for None there."""
+        return _as_tuple((self._library_op if torch.compiler.is_compiling() else self.run)(*arguments))
 
     def _launch(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         return _as_tuple(self._forward(*_contiguous(arguments, self._loose)))
@@ -158,8 +170,7 @@ class Op:
 
     def forward_and_save(self, ctx: Any, *arguments: Any) -> Any:
         """The forward of an autograd Function with a name of its own, whose first arguments are this op's tensors."""
-        compiling = torch.compiler.is_compiling()
-        return self.save(ctx, arguments, _as_tuple((self._library_op if compiling else self.run)(*arguments)))
+        return self.save(ctx, arguments, self.run_or_trace(*arguments))
 
     def backward_from_saved(
         self, ctx: Any, *gradients: Tensor, wanted: Sequence[bool] | None = None
@@ -168,12 +179,23 @@ class Op:
         if wanted is None:
             needed = ctx.needs_input_grad
             wanted = [needed[place] for place in self._gradient_places]
-        if torch.compiler.is_compiling():
-            found = _as_tuple(self._library_backward(*gradients, *ctx.saved_tensors, *ctx.settings, wanted))
-            return tuple(gradient if asked else None for gradient, asked in zip(found, wanted, strict=True))
         # Under create_graph=True the gradients themselves must be differentiable.
-        compute = self.second_derivative if torch.is_grad_enabled() else self.run_backward
+        again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        compute = self.second_derivative if again else self.run_or_trace_backward
         return compute(gradients, ctx.saved_tensors, ctx.settings, wanted)
+
+    def run_or_trace_backward(
+        self,
+        gradients: Sequence[Tensor],
+        saved: Sequence[Tensor | None],
+        settings: Sequence[Any],
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """`run_backward` for code that torch.compile may trace."""
+        if not torch.compiler.is_compiling():
+            return self.run_backward(gradients, saved, settings, wanted)
+        found = _as_tuple(self._library_backward(*gradients, *saved, *settings, list(wanted)))
+        return tuple(gradient if asked else None for gradient, asked in zip(found, wanted, strict=True))
 
     def self_check(self, device: torch.device) -> float:
         """Largest error on `device`, forward and backward, as a multiple of its tolerance: above 1 is wrong."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from apex.ops.softmax import SoftmaxSpec, launches
+from apex.ops.softmax import SoftmaxSpec, op
 
 _BF16, _F32, _HALF = torch.bfloat16, torch.float32, torch.float16
 
@@ -28,5 +28,5 @@ def record() -> None:
         if noise_dtype is not None:
             noise = torch.empty(1 if noise_dtype == torch.int64 else shape, dtype=noise_dtype, device="meta")
         spec = SoftmaxSpec(0.125, causal, 0.0 if noise is None else 0.1)
-        output, _ = launches.triton_forward(x, mask, spec, noise)
-        launches.triton_backward(output, x, spec, noise)
+        output, _ = op.launch_forward(x, mask, noise, *spec)
+        op.launch_backward(output, x, noise, *spec, (True,))

@@ -17,9 +17,9 @@ def test_opcheck(route: Route, dropout: float) -> None:
     spec = SoftmaxSpec(0.5, mask is None, dropout)
     with _library.implementation(route.implementation):
         noise = softmax.draw_noise(x, spec)
-        opcheck(route, torch.ops.apex.softmax_forward.default, (x, mask, noise, *spec))
+        opcheck(route, torch.ops.apex.softmax.default, (x, mask, noise, *spec))
         _, probabilities = softmax.softmax_forward(x, mask, spec, noise)
-        arguments = (torch.randn_like(x).detach(), probabilities, noise, *spec)
+        arguments = (torch.randn_like(x).detach(), probabilities, noise, *spec, [True])
         opcheck(route, torch.ops.apex.softmax_backward.default, arguments)
 
 
@@ -87,7 +87,7 @@ def test_compiled_dropout_is_reproducible(route: Route) -> None:
 def test_the_operator_refuses_a_second_derivative(route: Route) -> None:
     x = torch.randn(4, 24, device=route.device, requires_grad=True)
     with _library.implementation(route.implementation):
-        output = torch.ops.apex.softmax_forward(x, None, None, *SoftmaxSpec(0.5))[0]
+        output = torch.ops.apex.softmax(x, None, None, *SoftmaxSpec(0.5))[0]
         (first,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="first derivative only"):
             torch.autograd.grad(first.square().sum(), x)

@@ -91,9 +91,9 @@ def _expected(kind: str, input: Tensor, mask: Tensor | None, gradient: Tensor, d
     spec = SoftmaxSpec(SCALE, kind == "causal_softmax")
     for i in range(input.shape[0]):
         given = None if mask is None or spec.causal else mask[i]
-        expected[i], _ = reference.forward(input[i].detach().double(), given, spec)
+        expected[i], _ = reference.forward(input[i].detach().double(), given, None, *spec)
         if direction != "fwd":
-            expected[i] = reference.backward(gradient[i].double(), expected[i].to(input.dtype).double(), spec)
+            expected[i] = reference.backward(gradient[i].double(), expected[i].to(input.dtype).double(), None, *spec)
     return Expected(expected, input.dtype, 1 if direction == "fwd" else keys)
 
 

@@ -62,7 +62,7 @@ def attend(
     by_batch = logits.view(batch, heads, *logits.shape[1:])
     noise = softmax.draw_noise(by_batch, spec)
     cover = broadcastable(mask, length, keys.shape[0], queries.device)
-    dropped, probabilities = _softmax(by_batch, cover, spec, noise)
+    dropped, probabilities = softmax.softmax_forward(by_batch, cover, spec, noise)
     dropped, probabilities = dropped.view(logits.shape), probabilities.view(logits.shape)
     context = queries.new_empty((length, batch_heads, size))
     _multiply_into(context.transpose(0, 1), dropped, values.transpose(0, 1))
@@ -94,15 +94,6 @@ def attend_backward(
     _multiply_into(d_keys, d_logits.transpose(1, 2), queries.transpose(0, 1), scale)
 
 
-def _softmax(
-    logits: Tensor, cover: Tensor | None, spec: softmax.SoftmaxSpec, noise: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    if not torch.compiler.is_compiling():
-        return softmax.softmax_forward(logits, cover, spec, noise)
-    dropped, probabilities = torch.ops.apex.softmax_forward(logits, cover, noise, *spec)
-    return dropped, dropped if noise is None else probabilities
-
-
 def softmax_backward(gradient: Tensor, probabilities: Tensor, dropout: float, noise: Tensor | None) -> Tensor:
     """The gradient of the logits; `noise` is what was drawn, or bytes from `kept_bytes`."""
     if noise is None or not noise.numel():
@@ -110,8 +101,6 @@ def softmax_backward(gradient: Tensor, probabilities: Tensor, dropout: float, no
     elif noise.dtype != torch.int64:
         noise = noise.reshape(probabilities.shape)
     spec = softmax.SoftmaxSpec(dropout=dropout)
-    if torch.compiler.is_compiling():
-        return torch.ops.apex.softmax_backward(gradient, probabilities, noise, *spec)
     return softmax.softmax_backward(gradient, probabilities, spec, noise)
 
 

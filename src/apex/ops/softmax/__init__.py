@@ -1,9 +1,8 @@
 """Scaled, masked softmax with dropout."""
 
-from . import library_ops  # noqa: F401  registers torch.ops.apex.softmax_*
 from .op import (
     FAMILY,
-    SoftmaxFunction,
+    SOFTMAX,
     backward_from_saved,
     check_arguments,
     draw_noise,
@@ -13,11 +12,11 @@ from .op import (
     softmax_backward,
     softmax_forward,
 )
-from .spec import SoftmaxSpec
+from .reference import SoftmaxSpec
 
 __all__ = [
     "FAMILY",
-    "SoftmaxFunction",
+    "SOFTMAX",
     "SoftmaxSpec",
     "backward_from_saved",
     "check_arguments",

@@ -1,32 +1,32 @@
-"""Scaled, masked softmax with dropout: checks, dispatch and autograd."""
+"""Scaled, masked softmax over the last dimension with dropout.
+
+Input and output are `groups` x `queries` x `keys`. What is dropped is decided by `noise`: a seed of one int64 where
+kernels run, else one bool per element that is kept.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_tensors
-from . import native, reference
-from .launches import triton_backward, triton_forward
-from .self_check import self_check
-from .spec import SoftmaxSpec
+from .._checks import check_gradient, check_tensors
+from .._device import facts
+from .._op import Op
+from . import config, reference
+from .reference import SoftmaxSpec
+
+kernels = _library.LazyModule(f"{__package__}.kernels")
 
 # Positions within a row are 32-bit in the kernels.
 LONGEST_ROW = 2**31 - 2**16
-# Below this many elements the host is the limit, and PyTorch's own operator is quicker where it does the same.
-NATIVE_BELOW = 1 << 22
-
-FAMILY = _library.register_family(
-    _library.OpFamily(
-        "softmax",
-        "scaled, masked softmax with dropout, forward and backward",
-        self_check,
-        small_inputs=f"PyTorch's operator below {NATIVE_BELOW:,} elements where there is no mask",
-    )
-)
+# Values of the kernels' MASK and NOISE.
+NO_MASK, CAUSAL, HIDES, ADDED = range(4)
+NO_NOISE, SEED, KEEP = range(3)
 
 _SUPPORTED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -45,37 +45,31 @@ def masked_softmax(
     gets no gradient. `causal` hides from query i the keys beyond i + keys - queries. A row of which nothing is left is
     zero. The output has the input's dtype; the arithmetic is float32, or float64 for float64.
     """
-    if not isinstance(input, Tensor):
-        check_tensors(input=input)
-    if mask is None and not causal and not dropout and _is_native(input, scale):
-        try:
-            return native.plain(input, scale)
-        except (RuntimeError, IndexError):  # says what is wrong in the same words as for other inputs
-            check_arguments(input, None, SoftmaxSpec(scale))
-            raise
     spec = SoftmaxSpec(scale, causal, dropout)
     check_arguments(input, mask, spec)
-    noise = draw_noise(input, spec) if dropout else None
-    if torch.is_grad_enabled() and input.requires_grad:
-        return _apply_node(input, mask, noise, spec)
-    if torch.compiler.is_compiling():
-        return torch.ops.apex.softmax_forward(input, mask, noise, *spec)[0]
-    return _forward(input, mask, spec, noise)[0]
+    if mask is None and not causal and not dropout and _is_native(input, scale):
+        return torch.softmax(input if scale == 1.0 else input * scale, -1)
+    return SOFTMAX(input, _narrowed(mask, input), draw_noise(input, spec), *spec)
+
+
+def _narrowed(mask: Tensor | None, input: Tensor) -> Tensor | None:
+    """A mask of float64 in float32, beside an input that kernels take."""
+    if mask is None or mask.dtype != torch.float64 or input.dtype == torch.float64:
+        return mask
+    return mask.float()
 
 
 def _is_native(input: Tensor, scale: float) -> bool:
-    """Whether PyTorch's operator, which knows neither scale nor mask, is the quicker way to the same result.
+    """Whether PyTorch's operator, which knows neither scale nor mask, is the quicker way to the same result on a GPU.
 
-    On a CPU it is. On a GPU it is for a small input, whose time is the host's: two operators are quicker than an
-    autograd node of ours (29 and 38 us on an H200's host), but not than a kernel launch without one.
+    It is for a small input, whose time is the host's: two operators are quicker than an autograd node of ours (29 and
+    38 us on an H200's host), but not than a kernel launch without one. Half precision must not round the product.
     """
-    if torch._C._is_any_autocast_enabled() or input.dtype not in _SUPPORTED or not input.dim():
-        return False  # autocast would make the result float32; the others are refused later
-    if input.device.type == "cpu":
-        return not _library.runs_triton(FAMILY, input)
-    if input.numel() >= NATIVE_BELOW or _library.requested() == "triton":
-        return False
-    return scale == 1.0 or (input.requires_grad and torch.is_grad_enabled() and native.is_exact(input.dtype, scale))
+    if torch._C._is_any_autocast_enabled() or not input.is_cuda or _library.requested() != "auto":
+        return False  # autocast would make the result float32
+    exact = input.dtype.itemsize > 2 or (abs(scale) <= 1.0 and abs(math.frexp(scale)[0]) == 0.5)
+    differentiable = input.requires_grad and torch.is_grad_enabled()
+    return input.numel() < config.NATIVE_BELOW and (scale == 1.0 or (differentiable and exact))
 
 
 def check_arguments(input: Tensor, mask: Tensor | None, spec: SoftmaxSpec) -> None:
@@ -134,42 +128,16 @@ def softmax_forward(
     """
     check_arguments(input, mask, spec)
     _check_noise(input, spec, noise)
-    with torch.no_grad():
-        return _forward(input, mask, spec, noise)
-
-
-def _forward(input: Tensor, mask: Tensor | None, spec: SoftmaxSpec, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    if not input.numel():
-        empty = torch.empty_like(input)
-        return empty, empty if noise is None else torch.empty_like(input)
-    if _library.runs_triton(FAMILY, input):
-        return triton_forward(input, mask, spec, noise)
-    if type(input) is Tensor and input.device.type == "cpu":
-        return native.forward(input, mask, spec, noise)
-    return reference.forward(input, mask, spec, noise)
+    output, probabilities = SOFTMAX.run_or_trace(input, _narrowed(mask, input), noise, *spec)
+    return output, output if noise is None else probabilities
 
 
 def softmax_backward(dy: Tensor, probabilities: Tensor, spec: SoftmaxSpec, noise: Tensor | None = None) -> Tensor:
     """The gradient of the input, without autograd, from the probabilities and the noise of the forward pass."""
-    if dy.shape != probabilities.shape or dy.device != probabilities.device:
-        raise ValueError(
-            f"dy has shape {list(dy.shape)} on {dy.device}, the probabilities {list(probabilities.shape)} on "
-            f"{probabilities.device}"
-        )
+    check_gradient(dy, probabilities.shape, probabilities.device)
     check_arguments(probabilities, None, spec)
     _check_noise(probabilities, spec, noise)
-    with torch.no_grad():
-        return _backward(dy, probabilities, spec, noise)
-
-
-def _backward(dy: Tensor, probabilities: Tensor, spec: SoftmaxSpec, noise: Tensor | None) -> Tensor:
-    if not dy.numel():
-        return torch.empty_like(probabilities)
-    if _library.runs_triton(FAMILY, probabilities):
-        return triton_backward(dy, probabilities, spec, noise)
-    if type(probabilities) is Tensor and type(dy) is Tensor and dy.device.type == "cpu":
-        return native.backward(dy, probabilities, spec, noise)
-    return reference.backward(dy, probabilities, spec, noise)
+    return SOFTMAX.run_or_trace_backward((dy,), (probabilities, noise), spec, (True,))[0]
 
 
 def _check_noise(input: Tensor, spec: SoftmaxSpec, noise: Tensor | None) -> None:
@@ -199,40 +167,149 @@ def keep_mask(noise: Tensor, probabilities: Tensor, spec: SoftmaxSpec) -> Tensor
 
 def forward_and_save(ctx: Any, input: Tensor, mask: Tensor | None, noise: Tensor | None, spec: SoftmaxSpec) -> Tensor:
     """The forward of every softmax's autograd Function, for arguments that were checked."""
-    if torch.compiler.is_compiling():
-        output, probabilities = torch.ops.apex.softmax_forward(input, mask, noise, *spec)
-        probabilities = output if noise is None else probabilities
-    else:
-        output, probabilities = _forward(input, mask, spec, noise)
-    ctx.save_for_backward(probabilities, noise)
-    ctx.spec = spec
-    return output
+    return SOFTMAX.forward_and_save(ctx, input, mask, noise, *spec)
 
 
 def backward_from_saved(ctx: Any, dy: Tensor) -> Tensor:
     """The backward of every softmax's autograd Function: the gradient of the input."""
-    probabilities, noise = ctx.saved_tensors
-    spec = ctx.spec
-    if torch.compiler.is_compiling():
-        return torch.ops.apex.softmax_backward(dy, probabilities, noise, *spec)
-    if torch.is_grad_enabled():  # create_graph=True: the gradient itself must be differentiable
-        if noise is not None:
-            raise RuntimeError(
-                "softmax with dropout has a first derivative only; use dropout=0 and torch.nn.functional.dropout where "
-                "create_graph=True is needed"
-            )
-        return reference.backward(dy, probabilities, spec)
-    return _backward(dy, probabilities, spec, noise)
+    return SOFTMAX.backward_from_saved(ctx, dy, wanted=(True,))[0]  # type: ignore[return-value]
 
 
-class SoftmaxFunction(torch.autograd.Function):
-    """The autograd node behind `masked_softmax`; its arguments were checked."""
+def launch_forward(
+    input: Tensor, mask: Tensor | None, noise: Tensor | None, scale: float, causal: bool, dropout: float
+) -> tuple[Tensor, Tensor | None]:
+    shape = input.shape
+    heads, mask_strides = 1, [0, 0, 0]
+    if causal:
+        mask_kind, queries = CAUSAL, shape[-2]
+    elif mask is None:
+        mask_kind, queries = NO_MASK, math.prod(shape[:-1])
+    else:
+        mask = _with_plain_rows(mask, shape)
+        mask_kind = ADDED if mask.is_floating_point() else HIDES
+        queries = shape[-2] if len(shape) > 1 else 1
+        heads = shape[-3] if len(shape) > 2 else 1
+        for place, (size, stride) in enumerate(zip(mask.shape[-2::-1], mask.stride()[-2::-1], strict=True)):
+            mask_strides[2 - place] = 0 if size == 1 else stride
+    output = torch.empty_like(input)
+    probabilities = None if noise is None else torch.empty_like(input)
+    tensors = (input, mask, noise, output, probabilities)
+    sizes = (heads, *mask_strides)
+    _launch("softmax_forward", tensors, shape, queries, sizes, mask_kind, noise, SoftmaxSpec(scale, causal, dropout))
+    return output, probabilities
 
-    forward = staticmethod(forward_and_save)
 
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]
-        return backward_from_saved(ctx, dy), None, None, None
+def launch_backward(
+    dy: Tensor,
+    probabilities: Tensor,
+    noise: Tensor | None,
+    scale: float,
+    causal: bool,
+    dropout: float,
+    wanted: Sequence[bool],
+) -> Tensor:
+    shape = dy.shape
+    queries = shape[-2] if causal else math.prod(shape[:-1])
+    dx = torch.empty_like(probabilities)
+    tensors = (dy, probabilities, noise, dx)
+    mask_kind = CAUSAL if causal else NO_MASK
+    _launch("softmax_backward", tensors, shape, queries, (), mask_kind, noise, SoftmaxSpec(scale, causal, dropout))
+    return dx
 
 
-_apply_node = _library.quick_apply(SoftmaxFunction)
+def _launch(
+    name: str,
+    tensors: tuple[Tensor | None, ...],
+    shape: Sequence[int],
+    queries: int,
+    sizes: tuple[int, ...],
+    mask_kind: int,
+    noise: Tensor | None,
+    spec: SoftmaxSpec,
+) -> None:
+    keys = shape[-1]
+    device = facts(tensors[0].device)  # type: ignore[union-attr]
+    chosen = config.rows_config(queries, keys, spec.causal, name == "softmax_backward", device)
+    blocks = -(-queries // chosen.rows)
+    align = math.gcd(keys, 16)
+    noise_kind = NO_NOISE if noise is None else SEED if noise.dtype == torch.int64 else KEEP
+    getattr(kernels, name)(
+        (math.prod(shape[:-1]) // queries * blocks,),
+        tensors,
+        (queries, keys // align, blocks, *sizes),
+        (float(spec.scale), float(spec.dropout), spec.kept_scale),
+        MASK=mask_kind,
+        NOISE=noise_kind,
+        HELD=chosen.held,
+        ROWS=chosen.rows,
+        BLOCK=chosen.block,
+        FULL=queries % chosen.rows == 0 and (keys == chosen.block if chosen.held else keys % chosen.block == 0),
+        ALIGN=align,
+        num_warps=chosen.num_warps,
+    )
+
+
+def _with_plain_rows(mask: Tensor, shape: torch.Size) -> Tensor:
+    """A mask of at most four dimensions, whose rows have as many elements as there are keys, one after the other."""
+    keys = shape[-1]
+    if mask.dim() > 3 and len(shape) > 4:
+        mask = mask.expand(shape).reshape(-1, *shape[-3:])
+    if mask.dim() == 0 or mask.shape[-1] != keys:
+        mask = mask.expand(*mask.shape[:-1], keys)
+    if mask.stride(-1) != 1 and keys != 1:
+        mask = mask.contiguous()
+    return mask
+
+
+def _save(arguments: tuple, results: tuple) -> tuple:
+    noise = arguments[2]
+    return results[0] if noise is None else results[1], noise
+
+
+def _no_second_derivative(scale: float, causal: bool, dropout: float) -> str | None:
+    if not dropout:
+        return None
+    return (
+        "softmax with dropout has a first derivative only; use dropout=0 and torch.nn.functional.dropout where "
+        "create_graph=True is needed"
+    )
+
+
+FAMILY = _library.register_family(
+    _library.OpFamily(
+        "softmax",
+        "scaled, masked softmax with dropout, forward and backward",
+        small_inputs=f"PyTorch's operator below {config.NATIVE_BELOW:,} elements where there is no mask",
+    )
+)
+
+
+def _hides(generator: torch.Generator) -> Tensor:
+    mask = torch.rand(2, 1, 16, 1000, generator=generator, dtype=torch.float32, device="cpu") < 0.3
+    mask[0, 0, 7] = True  # nothing is left of this row
+    return mask
+
+
+SOFTMAX = Op(
+    FAMILY,
+    "softmax(Tensor input, Tensor? mask, Tensor? noise, float scale, bool causal, float dropout) "
+    "-> (Tensor output, Tensor probabilities)",
+    reference=reference.forward,
+    forward=launch_forward,
+    backward=launch_backward,
+    fake=lambda input, mask, noise, *settings: (
+        input.new_empty(input.shape),
+        None if noise is None else input.new_empty(input.shape),
+    ),
+    saves=("probabilities", "noise"),
+    save=_save,
+    gradients=("input",),
+    strided=("mask",),
+    reference_backward=reference.backward,
+    backward_fake=lambda dy, probabilities, *rest: probabilities.new_empty(probabilities.shape),
+    once=_no_second_derivative,
+    checks=[
+        {"input": (2, 2, 16, 1000), "mask": mask, "noise": None, "scale": 0.5, "causal": causal, "dropout": 0.0}
+        for mask, causal in ((None, False), (None, True), (_hides, False), ((1, 2, 16, 1000), False))
+    ],
+)

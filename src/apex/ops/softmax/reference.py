@@ -10,11 +10,27 @@ A mask of bool or uint8 hides what it marks; a floating-point mask is added to t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .spec import SoftmaxSpec
+
+class SoftmaxSpec(NamedTuple):
+    """softmax(`scale` * input) over the last dimension, then dropout with probability `dropout`.
+
+    `causal`: query i sees key j where j <= i + keys - queries, so that the last query sees every key.
+    """
+
+    scale: float = 1.0
+    causal: bool = False
+    dropout: float = 0.0
+
+    @property
+    def kept_scale(self) -> float:
+        """What dropout multiplies the kept elements by."""
+        return 1.0 / (1.0 - self.dropout) if self.dropout < 1.0 else 0.0
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -27,33 +43,43 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries + 1)
 
 
-def forward(input: Tensor, mask: Tensor | None, spec: SoftmaxSpec, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Output and probabilities before dropout, the same tensor where nothing is dropped; `keep` marks what stays."""
-    logits = input.to(compute_dtype(input)) * spec.scale
-    if spec.causal:
+def forward(
+    input: Tensor, mask: Tensor | None, keep: Tensor | None, scale: float, causal: bool, dropout: float
+) -> tuple[Tensor, Tensor | None]:
+    """Output and, where `keep` marks what stays of them, the probabilities before dropout."""
+    logits = input.to(compute_dtype(input)) * scale
+    if causal:
         mask = causal_mask(input.shape[-2], input.shape[-1], input.device)
     if mask is not None:
         if mask.is_floating_point():
             logits = logits + mask
         else:
             logits = logits.masked_fill(mask.bool(), -math.inf)
-    probabilities = torch.softmax(logits, -1)
     if mask is not None and input.shape[-1]:
         nothing_left = logits.amax(-1, keepdim=True) == -math.inf
-        probabilities = probabilities.masked_fill(nothing_left, 0.0)
-    output = probabilities
-    if keep is not None:
-        output = (output * keep.bool() * spec.kept_scale).to(input.dtype)
-        return output, probabilities.to(input.dtype)
-    output = output.to(input.dtype)
-    return output, output
+        # Twice, so that derivatives are zero too.
+        probabilities = torch.softmax(logits.masked_fill(nothing_left, 0.0), -1).masked_fill(nothing_left, 0.0)
+    else:
+        probabilities = torch.softmax(logits, -1)
+    if keep is None:
+        return probabilities.to(input.dtype), None
+    kept = probabilities * keep.bool() * SoftmaxSpec(dropout=dropout).kept_scale
+    return kept.to(input.dtype), probabilities.to(input.dtype)
 
 
-def backward(dy: Tensor, probabilities: Tensor, spec: SoftmaxSpec, keep: Tensor | None = None) -> Tensor:
+def backward(
+    dy: Tensor,
+    probabilities: Tensor,
+    keep: Tensor | None,
+    scale: float,
+    causal: bool,
+    dropout: float,
+    wanted: Sequence[bool] = (True,),
+) -> Tensor:
     """The gradient of the input, in the dtype of the probabilities."""
     compute = compute_dtype(probabilities)
     gradient, weights = dy.to(compute), probabilities.to(compute)
     if keep is not None:
-        gradient = gradient * keep.bool() * spec.kept_scale
+        gradient = gradient * keep.bool() * SoftmaxSpec(dropout=dropout).kept_scale
     inner = (gradient * weights).sum(-1, keepdim=True)
-    return (weights * (gradient - inner) * spec.scale).to(probabilities.dtype)
+    return (weights * (gradient - inner) * scale).to(probabilities.dtype)
