@@ -1,8 +1,9 @@
 """The cast under autocast that upstream's functions, and some clients, do by hand."""
 
+import pytest
 import torch
 
-from apex._autocast_utils import _cast_if_autocast_enabled
+from apex._autocast_utils import _cast_if_autocast_enabled, _get_autocast_dtypes
 from apex.contrib.multihead_attn import SelfMultiheadAttn
 from apex.contrib.xentropy import linear_cross_entropy
 from apex.normalization import FusedLayerNorm
@@ -35,3 +36,12 @@ def test_meta_tensors_are_taken_whether_or_not_autocast_is_on_elsewhere() -> Non
             assert attention(states, states, states)[0].shape == (3, 1, 8)
             assert norm(input).shape == (3, 8)
             assert recurrent(states)[0].shape == (3, 1, 4)
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_the_dtypes_that_autocast_can_use(monkeypatch: pytest.MonkeyPatch, supported: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _get_autocast_dtypes() == [torch.float16, torch.bfloat16]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: supported)
+    assert _get_autocast_dtypes() == [torch.float16, torch.bfloat16][: 1 + supported]

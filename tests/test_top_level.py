@@ -29,6 +29,31 @@ def test_cudnn_version(monkeypatch: pytest.MonkeyPatch, version: int | None, eno
             assert not apex.check_cudnn_version_and_warn("--some-option", 8600)
 
 
+def test_deprecations_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert issubclass(apex.DeprecatedFeatureWarning, FutureWarning)
+    with pytest.warns(apex.DeprecatedFeatureWarning, match="old") as caught:
+        apex.deprecated_warning("old")
+    assert caught[0].filename == __file__
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apex.deprecated_warning("old")
+
+
+def test_names_at_the_paths_where_clients_find_them() -> None:
+    from apex.fp16_utils import FP16_Optimizer
+    from apex.fused_dense import DenseNoBiasFunc, FusedDenseFunc, FusedDenseGeluDenseFunc
+    from apex.mlp import MlpFunction
+    from apex.transformer.functional import fused_rope
+
+    functions = (MlpFunction, FusedDenseFunc, FusedDenseGeluDenseFunc, DenseNoBiasFunc)
+    assert all(issubclass(function, torch.autograd.Function) for function in functions)
+    assert apex.optimizers.FP16_Optimizer is FP16_Optimizer
+    assert apex.parallel.ReduceOp is torch.distributed.ReduceOp
+    assert fused_rope.AITER_ROPE_BACKEND is False
+
+
 def test_log_records_say_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     formatter = apex.RankInfoFormatter("[%(rank_info)s] %(message)s")
     record = logging.LogRecord("apex", logging.INFO, "file.py", 1, "text", None, None)

@@ -5,6 +5,8 @@ Subpackages are imported at first use, so that `import apex` is quick and starts
 
 from __future__ import annotations
 
+import warnings
+
 from ._lazy import lazy_subpackages
 from ._logging import RankInfoFormatter
 from ._version import __version__
@@ -15,6 +17,7 @@ _SUBPACKAGES = frozenset(
         "amp",
         "checkpoint",
         "contrib",
+        "distributed_testing",
         "fp16_utils",
         "fused_bias_swiglu",
         "fused_dense",
@@ -24,17 +27,32 @@ _SUBPACKAGES = frozenset(
         "ops",
         "optimizers",
         "parallel",
+        "testing",
         "transformer",
     }
 )
 
 __all__ = [
+    "DeprecatedFeatureWarning",
     "RankInfoFormatter",
     "__version__",
     "check_cudnn_version_and_warn",
     "check_if_rocm_pytorch",
+    "deprecated_warning",
     *sorted(_SUBPACKAGES),
 ]
+
+
+class DeprecatedFeatureWarning(FutureWarning):
+    """The kind of warning that `deprecated_warning` gives."""
+
+
+def deprecated_warning(msg: str) -> None:
+    """Warns of a deprecated feature; in a process group rank 0 alone does."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        warnings.warn(msg, DeprecatedFeatureWarning, stacklevel=2)
 
 
 def check_if_rocm_pytorch() -> bool:
@@ -46,8 +64,6 @@ def check_if_rocm_pytorch() -> bool:
 
 def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int) -> bool:
     """Whether PyTorch's cuDNN is at least `required_cudnn_version`; warns and returns False where it is not."""
-    import warnings
-
     import torch
 
     version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None

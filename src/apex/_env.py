@@ -21,6 +21,11 @@ def triton_interpreter_requested() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").strip().lower() in ("1", "true", "yes", "on", "y")
 
 
+def is_one(name: str) -> bool:
+    """Whether the variable `name` is set to 1."""
+    return os.environ.get(name) == "1"
+
+
 def no_color() -> bool:
     """Whether `NO_COLOR` asks for plain output."""
     return bool(os.environ.get("NO_COLOR"))

@@ -1,6 +1,6 @@
 """Mixed precision: `initialize`, `scale_loss`, and the functions around them."""
 
-from . import _casting
+from . import _casting, compat, lists, rnn_compat, utils, wrap
 from ._amp_state import _amp_state, master_params
 from ._initialize import release_all
 from .amp import (
@@ -34,11 +34,13 @@ def shutdown() -> None:
 
 __all__ = [
     "bfloat16_function",
+    "compat",
     "disable_casts",
     "float_function",
     "half_function",
     "init",
     "initialize",
+    "lists",
     "load_state_dict",
     "master_params",
     "promote_function",
@@ -46,7 +48,10 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "rnn_compat",
     "scale_loss",
     "shutdown",
     "state_dict",
+    "utils",
+    "wrap",
 ]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import _casting
+from . import _casting, lists
 from ._amp_state import _amp_state
 from ._checks import check_flags, check_type
 from ._nested import applier, to_type
@@ -97,9 +97,13 @@ def promote_function(fn: F) -> F:
     return _wrapped(fn, _CHOICES["promote"])  # type: ignore[return-value]
 
 
-def _register(module: Any, name: str, cast: str) -> None:
+def _check_name(module: Any, name: str) -> None:
     if not hasattr(module, name):
         raise ValueError(f"no function named {name} in module {module}")
+
+
+def _register(module: Any, name: str, cast: str) -> None:
+    _check_name(module, name)
     _registered.append((module, name, cast))
 
 
@@ -123,11 +127,12 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, "promote")
 
 
-def apply_registrations() -> None:
-    """Replaces the functions that users registered, all or none; shutdown puts the originals back."""
+def apply_registrations(dtype: torch.dtype) -> None:
+    """Replaces the functions that users registered or moved to another list, all or none; shutdown puts the originals back."""
     undo: list[Callable[[], None]] = []
     try:
-        for module, name, cast in _registered:
+        for module, name, cast in [*_registered, *lists.changes(dtype)]:
+            _check_name(module, name)
             original = getattr(module, name)
             setattr(module, name, _wrapped(original, _CHOICES[cast]))
             undo.append(functools.partial(setattr, module, name, original))
@@ -157,7 +162,7 @@ def init(
     if not enabled:
         return NoOpHandle()
     handle = AmpHandle(loss_scale, enable_caching, verbose)
-    apply_registrations()
+    apply_registrations(patch_type)
     _casting.switch_on(patch_type, allow_banned=allow_banned)
     _amp_state.handle = handle
     return handle

@@ -1,5 +1,5 @@
 """The multi-layer perceptron in one autograd node."""
 
-from .mlp import MLP, mlp_function
+from .mlp import MLP, MlpFunction, mlp_function
 
-__all__ = ["MLP", "mlp_function"]
+__all__ = ["MLP", "MlpFunction", "mlp_function"]

@@ -1,5 +1,6 @@
 """Fused optimizers: each step is one pass over all parameters, or as few as the algorithm allows."""
 
+from ..fp16_utils import FP16_Optimizer
 from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
@@ -19,6 +20,7 @@ from .npu_fused_rmsprop_tf import NpuFusedRMSpropTF
 from .npu_fused_sgd import NpuFusedSGD
 
 __all__ = [
+    "FP16_Optimizer",
     "FusedAdagrad",
     "FusedAdam",
     "FusedLAMB",

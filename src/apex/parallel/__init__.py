@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.distributed import ReduceOp
+
 from .distributed import DistributedDataParallel, Reducer
 from .LARC import LARC
 from .optimized_sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
@@ -10,6 +12,7 @@ from .replicas import ReplicaCheck, check_replicas
 __all__ = [
     "LARC",
     "DistributedDataParallel",
+    "ReduceOp",
     "Reducer",
     "ReplicaCheck",
     "SyncBatchNorm",

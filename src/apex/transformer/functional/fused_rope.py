@@ -13,6 +13,9 @@ from torch import Tensor
 from ...ops._checks import check_tensors
 from ...ops.rope import RopeSpec, backward_from_saved, forward_and_save, rotate
 
+# ROCm's variant says here whether it calls the AITER library; there is one implementation here, and it does not.
+AITER_ROPE_BACKEND = False
+
 # Cheaper than to make one for every call.
 _SEQUENCES = {
     (tensor_format, transposed): RopeSpec(tensor_format, transposed)

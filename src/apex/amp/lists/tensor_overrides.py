@@ -1,0 +1,43 @@
+"""Methods of `torch.Tensor` by the type in which they run under O1, and BFLOAT16_FUNCS under O4.
+
+A method in place keeps the type of its tensor and is on no list.
+"""
+
+import torch
+
+from . import torch_overrides
+
+MODULE = torch.Tensor
+
+
+def _methods(names: list[str], *operators: str) -> list[str]:
+    return [name for name in names if hasattr(MODULE, name)] + list(operators)
+
+
+FP16_FUNCS = _methods(torch_overrides.FP16_FUNCS, "__matmul__")
+
+BFLOAT16_FUNCS = list(FP16_FUNCS)
+
+FP32_FUNCS = _methods(torch_overrides.FP32_FUNCS, "__pow__", "__rpow__")
+
+# The widest type among the arguments.
+CASTS = _methods(
+    torch_overrides.CASTS,
+    "__add__",
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "__mul__",
+    "__rmul__",
+    "__truediv__",
+    "__rtruediv__",
+    "__eq__",
+    "__ge__",
+    "__gt__",
+    "__le__",
+    "__lt__",
+    "__ne__",
+)
+
+# No method takes a sequence of tensors.
+SEQUENCE_CASTS: list[str] = []

@@ -1,0 +1,134 @@
+"""Tests in several processes: each test of a class runs in every process of a group that is there when it starts.
+
+They stand on PyTorch's own base class, which needs the package `expecttest`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+__all__ = ["DistributedTestBase", "GlooDistributedTestBase", "NcclDistributedTestBase", "UccDistributedTestBase"]
+
+
+def has_ucc() -> bool:
+    """Whether PyTorch has UCC, with a driver that it works with."""
+    if not (dist.is_available() and dist.is_ucc_available() and torch.cuda.is_available()):
+        return False
+    return _driver_version() >= (470, 42, 1)
+
+
+def _driver_version() -> tuple[int, ...]:
+    import subprocess
+
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ()
+    return tuple(int(part) for part in text.split()[0].split("."))
+
+
+class DistributedTestBase(MultiProcessTestCase):
+    """Starts `world_size` processes for a test, and in each of them a process group and, with GPUs, one GPU.
+
+    A subclass may set `DISTRIBUTED_BACKEND`, override `world_size`, and prepare files or the environment for all
+    processes in `_setup_pre_spawn`. Without a GPU the backend is gloo, with two processes.
+    """
+
+    DISTRIBUTED_BACKEND: str | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._setup_pre_spawn()
+        self._spawn_processes()
+
+    def _setup_pre_spawn(self) -> None:
+        """Called before processes start."""
+
+    def tearDown(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        super().tearDown()
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are: one per GPU, four at most, or two without GPUs."""
+        return min(torch.cuda.device_count(), 4) or 2
+
+    @property
+    def init_method(self) -> str:
+        """Where the processes meet: a file."""
+        return f"file://{self.file_name}"
+
+    @property
+    def destroy_pg_upon_exit(self) -> bool:
+        """False: the group is destroyed here, and PyTorch's base class need not try again."""
+        return False
+
+    @classmethod
+    def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
+        """What each of the processes does."""
+        self = cls(test_name)
+        self.rank = rank
+        self.file_name = file_name
+        gpus = torch.cuda.device_count()
+        dist.init_process_group(
+            init_method=self.init_method,
+            backend=cls.DISTRIBUTED_BACKEND if gpus else dist.Backend.GLOO,
+            world_size=self.world_size,
+            rank=rank,
+        )
+        if gpus:
+            torch.cuda.set_device(rank % gpus)
+        dist.barrier()
+        self.run_test(test_name, pipe)
+        dist.barrier()
+        dist.destroy_process_group()
+        sys.exit(0)
+
+
+class GlooDistributedTestBase(DistributedTestBase):
+    """Tests with gloo."""
+
+    DISTRIBUTED_BACKEND = "gloo"
+
+
+class NcclDistributedTestBase(DistributedTestBase):
+    """Tests with NCCL; with gloo where there is no GPU."""
+
+    DISTRIBUTED_BACKEND = "nccl"
+
+
+class UccDistributedTestBase(DistributedTestBase):
+    """Tests with UCC; skipped where PyTorch lacks it or the driver is older than 470.42.01."""
+
+    DISTRIBUTED_BACKEND = "ucc"
+
+    def setUp(self) -> None:
+        if not has_ucc():
+            self.skipTest("needs a PyTorch with UCC and a GPU driver of version 470.42.01 or newer")
+        super().setUp()
+
+    def _setup_pre_spawn(self) -> None:
+        self._environment = mock.patch.dict(
+            "os.environ", {"MASTER_ADDR": "localhost", "MASTER_PORT": "12375", "UCX_TLS": "tcp,cuda"}
+        )
+        self._environment.start()
+
+    def tearDown(self) -> None:
+        super().tearDown()
+        self._environment.stop()
+
+    @property
+    def init_method(self) -> str:
+        """Where the processes meet: the address in the environment."""
+        return "env://"
