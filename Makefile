@@ -9,7 +9,7 @@ INPUTS := pyproject.toml constraints.txt src/apex/_version.py
 # seconds, and its compiler for 4 more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-versions lint types format clean
+.PHONY: demo test test-versions clients lint types format clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/apex demo
@@ -35,6 +35,10 @@ types: $(VENV)/.test-ready
 format: $(VENV)/.test-ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Published packages that use apex, each in an environment of its own; the outcome goes to docs/clients.md. Takes minutes.
+clients: $(BIN)/python
+	$(BIN)/python tests/clients/run.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
