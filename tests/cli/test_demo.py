@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 
 from apex import amp
 from apex._cli.app import app
+from apex._cli.demo import training
 from apex._cli.demo.data import Language, Pictures
 from apex._cli.demo.memory import LiveTensors
+from apex._cli.demo.plot import draw
 from apex._cli.demo.report import Comparison, ModelFacts, print_comparison, print_json
 from apex._cli.demo.training import LEVELS, Run
 from apex.ops import _library
@@ -62,6 +64,35 @@ def test_the_runs_learn_and_agree(model: str, tmp_path: Path) -> None:
     assert half["peak_memory_bytes"] < plain["peak_memory_bytes"]
     assert set(plain["loss_scales"]) == {1.0}
     assert half["loss_scales"][0] == 2.0**16
+
+
+def test_every_level_has_one_thread_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    step = training._Session.step
+    monkeypatch.setattr(training._Session, "step", lambda *args: (seen.append(torch.get_num_threads()), step(*args))[1])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        result = CliRunner().invoke(app, [*QUICK, "--steps", "2", "--levels", "O0,O4"])
+        assert result.exit_code == 0, result.output
+        assert set(seen) == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert "cpu, one thread" in result.stdout
+
+
+def test_the_picture_shows_how_far_losses_are_from_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure_module = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure_module.Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
+    assert draw(make_comparison(O0=[1.0, 0.5], O2=[1.5, 0.25]), tmp_path / "a.png") is None
+    assert draw(make_comparison(O2=[1.5, 0.25]), tmp_path / "b.png") is None
+    panels = [next(axes for axes in figure.axes if axes.get_ylabel() == "loss minus float32") for figure in drawn]
+    distances = [line.get_ydata() for line in panels[0].get_lines() if len(line.get_xdata()) == 2]
+    assert [0.5, -0.25] in [list(values) for values in distances]
+    assert not panels[1].get_lines()
+    assert "no run in float32" in panels[1].texts[0].get_text()
 
 
 def test_no_trace_of_amp_is_left() -> None:

@@ -1,4 +1,4 @@
-"""The outcome of `apex demo` as a picture: for every model the loss curves, and the loss scale over the steps."""
+"""The outcome of `apex demo` as a picture: for every model the losses, their distance from float32, and the scales."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ def draw(comparison: Comparison, path: Path) -> str | None:
         reason = "matplotlib is not installed" if missing else f"matplotlib does not import: {error}"
         return f"{reason}; get it with `pip install matplotlib`"
     columns = len(comparison.models)
-    figure = Figure(figsize=(6.4 * columns, 7.2), layout="constrained")
-    axes = figure.subplots(2, columns, squeeze=False, sharex="col", height_ratios=(2, 1))
+    figure = Figure(figsize=(6.4 * columns, 9.6), layout="constrained")
+    axes = figure.subplots(3, columns, squeeze=False, sharex="col", height_ratios=(2, 1, 1))
     for column, model in enumerate(comparison.models):
         _draw_losses(axes[0, column], comparison, model)
-        _draw_scales(axes[1, column], comparison, model)
+        _draw_distances(axes[1, column], comparison, model)
+        _draw_scales(axes[2, column], comparison, model)
     figure.suptitle(f"The same models at every opt level, on {comparison.device}")
     figure.savefig(path, dpi=130)
     return None
 
 
-def _style(level: str) -> dict[str, Any]:
+def _style(level: str, width: float = 1.0) -> dict[str, Any]:
     # Each line is narrower than those below it, so that all stay visible where they are equal.
     index = LEVELS.index(level)
     style = "--" if level in _BFLOAT16 else "-"
-    return {"color": _COLOURS[level], "linewidth": _WIDTHS[index], "linestyle": style, "zorder": 2 + index}
+    return {"color": _COLOURS[level], "linewidth": width * _WIDTHS[index], "linestyle": style, "zorder": 2 + index}
 
 
 def _draw_losses(axes: Any, comparison: Comparison, model: str) -> None:
@@ -53,6 +54,21 @@ def _draw_losses(axes: Any, comparison: Comparison, model: str) -> None:
     axes.set_ylabel("loss, nats")
     axes.grid(alpha=0.3)
     axes.legend(title="level, final loss", fontsize="small")
+
+
+def _draw_distances(axes: Any, comparison: Comparison, model: str) -> None:
+    """The loss of every step minus that of float32 on the same batch."""
+    axes.set_ylabel("loss minus float32")
+    axes.grid(alpha=0.3)
+    baseline = comparison.baseline(model)
+    if baseline is None:
+        axes.text(0.5, 0.5, "no run in float32 (O0)", ha="center", va="center", transform=axes.transAxes, color="grey")
+        return
+    axes.axhline(0, color="grey", linestyle=":")
+    for run in comparison.runs_of(model):
+        if run is not baseline:
+            distances = [loss - exact for loss, exact in zip(run.losses, baseline.losses, strict=True)]
+            axes.plot(range(1, len(distances) + 1), distances, **_style(run.level, 0.6))
 
 
 def _draw_scales(axes: Any, comparison: Comparison, model: str) -> None:

@@ -54,19 +54,20 @@ class Comparison:
 
     def distance(self, run: Run) -> float | None:
         """How far the final loss is above float32's, in nats; None where there was no run in float32."""
-        baseline = self._baseline(run.model)
+        baseline = self.baseline(run.model)
         return None if baseline is None else run.final_loss - baseline.final_loss
 
     def quickest(self, model: str) -> Run | None:
         """The quickest run whose final loss is as good as float32's; None where there was no run in float32."""
-        baseline = self._baseline(model)
+        baseline = self.baseline(model)
         if baseline is None:
             return None
         limit = baseline.final_loss + _CLOSE * abs(baseline.final_loss)
         good = [run for run in self.runs_of(model) if run.finite and run.final_loss <= limit]
         return min(good, key=lambda run: run.seconds_per_step, default=None)
 
-    def _baseline(self, model: str) -> Run | None:
+    def baseline(self, model: str) -> Run | None:
+        """The run in float32, if there was one."""
         return next((run for run in self.runs_of(model) if run.level == BASELINE), None)
 
     @property
@@ -80,7 +81,7 @@ def print_comparison(comparison: Comparison) -> None:
     console = make_console()
     summary = make_table(console, None, "what", "value")
     summary.show_header = False
-    summary.add_row("device", comparison.device)
+    summary.add_row("device", f"{comparison.device}, one thread" if comparison.device == "cpu" else comparison.device)
     summary.add_row("kernels", comparison.implementation)
     for name, facts in comparison.models.items():
         summary.add_row(name, f"{comparison.runs_of(name)[0].parameters:,} parameters, {facts.describe}")

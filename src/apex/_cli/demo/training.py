@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean, median
@@ -91,7 +92,11 @@ def _learning_rate_factor(steps: int, step: int) -> float:
 
 
 def train(task: Task, level: str, on_step: Callable[[float], None] = lambda loss: None) -> Run:
-    """Trains a new model at an opt level and calls `on_step` with every loss. Ends any session of amp before it."""
+    """Trains a new model at an opt level and calls `on_step` with every loss. Ends any session of amp before it.
+
+    On a CPU it has one thread: so small a model gains nothing from more, and their waiting for each other would be most
+    of what differs between two runs.
+    """
     device = task.batches[0][0].device
     run = Run(task.name, level)
     rehearsal = partial(_rehearse, task, level)
@@ -99,9 +104,20 @@ def train(task: Task, level: str, on_step: Callable[[float], None] = lambda loss
         rehearsal()
         run.peak_memory = peak_memory(partial(_train, task, run, on_step), device)
     else:  # counting takes time, so it happens apart
-        run.peak_memory = peak_memory(rehearsal, device)
-        _train(task, run, on_step)
+        with _one_thread():
+            run.peak_memory = peak_memory(rehearsal, device)
+            _train(task, run, on_step)
     return run
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _rehearse(task: Task, level: str) -> None:
