@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from apex import amp
+from tests.warm import run_python
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = sorted(page.name for page in DOCS.glob("*.md"))
@@ -76,6 +78,14 @@ def test_snippet(page: str, index: int, names: dict[str, Any], request: pytest.F
     exec(compile(code, f"{page}[{index}]", "exec"), names)
     if "optimizer.step()" in code and "encoder" not in code:
         assert not any(map(torch.equal, before, names["model"].parameters()))
+
+
+def test_the_first_script_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
+    script = re.findall(r"```python\n(.*?)```", (DOCS.parent / "README.md").read_text(), re.DOTALL)[0]
+    (tmp_path / "script.py").write_text(script)
+    process = run_python("script.py", cwd=tmp_path, environment=os.environ)
+    assert process.returncode == 0, process.stderr
+    assert 0 < float(process.stdout.splitlines()[-1].removeprefix("loss ")) < 1  # a model of zeros has 8
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -75,7 +75,7 @@ class DistributedTestBase(MultiProcessTestCase):
         return False
 
     @classmethod
-    def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
+    def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
         """What each of the processes does."""
         self = cls(test_name)
         self.rank = rank
@@ -90,7 +90,7 @@ class DistributedTestBase(MultiProcessTestCase):
         if gpus:
             torch.cuda.set_device(rank % gpus)
         dist.barrier()
-        self.run_test(test_name, pipe)
+        self.run_test(test_name, parent_pipe)
         dist.barrier()
         dist.destroy_process_group()
         sys.exit(0)
