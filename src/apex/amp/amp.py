@@ -128,7 +128,7 @@ def register_promote_function(module: Any, name: str) -> None:
 
 
 def apply_registrations(dtype: torch.dtype) -> None:
-    """Replaces the functions that users registered or moved to another list, all or none; shutdown puts the originals back."""
+    """Replaces functions that were registered or moved to another list, all or none; shutdown gives them back."""
     undo: list[Callable[[], None]] = []
     try:
         for module, name, cast in [*_registered, *lists.changes(dtype)]:
