@@ -47,7 +47,8 @@ def norm(draw: Draw) -> Trial:
             return F.rms_norm(x, row, weight, 1e-5)
         return F.layer_norm(x, row, weight, bias, 1e-5)
 
-    return layer_trial(case, module, truth, [input], parameters)
+    # A row of one element has no variance: its gradient is zero, times 1 / sqrt(eps) = 316.
+    return layer_trial(case, module, truth, [input], parameters, slack=1e-3 if math.prod(row) == 1 else 0.0)
 
 
 def grouped_norm(draw: Draw) -> Trial:
