@@ -14,7 +14,7 @@ from torch import Tensor
 
 from apex.ops import multi_tensor
 from apex.ops.multi_tensor import rules
-from apex.ops.multi_tensor.lists import check
+from apex.ops.multi_tensor.grouping import check
 from apex.ops.multi_tensor.updates import (
     TensorLists,
     average_norms,

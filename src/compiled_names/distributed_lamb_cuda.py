@@ -10,8 +10,16 @@ from torch import Tensor
 
 from apex.ops.multi_tensor import rules
 from apex.ops.multi_tensor.casts import to_bytes
-from apex.ops.multi_tensor.known import known
-from apex.ops.multi_tensor.updates import TensorLists, expect, expect_flag, in_slots, number, per_tensor, update
+from apex.ops.multi_tensor.updates import (
+    TensorLists,
+    expect,
+    expect_flag,
+    in_slots,
+    number,
+    per_tensor,
+    read_once,
+    update,
+)
 
 
 def multi_tensor_lamb_compute_update_term(
@@ -51,7 +59,7 @@ def multi_tensor_lamb_compute_update_term(
     if max_grad_norm > 0:
         factor = factor * torch.clamp(max_grad_norm / (global_grad_norm.detach().reshape(()) * factor + 1e-6), max=1.0)
     alike: dict[tuple[float, ...], list[int]] = {}
-    for index, row in enumerate(zip(*map(known, columns.values()), strict=True)):
+    for index, row in enumerate(zip(*map(read_once, columns.values()), strict=True)):
         alike.setdefault(row, []).append(index)
     for (beta1, beta2, beta3, eps, corrects), indices in alike.items():
         chosen = [[tensors[index] for index in indices] for tensors in tensor_lists]

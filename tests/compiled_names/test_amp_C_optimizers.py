@@ -27,13 +27,16 @@ from tests.harness import Route, assert_close, assert_equal_bits, routes
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-def sgd(wd, momentum, dampening, lr, nesterov, first, after, scale):
+def sgd(wd, momentum, dampening, lr, nesterov, first, after, scale, stored=F32):
+    """The step of SGD; a momentum that is stored in float16 is what is stored."""
+
     def formula(g: Tensor, p: Tensor, m: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
         g = g * scale
         if not after:
             g = g + wd * p
         if momentum:
             m = g if first else momentum * m + (1 - dampening) * g
+            m = m.half().double() if stored == F16 else m
             g = g + momentum * m if nesterov else m
         if after:
             g = g + wd * p
@@ -57,7 +60,7 @@ def sgd(wd, momentum, dampening, lr, nesterov, first, after, scale):
 def test_sgd(options: tuple, dtypes: tuple[torch.dtype, ...], route: Route) -> None:
     lists = make(route, *dtypes)
     before = copies(lists)
-    expected, momentum = by_element(sgd(*options), lists)
+    expected, momentum = by_element(sgd(*options, dtypes[2]), lists)
     with dispatch(route):
         multi_tensor_applier(amp_C.multi_tensor_sgd, flag(route), lists, *options)
     assert_lists(lists[1], expected, "parameters")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import distributed_lamb_cuda
+from apex.ops.multi_tensor.updates import read_once
 from tests.compiled_names.lists import (
     CHUNK,
     F16,
@@ -128,3 +129,23 @@ def test_refusals() -> None:
             CHUNK, torch.zeros(1), lists, one, one, one.long(), one, one, one, False
         )
     assert all((tensor == 1).all() for (tensor,) in lists)
+
+
+def test_numbers_on_the_cpu_are_read_each_time() -> None:
+    values = torch.tensor([1.0, 2.0])
+    assert read_once(values) == [1.0, 2.0]
+    values.data[0] = 3.0
+    assert read_once(values) == [3.0, 2.0]
+
+
+@pytest.mark.gpu
+def test_numbers_on_a_device_are_read_once() -> None:
+    values = torch.tensor([1.0, 2.0], device="cuda")
+    assert read_once(values) == [1.0, 2.0]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert read_once(values) == [1.0, 2.0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    values[0] = 3.0
+    assert read_once(values) == [3.0, 2.0]

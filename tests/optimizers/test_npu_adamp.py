@@ -115,9 +115,7 @@ def test_layouts(route: Route) -> None:
     assert [p.stride() for p in params] == strides
 
 
-def test_rows_longer_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of 16 elements: several rows, one row, a part of a row, small tensors strung together."""
-    monkeypatch.setattr("apex.ops.multi_tensor.rows.CPU_PIECE", 16)
+def test_rows_of_many_sizes() -> None:
     flags = {"delta": 0.9, "weight_decay": 0.1, "nesterov": True}
     shapes = ((3, 70), (9, 5), (4, 16), (2, 1), (3,), (2,), (40,), (0, 4))
     helpers.check_training(ours(**flags), lambda params: AdamP(params, **flags), Route("cpu", "torch"), shapes=shapes)

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..ops.multi_tensor import rules
-from ..ops.multi_tensor.projection import project, thresholds
-from ..ops.multi_tensor.rows import RowLists, make_row_lists, rows_are_stretches
+from ..ops.multi_tensor.rows import RowLists, make_row_lists, projection_thresholds, rows_are_stretches
 from ._base import Skip
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
@@ -74,7 +73,7 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, OwnSteps):
         assert isinstance(rows, RowLists)
         limits = bucket.kept.get(_THRESHOLDS)
         if limits is None:
-            limits = bucket.kept[_THRESHOLDS] = thresholds(bucket.params, bucket.device)
+            limits = bucket.kept[_THRESHOLDS] = projection_thresholds(bucket.params, bucket.device)
         beta1, beta2 = group["betas"]
         hyper = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
         hyper["step"] = self._step_of(bucket, step)
@@ -82,8 +81,7 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, OwnSteps):
         scaling: dict[str, Any] = {"noop": skip.noop, "grad_scale": skip.inverse_scale}
         found = rows.apply(rules.ADAMP_MEASURE, hyper, (nesterov,), **scaling)
         assert found is not None
-        whole = project(
-            rows,
+        whole = rows.project(
             found,
             limits,
             eps=group["eps"],

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..ops.multi_tensor import rules
-from ..ops.multi_tensor.lists import check, groups_of
+from ..ops.multi_tensor.grouping import check, groups_of
 from ..optimizers._buckets import local
 
 _NAMES = ("params", "gradients")

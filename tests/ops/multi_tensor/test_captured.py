@@ -1,12 +1,11 @@
-"""Tables of captured launches, and numbers that are read from the device once."""
+"""Tables of captured launches."""
 
 import pytest
 import torch
 
 from apex.ops import _device, implementation
 from apex.ops.multi_tensor import l2norm
-from apex.ops.multi_tensor.known import known
-from apex.ops.multi_tensor.lists import _REMEMBERED
+from apex.ops.multi_tensor.grouping import _MOST_KEPT
 from apex.ops.multi_tensor.tables import current_stream
 from apex.optimizers import FusedAdam
 from tests.harness import assert_close
@@ -22,7 +21,7 @@ def test_a_graph_keeps_its_tables() -> None:
         total, each = l2norm(tensors, per_tensor=True)
     for _ in range(3):
         l2norm([torch.randn_like(tensor) for tensor in tensors], per_tensor=True)
-    for size in range(1, 2 * _REMEMBERED):
+    for size in range(1, 2 * _MOST_KEPT):
         l2norm([torch.ones(size, device="cuda")])
     rubbish = [torch.full((size,), -1, dtype=torch.int64, device="cuda") for size in range(1, 2000)]
     for tensor in tensors:
@@ -76,23 +75,3 @@ def test_work_of_a_graph_is_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert current_stream(device) == 7
     assert current_stream(torch.device("cpu")) == 0
-
-
-def test_numbers_on_the_cpu_are_read_each_time() -> None:
-    values = torch.tensor([1.0, 2.0])
-    assert known(values) == [1.0, 2.0]
-    values.data[0] = 3.0
-    assert known(values) == [3.0, 2.0]
-
-
-@pytest.mark.gpu
-def test_numbers_on_a_device_are_read_once() -> None:
-    values = torch.tensor([1.0, 2.0], device="cuda")
-    assert known(values) == [1.0, 2.0]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        assert known(values) == [1.0, 2.0]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    values[0] = 3.0
-    assert known(values) == [3.0, 2.0]

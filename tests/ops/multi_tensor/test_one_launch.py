@@ -8,7 +8,7 @@ from torch import Tensor
 
 from apex.ops import implementation
 from apex.ops._device import DeviceFacts
-from apex.ops.multi_tensor import l2norm, lists, make_lists, max_norm, recognition, rules
+from apex.ops.multi_tensor import grouping, l2norm, make_lists, max_norm, rules
 from apex.ops.multi_tensor.torch_lists import TorchLists
 from tests.harness import Route, assert_close, routes
 
@@ -26,8 +26,7 @@ def tensors_of(sizes: tuple[int, ...], device: str) -> list[Tensor]:
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that were launched; with a second launch, as on AMD, or without."""
     monkeypatch.setattr(DeviceFacts, "publishes_for_all", request.param == "one launch")
-    monkeypatch.setattr(lists, "_remembered", OrderedDict())
-    monkeypatch.setattr(recognition, "_known", OrderedDict())
+    monkeypatch.setattr(grouping, "_kept", OrderedDict())
     from apex.ops._launch import BoundLaunch  # which needs triton
 
     names: list[str] = []

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apex.ops.multi_tensor.tables import AddressTable, Layout
-from apex.ops.multi_tensor.torch_lists import cut_into_pieces, is_dense
+from apex.ops.multi_tensor.flat import is_dense
+from apex.ops.multi_tensor.tables import Layout, PointerTable
 
 CPU = torch.device("cpu")
 
@@ -24,19 +24,8 @@ def test_a_layout_covers_every_element_once(sizes: list[int], block: int) -> Non
         assert all(row[0] == tensor for row in layout.programs[bounds[tensor] : bounds[tensor + 1]].tolist())
 
 
-@given(st.lists(st.tuples(st.integers(0, 300), st.booleans()), max_size=12), st.sampled_from([16, 64]))
-def test_pieces_cover_every_element_once(tensors: list[tuple[int, bool]], limit: int) -> None:
-    sizes = [size for size, _ in tensors]
-    covered = [0] * len(sizes)
-    for piece in cut_into_pieces(sizes, limit, [sliceable for _, sliceable in tensors]):
-        assert len(piece.indices) == 1 or (piece.start is None and sum(sizes[i] for i in piece.indices) <= limit)
-        for index in piece.indices:
-            covered[index] += sizes[index] if piece.start is None else piece.stop - piece.start
-    assert covered == sizes
-
-
 def test_only_what_moved_is_uploaded() -> None:
-    table = AddressTable([4, 8], CPU)
+    table = PointerTable([4, 8], CPU)
     table.update_fixed([[16, 32]])
     table.update_moving([64, 128])
     fixed, moving = table.fixed, table.moving

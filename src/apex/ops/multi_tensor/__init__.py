@@ -4,7 +4,7 @@
 elementary passes.
 """
 
-from .lists import Lists, make_lists
+from .grouping import Lists, make_lists
 from .op import axpby, clip, clipped_before, l2norm, max_norm, scale, update_scale_hysteresis, zero
 from .rule import Rule
 

@@ -11,9 +11,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .torch_lists import is_dense
-
 ALIGNMENT = 16  # bytes
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements in memory order, as a view."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each at its own place."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def laid_out_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether the elements of tensors at the same place in memory are those of the same index."""
+    if all(map(Tensor.is_contiguous, tensors)):
+        return True
+    first = tensors[0]
+    return is_dense(first) and all(
+        tensor.shape == first.shape and tensor.stride() == first.stride() for tensor in tensors
+    )
 
 
 def aligned_size(tensor: Tensor) -> int:

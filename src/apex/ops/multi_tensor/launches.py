@@ -14,14 +14,13 @@ from torch import Tensor
 from .. import _device
 from . import config
 from .rule import FLAG_COUNT, GRADIENT, SCALARS, SLOTS, Rule, padded
-from .tables import AddressTable, Layout, current_stream, keep_if_captured
+from .tables import Layout, PointerTable, current_stream, keep_if_captured
 
 if TYPE_CHECKING:
     from .._launch import BoundLaunch
 
 Slots = Sequence[Sequence[Tensor] | None]
 
-_data_ptr = Tensor.data_ptr
 # Types of numbers that are known to the host.
 _NUMBERS = frozenset((float, int, bool))
 _ZEROS = (0.0,) * SCALARS
@@ -80,7 +79,7 @@ class ListLaunches:
         lists = (*slots, copy)
         self.types = tuple(tensors[0].dtype if tensors else None for tensors in lists)
         self.sizes = tuple(tensor.numel() for tensor in first)
-        self._table = AddressTable(self.sizes, self.device)
+        self._table = PointerTable(self.sizes, self.device)
         self._begin()
         self.point_to(slots, copy)
 
@@ -118,21 +117,9 @@ class ListLaunches:
 
     def point_to(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
         """Other tensors of the same sizes and dtypes in place of the present ones."""
-        fixed = [list(map(_data_ptr, tensors)) for slot, tensors in enumerate(slots) if slot != GRADIENT and tensors]
-        if copy is not None:
-            fixed.append(list(map(_data_ptr, copy)))
+        fixed = [list(tensors) for slot, tensors in enumerate((*slots, copy)) if slot != GRADIENT and tensors]
         gradients = slots[GRADIENT]
-        self._table.update_fixed(fixed)
-        self._table.update_moving(None if gradients is None else list(map(_data_ptr, gradients)))
-
-    def points_to(self, fixed: list[list[int]], gradients: list[int] | None) -> bool:
-        """Whether these are the addresses of the present tensors: of each list but the gradients', and of those."""
-        return self._table.holds(fixed, gradients)
-
-    @property
-    def uploads(self) -> int:
-        """How often addresses were uploaded: as long as it stays the same, the tensors do."""
-        return self._table.uploads
+        self._table.point_to(fixed, None if gradients is None else list(gradients))
 
     def has_gradients(self, gradients: list[Tensor]) -> bool:
         """Whether these, as many, lie where the present gradients do."""

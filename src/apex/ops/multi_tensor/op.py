@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import rules
-from .lists import Lists, groups_of, known_lists
+from .grouping import Groups, groups_of, known_groups
 from .rule import Rule
 
 
@@ -141,7 +141,7 @@ def max_norm(
 
 
 def clip(
-    gradients: Sequence[Tensor], limit: float, margin: float, *, maximum: bool = False, known: Lists | None = None
+    gradients: Sequence[Tensor], limit: float, margin: float, *, maximum: bool = False, known: Groups | None = None
 ) -> Tensor:
     """Scales tensors by what brings their joint norm plus `margin` down to `limit`; returns the norm, float32 [1].
 
@@ -149,7 +149,7 @@ def clip(
     `clipped_before` returned for these tensors.
     """
     rule = rules.MAXIMUM if maximum else rules.SQUARE_SUM
-    groups = groups_of((gradients, gradients), ("gradients", "gradients")) if known is None else [((), known)]
+    groups = known or groups_of((gradients, gradients), ("gradients", "gradients"))
     if len(groups) == 1:
         ((_, lists),) = groups
         norm, factor = lists.measured_clip(rule, limit, margin)
@@ -160,9 +160,9 @@ def clip(
     return norm
 
 
-def clipped_before(gradients: Sequence[Tensor]) -> Lists | None:
-    """The lists of tensors that `clip` has seen before, if it found that kernels take them as they are."""
-    return known_lists((gradients, gradients))
+def clipped_before(gradients: Sequence[Tensor]) -> Groups | None:
+    """The groups of tensors that are like those that `clip` has seen before, where kernels took them."""
+    return known_groups((gradients, gradients))
 
 
 @functools.cache

@@ -6,8 +6,7 @@ parameters has half a million of them, too many to look at one by one from Pytho
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +14,12 @@ from torch import Tensor
 
 from .. import _device
 from . import config
+from .flat import is_dense
+from .grouping import kernel_fits
 from .launches import reductions
-from .lists import kernel_fits
-from .programs import elements_of
 from .rule import GRADIENT, Rule
-from .tables import INDICES, AddressTable, Layout, current_stream, keep_if_captured, upload
-from .torch_lists import CPU_PIECE, DEVICE_PIECE, Piece, Slots, TorchLists, cut_into_pieces, is_dense
+from .tables import INDICES, Layout, PointerTable, current_stream, keep_if_captured, upload
+from .torch_lists import Slots, TorchLists
 from .triton_lists import TritonLists
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def rows_are_stretches(tensor: Tensor) -> bool:
     return is_dense(tensor) and (tensor.shape[0] == 1 or tensor.stride(0) == tensor.numel() // max(1, tensor.shape[0]))
 
 
-class RowTable(AddressTable):
+class RowTable(PointerTable):
     """The addresses of all rows, given those of the tensors."""
 
     def __init__(
@@ -63,21 +62,19 @@ class RowTable(AddressTable):
         return torch.tensor(addresses, **INDICES)[:, self.owner] + widths[:, None] * self._before
 
     def update_fixed(self, addresses: list[list[int]]) -> None:
-        """Addresses of the tensors of every list but the gradients; see `AddressTable.update_fixed`."""
+        """Addresses of the tensors of every list but the gradients; see `PointerTable.update_fixed`."""
         if addresses != self._fixed_addresses:
             rows = self._of_rows(addresses, self._widths[:-1])
             self.fixed = upload(torch.stack((torch.tensor(self.sizes, **INDICES), *rows), 1), torch.int64, self.device)
             self._fixed_addresses = addresses
             self._fixed_aligned = self._rows_aligned and not any(address & 15 for row in addresses for address in row)
-            self.uploads += 1
 
     def update_moving(self, addresses: list[int] | None) -> None:
-        """Addresses of the gradients; see `AddressTable.update_moving`."""
+        """Addresses of the gradients; see `PointerTable.update_moving`."""
         if addresses is not None and addresses != self._moving_addresses:
             self.moving = upload(self._of_rows([addresses], self._widths[-1:])[0], torch.int64, self.device)
             self._moving_addresses = addresses
             self._moving_aligned = not any(address & 15 for address in addresses)
-            self.uploads += 1
 
 
 class TritonRowLists(TritonLists):
@@ -130,7 +127,12 @@ class TritonRowLists(TritonLists):
     def project(
         self, found: Tensor, limits: Tensor, eps: float, delta: float, decay: float | Tensor, ratio: float
     ) -> Tensor:
-        """See `projection.project`."""
+        """AdamP's decision between its two passes: which tensors are projected, and along what; float32 [rows, 2].
+
+        That is for each row how much of the parameter is taken out of the step, and by how much it shrinks. `found` has
+        for each row the sums of p * g, g * g, p * p and p * step; `limits` are the `projection_thresholds`. Rows shrink
+        by `decay`, those of projected parameters by `ratio` times that.
+        """
         whole = torch.empty((len(self.sizes), 2), dtype=torch.float32, device=self.device)
         on_device, decay = None, self._here(decay)
         if isinstance(decay, Tensor):
@@ -153,105 +155,39 @@ class TritonRowLists(TritonLists):
 class TorchRowLists(TorchLists):
     """`TorchLists` that measure, and take the two numbers, row by row."""
 
-    def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
-        super().__init__(slots, copy)
-        first = next(tensors for tensors in slots if tensors)
-        self._counts = [row_count(tensor) for tensor in first]
-        self._first_rows = [sum(self._counts[:index]) for index in range(len(first))]
-        self.results = sum(self._counts)
-        # Other tensors are taken whole, in the order of their indices, which is the order of their rows too.
-        self._same_layout = [
-            same and rows_are_stretches(tensor) for same, tensor in zip(self._same_layout, first, strict=True)
-        ]
-        limit = CPU_PIECE if self.device.type == "cpu" else DEVICE_PIECE
-        slices = functools.partial(self._slices, limit)
-        self._pieces = list(cut_into_pieces(self.sizes, limit, self._same_layout, slices))
-        self._rows: dict[Piece, tuple[Tensor, Tensor]] = {}
-        owner = torch.repeat_interleave(torch.arange(len(first), **INDICES), torch.tensor(self._counts, **INDICES))
-        self.owner = owner.to(self.device)
+    def _row_count(self, tensor: Tensor) -> int:
+        return row_count(tensor)
 
-    def _row_size(self, index: int) -> int:
-        return self.sizes[index] // max(1, self._counts[index])
+    def _by_address(self, tensors: Sequence[Tensor]) -> bool:
+        return super()._by_address(tensors) and rows_are_stretches(tensors[0])
 
-    def _slices(self, limit: int, index: int) -> Iterator[tuple[int, int]]:
-        """Slices of a large tensor: some whole rows, or a part of one."""
-        size, row = self.sizes[index], self._row_size(index)
-        if row <= limit:
-            step = limit // row * row
-            yield from ((at, min(at + step, size)) for at in range(0, size, step))
-        else:
-            for begin in range(0, size, row):
-                yield from ((at, min(at + limit, begin + row)) for at in range(begin, begin + row, limit))
+    def project(
+        self, found: Tensor, limits: Tensor, eps: float, delta: float, decay: float | Tensor, ratio: float
+    ) -> Tensor:
+        """See `TritonRowLists.project`."""
+        whole = torch.empty((self.results, 2), dtype=torch.float32, device=self.device)
+        for index, (sums, out) in enumerate(
+            zip(found.split(self.row_counts), whole.split(self.row_counts), strict=True)
+        ):
+            if not len(sums):
+                continue
+            total = sums.sum(0, keepdim=True)
+            by_row = _cosine(sums, eps).amax() < limits[0, index] * delta
+            at_once = _cosine(total, eps)[0] < limits[1, index] * delta
+            share = torch.where(by_row, _parallel(sums, eps), torch.where(at_once, _parallel(total, eps), 0.0))
+            out[:, 0] = share
+            out[:, 1] = torch.where(by_row | at_once, decay * ratio, decay)
+        return whole
 
-    def _row_range(self, index: int, piece: Piece) -> tuple[int, int]:
-        """The rows of tensor `index` that a piece touches."""
-        first = self._first_rows[index]
-        if piece.start is None or piece.stop is None:
-            return first, first + self._counts[index]
-        row = self._row_size(index)
-        return first + piece.start // row, first + -(-piece.stop // row)
 
-    def _rows_of(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """The rows of tensors that are strung together, and how long each is."""
-        if piece not in self._rows:
-            ranges = [range(*self._row_range(index, piece)) for index in piece.indices]
-            here: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
-            rows = torch.tensor([row for part in ranges for row in part], **here)
-            sizes = torch.tensor([self._row_size(index) for index in piece.indices], **here)
-            counts = torch.tensor([len(part) for part in ranges], **here)
-            self._rows[piece] = rows, torch.repeat_interleave(sizes, counts)
-        return self._rows[piece]
+def _cosine(sums: Tensor, eps: float) -> Tensor:
+    """Of the angle between parameter and gradient."""
+    return sums[:, 0].abs() / ((sums[:, 1].sqrt() + eps) * (sums[:, 2].sqrt() + eps))
 
-    def _spread(self, per_row: Tensor, piece: Piece) -> Tensor:
-        """A value for every element of the piece from one for every row."""
-        if len(piece.indices) > 1:
-            rows, lengths = self._rows_of(piece)
-            return torch.repeat_interleave(per_row[rows], lengths)
-        (index,) = piece.indices
-        begin, end = self._row_range(index, piece)
-        row = self._row_size(index)
-        if end - begin == 1 and piece.start is not None and piece.stop is not None:
-            row = piece.stop - piece.start
-        return per_row[begin:end, None].expand(-1, row).reshape(-1)
 
-    def _whole(self, whole: Tensor | None, piece: Piece) -> tuple[Any, Any]:
-        if whole is None:
-            return 0.0, 0.0
-        wide = whole.to(self._compute)
-        return self._spread(wide[:, 0], piece), self._spread(wide[:, 1], piece)
-
-    def _measure(self, rule: Rule, terms: Sequence[Any], piece: Piece, found: Tensor) -> None:
-        for quantity, term in enumerate(map(elements_of, terms)):
-            if len(piece.indices) == 1:
-                begin, end = self._row_range(piece.indices[0], piece)
-                found[begin:end, quantity] += term.view(end - begin, -1).sum(1)
-            elif self.device.type == "cpu":
-                rows, lengths = self._rows_of(piece)
-                found[rows, quantity] = torch.segment_reduce(term.to(found.dtype), "sum", lengths=lengths)
-            else:
-                for index, part in zip(piece.indices, term.split(self._sizes_of(piece)), strict=True):
-                    begin, end = self._row_range(index, piece)
-                    found[begin:end, quantity] = part.view(end - begin, -1).sum(1).to(found.dtype)
-
-    def _numbering(self, value: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
-        """The index of every element within its row, and the number of its row."""
-        here: dict[str, Any] = {"dtype": torch.int64, "device": value.device}
-        rows = torch.arange(self.results, **here)
-        indices = []
-        for index in piece.indices:
-            begin, end = self._row_range(index, piece)
-            row = self._row_size(index)
-            if piece.start is not None and piece.stop is not None and end - begin == 1:
-                indices.append(torch.arange(piece.start % row, piece.start % row + value.numel(), **here))
-            else:
-                indices.append(torch.arange(row, **here).repeat(end - begin))
-        return torch.cat(indices), self._spread(rows, piece)
-
-    def of_tensors(self, per_row: Tensor, *, maximum: bool = False) -> Tensor:
-        """Sums (or maxima) over the rows of each tensor: [tensors, columns] from [rows, columns]."""
-        nothing = per_row.new_zeros(per_row.shape[1])
-        parts = per_row.split(self._counts)
-        return torch.stack([nothing if not len(part) else part.amax(0) if maximum else part.sum(0) for part in parts])
+def _parallel(sums: Tensor, eps: float) -> Tensor:
+    """How much of the parameter the step has in it."""
+    return sums[:, 3] / (sums[:, 2].sqrt() + eps).square()
 
 
 RowLists = TritonRowLists | TorchRowLists
@@ -263,3 +199,13 @@ def make_row_lists(slots: Slots, copy: Sequence[Tensor] | None = None) -> RowLis
     fits = all(map(kernel_fits, zip(*used, strict=True))) and all(map(rows_are_stretches, used[0]))
     has_rows = any(tensor.numel() for tensor in used[0])
     return TritonRowLists(slots, copy) if fits and has_rows else TorchRowLists(slots, copy)
+
+
+def projection_thresholds(params: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Cosines, over delta, below which AdamP projects a parameter: by row and as a whole. 0 where it never does."""
+    sizes = [
+        (param.numel() // row_count(param), param.numel()) if param.ndim > 1 and param.numel() else (0, 0)
+        for param in params
+    ]
+    roots = [[size**-0.5 if size else 0.0 for size in column] for column in zip(*sizes, strict=True)]
+    return upload(roots, torch.float32, device)

@@ -123,7 +123,7 @@ class Layout:
         self.bounds = upload(torch.cat((torch.zeros(1, **INDICES), ends)), torch.int32, device)
 
 
-class AddressTable:
+class PointerTable:
     """Sizes and addresses of tensor lists; the gradients, which move, apart from the rest."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
@@ -134,7 +134,6 @@ class AddressTable:
         self._fixed_addresses: list[list[int]] | None = None
         self._moving_addresses: list[int] | None = None
         self._fixed_aligned = self._moving_aligned = True
-        self.uploads = 0
 
     def update_fixed(self, addresses: list[list[int]]) -> None:
         """Addresses of every list but the gradients, one row per list; uploaded if they differ from the last ones."""
@@ -142,23 +141,27 @@ class AddressTable:
             self.fixed = upload(list(zip(self.sizes, *addresses, strict=True)), torch.int64, self.device)
             self._fixed_addresses = addresses
             self._fixed_aligned = not any(_low_bits(row) for row in addresses)
-            self.uploads += 1
 
     def update_moving(self, addresses: list[int] | None) -> None:
         """Addresses of the gradients; uploaded if they differ from the last ones."""
         if addresses != self._moving_addresses:
             self.moving = None if addresses is None else upload(addresses, torch.int64, self.device)
             self._moving_aligned = addresses is None or not _low_bits(addresses)
-            self.uploads += 1
         self._moving_addresses = addresses
 
     def has_gradients(self, tensors: list[Tensor]) -> bool:
         """Whether the gradients, as many, lie where they did when their addresses were uploaded last."""
         return self._moving_addresses is not None and lie_at(tensors, self._moving_addresses)
 
-    def holds(self, fixed: list[list[int]], moving: list[int] | None) -> bool:
-        """Whether these are the addresses that were uploaded last."""
-        return moving == self._moving_addresses and fixed == self._fixed_addresses
+    def point_to(self, fixed: Sequence[list[Tensor]], gradients: list[Tensor] | None) -> None:
+        """The tensors of every list but the gradients, and those; what lies elsewhere than before is uploaded."""
+        known = self._fixed_addresses
+        if known is None or not all(map(lie_at, fixed, known)):
+            self.update_fixed([list(map(Tensor.data_ptr, tensors)) for tensors in fixed])
+        if gradients is None:
+            self.update_moving(None)
+        elif not self.has_gradients(gradients):
+            self.update_moving(list(map(Tensor.data_ptr, gradients)))
 
     @property
     def aligned(self) -> bool:

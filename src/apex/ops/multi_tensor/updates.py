@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import rules
-from .lists import Slots, check, groups_of
+from .grouping import Slots, check, groups_of
 from .op import flag_on, l2norm, max_norm
 from .rule import Rule
 
 _NAMES = tuple(f"tensor_lists[{index}]" for index in range(6))
 
 TensorLists = Sequence[Sequence[Tensor]]
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what `read_once` read
+
 NamedSlots = tuple[Slots, Sequence[str]]
 
 
@@ -167,6 +170,20 @@ def average_norms(
 def number(value: float | Tensor) -> float | Tensor:
     """A number for a rule's `scalars`: tensors, which stay on their device, in double precision."""
     return value.detach().to(torch.float64).reshape(()) if isinstance(value, Tensor) else value
+
+
+def read_once(values: Tensor) -> list[float]:
+    """The numbers of a small tensor. Waits for the device the first time, and again after an operation in place.
+
+    A change that PyTorch does not count (through `.data`) goes unnoticed on a device other than the CPU.
+    """
+    if values.device.type == "cpu" or values.is_inference():
+        return values.tolist()
+    stamp = (values._version, values.data_ptr())
+    entry = _read.get(values)
+    if entry is None or entry[0] != stamp:
+        entry = _read[values] = (stamp, values.tolist())
+    return entry[1]
 
 
 def _factor_on(factor: float | Tensor, device: torch.device) -> Tensor | None:

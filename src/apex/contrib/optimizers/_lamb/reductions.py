@@ -19,7 +19,7 @@ from torch import Tensor
 from ...._failures import explained
 from ....ops._transfer import on_host
 from ....ops.multi_tensor import l2norm, rules, scale, zero
-from ....ops.multi_tensor.torch_lists import flat
+from ....ops.multi_tensor.flat import flat
 from ....parallel._reduction import on_stream
 from .._zero.arena import Arena, laid_out_like
 from .._zero.collectives import Done, Work, all_reduce, begun, reduce_scatter

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....ops.multi_tensor.torch_lists import flat, is_dense
+from ....ops.multi_tensor.flat import flat, is_dense
 from .groups import Groups
 from .layout import Layout, LocalPiece, joined
 

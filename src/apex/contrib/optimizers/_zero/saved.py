@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...._failures import explained
-from ....ops.multi_tensor.torch_lists import flat
+from ....ops.multi_tensor.flat import flat
 from .arena import Arena
 from .collectives import all_gather
 from .layout import LocalPiece

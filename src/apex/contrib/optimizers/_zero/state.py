@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ....ops.multi_tensor import Lists, make_lists
+from ....ops.multi_tensor.flat import flat
 from ....ops.multi_tensor.rule import SLOTS
 from ....ops.multi_tensor.tables import current_stream
-from ....ops.multi_tensor.torch_lists import TorchLists, flat
+from ....ops.multi_tensor.torch_lists import TorchLists
 from ....ops.multi_tensor.triton_lists import TritonLists
 from .arena import Arena, laid_out_like
 from .gradients import GradientSync

@@ -1,0 +1,136 @@
+"""Rules by PyTorch's operators, tensor by tensor: rounded once, in slices, with copies, and as exact as on a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from apex.ops import _library
+from apex.ops.multi_tensor import l2norm, make_lists, max_norm, rules, scale, torch_lists
+from apex.ops.multi_tensor.rule import SCALARS, SLOTS, Rule
+from apex.ops.multi_tensor.torch_lists import TorchLists
+from tests.harness import assert_close, assert_equal_bits
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF])
+def test_norms_of_large_tensors(dtype: torch.dtype) -> None:
+    """PyTorch's own float32 norm of as many elements is off by 8e-5."""
+    tensors = [torch.randn(1 << 21).to(dtype), torch.zeros(0, dtype=dtype), torch.randn(3, 5).to(dtype).t()]
+    with _library.implementation("torch"):
+        norm, each = l2norm(tensors, per_tensor=True)
+        largest, largest_each = max_norm(tensors, per_tensor=True)
+    exact = [tensor.double() for tensor in tensors]
+    assert_close(norm, torch.cat([tensor.reshape(-1) for tensor in exact]).norm().reshape(1))
+    assert_close(each, torch.stack([tensor.norm() for tensor in exact]))
+    assert largest.item() == largest_each[0].item() == exact[0].abs().max().item()
+    assert largest_each[1].item() == 0
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.1, torch.tensor(0.3)])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_scaling_rounds_once(dtype: torch.dtype, factor: float | Tensor) -> None:
+    inputs = [torch.randn(3000).to(dtype), torch.randn(7).to(dtype)]
+    outputs = [torch.empty_like(tensor) for tensor in inputs]
+    with _library.implementation("torch"):
+        scale(inputs, outputs, factor)
+    assert_equal_bits(outputs, [(tensor.float() * factor).to(dtype) for tensor in inputs])
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_scaling_finds_overflows(dtype: torch.dtype, value: float) -> None:
+    size = 3
+    inputs = [torch.ones(size), torch.ones(size)]
+    inputs[1][-1] = value
+    outputs = [torch.empty(size) for _ in inputs]
+    flag = torch.zeros(1, dtype=dtype)
+    with _library.implementation("torch"):
+        scale(inputs[:1], outputs[:1], 0.5, overflow=flag)
+        assert not flag.item()
+        scale(inputs, outputs, 0.5, overflow=flag)
+    assert flag.item() == 1
+    assert outputs[0].eq(0.5).all()
+    assert outputs[1][:-1].eq(0.5).all()
+
+
+def test_large_but_finite_values_are_no_overflow() -> None:
+    inputs = [torch.full((5,), 3e38)]
+    flag = torch.zeros(1)
+    with _library.implementation("torch"):
+        scale(inputs, inputs, 0.5, overflow=flag)
+    assert not flag.item()
+    assert_close(inputs[0], torch.full((5,), 1.5e38, dtype=torch.float64))
+
+
+ADAM = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "step": 2}
+CASES: dict[str, tuple[Rule, dict[str, Any], tuple[bool, ...]]] = {
+    "adamw": (rules.ADAM, ADAM, (True, False)),
+    "adam": (rules.ADAM, ADAM | {"decoupled": False}, (False, False)),
+    "amsgrad": (rules.ADAM_AMSGRAD, ADAM, (True, True)),
+    "sgd": (rules.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}, (False, False)),
+    "plain_sgd": (rules.PLAIN_SGD, {"lr": 0.1, "weight_decay": 0.1}, (False, False)),
+    "adagrad": (rules.ADAGRAD, {"lr": 0.1, "eps": 1e-6, "weight_decay": 0.1}, (False,)),
+    "adadelta": (rules.ADADELTA, {"lr": 0.1, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.1}, ()),
+}
+SHAPES = ((5,), (20, 15), (0,), (2, 3, 4, 5), (64,))
+
+
+def tensors(dtype: torch.dtype) -> list[Tensor]:
+    """One of them with its memory in another order, one with gaps in it."""
+    made = [(torch.rand(shape) + 0.1).to(dtype) for shape in SHAPES]
+    made[3] = made[3].to(memory_format=torch.channels_last)
+    made[4] = (torch.rand(128) + 0.1).to(dtype)[::2]
+    return made
+
+
+def expected(rule: Rule, slots: list[list[Tensor]], scale: float, scalars: Any, flags: Any) -> list[tuple[Tensor, ...]]:
+    numbers = (*scalars, *[0.0] * (SCALARS - len(scalars)))
+    results = []
+    for values in zip(*slots, strict=True):
+        exact = [value.double() for value in values]
+        exact[1] = exact[1] * scale
+        padding = [0.0] * (SLOTS - len(exact))
+        results.append(rule.function((*exact, *padding), (0.0, 0.0), numbers, (*flags, False, False, False)[:3]))
+    return results
+
+
+@pytest.mark.parametrize("slice_size", [64, 1 << 22])
+@pytest.mark.parametrize("scale", [None, 0.25])
+@pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_scales_and_copies(
+    case: tuple[Rule, dict[str, Any], tuple[bool, ...]],
+    gradient: torch.dtype,
+    scale: float | None,
+    slice_size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_lists, "SLICE", slice_size)
+    rule, hyper, flags = case
+    slots = [tensors(gradient if slot == 1 else torch.float32) for slot in rule.slots]
+    gradients = [tensor.clone() for tensor in slots[1]]
+    wanted = expected(rule, slots, scale or 1.0, rule.scalars(**hyper), flags)
+    copies = tensors(torch.bfloat16)
+    lists = TorchLists([*slots, *[None] * (SLOTS - len(slots))], copies)
+    lists.apply(rule, hyper, flags, grad_scale=None if scale is None else torch.tensor([scale]))
+    for index, values in enumerate(wanted):
+        for slot in rule.writes:
+            assert_close(slots[slot][index], values[slot])
+        assert torch.equal(slots[1][index], gradients[index])
+        assert torch.equal(copies[index], slots[0][index].bfloat16())
+
+
+def test_what_is_only_scaled_keeps_its_nan() -> None:
+    outputs, inputs = [torch.zeros(3)], [torch.tensor([1.0, torch.inf, torch.nan])]
+    make_lists([outputs, inputs, None, None, None]).apply(rules.SCALE, {"factor": 0.0})
+    assert outputs[0].isnan().tolist() == [False, True, True]
+
+
+def test_a_flag_turns_lamb_off() -> None:
+    slots = [[torch.rand(shape) for shape in SHAPES] for _ in range(4)]
+    before = [tensor.clone() for tensors in slots for tensor in tensors]
+    TorchLists([*slots, None]).lamb(ADAM, (True,), noop=torch.ones(1))
+    assert all(map(torch.equal, [tensor for tensors in slots for tensor in tensors], before))
