@@ -25,6 +25,10 @@ test: lint
 test-versions:
 	$(PYTHON) tests/other_versions.py
 
+# What docs/reliability.md promises, tried at random for ten minutes or more; not part of `make test`.
+campaign: $(VENV)/.test-ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --output benchmarks/results/reliability-campaign.txt $(CAMPAIGN)
+
 lint: $(VENV)/.test-ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

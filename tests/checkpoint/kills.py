@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +28,29 @@ def content(step: int) -> dict[str, Any]:
     return {"step": step, "weights": torch.full((ELEMENTS,), float(step)), "more": [torch.arange(step % 50)]}
 
 
-def save_forever(series: checkpoint.Series, sharded: bool, first: int, pipe: int) -> None:
-    """Says through the pipe before and after each save."""
-    step = first
+def saved(state: dict[str, Any], sharded: bool) -> dict[str, Any]:
+    """What of a state is saved: of several processes only tensors are."""
+    return {"weights": state["weights"]} if sharded else state
+
+
+def save_forever(series: checkpoint.Series, same: int | None, first: int, pipe: int) -> None:
+    """Says through the pipe before and after each save; of `same` step, or of one after the other."""
+    number = first
     while True:
-        os.write(pipe, b"begin %d\n" % step)
-        state = content(step)
-        series.save({"weights": state["weights"]} if sharded else state, step)
-        os.write(pipe, b"done %d\n" % step)
-        step += 1
+        os.write(pipe, b"begin %d\n" % number)
+        series.save(saved(content(number), series.sharded), number if same is None else same)
+        os.write(pipe, b"done %d\n" % number)
+        number += 1
 
 
-def kill_while_saving(series: checkpoint.Series, sharded: bool, first: int, delay: float) -> tuple[int, int]:
-    """The last step that was begun, and the last one that was done (-1: none)."""
+def kill_while_saving(series: checkpoint.Series, same: int | None, first: int, delay: float) -> tuple[int, int]:
+    """The last save that was begun, and the last one that was done (-1: none)."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
         try:
-            save_forever(series, sharded, first, writing)
+            save_forever(series, same, first, writing)
         finally:
             os._exit(1)
     os.close(writing)
@@ -62,42 +67,58 @@ def kill_while_saving(series: checkpoint.Series, sharded: bool, first: int, dela
     )
 
 
-def main(folder: Path, kills: int, sharded: bool) -> dict[str, Any]:
+def number_in(path: Path, sharded: bool) -> int:
+    """Which save a checkpoint is of, every element of it."""
+    if sharded:
+        state: dict[str, Any] = {"weights": torch.zeros(ELEMENTS)}
+        checkpoint.load_sharded(state, path)
+    else:
+        state = checkpoint.load(path)
+    number = int(state["weights"][0])
+    expected = content(number)
+    assert torch.equal(state["weights"], expected["weights"])
+    assert sharded or state["step"] == number
+    return number
+
+
+def main(
+    folder: Path,
+    kills: int,
+    sharded: bool,
+    *,
+    same: int | None = None,
+    seed: int = 0,
+    told: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Saves `same` step again and again, or a new one each time; calls `told` after each kill."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    rng = random.Random(0)
+    rng = random.Random(seed)
     series = checkpoint.Series(folder, keep=KEEP, sharded=sharded)
     for _ in range(2):  # the first one imports
         start = time.perf_counter()
-        series.save({"weights": content(0)["weights"]} if sharded else content(0), 0)
+        series.save(saved(content(0), sharded), same or 0)
         typical = time.perf_counter() - start
     done, cut_short, leftovers = 0, 0, 0
     for _ in range(kills):
-        begun, finished = kill_while_saving(series, sharded, done + 1, rng.uniform(0, 3 * typical))
+        begun, finished = kill_while_saving(series, same, done + 1, rng.uniform(0, 3 * typical))
         cut_short += begun != finished
-        leftovers += any(path.name.endswith(".tmp") for path in folder.iterdir())
+        leftovers += any(path.name.startswith(".") for path in folder.iterdir())
         path = series.latest()
         assert path is not None
-        found = int(path.name.removesuffix(".pt").split("-")[1])
+        found = number_in(path, sharded)
         # What was said to be done is there, and nothing that was not begun.
         assert max(done, finished) <= found <= begun, (done, finished, found, begun)
-        # The newest name is the newest whole one, and those before are whole as well.
-        names = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
-        assert names[-1] == path.name
-        assert len(names) >= min(KEEP, found + 1)
-        for name in names:
-            checkpoint.verify(folder / name)
-        expected = content(found)
-        if sharded:
-            state = {"weights": torch.zeros(ELEMENTS)}
-            checkpoint.load_sharded(state, path)
-            assert torch.equal(state["weights"], expected["weights"])
-        else:
-            loaded = series.load()
-            assert loaded["step"] == found
-            assert torch.equal(loaded["weights"], expected["weights"])
+        if same is None:
+            # The newest name is the newest whole one, and those before are whole as well.
+            names = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
+            assert names[-1] == path.name == series.path_of(found).name
+            assert len(names) >= min(KEEP, found + 1)
+            for name in names:
+                checkpoint.verify(folder / name)
         done = found
-    series.save({"weights": content(done + 1)["weights"]} if sharded else content(done + 1), done + 1)
+        told()
+    series.save(saved(content(done + 1), sharded), done + 1 if same is None else same)
     remaining = sorted(each.name for each in folder.iterdir())
     return {"saved": done, "cut_short": cut_short, "leftovers": leftovers, "remaining": remaining}
 

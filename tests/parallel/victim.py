@@ -1,4 +1,4 @@
-"""Training runs whose last rank kills itself in the middle of a step; started by test_survival.py.
+"""Training runs of which one rank kills or stops itself in the middle of a step; started by test_survival.py.
 
 Arguments: a folder, where a launcher starts every process; or a folder, a number of processes, and kinds of runs, which
 all go on at once. Then this process imports everything and divides. Of a run there is a folder of that name, with what
@@ -26,7 +26,10 @@ from apex.contrib.groupbn import BatchNorm2d_NHWC
 from apex.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
 from apex.parallel import DistributedDataParallel, SyncBatchNorm
 
-EVERY, DEATH = 5, 12
+# Checkpoints are saved after so many steps; the rank from the end that dies, in which step, and of what.
+EVERY = 5
+VICTIM, DEATH, SIGNAL = 1, 12, signal.SIGKILL
+PATIENCE = timedelta(seconds=40)
 
 
 def plain() -> nn.Sequential:
@@ -72,7 +75,7 @@ def train(kind: str, folder: Path) -> None:
     layers = getattr(model, "module", model)
     series = Series(folder / "checkpoints", keep=2)
     for step in range(1, 100):
-        if step == DEATH and dist.get_rank() == dist.get_world_size() - 1:
+        if step == DEATH and dist.get_rank() == dist.get_world_size() - VICTIM:
             if kind == "group_batch_norm":
                 layers[3].register_forward_hook(die)
             else:
@@ -88,7 +91,7 @@ def train(kind: str, folder: Path) -> None:
 
 
 def die(*_: Tensor) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), SIGNAL)
 
 
 def divide(folder: Path, processes: int, kinds: list[str]) -> None:
@@ -113,8 +116,8 @@ def run(kind: str, folder: Path, rank: int, processes: int) -> int:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         try:
-            store, patience = f"file://{folder}/store", timedelta(seconds=40)
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes, timeout=patience)
+            store = f"file://{folder}/store"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes, timeout=PATIENCE)
             train(kind, folder)
         except BaseException:
             traceback.print_exc(file=output)

@@ -132,8 +132,9 @@ def _unpacked(optimizer: Any, packed: Tensor) -> dict[str, Any]:
     def owner() -> None:
         raise pickle.UnpicklingError("an optimizer is no part of its state")
 
-    known = [(part_of, "builtins.getattr"), *((owner, f"{module}.{name}") for name, module in owners.items())]
-    with torch.serialization.safe_globals([*known, *parts.values()]):
+    known: list[Any] = [(part_of, "builtins.getattr"), *parts.values()]
+    known += [(owner, f"{module}.{name}") for name, module in owners.items()]
+    with torch.serialization.safe_globals(known):
         return torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
 
 

@@ -1,0 +1,32 @@
+"""The parts of a campaign, with two trials each: they find nothing, and count what they find."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from apex import checkpoint
+from tests.campaign.__main__ import PARTS, report, run
+from tests.campaign.trials import Trials, in_child
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+
+
+@pytest.mark.parametrize("name", ["threads, files", "damage, a file", "code in files"])
+def test_parts_find_nothing(name: str, tmp_path: Path) -> None:
+    _, part, *options = PARTS[name]
+    trials = Trials(name, 2, 0, tmp_path)
+    part(trials, *options)
+    assert not trials.failures, trials.failures
+    assert trials.done == 2
+
+
+def test_what_fails_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "load", lambda path: {"weights": None})
+    found = run("damage, a file", 0.005, 0)
+    assert (found["trials"], found["failed"]) == (3, 3)
+    assert "TypeError" in found["failures"][0]
+    assert "damage, a file                       3       3" in report([found], 0)
+    assert in_child(lambda: os._exit(3) or "") == "ended with 3; "
