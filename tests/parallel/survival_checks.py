@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -353,6 +355,31 @@ def sharded_checkpoints(rank: int) -> None:
         checkpoint.load_sharded(state, "nothing")
 
 
+def sharded_saves_that_fail(rank: int) -> None:
+    """In one rank: all raise what it had, the old checkpoint stays, and nothing else is left."""
+    path = Path("failing") / "checkpoint"
+    checkpoint.save_sharded({"mine": torch.ones(3), "step": 1}, path)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for failing, name in ((1, "apex.checkpoint._sharded.facts_of"), (0, "torch.save"), (0, "json.dump")):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == failing:
+                patch.setattr(name, full)
+            message = rf"checkpoint could not be written; rank {failing} had OSError: .*No space left"
+            with pytest.raises(OSError, match=message) as failure:
+                checkpoint.save_sharded({f"of rank {rank}": torch.ones(3), "step": 2}, path)
+        assert failure.value.errno == errno.ENOSPC
+        dist.barrier()
+        assert [each.name for each in path.parent.iterdir()] == [path.name]
+        state = {"step": 0}
+        checkpoint.load_sharded(state, path)
+        assert state["step"] == 1
+        with pytest.raises(RuntimeError, match=r"checkpoint could not be loaded; rank 1 had .*other"):
+            checkpoint.load_sharded({"step": 0, **({"other": torch.ones(2)} if rank == 1 else {})}, path)
+
+
 CHECKS: dict[str, Check] = {
     "long_run": long_run(message_size=40),
     "long_run_retained": long_run(retain_allreduce_buffers=True),
@@ -370,6 +397,7 @@ CHECKS: dict[str, Check] = {
             gradients_with_a_graph_keep_it,
             checkpoints,
             sharded_checkpoints,
+            sharded_saves_that_fail,
             silence_is_an_error,
         )
     },
