@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from apex.ops.index_mul import check, index_mul_backward, index_mul_backward_backward, index_mul_forward
+from apex.ops.index_mul import INDEX_MUL, check, index_mul_backward_backward
 
 
 def _check_result(name: str, result: Tensor, like: Tensor) -> None:
@@ -21,7 +21,7 @@ def _check_result(name: str, result: Tensor, like: Tensor) -> None:
 def float_forward(out, in1, in2, idx1):
     check(in1, in2, idx1)
     _check_result("out", out, in2)
-    out.copy_(index_mul_forward(in1, in2, idx1))
+    out.copy_(INDEX_MUL.run(in1, in2, idx1)[0])
 
 
 def float_backward(grad_in1, grad_in2, grad_out, in1, in2, idx1):
@@ -29,7 +29,7 @@ def float_backward(grad_in1, grad_in2, grad_out, in1, in2, idx1):
     _check_result("grad_in1", grad_in1, in1)
     _check_result("grad_in2", grad_in2, in2)
     _check_result("grad_out", grad_out, in2)
-    of_in1, of_in2 = index_mul_backward(grad_out, in1, in2, idx1)
+    of_in1, of_in2 = INDEX_MUL.run_backward((grad_out,), (in1, in2, idx1), (), (True, True))
     grad_in1.add_(of_in1)
     grad_in2.copy_(of_in2)
 

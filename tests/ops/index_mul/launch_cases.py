@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops.index_mul import launches
+from apex.ops.index_mul import op
 
 
 def record() -> None:
@@ -13,8 +13,8 @@ def record() -> None:
         in1 = torch.empty(in1_rows, width, dtype=dtype, device="meta")
         in2 = torch.empty(count, width, dtype=dtype, device="meta")
         index = torch.empty(count, dtype=torch.int64, device="meta")
-        out = launches.triton_forward(in1, in2, index)
-        launches.triton_backward(out, in1, in2, index, True)
+        out = op.launch_forward(in1, in2, index)
+        op.launch_backward(out, in1, in2, index, (True, True))
         if dtype == torch.float32:
-            launches.triton_backward(out, in1, in2, index, False)
-            launches.triton_backward(out, in1, in2, index, True, in1, in2)
+            op.launch_backward(out, in1, in2, index, (True, False))
+            op.launch_sums(out, in1, in2, index, in1, in2, need2=True)

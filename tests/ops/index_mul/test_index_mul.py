@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from apex.ops import _library, index_mul
-from apex.ops.index_mul import reference
+from apex.ops.index_mul import INDEX_MUL, reference
 from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 _HALF, _BF16, _F32 = torch.float16, torch.bfloat16, torch.float32
@@ -46,14 +46,28 @@ def tensors(case, device: str) -> list[Tensor]:
 
 
 def exact(given: list[Tensor]) -> list[Tensor]:
-    wide = [t.double().cpu() for t in given[:5]] + [given[5].cpu()]
-    results = [reference.forward(*wide[3:]), *reference.backward(*wide[2:]), *reference.backward_backward(*wide)]
-    return [result for result in results if result is not None]
+    """Output, first and second derivatives by the reference in float64."""
+    wide = [t.detach().double().cpu() for t in given[:5]]
+    index = given[5].cpu()
+    grad_out, in1, in2 = wide[2], *(t.requires_grad_() for t in wide[3:])
+    output = reference.forward(in1, in2, index)
+    gradients = torch.autograd.grad(output, (in1, in2), grad_out)
+    with torch.no_grad():
+        return [output.detach(), *gradients, *reference.backward_backward(*wide, index)]
+
+
+def forward(in1: Tensor, in2: Tensor, index: Tensor) -> Tensor:
+    return INDEX_MUL.run(in1, in2, index)[0]
+
+
+def backward(grad_out: Tensor, in1: Tensor, in2: Tensor, index: Tensor, wanted=(True, True)) -> tuple:
+    return INDEX_MUL.run_backward((grad_out,), (in1, in2, index), (), wanted)
 
 
 def run(given: list[Tensor]) -> list[Tensor]:
-    results = [index_mul.index_mul_forward(*given[3:]), *index_mul.index_mul_backward(*given[2:])]
-    return [*results, *index_mul.index_mul_backward_backward(*given)]
+    with torch.no_grad():
+        second = index_mul.index_mul_backward_backward(*given)
+    return [forward(*given[3:]), *backward(*given[2:]), *second]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -62,9 +76,10 @@ def test_reference_is_the_definition(device: str) -> None:
     *floats, index = (t.requires_grad_() if t.is_floating_point() else t for t in given)
     grad_grad1, grad_grad2, grad_out, in1, in2 = floats
     output = in1[index] * in2
-    torch.testing.assert_close(reference.forward(in1, in2, index), output)
+    defined = reference.forward(in1, in2, index)
+    torch.testing.assert_close(defined, output)
     gradients = torch.autograd.grad(output, (in1, in2), grad_out, create_graph=True)
-    for actual, wanted in zip(reference.backward(grad_out, in1, in2, index), gradients, strict=True):
+    for actual, wanted in zip(torch.autograd.grad(defined, (in1, in2), grad_out), gradients, strict=True):
         torch.testing.assert_close(actual, wanted)
     wanted = torch.autograd.grad(gradients, (grad_out, in1, in2), (grad_grad1, grad_grad2))
     for actual, second in zip(reference.backward_backward(*given), wanted, strict=True):
@@ -106,8 +121,8 @@ def test_more_than_two_to_the_31_elements() -> None:
     in2 = torch.randn(count, columns, device="cuda", dtype=_BF16)
     in1 = torch.randn(count, columns, device="cuda", dtype=_BF16)
     index = torch.arange(count - 1, -1, -1, device="cuda")  # the last row first
-    out = index_mul.index_mul_forward(in1, in2, index)
-    grad1, grad2 = index_mul.index_mul_backward(out, in1, in2, index)
+    out = forward(in1, in2, index)
+    grad1, grad2 = backward(out, in1, in2, index)
     for rows in ([0, 1], [count - 2, count - 1]):
         other = in1[index[rows]].double()
         assert_close(out[rows], other * in2[rows].double())
@@ -122,7 +137,7 @@ def test_strided_and_unaligned(route: Route) -> None:
     flat = torch.randn(1 + 50 * 24, device=route.device)[1:].view(50, 24)
     with _library.implementation(route.implementation):
         found = run(strided)
-        unaligned = [index_mul.index_mul_forward(given[3], flat, given[5]) for _ in range(2)]
+        unaligned = [forward(given[3], flat, given[5]) for _ in range(2)]
     for actual, wanted in zip(found, exact(given), strict=True):
         assert_close(actual, wanted, reduction=50)
     for actual in unaligned:
@@ -135,8 +150,8 @@ def test_empty(route: Route, in1_rows: int, count: int, columns: int) -> None:
     in1, in2 = (torch.randn(rows, columns, device=route.device) for rows in (in1_rows, count))
     index = torch.zeros(count, dtype=torch.int64, device=route.device)
     with _library.implementation(route.implementation):
-        assert index_mul.index_mul_forward(in1, in2, index).shape == in2.shape
-        grad1, grad2 = index_mul.index_mul_backward(in2, in1, in2, index)
+        assert forward(in1, in2, index).shape == in2.shape
+        grad1, grad2 = backward(in2, in1, in2, index)
     assert torch.equal(grad1, torch.zeros_like(in1))
     assert grad2.shape == in2.shape
 
@@ -148,14 +163,15 @@ def test_absent_gradients_stand_for_zero(route: Route) -> None:
     none1, none2 = torch.zeros_like(grad_grad1), torch.zeros_like(grad_grad2)
     with _library.implementation(route.implementation):
         for arguments, zeros in (((grad_grad1, None), (grad_grad1, none2)), ((None, grad_grad2), (none1, grad_grad2))):
-            found = index_mul.index_mul_backward_backward(*arguments, *given)
+            with torch.no_grad():
+                found = index_mul.index_mul_backward_backward(*arguments, *given)
             for actual, wanted in zip(found, exact([*zeros, *given])[3:], strict=True):
                 assert (actual is None and not wanted.any()) or actual is not None
                 if actual is not None:
                     assert_close(actual, wanted, reduction=50)
         assert index_mul.index_mul_backward_backward(None, None, *given) == (None, None, None)
-        for need1, need2 in ((True, False), (False, True), (False, False)):
-            found = index_mul.index_mul_backward(grad_out, in1, in2, index, need1=need1, need2=need2)
+        for need1, need2 in ((True, False), (False, True)):
+            found = backward(grad_out, in1, in2, index, (need1, need2))
             for needed, actual, wanted in zip((need1, need2), found, exact([none1, none2, *given])[1:3], strict=True):
                 assert_close(actual, wanted if needed else None, reduction=50)
 
@@ -165,13 +181,13 @@ def test_an_index_out_of_range_does_no_harm(route: Route) -> None:
     in1, in2, grad_out = (torch.randn(rows, 8, device=route.device) for rows in (3, 5, 5))
     index = torch.tensor([2, -1, 0, 3, 2], device=route.device)
     with _library.implementation(route.implementation):
-        out = index_mul.index_mul_forward(in1, in2, index)
-        grad1, grad2 = index_mul.index_mul_backward(grad_out, in1, in2, index)
+        out = forward(in1, in2, index)
+        grad1, grad2 = backward(grad_out, in1, in2, index)
     inside = torch.tensor([0, 2, 4], device=route.device)
     for result in (out, grad2):
         assert result[[1, 3]].isnan().all()
     assert_close(out[inside], reference.forward(in1.double(), in2[inside].double(), index[inside]))
-    wanted = reference.backward(grad_out[inside].double(), in1.double(), in2[inside].double(), index[inside])
+    wanted = backward(grad_out[inside].double(), in1.double(), in2[inside].double(), index[inside])
     assert_close(grad1, wanted[0], reduction=2)
     assert_close(grad2[inside], wanted[1])
 
@@ -209,7 +225,7 @@ def test_opcheck(route: Route) -> None:
     with _library.implementation(route.implementation):
         opcheck(route, torch.ops.apex.index_mul.default, (in1.requires_grad_(), in2.requires_grad_(), index))
         plain = (grad_out, in1.detach(), in2.detach(), index)
-        opcheck(route, torch.ops.apex.index_mul_backward.default, (*plain, True, True))
+        opcheck(route, torch.ops.apex.index_mul_backward.default, (*plain, [True, True]))
 
 
 def test_the_operator_refuses_a_second_derivative() -> None:

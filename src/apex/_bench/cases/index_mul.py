@@ -92,13 +92,13 @@ def _force_step(product: Product, problem: Problem) -> Sequence[Tensor]:
 
 
 def _exact(problem: Problem, direction: str) -> list[Tensor]:
-    in1, in2, index = problem.in1.detach().double(), problem.in2.detach().double(), problem.index
+    in1, in2 = (leaf.detach().double().requires_grad_() for leaf in problem.leaves)
+    output = reference.forward(in1, in2, problem.index)
     if direction == "fwd":
-        return [reference.forward(in1, in2, index)]
+        return [output.detach()]
     if direction == "bwd":
-        gradients = reference.backward(problem.gradient.double(), in1, in2, index)
-        return [gradient for gradient in gradients if gradient is not None]
-    energy = _eager(in1.requires_grad_(), in2.requires_grad_(), index).square().mean()
+        return list(torch.autograd.grad(output, (in1, in2), problem.gradient.double()))
+    energy = output.square().mean()
     (force,) = torch.autograd.grad(energy, in1, create_graph=True)
     return list(torch.autograd.grad(energy + force.square().sum(), (in1, in2)))
 

@@ -18,21 +18,14 @@ class IndexMul2d_(torch.autograd.Function):
     @staticmethod
     def forward(ctx, in1, in2, idx1):  # type: ignore[override]
         index_mul.check(in1, in2, idx1)
-        ctx.save_for_backward(in1, in2, idx1)
-        if torch.compiler.is_compiling():
-            return torch.ops.apex.index_mul(in1, in2, idx1)
-        return index_mul.index_mul_forward(in1, in2, idx1)
+        return index_mul.INDEX_MUL.forward_and_save(ctx, in1, in2, idx1)
 
     @staticmethod
     def backward(ctx, grad_out):  # type: ignore[override]
-        in1, in2, idx1 = ctx.saved_tensors
-        need1, need2 = ctx.needs_input_grad[:2]
-        if torch.compiler.is_compiling():
-            grad1, grad2 = torch.ops.apex.index_mul_backward(grad_out, in1, in2, idx1, need1, need2)
-            return grad1 if need1 else None, grad2 if need2 else None, None
-        if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
-            return *IndexMul2dBackward_.apply(in1, in2, idx1, grad_out), None
-        return *index_mul.index_mul_backward(grad_out, in1, in2, idx1, need1=need1, need2=need2), None
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # create_graph=True: the gradients themselves must be differentiable.
+            return *IndexMul2dBackward_.apply(*ctx.saved_tensors, grad_out), None
+        return *index_mul.INDEX_MUL.backward_from_saved(ctx, grad_out), None
 
 
 class IndexMul2dBackward_(torch.autograd.Function):
@@ -42,7 +35,7 @@ class IndexMul2dBackward_(torch.autograd.Function):
     def forward(ctx, in1, in2, idx1, grad_out):  # type: ignore[override]
         ctx.save_for_backward(in1, in2, idx1, grad_out)
         ctx.set_materialize_grads(False)  # a gradient that nobody used costs no pass
-        return index_mul.index_mul_backward(grad_out, in1, in2, idx1)
+        return index_mul.INDEX_MUL.run_backward((grad_out,), (in1, in2, idx1), (), (True, True))
 
     @staticmethod
     def backward(ctx, grad_grad_in1, grad_grad_in2):  # type: ignore[override]
