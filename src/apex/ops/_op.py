@@ -42,12 +42,12 @@ class Op:
 
     `saves` names arguments and results (named in the schema) to keep for the backward pass; where that depends on the
     settings, `save(arguments, results)` gives the tensors for these names. `gradients` names the tensors that can
-    have a gradient, all of them by default. Kernels get contiguous tensors but for those named in `strided`.
-    `takes(*arguments)` may send arguments to the reference that kernels could take. `fake` is the shape rule of the
-    results, `backward_fake` that of the gradients, which by default are like what was saved under the same name.
-    `reference_backward` takes the arguments of `backward` and is used wherever there is no kernel; without one autograd
-    differentiates the reference, and it does so for second derivatives. `once` gives the reason why there is no second
-    derivative with these settings.
+    have a gradient, all of them by default. Kernels get contiguous tensors but for the arguments, and the gradients of
+    the results, that `strided` names. `takes(*arguments)` may send arguments to the reference that kernels could take.
+    `fake` is the shape rule of the results, `backward_fake` that of the gradients, which by default are like what was
+    saved under the same name. `reference_backward` takes the arguments of `backward` and is used wherever there is no
+    kernel; without one autograd differentiates the reference, and it does so for second derivatives. `once` gives the
+    reason why there is no second derivative with these settings.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class Op:
         self._checks = checks
         self._gradient_places = [self.arguments.index(name) for name in self.gradients]
         self._loose = [i for i, name in enumerate(self.arguments[: self.tensors]) if name not in strided]
+        self._loose_gradients = [i for i, name in enumerate(self.results[:outputs]) if name not in strided]
         self._loose_saved = [i for i, name in enumerate(self.saves) if name not in strided]
         names = (*self.arguments, *self.results)
         self._save = save or self._save_by_name
@@ -154,7 +155,7 @@ class Op:
     ) -> tuple[Tensor | None, ...]:
         """The gradients that are wanted, None for the others, without autograd."""
         if gradients[0].numel() and self._runs_kernels((*gradients, *saved), len(gradients) + len(saved)):
-            tensors = (*[gradient.contiguous() for gradient in gradients], *_contiguous(saved, self._loose_saved))
+            tensors = (*_contiguous(gradients, self._loose_gradients), *_contiguous(saved, self._loose_saved))
             return _as_tuple(self._backward(*tensors, *settings, wanted))
         if self._reference_backward is not None:
             with torch.no_grad():
