@@ -53,18 +53,19 @@ def test_exported_programs_have_no_operator_of_apex(dtype: torch.dtype, strict: 
     torch.testing.assert_close(program.module()(x), norms(x))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dynamo", [True, False])
-def test_onnx_computes_the_same(dynamo: bool, tmp_path: Path) -> None:
+def test_onnx_computes_the_same(dynamo: bool, device: str, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     reference = pytest.importorskip("onnx.reference")
     pytest.importorskip("onnxscript")
-    norms = _all_norms()
-    x = torch.randn(3, 32)
+    norms = _all_norms().to(device)
+    x = torch.randn(3, 32, device=device)
     file = tmp_path / "norms.onnx"
     with warnings.catch_warnings(), _library.implementation("auto"):
         warnings.simplefilter("ignore")  # of the exporter itself
         torch.onnx.export(norms, (x,), file, dynamo=dynamo, verbose=False)
     model = onnx.load(file)
     assert {node.domain for node in model.graph.node} <= {"", "ai.onnx"}
-    (output,) = reference.ReferenceEvaluator(model).run(None, {model.graph.input[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(output), norms(x).detach())
+    (output,) = reference.ReferenceEvaluator(model).run(None, {model.graph.input[0].name: x.cpu().numpy()})
+    torch.testing.assert_close(torch.from_numpy(output), norms(x).detach().cpu())

@@ -280,6 +280,18 @@ def test_loss_scale_does_not_grow_to_infinity() -> None:
     assert growth.item() == 0
 
 
+def test_a_scale_below_the_smallest_normal_number_is_zero() -> None:
+    """As in upstream's kernel; a number without all its digits would not grow back to where it came from."""
+    smallest = torch.finfo(torch.float32).smallest_normal
+    current = torch.tensor([4 * smallest])
+    growth, patience = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    scales = []
+    for _ in range(3):
+        update_scale_hysteresis(current, growth, patience, torch.ones(1), 2.0, 0.5, 2, 1)
+        scales.append(float(current))
+    assert scales == [2 * smallest, smallest, 0.0]
+
+
 @pytest.mark.gpu
 def test_more_than_two_billion_elements() -> None:
     huge = torch.ones(2**31 + 5, dtype=torch.bfloat16, device="cuda")

@@ -235,6 +235,8 @@ def update_scale_hysteresis(
     # In double, so that factors that are no powers of two give the same sequence everywhere.
     grown = (scale.double() * growth_factor).to(scale.dtype)
     lowered = (scale.double() * backoff_factor).to(scale.dtype)
+    # As upstream's kernel, which knows no numbers below the smallest normal one.
+    lowered = torch.where(lowered < torch.finfo(scale.dtype).smallest_normal, torch.zeros_like(lowered), lowered)
     # Growth that would leave float32 is not taken; the tracker starts anew all the same.
     grows = ~overflowed & (successes == growth_interval)
     scale.copy_(torch.where(backs_off, lowered, torch.where(grows & torch.isfinite(grown), grown, scale)))

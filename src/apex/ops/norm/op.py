@@ -28,9 +28,6 @@ kernels_sums = _library.LazyModule(f"{__package__}.kernels_sums")
 # Positions within a row are 32-bit in the kernels.
 LONGEST_ROW = 2**31 - 2**16
 
-# PyTorch 2.6 knows of ONNX alone.
-_is_exporting = getattr(torch.compiler, "is_exporting", torch.onnx.is_in_onnx_export)
-
 
 def layer_norm(
     input: Tensor,
@@ -78,7 +75,7 @@ def _norm(
     numel = input.numel()
     # torch.jit.trace, under which sizes are tensors, sees operators, not kernel launches. An exported program has
     # PyTorch's operators, which ONNX knows and which run without apex.
-    if type(numel) is Tensor or _is_exporting() or not numel:
+    if type(numel) is Tensor or reference.is_exporting() or not numel:
         return reference.torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
     arguments = (input, weight, bias, _row_length(shape), eps, subtract_mean, memory_efficient, out_dtype, input.dtype)
     if memory_efficient and torch.is_grad_enabled():

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from .._library import autocast_dtype
 
+# PyTorch 2.6 knows of ONNX alone.
+is_exporting = getattr(torch.compiler, "is_exporting", torch.onnx.is_in_onnx_export)
+
 # Before it had a fused RMS norm, PyTorch computed the one of half-precision tensors in half precision.
 _RMS_NORM_IS_FUSED = hasattr(torch.ops.aten, "_fused_rms_norm")
 
@@ -132,8 +135,8 @@ def torch_norm(
             return torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
     dtype = input.dtype
     narrow = dtype.itemsize == 2
-    # ONNX from torch.jit.trace has no RMS norm.
-    in_parts = not subtract_mean and torch.jit.is_tracing()
+    # ONNX from torch.jit.trace has no RMS norm, and that from torch.export none of PyTorch's on a GPU.
+    in_parts = not subtract_mean and (torch.jit.is_tracing() or is_exporting())
     # On a CPU PyTorch sums the gradients of half-precision layer-norm weights in half precision: 5% off after 4096
     # rows. Before it had a fused RMS norm, it computed all of it in half precision.
     widen = narrow and ((subtract_mean and input.device.type == "cpu") or not (subtract_mean or _RMS_NORM_IS_FUSED))
