@@ -22,7 +22,7 @@ SLICE = 1 << 22
 class _Piece(NamedTuple):
     """A tensor, or a slice of one, of every list (None for lists that are not there)."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     rows: slice  # of what is measured, and of `whole`
     start: int  # of the slice
     tensors: list[Tensor | None]
@@ -109,7 +109,7 @@ class TorchLists:
         scalars = tuple(map(self._number, padded(rule.scalars(**hyper), SCALARS, 0.0)))
         constants = padded(flags, FLAG_COUNT, False)
         for piece in self._pieces():
-            values = [self._read(piece, slot) if slot in rule.reads else 0.0 for slot in range(SLOTS)]
+            values: list[Any] = [self._read(piece, slot) if slot in rule.reads else 0.0 for slot in range(SLOTS)]
             if overflow is not None:
                 for slot in checks:
                     if slot:

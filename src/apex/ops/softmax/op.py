@@ -137,7 +137,9 @@ def softmax_backward(dy: Tensor, probabilities: Tensor, spec: SoftmaxSpec, noise
     check_gradient(dy, probabilities.shape, probabilities.device)
     check_arguments(probabilities, None, spec)
     _check_noise(probabilities, spec, noise)
-    return SOFTMAX.run_or_trace_backward((dy,), (probabilities, noise), spec, (True,))[0]
+    (gradient,) = SOFTMAX.run_or_trace_backward((dy,), (probabilities, noise), spec, (True,))
+    assert gradient is not None
+    return gradient
 
 
 def _check_noise(input: Tensor, spec: SoftmaxSpec, noise: Tensor | None) -> None:
