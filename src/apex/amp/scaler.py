@@ -182,7 +182,7 @@ class LossScaler:
             master_grads,
             self._inverse(override),
             overflow=flag,
-            culprits=None if flag is None else culprits,
+            nonfinite_counts=None if flag is None else culprits,
         )
         self._take(flag)
 
@@ -212,7 +212,7 @@ class LossScaler:
             factor,
             stashed_factor,
             overflow=flag,
-            culprits=None if flag is None else culprits,
+            nonfinite_counts=None if flag is None else culprits,
             checks="x",
             checks_sum=checks_sum,
         )

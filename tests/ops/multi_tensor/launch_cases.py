@@ -63,8 +63,8 @@ def record() -> None:
     for rule in ALL_RULES:
         for state in _flags(rule):
             _record(rule, (state,) * FLAG_COUNT, _F32, _F32)
-    _record(rules.SCALE, (), _F32, torch.float16, overflow=flag, culprits=flag, checks=(1,), noop=flag)
-    _record(rules.AXPBY, (), _BF16, _BF16, overflow=flag, culprits=flag, checks=(0, 1, 2))
+    _record(rules.SCALE, (), _F32, torch.float16, overflow=flag, nonfinite_counts=flag, checks=(1,), noop=flag)
+    _record(rules.AXPBY, (), _BF16, _BF16, overflow=flag, nonfinite_counts=flag, checks=(0, 1, 2))
     _record(rules.ADAM, (True,), _F32, _BF16, copy=True, noop=factor, grad_scale=factor)
     _record(rules.ADAM, (True,), _BF16, _BF16, seed=1)
     on_device = tuple(torch.empty((), device="meta") if index % 2 else 0.5 for index in range(SCALARS))

@@ -69,7 +69,7 @@ def test_culprits_are_counted(mixed: bool, route: Route) -> None:
         flag = torch.zeros(1, device=route.device)
         culprits = torch.zeros(len(inputs), 2, dtype=torch.int32, device=route.device)
         with _library.implementation(route.implementation):
-            call(overflow=flag, culprits=culprits)
+            call(overflow=flag, nonfinite_counts=culprits)
         assert flag.item() == 1
         assert culprits.tolist() == [[0, 0], [2, 1], [0, 0], [0, 1], [0, 0], [0, 0]]
 
@@ -137,7 +137,7 @@ def test_axpby_finds_sums_that_overflow(sum_is_checked: bool, route: Route) -> N
         flag = torch.zeros(1, device=route.device)
         culprits = torch.zeros(len(x), 2, dtype=torch.int32, device=route.device)
         with _library.implementation(route.implementation):
-            axpby(x, y, outputs, a, b, overflow=flag, culprits=culprits, checks="x", checks_sum=sum_is_checked)
+            axpby(x, y, outputs, a, b, overflow=flag, nonfinite_counts=culprits, checks="x", checks_sum=sum_is_checked)
         for output, first, second in zip(outputs, x, y, strict=True):
             torch.testing.assert_close(output, (float(a) * first.float() + float(b) * second.float()).half())
         assert bool(flag.item()) == (sum_is_checked and overflows)

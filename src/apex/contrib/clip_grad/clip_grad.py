@@ -37,11 +37,12 @@ def clip_grad_norm_(
     except AttributeError:
         wrong = next(type(parameter).__name__ for parameter in parameters if not isinstance(parameter, Tensor))
         raise TypeError(f"parameters must be a tensor or tensors, got {wrong}") from None
-    for gradient in gradients:
-        if not (gradient.is_floating_point() or gradient.is_complex()):
-            raise TypeError(f"parameters have a gradient of {gradient.dtype}, which has no norm to clip")
-    norm_type = float(norm_type)
     known = clipped_before(gradients)
+    if known is None:
+        for gradient in gradients:
+            if not (gradient.is_floating_point() or gradient.is_complex()):
+                raise TypeError(f"parameters have a gradient of {gradient.dtype}, which has no norm to clip")
+    norm_type = float(norm_type)
     if not gradients or norm_type not in (2.0, torch.inf) or (known is None and not _are_plain(gradients)):
         if norm_type == torch.inf:  # of which PyTorch has none for a gradient without elements
             parameters = [parameter for parameter in parameters if parameter.grad is None or parameter.grad.numel()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 from collections import OrderedDict
@@ -208,7 +209,7 @@ def _is_same(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool
     )
 
 
-def _different(slots: Slots) -> list[Tensor]:
+def _different(slots: Slots) -> Sequence[Tensor]:
     """All tensors, but those of a list that is in two slots in a row only once."""
     different = [t for index, t in enumerate(slots) if t and not (index and _is_same(t, slots[index - 1]))]
-    return [tensor for tensors in different for tensor in tensors]
+    return different[0] if len(different) == 1 else list(itertools.chain.from_iterable(different))

@@ -1,15 +1,17 @@
-"""The kernels of the multi-tensor ops, which apply a rule to lists of tensors; `kernels_reductions.py` adds up.
+"""The kernels of the multi-tensor ops, which apply a rule to lists of tensors.
 
 table       int64 [tensors, ROWS]            number of elements, then the address in every list but the gradients
 moving      int64 [tensors]                  addresses of the gradients, which move from step to step
 programs    int32 [programs, 2]              which tensor, and which block of it
 noop        number [1]                       nothing is done unless it is 0
 grad_scale  float32 [1]                      multiplies the gradients
-scalars     float32 [scalars on the device]  in place of those scalars that ON_DEVICE marks
+scalars     float32 [scalars on the device]  in place of those scalars that ON_DEVICE names
 whole       float32 [tensors, 2]             the two numbers of each tensor
 partials    float32 [programs, QUANTITIES]   what a measuring rule found in each block
 overflow    number [1]                       becomes 1 where a checked value is infinite or NaN
-culprits    int32 [tensors, 2]               how many elements of checked slots 0 and 1 are infinite, and how many NaN
+nonfinite_counts  int32 [tensors, 2]         how many elements of checked slots 0 and 1 are infinite, and how many NaN
+
+`kernels_blocks.py` says what TYPES and CONSTANTS are; `kernels_reductions.py` adds up what was measured.
 """
 
 from __future__ import annotations
@@ -44,8 +46,10 @@ def _jit(function: Any, namespace: dict[str, Any]) -> Any:
 
 
 @triton.jit
-def _leave(partials, program, found, overflow, QUANTITIES: tl.constexpr, CHECKS: tl.constexpr):
+def _leave(partials, program, found, overflow, CONSTANTS: tl.constexpr):
     """Stores what this program measured."""
+    CHECKS: tl.constexpr = CONSTANTS[4]
+    QUANTITIES: tl.constexpr = CONSTANTS[5]
     at = partials + program * QUANTITIES
     tl.store(at, found[0])
     if CHECKS[0]:
@@ -71,7 +75,7 @@ def apply_rule(
     whole,
     partials,
     overflow,
-    culprits,
+    nonfinite_counts,
     s0,
     s1,
     s2,
@@ -82,51 +86,28 @@ def apply_rule(
     s7,
     seed,
     RULE: tl.constexpr,
-    FLAGS: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
-    READS: tl.constexpr,
-    WRITES: tl.constexpr,
-    CHECKS: tl.constexpr,
-    QUANTITIES: tl.constexpr,
-    MAXIMUM: tl.constexpr,
     TYPES: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """`RULE` on up to BLOCKS blocks, one after the other, of one tensor of each list.
-
-    READS, WRITES and CHECKS say for each slot whether it is. CHECKS[0] stands for what is measured first or, where
-    nothing is, for numbers that are written to slot 0 and are not finite although those of slots 1 and 2 are. TYPES has
-    a slot's type (None without a list) and, last, the type of a list that gets a copy of slot 0.
-    """
+    """`RULE` on up to BLOCKS blocks, one after the other, of one tensor of each list."""
     if noop is not None:
         if tl.load(noop) != 0:
             return
     program, _, q0, q1, q2, q3 = walk(
-        (table, moving, grad_scale, scalars, whole, overflow, culprits),
+        (table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts),
         programs,
         (s0, s1, s2, s3, s4, s5, s6, s7),
         seed,
         RULE,
-        FLAGS,
-        ON_DEVICE,
-        READS,
-        WRITES,
-        CHECKS,
-        QUANTITIES,
-        MAXIMUM,
         TYPES,
-        ROWS,
-        ALIGNED,
-        STOCHASTIC,
+        CONSTANTS,
         BLOCK,
         BLOCKS,
     )
-    if QUANTITIES > 0:
-        _leave(partials, program, (q0, q1, q2, q3), overflow, QUANTITIES, CHECKS)
+    if CONSTANTS[5] > 0:  # it measures
+        _leave(partials, program, (q0, q1, q2, q3), overflow, CONSTANTS)
 
 
 @kernel
@@ -156,16 +137,8 @@ def apply_and_reduce(
     margin,
     share,
     RULE: tl.constexpr,
-    FLAGS: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
-    READS: tl.constexpr,
-    WRITES: tl.constexpr,
-    CHECKS: tl.constexpr,
-    QUANTITIES: tl.constexpr,
-    MAXIMUM: tl.constexpr,
     TYPES: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     PER_TENSOR: tl.constexpr,
@@ -179,6 +152,8 @@ def apply_and_reduce(
     The last of each tensor's programs adds up what they found if PER_TENSOR, where no tensor may be empty; else the
     last of all. `tickets` are int32 that are 0, one per tensor or one.
     """
+    QUANTITIES: tl.constexpr = CONSTANTS[5]
+    MAXIMUM: tl.constexpr = CONSTANTS[6]
     if noop is not None:
         if tl.load(noop) != 0:
             return
@@ -188,21 +163,12 @@ def apply_and_reduce(
         (s0, s1, s2, s3, s4, s5, s6, s7),
         0.0,
         RULE,
-        FLAGS,
-        ON_DEVICE,
-        READS,
-        WRITES,
-        CHECKS,
-        QUANTITIES,
-        MAXIMUM,
         TYPES,
-        ROWS,
-        ALIGNED,
-        False,
+        CONSTANTS,
         BLOCK,
         BLOCKS,
     )
-    _leave(partials, program, (q0, q1, q2, q3), overflow, QUANTITIES, CHECKS)
+    _leave(partials, program, (q0, q1, q2, q3), overflow, CONSTANTS)
     if PER_TENSOR:
         start = tl.load(bounds + tensor)
         stop = tl.load(bounds + tensor + 1)

@@ -1,4 +1,22 @@
-"""What one program of the multi-tensor kernels does: a rule on some blocks of one tensor of each list."""
+"""What one program of the multi-tensor kernels does: a rule on some blocks of one tensor of each list.
+
+CONSTANTS, what a launch is compiled for besides its rule, is a tuple of
+
+    FLAGS       FLAG_COUNT bools  the rule's own
+    ON_DEVICE   SCALARS ints      where in `scalars` a number of the rule is; negative where the kernel gets it itself
+    READS       SLOTS bools       whose values the rule looks at
+    WRITES      SLOTS bools       whose values it changes
+    CHECKS      SLOTS bools       whose numbers are looked at for infinities and NaN; slot 0 stands for what is measured
+                                  first or, where nothing is, for numbers that are written to it and are not finite
+                                  although those of slots 1 and 2 are
+    QUANTITIES  int               how many quantities the rule measures
+    MAXIMUM     bool              they are maximised, not summed
+    ROWS        int               numbers in a row of `table`
+    ALIGNED     bool              every tensor starts at a multiple of 16 bytes
+    STOCHASTIC  bool              slot 0 is rounded stochastically
+
+and TYPES has the types of the lists, None without one; last, of the list that gets a copy of slot 0.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +50,14 @@ def _store(pointer, offset, x, mask, TYPE: tl.constexpr, MASKED: tl.constexpr, B
 
 
 @triton.jit
+def _number(value, scalars, POSITION: tl.constexpr):
+    """A number of the rule: an argument of the kernel, or on the device."""
+    if POSITION >= 0:
+        value = tl.load(scalars + POSITION)
+    return value
+
+
+@triton.jit
 def _round_stochastically(x, seed, tensor, index):
     """A float32 that bfloat16 can hold, up or down with the probability that makes it right on average.
 
@@ -52,16 +78,16 @@ def _not_finite(x):
 
 
 @triton.jit
-def _note(x, overflow, culprits, tensor):
+def _note(x, overflow, nonfinite_counts, tensor):
     """Raises the flag, and counts, where a number is not finite."""
     if _not_finite(x) != 0:
         tl.store(overflow, 1)
-        if culprits is not None:
+        if nonfinite_counts is not None:
             # Sums of integers are the same in any order.
             infinite = (tl.abs(x) == float("inf")).to(tl.int32)
-            tl.atomic_add(culprits + 2 * tensor, tl.sum(infinite, axis=0))
+            tl.atomic_add(nonfinite_counts + 2 * tensor, tl.sum(infinite, axis=0))
             unknown = tl.where(x == x, 0, 1)
-            tl.atomic_add(culprits + 2 * tensor + 1, tl.sum(unknown, axis=0))
+            tl.atomic_add(nonfinite_counts + 2 * tensor + 1, tl.sum(unknown, axis=0))
 
 
 @triton.jit
@@ -86,50 +112,34 @@ def _block(
     tensor,
     offset,
     size,
-    q0,
-    q1,
-    q2,
-    q3,
+    found,
     RULE: tl.constexpr,
-    FLAGS: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
-    READS: tl.constexpr,
-    WRITES: tl.constexpr,
-    CHECKS: tl.constexpr,
-    QUANTITIES: tl.constexpr,
-    MAXIMUM: tl.constexpr,
     TYPES: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    table, moving, grad_scale, scalars, whole, overflow, culprits = tensors
+    """The rule on one block; what was found before and in it."""
+    FLAGS: tl.constexpr = CONSTANTS[0]
+    ON_DEVICE: tl.constexpr = CONSTANTS[1]
+    READS: tl.constexpr = CONSTANTS[2]
+    WRITES: tl.constexpr = CONSTANTS[3]
+    CHECKS: tl.constexpr = CONSTANTS[4]
+    QUANTITIES: tl.constexpr = CONSTANTS[5]
+    MAXIMUM: tl.constexpr = CONSTANTS[6]
+    ROWS: tl.constexpr = CONSTANTS[7]
+    ALIGNED: tl.constexpr = CONSTANTS[8]
+    STOCHASTIC: tl.constexpr = CONSTANTS[9]
+    table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts = tensors
     s0, s1, s2, s3, s4, s5, s6, s7 = numbers
-    if ON_DEVICE[0]:
-        s0 = tl.load(scalars)
-        scalars += 1
-    if ON_DEVICE[1]:
-        s1 = tl.load(scalars)
-        scalars += 1
-    if ON_DEVICE[2]:
-        s2 = tl.load(scalars)
-        scalars += 1
-    if ON_DEVICE[3]:
-        s3 = tl.load(scalars)
-        scalars += 1
-    if ON_DEVICE[4]:
-        s4 = tl.load(scalars)
-        scalars += 1
-    if ON_DEVICE[5]:
-        s5 = tl.load(scalars)
-        scalars += 1
-    if ON_DEVICE[6]:
-        s6 = tl.load(scalars)
-        scalars += 1
-    if ON_DEVICE[7]:
-        s7 = tl.load(scalars)
+    s0 = _number(s0, scalars, ON_DEVICE[0])
+    s1 = _number(s1, scalars, ON_DEVICE[1])
+    s2 = _number(s2, scalars, ON_DEVICE[2])
+    s3 = _number(s3, scalars, ON_DEVICE[3])
+    s4 = _number(s4, scalars, ON_DEVICE[4])
+    s5 = _number(s5, scalars, ON_DEVICE[5])
+    s6 = _number(s6, scalars, ON_DEVICE[6])
+    s7 = _number(s7, scalars, ON_DEVICE[7])
     w0 = 0.0
     w1 = 0.0
     if whole is not None:
@@ -170,7 +180,7 @@ def _block(
             x4 = _load(p4, offset, mask, MASKED, BLOCK)
 
     if CHECKS[1]:
-        _note(x1, overflow, culprits, tensor)
+        _note(x1, overflow, nonfinite_counts, tensor)
     if CHECKS[2]:
         if _not_finite(x2) != 0:
             tl.store(overflow, 1)
@@ -181,6 +191,7 @@ def _block(
 
     values = (x0, x1, x2, x3, x4)
     numbers = (s0, s1, s2, s3, s4, s5, s6, s7)
+    q0, q1, q2, q3 = found
     if QUANTITIES > 0:
         values, terms = RULE(values, (w0, w1), numbers, FLAGS)
         q0 = _measure(terms[0], q0, mask, MAXIMUM, MASKED)
@@ -195,7 +206,7 @@ def _block(
 
     x0, x1, x2, x3, x4 = values
     if CHECKS[0] and QUANTITIES == 0:
-        _note(tl.where(known, x0.to(TYPES[0]).to(tl.float32), 0.0), overflow, culprits, tensor)
+        _note(tl.where(known, x0.to(TYPES[0]).to(tl.float32), 0.0), overflow, nonfinite_counts, tensor)
     if WRITES[0]:
         if TYPES[5] is not None:
             p5 = _pointer(at + 1, TYPES[5], ALIGNED)
@@ -222,78 +233,20 @@ def _block_or_end(
     tensor,
     offset,
     size,
-    q0,
-    q1,
-    q2,
-    q3,
+    found,
     RULE: tl.constexpr,
-    FLAGS: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
-    READS: tl.constexpr,
-    WRITES: tl.constexpr,
-    CHECKS: tl.constexpr,
-    QUANTITIES: tl.constexpr,
-    MAXIMUM: tl.constexpr,
     TYPES: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # Loads under a mask are not vectorised, which costs 60% on large tensors: only a tensor's last block has one.
     if offset + BLOCK <= size:
         q0, q1, q2, q3 = _block(
-            tensors,
-            numbers,
-            seed,
-            tensor,
-            offset,
-            size,
-            q0,
-            q1,
-            q2,
-            q3,
-            RULE,
-            FLAGS,
-            ON_DEVICE,
-            READS,
-            WRITES,
-            CHECKS,
-            QUANTITIES,
-            MAXIMUM,
-            TYPES,
-            ROWS,
-            ALIGNED,
-            STOCHASTIC,
-            BLOCK,
-            MASKED=False,
+            tensors, numbers, seed, tensor, offset, size, found, RULE, TYPES, CONSTANTS, BLOCK, MASKED=False
         )
     else:
         q0, q1, q2, q3 = _block(
-            tensors,
-            numbers,
-            seed,
-            tensor,
-            offset,
-            size,
-            q0,
-            q1,
-            q2,
-            q3,
-            RULE,
-            FLAGS,
-            ON_DEVICE,
-            READS,
-            WRITES,
-            CHECKS,
-            QUANTITIES,
-            MAXIMUM,
-            TYPES,
-            ROWS,
-            ALIGNED,
-            STOCHASTIC,
-            BLOCK,
-            MASKED=True,
+            tensors, numbers, seed, tensor, offset, size, found, RULE, TYPES, CONSTANTS, BLOCK, MASKED=True
         )
     return q0, q1, q2, q3
 
@@ -305,21 +258,13 @@ def walk(
     numbers,
     seed,
     RULE: tl.constexpr,
-    FLAGS: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
-    READS: tl.constexpr,
-    WRITES: tl.constexpr,
-    CHECKS: tl.constexpr,
-    QUANTITIES: tl.constexpr,
-    MAXIMUM: tl.constexpr,
     TYPES: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    CONSTANTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """What this program has to do; its number, the number of its tensor, and what it measured."""
+    ROWS: tl.constexpr = CONSTANTS[7]
     program = tl.program_id(0).to(tl.int64)
     tensor = tl.load(programs + 2 * program)
     offset = tl.load(programs + 2 * program + 1).to(tl.int64) * (BLOCK * BLOCKS)
@@ -330,58 +275,14 @@ def walk(
     q3 = tl.full((), 0.0, tl.float32)
     if BLOCKS == 1:
         q0, q1, q2, q3 = _block_or_end(
-            tensors,
-            numbers,
-            seed,
-            tensor,
-            offset,
-            size,
-            q0,
-            q1,
-            q2,
-            q3,
-            RULE,
-            FLAGS,
-            ON_DEVICE,
-            READS,
-            WRITES,
-            CHECKS,
-            QUANTITIES,
-            MAXIMUM,
-            TYPES,
-            ROWS,
-            ALIGNED,
-            STOCHASTIC,
-            BLOCK,
+            tensors, numbers, seed, tensor, offset, size, (q0, q1, q2, q3), RULE, TYPES, CONSTANTS, BLOCK
         )
     else:
         # Bounded by a value of run time: a loop of a constant number would be unrolled until registers spill.
         stop = tl.minimum(size, offset + BLOCK * BLOCKS)
         while offset < stop:
             q0, q1, q2, q3 = _block_or_end(
-                tensors,
-                numbers,
-                seed,
-                tensor,
-                offset,
-                size,
-                q0,
-                q1,
-                q2,
-                q3,
-                RULE,
-                FLAGS,
-                ON_DEVICE,
-                READS,
-                WRITES,
-                CHECKS,
-                QUANTITIES,
-                MAXIMUM,
-                TYPES,
-                ROWS,
-                ALIGNED,
-                STOCHASTIC,
-                BLOCK,
+                tensors, numbers, seed, tensor, offset, size, (q0, q1, q2, q3), RULE, TYPES, CONSTANTS, BLOCK
             )
             offset += BLOCK
     return program, tensor, q0, q1, q2, q3

@@ -1,8 +1,8 @@
 """Scaling, sums and norms over lists of tensors, each in one pass per device and combination of dtypes.
 
 `overflow` is a tensor of one number that becomes 1 when an input has an infinite or NaN element; `noop` one that turns
-the work off on the device when it is not 0. Both may be the same. `culprits`, int32 [tensors, 2], counts infinite and
-NaN elements of every tensor that is checked.
+the work off on the device when it is not 0. Both may be the same. `nonfinite_counts`, int32 [tensors, 2], counts
+infinite and NaN elements of every tensor that is checked.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ def scale(
     factor: float | Tensor,
     *,
     overflow: Tensor | None = None,
-    culprits: Tensor | None = None,
+    nonfinite_counts: Tensor | None = None,
     noop: Tensor | None = None,
     names: tuple[str, str] = ("outputs", "inputs"),
 ) -> None:
     """`outputs[i] = factor * inputs[i]`; they may be the same tensors."""
     for indices, lists in groups_of((outputs, inputs), names):
         on_device = factor.reshape(1).to(lists.device, torch.float32) if isinstance(factor, Tensor) else None
-        counters = _counters(culprits, indices, lists.device)
+        counters = _counters(nonfinite_counts, indices, lists.device)
         lists.apply(
             rules.SCALE,
             {"factor": 1.0 if on_device is not None else factor},
             grad_scale=on_device,
             overflow=flag_on(overflow, lists.device),
-            culprits=counters,
+            nonfinite_counts=counters,
             noop=flag_on(noop, lists.device),
             checks=(1,) if overflow is not None else (),
         )
-        _add_counters(culprits, counters, indices)
+        _add_counters(nonfinite_counts, counters, indices)
 
 
-def _counters(culprits: Tensor | None, indices: Sequence[int], device: torch.device) -> Tensor | None:
+def _counters(nonfinite_counts: Tensor | None, indices: Sequence[int], device: torch.device) -> Tensor | None:
     """Those of all tensors where these are all, or new ones for a group of them."""
-    if culprits is None or (len(indices) == len(culprits) and culprits.device == device):
-        return culprits
+    if nonfinite_counts is None or (len(indices) == len(nonfinite_counts) and nonfinite_counts.device == device):
+        return nonfinite_counts
     return torch.zeros(len(indices), 2, dtype=torch.int32, device=device)
 
 
-def _add_counters(culprits: Tensor | None, counters: Tensor | None, indices: Sequence[int]) -> None:
-    if culprits is not None and counters is not None and counters is not culprits:
-        culprits[torch.tensor(indices, dtype=torch.int64, device=culprits.device)] += counters.to(culprits.device)
+def _add_counters(totals: Tensor | None, counters: Tensor | None, indices: Sequence[int]) -> None:
+    if totals is not None and counters is not None and counters is not totals:
+        totals[torch.tensor(indices, dtype=torch.int64, device=totals.device)] += counters.to(totals.device)
 
 
 @torch.no_grad()
@@ -78,13 +78,13 @@ def axpby(
     b: float | Tensor,
     *,
     overflow: Tensor | None = None,
-    culprits: Tensor | None = None,
+    nonfinite_counts: Tensor | None = None,
     checks: str = "xy",
     checks_sum: bool = False,
     noop: Tensor | None = None,
     names: tuple[str, str, str] = ("outputs", "x", "y"),
 ) -> None:
-    """`outputs[i] = a * x[i] + b * y[i]`; `checks` names the inputs that are checked, `culprits` counts in `x`.
+    """`outputs[i] = a * x[i] + b * y[i]`; `checks` names the inputs that are checked, `nonfinite_counts` counts in `x`.
 
     `checks_sum` is for outputs of few bits: sums that are not finite although `x` and `y` are count like those of `x`.
     """
@@ -92,17 +92,17 @@ def axpby(
     slots = tuple(slot for slot, is_checked in wanted if overflow is not None and is_checked)
     for indices, lists in groups_of((outputs, x, y), names):
         on_device = a.reshape(1).to(lists.device, torch.float32) if isinstance(a, Tensor) else None
-        counters = _counters(culprits, indices, lists.device)
+        counters = _counters(nonfinite_counts, indices, lists.device)
         lists.apply(
             rules.AXPBY,
             {"a": 1.0 if on_device is not None else a, "b": b.reshape(()) if isinstance(b, Tensor) else b},
             grad_scale=on_device,
             overflow=flag_on(overflow, lists.device),
-            culprits=counters,
+            nonfinite_counts=counters,
             noop=flag_on(noop, lists.device),
             checks=slots,
         )
-        _add_counters(culprits, counters, indices)
+        _add_counters(nonfinite_counts, counters, indices)
 
 
 def l2norm(

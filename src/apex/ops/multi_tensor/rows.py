@@ -7,7 +7,6 @@ parameters has half a million of them, too many to look at one by one from Pytho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,14 +15,10 @@ from .. import _device
 from . import config
 from .flat import is_dense
 from .grouping import kernel_fits
-from .launches import reductions
 from .rule import GRADIENT, Rule
-from .tables import INDICES, Layout, PointerTable, current_stream, keep_if_captured, upload
+from .tables import INDICES, Layout, PointerTable, keep_if_captured, upload
 from .torch_lists import Slots, TorchLists
-from .triton_lists import TritonLists
-
-if TYPE_CHECKING:
-    from .._launch import BoundLaunch
+from .triton_lists import TritonLists, reductions
 
 MINIMUM_BLOCK = 128
 # Blocks of a row that one program walks over. A launch that adds up four sums of 26,000 rows takes longer.
@@ -81,28 +76,19 @@ class TritonRowLists(TritonLists):
     """`TritonLists` whose tensors are rows."""
 
     def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
+        super().__init__(slots, copy)
+        self._finishes_each = False  # mostly there is one program per row, and nothing to add up
+
+    def _make_table(self, slots: Slots, copy: Sequence[Tensor] | None) -> PointerTable:
         first = next(tensors for tensors in slots if tensors)
-        self.device = first[0].device
-        self.stream = current_stream(self.device)
-        self.types = tuple(tensors[0].dtype if tensors else None for tensors in (*slots, copy))
         counts = [row_count(tensor) for tensor in first]
         row_sizes = [tensor.numel() // max(1, count) for tensor, count in zip(first, counts, strict=True)]
-        gradients = slots[GRADIENT]
-        assert gradients
-        fixed = [
-            tensors[0].element_size() for slot, tensors in enumerate((*slots, copy)) if slot != GRADIENT and tensors
-        ]
-        rows_of_tensors = torch.tensor(counts, **INDICES)
-        self._table: RowTable = RowTable(
-            rows_of_tensors, torch.tensor(row_sizes, **INDICES), fixed, gradients[0].element_size(), self.device
-        )
-        self.sizes = tuple(self._table.sizes)
-        bounds = torch.cat((torch.zeros(1, **INDICES), rows_of_tensors.cumsum(0)))
+        widths = [tensors[0].element_size() if tensors else 0 for tensors in (*slots, copy)]
+        fixed = [width for slot, width in enumerate(widths) if slot != GRADIENT and width]
+        rows = torch.tensor(counts, **INDICES)
+        bounds = torch.cat((torch.zeros(1, **INDICES), rows.cumsum(0)))
         self._tensor_bounds = upload(bounds, torch.int32, self.device)
-        self._projections: dict[Any, BoundLaunch] = {}
-        self._begin()
-        self._finishes_each = False  # mostly there is one program per row, and nothing to add up
-        self.point_to(slots, copy)
+        return RowTable(rows, torch.tensor(row_sizes, **INDICES), fixed, widths[GRADIENT], self.device)
 
     def _block_for(self, lists: int) -> int:
         """No more than the average row needs: what a block has beyond the end of its row is idle."""
@@ -115,9 +101,9 @@ class TritonRowLists(TritonLists):
         needed = -(-max(self.sizes) // block)
         return 1 << (needed - 1).bit_length() if needed <= LONGEST_WALK else super()._blocks_together(block, lists)
 
-    def _scratch(self, shape: tuple[int, ...]) -> Tensor:
-        """Sums of rows may go to whoever asked for them."""
-        return torch.empty(shape, dtype=torch.float32, device=self.device)
+    def _partials(self, count: int, quantities: int) -> tuple[Tensor, Tensor]:
+        # Sums of rows may go to whoever asked for them.
+        return self._empty(count, quantities), super()._partials(0, 0)[1]
 
     def _per_tensor(self, rule: Rule, partials: Tensor, layout: Layout, noop: Tensor | None) -> Tensor:
         if layout.count == len(self.sizes):  # a program per row
@@ -133,22 +119,18 @@ class TritonRowLists(TritonLists):
         for each row the sums of p * g, g * g, p * p and p * step; `limits` are the `projection_thresholds`. Rows shrink
         by `decay`, those of projected parameters by `ratio` times that.
         """
-        whole = torch.empty((len(self.sizes), 2), dtype=torch.float32, device=self.device)
-        on_device, decay = None, self._here(decay)
+        whole, on_device, decay = self._empty(len(self.sizes), 2), None, self._here(decay)
         if isinstance(decay, Tensor):
             on_device, decay = decay.to(self.device, torch.float32).reshape(1), 0.0
-        key = on_device is None
-        launch = self._projections.get(key)
-        if launch is None:
-            launch = self._projections[key] = reductions().project_rows.bind(
-                (limits.shape[1],),
-                (0.0,) * 4,
-                (config.REDUCE_BLOCK,),
-                device=self.device,
-                num_warps=config.REDUCE_WARPS,
-            )
         keep_if_captured(self.device, self._tensor_bounds, limits)
-        launch(found, self._tensor_bounds, limits, on_device, whole, floats=(*map(float, (eps, delta, decay, ratio)),))
+        reductions.project_rows(
+            (limits.shape[1],),
+            (found, self._tensor_bounds, limits, on_device, whole),
+            (),
+            (float(eps), float(delta), float(decay), float(ratio)),
+            BLOCK=config.REDUCE_BLOCK,
+            num_warps=config.REDUCE_WARPS,
+        )
         return whole
 
 

@@ -134,6 +134,8 @@ class PointerTable:
         self._fixed_addresses: list[list[int]] | None = None
         self._moving_addresses: list[int] | None = None
         self._fixed_aligned = self._moving_aligned = True
+        # Whether the gradients are the only other list, too: then there is one list to look at.
+        self._in_place = False
 
     def update_fixed(self, addresses: list[list[int]]) -> None:
         """Addresses of every list but the gradients, one row per list; uploaded if they differ from the last ones."""
@@ -155,6 +157,8 @@ class PointerTable:
 
     def point_to(self, fixed: Sequence[list[Tensor]], gradients: list[Tensor] | None) -> None:
         """The tensors of every list but the gradients, and those; what lies elsewhere than before is uploaded."""
+        if len(fixed) == 1 and fixed[0] is gradients and self._in_place and self.has_gradients(gradients):
+            return
         known = self._fixed_addresses
         if known is None or not all(map(lie_at, fixed, known)):
             self.update_fixed([list(map(Tensor.data_ptr, tensors)) for tensors in fixed])
@@ -162,6 +166,7 @@ class PointerTable:
             self.update_moving(None)
         elif not self.has_gradients(gradients):
             self.update_moving(list(map(Tensor.data_ptr, gradients)))
+        self._in_place = self._fixed_addresses == [self._moving_addresses]
 
     @property
     def aligned(self) -> bool:

@@ -87,7 +87,7 @@ class TorchLists:
         grad_scale: Tensor | None = None,
         whole: Tensor | None = None,
         overflow: Tensor | None = None,
-        culprits: Tensor | None = None,
+        nonfinite_counts: Tensor | None = None,
         checks: tuple[int, ...] = (),
         seed: int | None = None,
     ) -> Tensor | None:
@@ -95,9 +95,9 @@ class TorchLists:
 
         `hyper` goes to the rule's `scalars`. Nothing is done when `noop` is not 0. `grad_scale` multiplies the
         gradients; `whole` holds the two numbers of each tensor; `overflow` becomes 1 when a slot among `checks` has an
-        infinite or NaN element, and `culprits`, int32 [tensors, 2], counts such elements of slots 0 and 1. Slot 0
-        stands for what was measured first or, where nothing is, for numbers that are written to it and are not finite
-        although those of slots 1 and 2 are. With a `seed`, slot 0 is rounded stochastically to bfloat16.
+        infinite or NaN element, and `nonfinite_counts`, int32 [tensors, 2], counts such elements of slots 0 and 1.
+        Slot 0 stands for what was measured first or, where nothing is, for numbers that are written to it and are not
+        finite although those of slots 1 and 2 are. With a `seed`, slot 0 is rounded stochastically to bfloat16.
         """
         found = torch.zeros(self.results, max(2, rule.quantities), dtype=self._sums, device=self.device)
         skip = None
@@ -113,7 +113,7 @@ class TorchLists:
             if overflow is not None:
                 for slot in checks:
                     if slot:
-                        _note(values[slot], overflow, culprits if slot == 1 else None, piece.index)
+                        _note(values[slot], overflow, nonfinite_counts if slot == 1 else None, piece.index)
                 if 0 in checks and not rule.quantities:
                     finite = torch.isfinite(values[1]) & torch.isfinite(values[2])
             if grad_scale is not None:
@@ -129,7 +129,7 @@ class TorchLists:
             elif overflow is not None and 0 in checks:
                 assert piece.tensors[0] is not None
                 written = results[0].to(piece.tensors[0].dtype).to(torch.float32)
-                _note(torch.where(finite, written, 0.0), overflow, culprits, piece.index)
+                _note(torch.where(finite, written, 0.0), overflow, nonfinite_counts, piece.index)
             for slot in rule.writes:
                 value = results[slot]
                 if slot == 0 and seed is not None:
@@ -224,9 +224,9 @@ class TorchLists:
         before.copy_(after if noop is None else torch.where(noop.reshape(()) != 0, before, after))
 
 
-def _note(values: Tensor, overflow: Tensor, culprits: Tensor | None, index: int) -> None:
+def _note(values: Tensor, overflow: Tensor, nonfinite_counts: Tensor | None, index: int) -> None:
     """Raises the flag where a number is not finite, and counts such numbers of tensor `index`."""
     bad = ~torch.isfinite(values).all()
     overflow.copy_(torch.maximum(overflow, bad.to(overflow.dtype)))
-    if culprits is not None:
-        culprits[index] += torch.stack((values.isinf().sum(), values.isnan().sum()))
+    if nonfinite_counts is not None:
+        nonfinite_counts[index] += torch.stack((values.isinf().sum(), values.isnan().sum()))
