@@ -85,6 +85,23 @@ def test_second_derivative_of_a_kernel_comes_from_the_reference(route: Route) ->
 
 
 @pytest.mark.parametrize("route", routes())
+def test_nan_logits_of_padding_do_no_harm_to_derivatives(route: Route) -> None:
+    values = torch.randn(4, 24, device=route.device)
+    values[3] = torch.nan
+    logits = values.requires_grad_()
+    labels = torch.tensor([0, 3, 6, 2], device=route.device)
+    with _library.implementation(route.implementation):
+        losses = SoftmaxCrossEntropyLoss.apply(logits, labels, 0.1, 2)
+        (plain,) = torch.autograd.grad(losses.square().sum(), logits, retain_graph=True)
+        (first,) = torch.autograd.grad(losses.square().sum(), logits, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), logits)
+    for derivative in (plain, first, second):
+        assert derivative[:3].isfinite().all()
+        assert derivative[:3].any()
+        assert not derivative[3].any()
+
+
+@pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(route: Route, use_reentrant: bool) -> None:
     logits = torch.randn(4, 24, device=route.device, requires_grad=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops.xentropy.launches import plan
+from apex.ops.xentropy import op
 
 _BF16, _F32, _HALF = torch.bfloat16, torch.float32, torch.float16
 
@@ -18,13 +18,11 @@ def record() -> None:
     ):
         logits = torch.empty(rows, classes, dtype=dtype, device="meta")
         labels = torch.empty(rows, dtype=torch.int64, device="meta")
-        chosen = plan(logits, smoothing, 0)
-        losses, log_sums = chosen.forward(logits, labels)
-        chosen.backward(losses, logits, log_sums, labels)
+        losses, log_sums = op.launch_forward(logits, labels, smoothing, 0)
+        op.launch_backward(losses, logits, log_sums, labels, smoothing, 0, (True,))
     logits, labels = torch.empty(1024, 131072, dtype=_BF16, device="meta"), torch.empty(1024, device="meta").long()
     losses = torch.empty(1024, device="meta")
-    plan(logits, 0.1, -100).both(logits, labels, losses, losses)
+    op.launch_in_place(logits, labels, losses, losses, 0.1, -100)
     padded = logits[:, :50257]
-    chosen = plan(padded, 0.0, -100)
-    chosen.both(padded, labels, losses, None)
-    chosen.backward(losses.to(_BF16), padded, losses, labels)
+    op.launch_in_place(padded, labels, losses, None, 0.0, -100)
+    op.launch_backward(losses.to(_BF16), padded, losses, labels, 0.0, -100, (True,))

@@ -13,9 +13,10 @@ def test_opcheck(route: Route) -> None:
     logits = torch.randn(4, 37, device=route.device, requires_grad=True)
     labels = torch.randint(0, 37, (4,), device=route.device)
     with _library.implementation(route.implementation):
-        opcheck(route, torch.ops.apex.xentropy_forward.default, (logits, labels, 0.1, 0))
-        losses, log_sums = torch.ops.apex.xentropy_forward(logits.detach(), labels, 0.1, 0)
-        opcheck(route, torch.ops.apex.xentropy_backward.default, (losses, logits.detach(), log_sums, labels, 0.1, 0))
+        opcheck(route, torch.ops.apex.xentropy.default, (logits, labels, 0.1, 0))
+        losses, log_sums = torch.ops.apex.xentropy(logits.detach(), labels, 0.1, 0)
+        given = (losses, logits.detach(), log_sums, labels, 0.1, 0, [True])
+        opcheck(route, torch.ops.apex.xentropy_backward.default, given)
         input, weight = torch.randn(4, 8, device=route.device), torch.randn(37, 8, device=route.device)
         for wanted, bias in (([True, True, True], weight[:, 0]), ([False, False, False], None)):
             arguments = (input, weight, bias, labels, None, 0.1, -100, wanted, torch.float32, 3)
@@ -51,7 +52,7 @@ def test_the_operator_refuses_a_second_derivative(route: Route) -> None:
     logits = torch.randn(4, 24, device=route.device, requires_grad=True)
     labels = torch.randint(0, 24, (4,), device=route.device)
     with _library.implementation(route.implementation):
-        losses, _ = torch.ops.apex.xentropy_forward(logits, labels, 0.0, 0)
+        losses, _ = torch.ops.apex.xentropy(logits, labels, 0.0, 0)
         (first,) = torch.autograd.grad(losses.square().sum(), logits, create_graph=True)
         with pytest.raises(RuntimeError, match="first derivative only"):
             torch.autograd.grad(first.square().sum(), logits)

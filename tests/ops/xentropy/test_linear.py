@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library
-from apex.ops.xentropy import linear_chunks, linear_cross_entropy
+from apex.ops.xentropy import config, linear, linear_cross_entropy
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -142,7 +142,7 @@ def test_gradients_of_parameters_are_not_copied(route: Route) -> None:
 @pytest.mark.parametrize("route", routes())
 def test_without_gradients_none_are_computed(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     input, weight, _, labels = tensors(route.device, torch.float32)
-    monkeypatch.setattr(linear_chunks, "_add_product", lambda *arguments, **options: pytest.fail("computed"))
+    monkeypatch.setattr(linear, "_add_product", lambda *arguments, **options: pytest.fail("computed"))
     with _library.implementation(route.implementation), torch.no_grad():
         loss = linear_cross_entropy(input, weight, labels)
     assert loss.grad_fn is None
@@ -246,9 +246,9 @@ def test_many_chunks_of_bfloat16_are_summed_in_float32() -> None:
     ],
 )
 def test_chunk_size(rows: int, classes: int, asked: int | None, size: int) -> None:
-    found = linear_chunks.chunk_size(rows, classes, asked)
+    found = config.chunk_size(rows, classes, asked)
     assert found == size
-    assert asked is not None or found == 1 or found * classes <= linear_chunks.CHUNK_ELEMENTS[1]
+    assert asked is not None or found == 1 or found * classes <= config.CHUNK_ELEMENTS[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -257,7 +257,7 @@ def test_products_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
     *leaves, labels = tensors("cpu", dtype)
     slope = torch.tensor(1.5)
     expected_loss, expected = exact(*leaves, labels, slope)
-    monkeypatch.setattr(linear_chunks, "_parts_of_products", lambda logits, classes: [slice(0, 32), slice(32, 37)])
+    monkeypatch.setattr(config, "parts_of_products", lambda *_: [slice(0, 32), slice(32, 37)])
     loss = linear_cross_entropy(*leaves[:2], labels, leaves[2], chunk_rows=3)
     assert_near(loss, expected_loss, dtype, "loss")
     gradients = torch.autograd.grad(loss, leaves, slope)
@@ -267,10 +267,7 @@ def test_products_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("classes", "parts"), [(50257, [50256, 1]), (50256, [50256]), (5, [5]), (0, [0])])
 def test_classes_that_products_take_at_a_time(classes: int, parts: list[int]) -> None:
-    class Logits:
-        is_cuda, dtype = True, torch.bfloat16
-
-    found = linear_chunks._parts_of_products(Logits(), classes)  # type: ignore[arg-type]
+    found = config.parts_of_products(classes, torch.bfloat16, on_gpu=True)
     assert [part.stop - part.start for part in found] == parts
     assert sum(parts) == classes
 

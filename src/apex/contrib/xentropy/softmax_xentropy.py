@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...ops import xentropy
+from ...ops.xentropy import XENTROPY, check_logits
 
 
 class SoftmaxCrossEntropyLoss(torch.autograd.Function):
@@ -16,8 +16,9 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, smoothing=0.0, padding_idx=0, half_to_float=False):  # type: ignore[override]
-        return xentropy.forward_and_save(ctx, logits, labels, smoothing, padding_idx)
+        check_logits(logits, labels, smoothing)
+        return XENTROPY.forward_and_save(ctx, logits, labels, float(smoothing), padding_idx)
 
     @staticmethod
     def backward(ctx, grad_loss):  # type: ignore[override]
-        return xentropy.backward_from_saved(ctx, grad_loss), None, None, None, None
+        return *XENTROPY.backward_from_saved(ctx, grad_loss), None, None, None, None

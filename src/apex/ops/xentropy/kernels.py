@@ -298,7 +298,7 @@ def xentropy_short_rows(
     x = tl.load(logits + row[:, None] * row_stride + column, mask=mask, other=float("-inf")).to(tl.float32)
     if BACKWARD:
         scale = tl.load(losses + row * loss_stride, mask=counted, other=0.0).to(tl.float32)
-        log_sum = tl.load(log_sums + row, mask=counted, other=0.0)
+        log_sum = tl.load(log_sums + row, mask=counted, other=0.0).to(tl.float32)
         others = -scale * (smoothing / classes)
         own = others - scale * (1.0 - smoothing)
         softmax = tl.exp2(x * LOG2E - (log_sum * LOG2E)[:, None])

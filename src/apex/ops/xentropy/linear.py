@@ -1,23 +1,28 @@
-"""`linear_cross_entropy`: checks and autograd around the pass over chunks.
+"""Cross-entropy of a linear layer's outputs, a chunk of rows at a time: all logits are never there at once.
+
+One pass over the chunks gives losses and gradients. The gradient of a chunk's logits overwrites them, and two matrix
+products take it on to the gradients of input and weight.
 
 For a mean or a sum the gradients are computed together with the loss, as if its gradient were one, and multiplied by
 what it is in the backward pass: a mean's small factor would be lost in the float16 gradient of the logits. Without a
 reduction each row has its own gradient, so that the chunks are computed once more in the backward pass.
+
+Letters: N rows, H features, V classes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .. import _library
 from .._checks import check_optional_tensors, check_tensors
-from .._library import autocast_dtype
-from . import reference
-from .linear_chunks import Wanted, chunk_size, linear_xentropy, sum_dtype
-from .op import check_labels
+from . import config, reference
+from .op import FAMILY, check_labels, launch_forward, launch_in_place
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -56,12 +61,11 @@ def linear_cross_entropy(
     default that is the weight's own, but float32 for float16, and for bfloat16 from more than 16 chunks on.
     """
     _check(input, weight, target, bias, label_smoothing, reduction, accumulation_dtype, chunk_rows)
-    compute = autocast_dtype(input) or input.dtype
+    compute = _library.autocast_dtype(input) or input.dtype
     if input.dtype == torch.float64:
         compute = torch.float64
-    spec = LinearSpec(
-        label_smoothing, ignore_index, reduction, compute, accumulation_dtype, chunk_rows, torch.is_grad_enabled()
-    )
+    settings = (float(label_smoothing), ignore_index, reduction, compute, accumulation_dtype, chunk_rows)
+    spec = LinearSpec(*settings, differentiable=torch.is_grad_enabled())
     rows = input.reshape(-1, input.shape[-1])
     loss = LinearCrossEntropyFunction.apply(rows, weight, bias, target.reshape(-1), spec)
     return loss.reshape(target.shape) if reduction == "none" else loss
@@ -97,7 +101,7 @@ def _check(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {list(bias.shape)}, expected [{weight.shape[0]}]")
     check_labels(target, input.device, smoothing)
-    autocast = autocast_dtype(input) is not None
+    autocast = _library.autocast_dtype(input) is not None
     for name, parameter in (("input", input), ("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
@@ -114,9 +118,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, input, weight, bias, labels, spec):  # type: ignore[override]
-        wanted = Wanted(*ctx.needs_input_grad[:3])
-        if not spec.differentiable or spec.reduction == "none":
-            wanted = Wanted(False, False, False)
+        at_once = spec.differentiable and spec.reduction != "none"
+        wanted = ctx.needs_input_grad[:3] if at_once else (False, False, False)
         losses, *gradients = _pass(input, weight, bias, labels, None, spec, wanted)
         count = (labels != spec.ignore_index).sum() if spec.reduction == "mean" else None
         ctx.spec = spec
@@ -127,19 +130,20 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             ctx.save_for_backward(input, weight, bias, labels, count)
             # Handed on by the backward pass, which then holds no second reference: autograd need not copy them.
             ctx.gradients = gradients if True in wanted else None
-        if spec.reduction == "none":
-            return losses
-        return losses.sum() if count is None else losses.sum() / count
+        return _reduced(losses, count, spec.reduction)
 
     @staticmethod
     def backward(ctx, loss_gradient):  # type: ignore[override]
         input, weight, bias, labels, count, *gradients = ctx.saved_tensors
-        spec, wanted = ctx.spec, Wanted(*ctx.needs_input_grad[:3])
+        spec, wanted = ctx.spec, ctx.needs_input_grad[:3]
         if not ctx.is_compiled and torch.is_grad_enabled():  # create_graph=True
-            return *_differentiable_gradients(loss_gradient, input, weight, bias, labels, spec, wanted), None, None
+            return (
+                *_differentiable_gradients(loss_gradient, input, weight, bias, labels, count, spec, wanted),
+                None,
+                None,
+            )
         if spec.reduction == "none":
-            scale = loss_gradient.contiguous()
-            _, *gradients = _pass(input, weight, bias, labels, scale, spec, wanted)
+            _, *gradients = _pass(input, weight, bias, labels, loss_gradient.contiguous(), spec, wanted)
             factor = None
         else:
             factor = loss_gradient if count is None else loss_gradient / count
@@ -151,6 +155,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return *(_finished(g, factor, t, ctx.is_compiled) for g, t in zip(gradients, like, strict=True)), None, None
 
 
+def _reduced(losses: Tensor, count: Tensor | None, reduction: str) -> Tensor:
+    """The losses, or their sum; divided by `count` where it is given."""
+    if reduction == "none":
+        return losses
+    return losses.sum() if count is None else losses.sum() / count
+
+
 def _pass(
     input: Tensor,
     weight: Tensor,
@@ -158,12 +169,12 @@ def _pass(
     labels: Tensor,
     row_scale: Tensor | None,
     spec: LinearSpec,
-    wanted: Wanted,
+    wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The pass over the chunks in the dtype of `spec.compute`."""
     rows, classes = input.shape[0], weight.shape[0]
-    size = chunk_size(rows, classes, spec.chunk_rows)
-    total = sum_dtype(weight.dtype, -(-rows // size), spec.accumulation_dtype)
+    size = config.chunk_size(rows, classes, spec.chunk_rows)
+    total = config.sum_dtype(weight.dtype, -(-rows // size), spec.accumulation_dtype)
     compute = spec.compute
     tensors = (input.to(compute), weight.to(compute), None if bias is None else bias.to(compute), labels, row_scale)
     settings = (spec.smoothing, spec.ignore_index, wanted, total, size)
@@ -193,19 +204,145 @@ def _differentiable_gradients(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
+    count: Tensor | None,
     spec: LinearSpec,
-    wanted: Wanted,
+    wanted: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients that can be differentiated again, by way of the logits."""
     compute = spec.compute
     logits = functional.linear(input.to(compute), weight.to(compute), None if bias is None else bias.to(compute))
-    losses, _ = reference.forward(logits, labels.long(), spec.smoothing, spec.ignore_index)
-    loss: Any = losses
-    if spec.reduction != "none":
-        loss = losses.sum()
-    if spec.reduction == "mean":
-        loss = loss / (labels != spec.ignore_index).sum()
-    tensors = (input, weight, bias)
-    chosen = [tensor for tensor, want in zip(tensors, wanted, strict=True) if want and tensor is not None]
+    losses, _ = reference.forward(logits, labels, spec.smoothing, spec.ignore_index)
+    chosen: list[Any] = [tensor for tensor, want in zip((input, weight, bias), wanted, strict=True) if want]
+    loss = _reduced(losses, count, spec.reduction)
     found = iter(torch.autograd.grad(loss, chosen, loss_gradient, create_graph=True))
     return [next(found) if want else None for want in wanted]
+
+
+def linear_xentropy(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    row_scale: Tensor | None,
+    smoothing: float,
+    ignore_index: int,
+    wanted: Sequence[bool],
+    accumulation_dtype: torch.dtype,
+    chunk_rows: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Losses (N), and the gradients of sum(losses * row_scale) for input (N x H), weight (V x H) and bias (V).
+
+    Without autograd. Input, weight and bias have one dtype; the gradients of the last two have `accumulation_dtype`.
+    """
+    rows, features = input.shape
+    classes, device = weight.shape[0], input.device
+    losses = torch.empty(rows, dtype=reference.compute_dtype(input), device=device)
+    input_gradient = torch.empty((rows, features), dtype=input.dtype, device=device) if wanted[0] else None
+    weight_gradient = bias_gradient = None
+    if wanted[1]:
+        allocate = torch.empty if rows else torch.zeros
+        weight_gradient = allocate((classes, features), dtype=accumulation_dtype, device=device)
+    if wanted[2]:
+        bias_gradient = torch.zeros(classes, dtype=losses.dtype, device=device)
+    stride = -(-classes // config.STRIDE_MULTIPLE) * config.STRIDE_MULTIPLE
+    storage = torch.empty((min(chunk_rows, rows), stride), dtype=input.dtype, device=device)
+    parts = config.parts_of_products(classes, input.dtype, input.is_cuda)
+    labels = labels.long().contiguous()
+    with _library.autocast_off(input):
+        for begin in range(0, rows, chunk_rows):
+            part = slice(begin, begin + chunk_rows)
+            x = input[part]
+            logits = storage[: x.shape[0], :classes]
+            for chosen in parts:
+                if bias is None:
+                    torch.mm(x, weight[chosen].t(), out=logits[:, chosen])
+                else:
+                    torch.addmm(bias[chosen], x, weight[chosen].t(), out=logits[:, chosen])
+            scale = None if row_scale is None else row_scale[part]
+            _losses_and_gradient(logits, labels[part], losses[part], scale, smoothing, ignore_index, True in wanted)
+            if input_gradient is not None:
+                # What is left apart first: the large product adds to it before it rounds.
+                for chosen in reversed(parts):
+                    _add_product(input_gradient[part], logits[:, chosen], weight[chosen], first=chosen is parts[-1])
+            if weight_gradient is not None:
+                for chosen in parts:
+                    _add_product(weight_gradient[chosen], logits[:, chosen].t(), x, first=begin == 0)
+            if bias_gradient is not None:
+                bias_gradient += logits.sum(0, dtype=bias_gradient.dtype)
+    if bias_gradient is not None:
+        bias_gradient = bias_gradient.to(accumulation_dtype)
+    return losses, input_gradient, weight_gradient, bias_gradient
+
+
+def _losses_and_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    row_scale: Tensor | None,
+    smoothing: float,
+    ignore_index: int,
+    gradient: bool,
+) -> None:
+    """Writes the losses and, where the gradient is wanted, overwrites the logits with it."""
+    if _library.runs_triton(FAMILY, logits):
+        if gradient:
+            launch_in_place(logits, labels, losses, row_scale, smoothing, ignore_index)
+        else:
+            losses.copy_(launch_forward(logits, labels, smoothing, ignore_index)[0])
+        return
+    found, log_sums = reference.forward(logits, labels, smoothing, ignore_index)
+    losses.copy_(found)
+    if gradient:
+        scale = torch.ones_like(losses) if row_scale is None else row_scale
+        logits.copy_(reference.backward(scale, logits, log_sums, labels, smoothing, ignore_index))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """total += left @ right; `first` stands for a total of zero."""
+    if total.dtype == left.dtype:
+        if first:
+            torch.mm(left, right, out=total)
+        else:
+            torch.addmm(total, left, right, out=total)
+    elif total.dtype == torch.float32 and _adds_to_float32(left):
+        if first:
+            torch.mm(left, right, out_dtype=torch.float32, out=total)
+        else:
+            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        for begin in range(0, total.shape[0], config.CLASSES_AT_A_TIME):
+            part = slice(begin, begin + config.CLASSES_AT_A_TIME)
+            product = torch.mm(left[part], right)
+            if first:
+                total[part] = product
+            else:
+                total[part] += product
+
+
+def _adds_to_float32(half: Tensor) -> bool:
+    """Whether a product of half-precision matrices can be added to float32: since PyTorch 2.8, on NVIDIA's GPUs."""
+    return half.is_cuda and torch.version.hip is None and hasattr(torch.ops.aten.addmm, "dtype_out")
+
+
+def _implementation(input, *arguments):  # type: ignore[no-untyped-def]
+    # An operator must return tensors; an empty one stands for a gradient that was not wanted.
+    return tuple(input.new_empty(0) if tensor is None else tensor for tensor in linear_xentropy(input, *arguments))
+
+
+def _fake(input, weight, bias, labels, row_scale, smoothing, ignore_index, wanted, accumulation_dtype, chunk_rows):  # type: ignore[no-untyped-def]
+    losses = input.new_empty(labels.shape, dtype=reference.compute_dtype(input))
+    like = ((input.shape, input.dtype), (weight.shape, accumulation_dtype), (weight.shape[:1], accumulation_dtype))
+    gradients = (
+        input.new_empty(shape, dtype=dtype) if want else input.new_empty(0)
+        for (shape, dtype), want in zip(like, wanted, strict=True)
+    )
+    return losses, *gradients
+
+
+_library.register_op(
+    "linear_xentropy(Tensor input, Tensor weight, Tensor? bias, Tensor labels, Tensor? row_scale, float smoothing, "
+    "int ignore_index, bool[] wanted, ScalarType accumulation_dtype, SymInt chunk_rows) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _implementation,
+    _fake,
+)

@@ -1,7 +1,13 @@
-"""Softmax cross-entropy of whole logits: checks, dispatch and autograd."""
+"""Softmax cross-entropy of whole logits, with label smoothing and padding.
+
+Logits are (..., classes), labels (...). Beside the losses there is the logarithm of each row's sum of exponentials
+(`log_sums`), which the backward pass needs. Rows of logits may be slices of longer ones: they are not copied.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,56 +15,15 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
-from . import native, reference
-from .launches import Plan, plan, with_whole_rows
+from .._device import facts
+from .._op import Op
+from . import config, reference
 from .reference import NO_PADDING
-from .self_check import self_check
 
-FAMILY = _library.register_family(
-    _library.OpFamily("xentropy", "softmax cross-entropy, also of a linear layer's outputs", self_check)
-)
+kernels = _library.LazyModule(f"{__package__}.kernels")
 
 # Positions within a row are 32-bit in the kernels.
 MOST_CLASSES = 2**31 - 2**16
-
-
-def check_logits(logits: Tensor, labels: Tensor, smoothing: float) -> None:
-    """Refuses arguments that do not fit together, in clear words."""
-    if not (isinstance(logits, Tensor) and isinstance(labels, Tensor)):
-        check_tensors(logits=logits, labels=labels)
-    shape = logits.shape
-    if not (
-        labels.shape == shape[:-1]
-        and shape
-        and logits.is_floating_point()
-        and 1 <= shape[-1] <= MOST_CLASSES
-        and labels.device == logits.device
-    ):
-        _explain(logits, labels)
-    check_labels(labels, logits.device, smoothing)
-
-
-def _explain(logits: Tensor, labels: Tensor) -> None:
-    """Raises the error that says which argument does not fit."""
-    shape = list(logits.shape)
-    if not shape or list(labels.shape) != shape[:-1]:
-        raise ValueError(
-            f"labels have shape {list(labels.shape)}, expected one for each row of logits of shape {shape}"
-        )
-    if not logits.is_floating_point():
-        raise TypeError(f"logits must be floating-point, got {logits.dtype}")
-    if not 1 <= shape[-1] <= MOST_CLASSES:
-        raise ValueError(f"logits of shape {shape} have {shape[-1]} classes, expected 1 to {MOST_CLASSES}")
-    raise ValueError(f"labels are on {labels.device}, the logits on {logits.device}")
-
-
-def check_labels(labels: Tensor, device: torch.device, smoothing: float) -> None:
-    if labels.dtype is not torch.int64 and labels.dtype is not torch.int32:
-        raise TypeError(f"labels must be int64 or int32, got {labels.dtype}")
-    if labels.device != device:
-        raise ValueError(f"labels are on {labels.device}, the logits on {device}")
-    if not 0.0 <= smoothing <= 1.0:
-        raise ValueError(f"label smoothing {smoothing} is not between 0 and 1")
 
 
 def xentropy_forward(
@@ -69,16 +34,7 @@ def xentropy_forward(
     Without autograd. Rows whose label is `padding_idx` get zeros.
     """
     check_logits(logits, labels, smoothing)
-    if logits.numel() and _library.runs_triton(FAMILY, logits):
-        rows, flat_labels, chosen = _planned(logits, labels, smoothing, padding_idx)
-        losses, log_sums = chosen.forward(rows, flat_labels)
-    else:
-        rows, flat_labels = _rows(logits), _flat(labels)
-        implementation = native if _on_processor(logits) else reference
-        losses, log_sums = implementation.forward(rows, flat_labels, smoothing, padding_idx)
-    if labels.dim() == 1:
-        return losses, log_sums
-    return losses.view(labels.shape), log_sums.view(labels.shape)
+    return XENTROPY.run(logits, labels, float(smoothing), padding_idx)  # type: ignore[return-value]
 
 
 def xentropy_backward(
@@ -97,88 +53,165 @@ def xentropy_backward(
                 f"{name} has shape {list(tensor.shape)} on {tensor.device}, expected {list(labels.shape)} as the "
                 f"labels, on {logits.device}"
             )
-    slopes, sums = loss_gradient.reshape(-1), log_sums.reshape(-1)
-    if logits.numel() and _library.runs_triton(FAMILY, logits):
-        rows, flat_labels, chosen = _planned(logits, labels, smoothing, padding_idx)
-        gradient = chosen.backward(slopes, rows, sums.float().contiguous(), flat_labels)
-    else:
-        rows, flat_labels = _rows(logits), _flat(labels)
-        implementation = native if _on_processor(logits) else reference
-        gradient = implementation.backward(slopes, rows, sums, flat_labels, smoothing, padding_idx)
-    return gradient if logits.dim() == 2 else gradient.view(logits.shape)
+    settings = (float(smoothing), padding_idx)
+    return XENTROPY.run_backward((loss_gradient,), (logits, log_sums, labels), settings, (True,))[0].contiguous()  # type: ignore[union-attr]
 
 
-def _planned(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor, Plan]:
-    """Rows and labels as the kernels take them, and the plan for them."""
-    rows = with_whole_rows(logits if logits.dim() == 2 else _rows(logits))
-    flat_labels = labels if labels.dim() == 1 and labels.is_contiguous() else labels.reshape(-1).contiguous()
-    if flat_labels.dtype is not torch.int64:
-        flat_labels = flat_labels.long()
-    return rows, flat_labels, plan(rows, smoothing, padding_idx)
+def check_logits(logits: Tensor, labels: Tensor, smoothing: float) -> None:
+    """Refuses arguments that do not fit together, in clear words."""
+    check_tensors(logits=logits, labels=labels)
+    shape = logits.shape
+    if not shape or labels.shape != shape[:-1]:
+        raise ValueError(
+            f"labels have shape {list(labels.shape)}, expected one for each row of logits of shape {list(shape)}"
+        )
+    if not logits.is_floating_point():
+        raise TypeError(f"logits must be floating-point, got {logits.dtype}")
+    if not 1 <= shape[-1] <= MOST_CLASSES:
+        raise ValueError(f"logits of shape {list(shape)} have {shape[-1]} classes, expected 1 to {MOST_CLASSES}")
+    check_labels(labels, logits.device, smoothing)
 
 
-def _rows(logits: Tensor) -> Tensor:
-    return logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
+def check_labels(labels: Tensor, device: torch.device, smoothing: float) -> None:
+    if labels.dtype is not torch.int64 and labels.dtype is not torch.int32:
+        raise TypeError(f"labels must be int64 or int32, got {labels.dtype}")
+    if labels.device != device:
+        raise ValueError(f"labels are on {labels.device}, the logits on {device}")
+    if not 0.0 <= smoothing <= 1.0:
+        raise ValueError(f"label smoothing {smoothing} is not between 0 and 1")
 
 
-def _flat(labels: Tensor) -> Tensor:
-    labels = labels if labels.dim() == 1 else labels.reshape(-1)
-    return labels if labels.dtype is torch.int64 else labels.long()
+def launch_forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor]:
+    rows = _whole_rows(logits)
+    losses = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+    log_sums = torch.empty_like(losses)
+    tensors = (rows, labels.long(), losses, log_sums, None)
+    launch = _launch_short if rows.shape[1] <= config.SHORT_ROW else _launch_losses
+    launch(tensors, False, smoothing, padding_idx)
+    return losses, log_sums
 
 
-def _on_processor(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.device.type == "cpu"
+def launch_in_place(
+    logits: Tensor, labels: Tensor, losses: Tensor, row_scale: Tensor | None, smoothing: float, padding_idx: int
+) -> None:
+    """Writes the losses, and over the logits their gradient times `row_scale`."""
+    tensors = (logits, labels, losses, torch.empty_like(losses), row_scale)
+    _launch_losses(tensors, True, smoothing, padding_idx)
 
 
-def forward_and_save(ctx: Any, logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> Tensor:
-    """The forward of an autograd Function: the loss of each row."""
-    ctx.plan = None
-    if not isinstance(logits, Tensor):
-        check_tensors(logits=logits)
-    if torch.compiler.is_compiling():
-        losses, log_sums = torch.ops.apex.xentropy_forward(logits, labels, smoothing, padding_idx)
-        ctx.save_for_backward(logits, labels, log_sums)
-    elif logits.dim() == 2 and logits.numel() and _library.runs_triton(FAMILY, logits):
-        check_logits(logits, labels, smoothing)
-        rows, flat_labels, ctx.plan = _planned(logits, labels, smoothing, padding_idx)
-        losses, log_sums = ctx.plan.forward(rows, flat_labels)
-        # With what the backward pass needs, whose thread runs Python at 0.6 times the speed.
-        ctx.save_for_backward(logits, flat_labels, log_sums, None if rows is logits else rows)
-    elif _on_processor(logits) and (found := _losses_at_once(logits, labels, smoothing, padding_idx)) is not None:
-        losses, own_log_softmax = found
-        ctx.save_for_backward(logits, labels, None, own_log_softmax)
-    else:
-        losses, log_sums = xentropy_forward(logits, labels, smoothing, padding_idx)
-        ctx.save_for_backward(logits, labels, log_sums)
-    ctx.smoothing, ctx.padding_idx = smoothing, padding_idx
-    return losses
+def launch_backward(
+    loss_gradient: Tensor,
+    logits: Tensor,
+    log_sums: Tensor,
+    labels: Tensor,
+    smoothing: float,
+    padding_idx: int,
+    wanted: Sequence[bool],
+) -> Tensor:
+    """The gradient of the logits; that of the losses may be one value for all rows, with strides of 0."""
+    rows, labels = _whole_rows(logits), labels.long()
+    count, classes = rows.shape
+    loss_stride = int(any(loss_gradient.stride()))
+    if loss_stride:
+        loss_gradient = loss_gradient.contiguous()
+    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if classes <= config.SHORT_ROW:
+        tensors = (rows, labels, loss_gradient, log_sums, gradient)
+        _launch_short(tensors, True, smoothing, padding_idx, loss_stride)
+        return gradient
+    size = rows.dtype.itemsize
+    chosen = config.backward_config(count, classes, size, facts(rows.device))
+    kernels.xentropy_backward(
+        (count * chosen.splits,),
+        (loss_gradient, rows, log_sums, labels, gradient),
+        (chosen.splits, rows.stride(0), classes, padding_idx, loss_stride),
+        (smoothing,),
+        EDGES=classes % config.ALIGNMENT != 0,
+        SAME_STRIDE=rows.stride(0) == classes,
+        GROUPS=chosen.groups,
+        LANES=chosen.lanes,
+        VECTOR=16 // size,
+        num_warps=chosen.num_warps,
+    )
+    return gradient
 
 
-def _losses_at_once(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor] | None:
-    """Losses without what only the backward pass needs of each row; None where rows have to be looked at apart."""
-    check_logits(logits, labels, smoothing)
-    if logits.dim() != 2 or not native.fits_at_once(logits) or _library.runs_triton(FAMILY, logits):
-        return None
-    try:
-        return native.losses_at_once(logits, _flat(labels), smoothing, padding_idx)
-    except RuntimeError:  # a label that is no class
-        return None
+def _whole_rows(logits: Tensor) -> Tensor:
+    """The logits as rows x classes, copied unless the elements of each row are adjacent."""
+    rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
+    stride = rows.stride()
+    return rows if stride[1] == 1 and stride[0] >= rows.shape[1] else rows.contiguous()
 
 
-def backward_from_saved(ctx: Any, loss_gradient: Tensor) -> Tensor:
-    """The backward of an autograd Function: the gradient of the logits."""
-    logits, labels, log_sums, *rows = ctx.saved_tensors
-    if ctx.plan is not None and not torch.is_grad_enabled():
-        return ctx.plan.backward(loss_gradient, logits if rows[0] is None else rows[0], log_sums, labels)
-    smoothing, padding_idx = ctx.smoothing, ctx.padding_idx
-    if log_sums is None:
-        log_sums = native.log_sums_of(logits, _flat(labels), rows[0], padding_idx)
-    if torch.compiler.is_compiling():
-        return torch.ops.apex.xentropy_backward(loss_gradient, logits, log_sums, labels, smoothing, padding_idx)
-    if torch.is_grad_enabled():  # create_graph=True: the gradient itself must be differentiable
-        wide = _rows(logits)
-        log_sums = torch.logsumexp(wide.to(reference.compute_dtype(wide)), 1)
-        slopes, flat_labels = loss_gradient.reshape(-1), _flat(labels)
-        gradient = reference.backward(slopes, wide, log_sums, flat_labels, smoothing, padding_idx)
-        return gradient.reshape(logits.shape)
-    return xentropy_backward(loss_gradient, logits, log_sums, labels, smoothing, padding_idx)
+def _launch_losses(tensors: tuple[Any, ...], gradient: bool, smoothing: float, padding_idx: int) -> None:
+    """One program per row, for its loss and with `gradient` also for the gradient in place of the logits."""
+    logits, row_scale = tensors[0], tensors[-1]
+    (rows, classes), row_stride, size = logits.shape, logits.stride(0), logits.dtype.itemsize
+    chosen = config.forward_config(rows, classes, size, gradient, facts(logits.device))
+    kernels.xentropy_forward(
+        (rows,),
+        tensors,
+        (row_stride, classes, padding_idx, int(row_scale is not None)),
+        (smoothing,),
+        SMOOTHED=smoothing > 0,
+        EDGES=row_stride % config.ALIGNMENT != 0 or classes % config.ALIGNMENT != 0,
+        GRADIENT=gradient,
+        GROUPS=chosen.groups,
+        LANES=chosen.lanes,
+        VECTOR=16 // size,
+        num_warps=chosen.num_warps,
+    )
+
+
+def _launch_short(
+    tensors: tuple[Any, ...], backward: bool, smoothing: float, padding_idx: int, loss_stride: int = 1
+) -> None:
+    """Several rows per program, for losses or gradients."""
+    logits = tensors[0]
+    (rows, classes), row_stride = logits.shape, logits.stride(0)
+    chosen = config.short_config(rows, classes, facts(logits.device))
+    kernels.xentropy_short_rows(
+        (-(-rows // chosen.rows_per_program),),
+        tensors,
+        (rows, row_stride, classes, padding_idx, loss_stride),
+        (smoothing,),
+        BACKWARD=backward,
+        SMOOTHED=smoothing > 0,
+        ROWS=chosen.rows_per_program,
+        BLOCK=chosen.block,
+        MULTIPLE=math.gcd(row_stride, classes, 16 // logits.dtype.itemsize),
+        num_warps=chosen.num_warps,
+    )
+
+
+def _fake(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor]:
+    losses = logits.new_empty(labels.shape, dtype=reference.compute_dtype(logits))
+    return losses, torch.empty_like(losses)
+
+
+def _check(classes: int) -> dict[str, Any]:
+    def labels(generator: torch.Generator) -> Tensor:
+        drawn = torch.randint(0, classes, (24,), generator=generator, dtype=torch.int64, device="cpu")
+        drawn[::5] = 3
+        return drawn
+
+    return {"logits": (24, classes), "labels": labels, "smoothing": 0.1, "padding_idx": 3}
+
+
+FAMILY = _library.register_family(
+    _library.OpFamily("xentropy", "softmax cross-entropy, also of a linear layer's outputs")
+)
+
+XENTROPY = Op(
+    FAMILY,
+    "xentropy(Tensor logits, Tensor labels, float smoothing, int padding_idx) -> (Tensor losses, Tensor log_sums)",
+    reference=reference.forward,
+    forward=launch_forward,
+    backward=launch_backward,
+    reference_backward=reference.backward,
+    fake=_fake,
+    saves=("logits", "log_sums", "labels"),
+    gradients=("logits",),
+    strided=("logits", "losses"),
+    checks=[_check(1024), _check(1001)],
+)

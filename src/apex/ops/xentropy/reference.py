@@ -1,10 +1,13 @@
-"""Softmax cross-entropy in PyTorch operators: the definition that everything else is held against.
+"""Softmax cross-entropy in PyTorch operators: the definition, and the implementation where there is no kernel.
 
 Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. Differentiable,
-so that derivatives of derivatives come out of it too. Logits are rows x classes, labels one integer per row.
+so that derivatives of derivatives come out of it too. Classes are the last dimension of the logits, labels have one
+integer per row of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,14 +25,15 @@ def forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) 
 
     A row whose label is no class has no loss: NaN.
     """
-    x = logits.to(compute_dtype(logits))
-    log_sums = torch.logsumexp(x, 1)
-    index, is_class = class_index(labels, x.shape[1])
-    own = torch.where(is_class, x.gather(1, index[:, None])[:, 0], torch.nan)
+    padding = labels == padding_idx
+    # Whatever the logits of padding are, their gradient is zero.
+    x = logits.to(compute_dtype(logits)).masked_fill(padding[..., None], 0.0)
+    log_sums = torch.logsumexp(x, -1)
+    index = labels.long().clamp(0, x.shape[-1] - 1)
+    own = torch.where(index == labels, x.gather(-1, index[..., None])[..., 0], torch.nan)
     losses = log_sums - (1.0 - smoothing) * own
     if smoothing:
-        losses = losses - smoothing * x.mean(1)
-    padding = labels == padding_idx
+        losses = losses - smoothing * x.mean(-1)
     return losses.masked_fill(padding, 0.0), log_sums.masked_fill(padding, 0.0)
 
 
@@ -40,23 +44,13 @@ def backward(
     labels: Tensor,
     smoothing: float,
     padding_idx: int,
-    out: Tensor | None = None,
+    wanted: Sequence[bool] = (True,),
 ) -> Tensor:
-    """The gradient of the logits: softmax minus target, times the gradient of the row's loss; zero for padding.
-
-    `out` receives it where it is given, and may be the logits.
-    """
+    """The gradient of the logits: softmax minus target, times the gradient of the row's loss; zero for padding."""
     compute = compute_dtype(logits)
-    classes = logits.shape[1]
-    softmax = torch.exp(logits.to(compute) - log_sums.to(compute)[:, None])
-    is_own = torch.arange(classes, dtype=torch.int64, device=logits.device) == labels[:, None]
+    classes = logits.shape[-1]
+    softmax = torch.exp(logits.to(compute) - log_sums.to(compute)[..., None])
+    is_own = torch.arange(classes, dtype=labels.dtype, device=logits.device) == labels[..., None]
     target = (1.0 - smoothing) * is_own.to(compute) + smoothing / classes
-    slope = (softmax - target) * loss_gradient.to(compute)[:, None]
-    slope = slope.masked_fill((labels == padding_idx)[:, None], 0.0)
-    return slope.to(logits.dtype) if out is None else out.copy_(slope)
-
-
-def class_index(labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Labels that can index a row, and which of them were classes before."""
-    index = labels.clamp(0, classes - 1)
-    return index, index == labels
+    slope = (softmax - target) * loss_gradient.to(compute)[..., None]
+    return slope.masked_fill((labels == padding_idx)[..., None], 0.0).to(logits.dtype)

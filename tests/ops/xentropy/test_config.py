@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apex.ops._device import DeviceFacts
-from apex.ops.xentropy.launches import SHORT_ROW, backward_config, forward_config, short_config
+from apex.ops.xentropy.config import SHORT_ROW, backward_config, forward_config, short_config
 
 ROWS = st.integers(1, 1 << 24)
 CLASSES = st.one_of(st.integers(1, 200000), st.sampled_from([1 << n for n in range(21)]))

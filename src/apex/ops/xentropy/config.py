@@ -1,0 +1,120 @@
+"""Launch choices of softmax cross-entropy, and the sizes of a linear layer's chunks.
+
+Times are microseconds on an H200, of kernels launched directly, where nothing else is said.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .._device import DeviceFacts
+
+# Multiples of so many elements are where the kernels' blocks begin (`kernels.ALIGNMENT`).
+ALIGNMENT = 16
+# Rows up to this length are held in registers, several per program.
+SHORT_ROW = 1024
+
+# Logits of a chunk: a tenth of all, within these limits of elements (192 and 512 MiB in half precision). Smaller chunks
+# make slower matrix products: 8192x2048x131072 on an H200 took 24.3 ms in chunks of 512 rows, 22.8 of 1024 and 21.5 of
+# 2048, where a linear layer and PyTorch's loss took 22.8. In another run chunks of 768 rows took 23.3, of 832 and 896
+# 25.4, of 1024 24.0, and PyTorch 23.7: they need 736 MiB, under an eighth of PyTorch's 6144, and 1024 rows need 800.
+CHUNK_ELEMENTS = (3 << 25, 1 << 28)
+CHUNKS = 10
+# Chunks have a multiple of so many rows, which is a tile of a matrix product.
+ROW_MULTIPLE = 128
+# Chunks whose sum may be rounded to bfloat16 each time: 0.3% in the mean square, a single rounding being 0.1%.
+MOST_ROUNDINGS = 16
+# Rows of logits begin at multiples of so many elements: matrix products and kernels are quicker then.
+STRIDE_MULTIPLE = 64
+# Matrix products of half precision take a multiple of so many classes on a GPU, 16 bytes, and what is left apart: with
+# 50257 classes and 4096 features cuBLAS's took four times as long as those of torch.compile, which pads them.
+CLASS_MULTIPLE = 8
+# Classes whose gradients are added at a time where a product cannot add to float32 itself.
+CLASSES_AT_A_TIME = 1 << 14
+
+
+class BlockConfig(NamedTuple):
+    """A block is `groups` accesses of 16 bytes by each of `lanes` threads; `splits` programs share a row."""
+
+    groups: int
+    lanes: int
+    num_warps: int
+    splits: int = 1
+
+
+class ShortConfig(NamedTuple):
+    """Whole rows of up to `block` elements, `rows_per_program` of them."""
+
+    rows_per_program: int
+    block: int
+    num_warps: int
+
+
+def forward_config(rows: int, classes: int, element_size: int, gradient: bool, device: DeviceFacts) -> BlockConfig:
+    # Two accesses in flight: bfloat16 8192x131072 in 484, with four 523, with eight 854; 16384x50257 in 389, with four
+    # 472. More threads do better where a row is read again for its gradient (2048x50257 in 148, else 170), and where
+    # there are too few rows for every multiprocessor to have several (64x131072 in 18, with 256 threads 28).
+    lanes = 512 if gradient else 256
+    if rows < 4 * device.multiprocessors:
+        lanes = 1024
+    return _fitted(classes, element_size, groups=2, lanes=lanes, device=device)
+
+
+def backward_config(rows: int, classes: int, element_size: int, device: DeviceFacts) -> BlockConfig:
+    # One access of many threads: float32 8192x131072 in 2154, of fewer 2229, four accesses 2601. Four programs for a
+    # row that is not whole blocks share its rest: bfloat16 16384x50257 in 877, else 1016.
+    config = _fitted(classes, element_size, groups=1, lanes=512, device=device)
+    splits = 4 if classes % ALIGNMENT else 1
+    splits = max(splits, -(-4 * device.multiprocessors // rows))
+    blocks = -(-classes * element_size // (16 * config.lanes))
+    return config._replace(splits=min(splits, blocks))
+
+
+def short_config(rows: int, classes: int, device: DeviceFacts) -> ShortConfig:
+    block = 1 << max(0, classes - 1).bit_length()
+    per_program = max(1, 4096 // max(16, block))
+    while per_program > 1 and rows // per_program < 4 * device.multiprocessors:
+        per_program //= 2
+    return ShortConfig(per_program, block, max(1, min(128, per_program * block // 8) // device.warp_size))
+
+
+def _fitted(classes: int, element_size: int, groups: int, lanes: int, device: DeviceFacts) -> BlockConfig:
+    """Blocks of that size, or smaller ones for rows that would not fill them."""
+    vector = 16 // element_size
+    while groups > 1 and groups * lanes * vector > classes:
+        groups //= 2
+    while lanes > device.warp_size and lanes * vector > classes:
+        lanes //= 2
+    return BlockConfig(groups, lanes, lanes // device.warp_size)
+
+
+def chunk_size(rows: int, classes: int, asked: int | None = None) -> int:
+    """Rows per chunk: as asked for, else equal parts within the limits of elements."""
+    if asked is not None:
+        return max(1, min(asked, rows))
+    fewest, most = CHUNK_ELEMENTS
+    most = max(1, min(most, max(fewest, rows * classes // CHUNKS)) // classes)
+    if rows <= most:
+        return max(1, rows)
+    chunks = -(-rows // most)
+    return min(most, -(-rows // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE)
+
+
+def sum_dtype(weight_dtype: torch.dtype, chunks: int, asked: torch.dtype | None = None) -> torch.dtype:
+    """The dtype in which the gradients of weight and bias are summed over the chunks."""
+    if asked is not None:
+        return asked
+    # Sums over all rows, not divided by their number yet, may be too large for float16.
+    if weight_dtype == torch.float16 or (weight_dtype == torch.bfloat16 and chunks > MOST_ROUNDINGS):
+        return torch.float32
+    return weight_dtype
+
+
+def parts_of_products(classes: int, dtype: torch.dtype, on_gpu: bool) -> list[slice]:
+    """The classes that matrix products take at a time."""
+    whole = classes // CLASS_MULTIPLE * CLASS_MULTIPLE
+    if not on_gpu or dtype.itemsize != 2 or whole in (0, classes):
+        return [slice(0, classes)]
+    return [slice(0, whole), slice(whole, classes)]
