@@ -170,8 +170,7 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
     """Whether `family` takes its Triton kernels for `tensor`: the hot-path form of `explain`.
 
     Never for a tensor subclass (DTensor, FakeTensor, ...): it has no address of its own, while PyTorch's operators know
-    what to do with it. Nor for torch.jit.trace, torch.func and forward-mode derivatives, which see operators, not
-    launches.
+    what to do with it. Nor where `sees_operators_only`.
     """
     if type(tensor) not in _plans.PLAIN:
         if _requested == "triton":
@@ -179,7 +178,7 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
         return False
     if torch.compiler.is_compiling():
         return _answer_while_compiling(family.name, tensor.device, tensor.dtype, _requested)
-    if torch._C._is_tracing() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if sees_operators_only():
         return False
     key = (family.name, tensor.device, tensor.dtype)
     answer = _runs_triton.get(key)
@@ -188,15 +187,14 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
     return answer
 
 
+def sees_operators_only() -> bool:
+    """Whether torch.jit.trace, torch.func or a forward-mode derivative is at work, which see operators alone."""
+    return torch._C._is_tracing() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def is_eager(tensor: torch.Tensor) -> bool:
     """Whether autograd alone looks on: no graph is compiled or traced, nothing but it differentiates, no subclass."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._is_tracing()
-        and type(tensor) in _plans.PLAIN
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-    )
+    return not torch.compiler.is_compiling() and type(tensor) in _plans.PLAIN and not sees_operators_only()
 
 
 def may_plan(tensor: torch.Tensor) -> bool:

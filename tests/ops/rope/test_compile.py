@@ -15,13 +15,13 @@ def test_opcheck(route: Route) -> None:
     swapped = torch.randn(2, 4, 1, 8, device=route.device).transpose(0, 1).requires_grad_()
     freqs, table = torch.rand(4, 1, 1, 8, device=route.device), torch.rand(1, 4, 1, 4, device=route.device)
     edges = torch.tensor([0, 3, 4], dtype=torch.int32, device=route.device)
-    one, two = torch.ops.apex.rope.default, torch.ops.apex.rope_pair.default
+    rotate = torch.ops.apex.rope.default
     with _library.implementation(route.implementation):
-        opcheck(route, one, (t, [freqs], None, "sbhd", True, False, 0))
-        opcheck(route, one, (swapped.detach(), [freqs, freqs], None, "sbhd", False, True, 0))
-        opcheck(route, one, (t.detach()[:, 0], [freqs], edges, "thd", False, False, 0))
-        opcheck(route, one, (t.detach()[:2], [table] * 4, None, "image", False, False, 2))
-        opcheck(route, two, (t, swapped, [freqs], None, "sbhd", False, False, 0))
+        opcheck(route, rotate, ([t], [freqs], None, "sbhd", True, False, 0))
+        opcheck(route, rotate, ([swapped.detach()], [freqs, freqs], None, "sbhd", False, True, 0))
+        opcheck(route, rotate, ([t.detach()[:, 0]], [freqs], edges, "thd", False, False, 0))
+        opcheck(route, rotate, ([t.detach()[:2]], [table] * 4, None, "image", False, False, 2))
+        opcheck(route, rotate, ([t, swapped], [freqs], None, "sbhd", False, False, 0))
 
 
 @pytest.mark.parametrize("route", routes())

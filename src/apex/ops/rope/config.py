@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from .._device import DeviceFacts, next_power_of_2
 
@@ -17,17 +19,13 @@ IMAGE_THREADS = 64
 LONGEST_ROW = 1 << 16
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """What one program takes; `full`: no token and no head needs a mask."""
 
     tokens: int
     heads: int
-    num_warps: int
     full: bool
-
-    def programs(self, tokens: int, batch: int, heads: int) -> int:
-        return -(-tokens // self.tokens) * batch * -(-heads // self.heads)
+    num_warps: int
 
 
 def tile(tokens: int, heads: int, channels: int, itemsize: int, device: DeviceFacts, *, is_image: bool = False) -> Tile:
@@ -41,9 +39,16 @@ def tile(tokens: int, heads: int, channels: int, itemsize: int, device: DeviceFa
     tokens_per_tile = min(rows // per_tile, next_power_of_2(tokens))
     most = IMAGE_THREADS if is_image else THREADS
     threads = min(most, max(device.warp_size, tokens_per_tile * min(row, per_tile * row * itemsize // 32)))
-    return Tile(
-        tokens_per_tile,
-        per_tile,
-        threads // device.warp_size,
-        tokens % tokens_per_tile == 0 and heads % per_tile == 0,
-    )
+    full = tokens % tokens_per_tile == 0 and heads % per_tile == 0
+    return Tile(tokens_per_tile, per_tile, full, threads // device.warp_size)
+
+
+def strides_in_units(strides: Sequence[int]) -> tuple[int, list[int]]:
+    """A unit, and strides counted in it.
+
+    Triton knows of an integer that it is a multiple of 16, or nothing; counted in eights, strides that are multiples of
+    8 only (heads of 72 channels) leave loads as wide as they can be.
+    """
+    common = math.gcd(*strides)
+    unit = 1 if common % 16 == 0 else min(8, common & -common)
+    return unit, [stride // unit for stride in strides]

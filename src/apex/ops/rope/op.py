@@ -1,24 +1,40 @@
-"""Rotary position embeddings: dispatch, autograd, and the functions that the public modules call."""
+"""Rotary position embeddings: of one tensor, or of a query and a key in one launch.
+
+One operator does not fit the declaration of others: it takes lists of tensors in any layout, keeps nothing but the
+tables for its backward pass, and is its own derivative but for the sign of the angles.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_floats, check_optional_tensors, check_tensors
-from . import native, reference
-from .launches import Plan, plan
-from .self_check import self_check
-from .spec import TABLE_NAMES, RopeSpec, checked_sizes, memory_is_swapped, signature, way_back
+from .._checks import check_floats, check_optional_tensors, check_tensors, values_at_hand
+from .._device import DeviceFacts, facts, next_power_of_2
+from .._tolerance import excess
+from . import config, reference
+from .reference import RopeSpec
 
-FAMILY = _library.register_family(
-    _library.OpFamily("rope", "rotary position embeddings, forward and backward", self_check)
-)
+kernels = _library.LazyModule(f"{__package__}.kernels")
+
+# Per layout the dimension of tokens, of the batch (None: there is none) and of heads.
+DIMENSIONS: dict[str, tuple[int, int | None, int]] = {
+    "sbhd": (0, 1, 2),
+    "bshd": (1, 0, 2),
+    "thd": (0, None, 1),
+    "image": (1, 0, 2),
+}
+# What the tables are called, by how many there are.
+TABLE_NAMES = {1: ("freqs",), 2: ("cos_", "sin_"), 4: ("cos_h", "sin_h", "cos_w", "sin_w")}
+# What kernels are given in place of tables that there are not, of up to four.
+_ABSENT = {count: (None,) * (4 - count) for count in TABLE_NAMES}
+_POSITIONS = {"thd": "packed", "image": "image"}
 
 
 def rotary_embedding(
@@ -50,7 +66,9 @@ def rotary_embedding_pair(
 ) -> tuple[Tensor, Tensor]:
     """`rotary_embedding` of a query and a key, which may differ in heads, with one launch for both."""
     tables, spec = _arguments(freqs, tensor_format, cu_seqlens, transpose_output_memory)
-    return rotate_pair(query, key, tables, spec, cu_seqlens)
+    check_floats(query=query, key=key)
+    first, second = _rotate((query, key), tables, spec, cu_seqlens)
+    return first, second
 
 
 def _arguments(
@@ -66,189 +84,373 @@ def _arguments(
 
 def rotate(t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
     """The rotation of `t`, differentiable with respect to it as often as you like."""
-    if not (isinstance(t, Tensor) and all(isinstance(table, Tensor) for table in tables)):
-        check_tensors(t=t, **dict(zip(TABLE_NAMES[len(tables)], tables, strict=True)))
-    check_optional_tensors(cu_seqlens=cu_seqlens)
-    if torch.compiler.is_compiling():
-        return torch.ops.apex.rope(t, list(tables), cu_seqlens, *spec)
-    if t.requires_grad and torch.is_grad_enabled():
-        if native.takes_operators(t, spec) and not _library.runs_triton(FAMILY, t):
-            _check(t, tables, spec, cu_seqlens)
-            native.check_lengths(tables[0], cu_seqlens)
-            _warn_of_gradients(tables)
-            return reference.rotate(t, [table.detach() for table in tables], spec, cu_seqlens)
-        return _apply_node(t, spec, cu_seqlens, *tables)
-    return rotate_now(t, tables, spec, cu_seqlens)
+    check_tensors(t=t)
+    return _rotate((t,), tables, spec, cu_seqlens)[0]
 
 
-def rotate_pair(
-    query: Tensor, key: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`rotate` for two tensors with the same tables."""
-    check_floats(query=query, key=key)
-    check_tensors(**dict(zip(TABLE_NAMES[len(tables)], tables, strict=True)))
-    check_optional_tensors(cu_seqlens=cu_seqlens)
-    if torch.compiler.is_compiling():
-        return torch.ops.apex.rope_pair(query, key, list(tables), cu_seqlens, *spec)
-    if (query.requires_grad or key.requires_grad) and torch.is_grad_enabled():
-        return _apply_pair_node(query, key, spec, cu_seqlens, *tables)
-    return rotate_pair_now(query, key, tables, spec, cu_seqlens)
-
-
-def _planned(
-    tensors: tuple[Tensor, ...], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None
-) -> Plan | None:
-    """The launch for these tensors; None where there is no kernel for them."""
-    first = tensors[0]
-    if not _library.runs_triton(FAMILY, first) or torch.jit.is_tracing():
-        return None
-    for other in tensors[1:]:
-        if other.dtype != first.dtype or other.device != first.device or type(other) is not type(first):
-            return None
-    return plan(tensors, tables, spec, cu_seqlens)
-
-
-def rotate_now(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The rotation without autograd."""
-    planned = _planned((t,), tables, spec, cu_seqlens)
-    if planned is not None:
-        return planned.run((t,), tables, cu_seqlens)[0]
+def rotate_now(t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The rotation of `t` without autograd."""
     with torch.no_grad():
-        return _by_operators(t, tables, spec, cu_seqlens)
+        return rotate(t, tables, spec, cu_seqlens)
 
 
-def rotate_pair_now(
-    query: Tensor, key: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The rotation of two tensors without autograd."""
-    planned = _planned((query, key), tables, spec, cu_seqlens)
-    if planned is not None:
-        first, second = planned.run((query, key), tables, cu_seqlens)
-        return first, second
-    return rotate_now(query, tables, spec, cu_seqlens), rotate_now(key, tables, spec, cu_seqlens)
+def _rotate(
+    tensors: Sequence[Tensor], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None
+) -> Sequence[Tensor]:
+    """Rotations by the same tables, differentiable."""
+    for table in tables:
+        if not isinstance(table, Tensor):
+            check_tensors(**dict(zip(TABLE_NAMES[len(tables)], tables, strict=True)))
+    if cu_seqlens is not None:
+        check_optional_tensors(cu_seqlens=cu_seqlens)
+    if torch.compiler.is_compiling():
+        return torch.ops.apex.rope(list(tensors), list(tables), cu_seqlens, *spec)
+    if _library.sees_operators_only():
+        if not torch.jit.is_tracing():  # under which sizes are tensors
+            for t in tensors:
+                _check(t, tables, spec, cu_seqlens)
+        return _by_operators(tensors, tables, spec, cu_seqlens)
+    if torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[-1].requires_grad):
+        return _apply_node(len(tensors), spec, cu_seqlens, *tensors, *tables)
+    return _checked_run(tensors, tables, spec, cu_seqlens)
 
 
-def _by_operators(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None) -> Tensor:
-    """The rotation where there is no kernel and autograd is off."""
-    if torch.jit.is_tracing():  # sizes are tensors then
-        return reference.rotate(t, tables, spec, cu_seqlens)
-    _check(t, tables, spec, cu_seqlens)
-    if type(t) is not Tensor and type(t) is not torch.nn.Parameter:  # DTensor and the like
-        return reference.rotate(t, tables, spec, cu_seqlens)
-    return native.rotate(t, tables, spec, cu_seqlens)
+def _checked_run(
+    tensors: Sequence[Tensor], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None
+) -> list[Tensor]:
+    for t in tensors:
+        _check(t, tables, spec, cu_seqlens)
+    return _run(tensors, tables, spec, cu_seqlens)
+
+
+def _run(
+    tensors: Sequence[Tensor], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None
+) -> list[Tensor]:
+    """Rotations without autograd, of arguments that were checked."""
+    if len(tensors) == 2 and not _differ_in_heads_alone(tensors[0], tensors[1], DIMENSIONS[spec.layout][2]):
+        return [_run((t,), tables, spec, cu_seqlens)[0] for t in tensors]
+    first = tensors[0]
+    is_empty = not first.numel() or not tensors[-1].numel()
+    if _library.runs_triton(FAMILY, first) and not is_empty and first.shape[-1] <= config.LONGEST_ROW:
+        return launch(tensors, tables, spec, cu_seqlens)
+    with torch.no_grad():
+        return _by_operators(tensors, tables, spec, cu_seqlens)
+
+
+def _differ_in_heads_alone(query: Tensor, key: Tensor, head_dim: int) -> bool:
+    if query.dtype != key.dtype or query.device != key.device or type(query) is not type(key):
+        return False
+    return query.shape == (*key.shape[:head_dim], query.shape[head_dim], *key.shape[head_dim + 1 :])
+
+
+def _by_operators(
+    tensors: Sequence[Tensor], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None
+) -> list[Tensor]:
+    if not torch.jit.is_tracing():
+        _check_lengths(tables[0], cu_seqlens)
+    tables = [table.detach() for table in tables]
+    return [reference.rotate(t, tables, spec, cu_seqlens) for t in tensors]
 
 
 def _check(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None) -> None:
-    edges = None if cu_seqlens is None else signature(cu_seqlens)
-    checked_sizes(signature(t), tuple([signature(table) for table in tables]), edges, spec)
+    """Refuses arguments that do not fit, in clear words."""
+    shape, device = t.shape, t.device
+    if spec.layout not in DIMENSIONS:
+        raise ValueError(f"tensor_format={spec.layout!r} is not known; use sbhd or bshd")
+    token_dim, batch_dim, _ = DIMENSIONS[spec.layout]
+    if len(shape) != (3 if batch_dim is None else 4):
+        letters = {"thd": "t, h, d", "image": "b, img_h * img_w, h, d"}.get(spec.layout, ", ".join(spec.layout))
+        raise ValueError(f"t has shape {list(shape)}, expected [{letters}]")
+    if not t.is_floating_point():
+        raise TypeError(f"t must be floating-point, got {t.dtype}")
+    names = TABLE_NAMES[len(tables)]
+    for name, table in zip(names, tables, strict=True):
+        if not table.is_floating_point():
+            raise TypeError(f"{name} must be floating-point, got {table.dtype}")
+        if table.device != device:
+            raise ValueError(f"{name} is on {table.device}, t on {device}")
+    for i in range(1, len(tables), 2):
+        if tables[i].shape != tables[i - 1].shape:
+            sizes, other_sizes = list(tables[i - 1].shape), list(tables[i].shape)
+            raise ValueError(f"{names[i - 1]} has shape {sizes}, {names[i]} has {other_sizes}")
+    if spec.layout == "image":
+        _check_image(shape, dict(zip(names, tables, strict=True)), spec.width)
+    else:
+        _check_table(shape, names[0], tables[0].shape, None if spec.layout == "thd" else shape[token_dim])
+    if spec.layout == "thd":
+        _check_edges(cu_seqlens, device)
+
+
+def _check_table(t: torch.Size, name: str, shape: torch.Size, tokens: int | None) -> None:
+    """`tokens` is how many rows a table must have, None where the data decide."""
+    if len(shape) not in (2, 4) or (len(shape) == 4 and (shape[1] != 1 or shape[2] != 1)):
+        raise ValueError(f"{name} has shape {list(shape)}, expected [positions, 1, 1, rotated channels]")
+    if tokens is not None and shape[0] != tokens:
+        raise ValueError(f"{name} has {shape[0]} positions, but t, of shape {list(t)}, has {tokens} tokens")
+    if shape[-1] % 2 or not 0 < shape[-1] <= t[-1]:
+        raise ValueError(
+            f"{name} rotates {shape[-1]} channels, expected an even number from 2 to the {t[-1]} channels of t"
+        )
+
+
+def _check_image(t: torch.Size, tables: dict[str, Tensor], width: int) -> None:
+    tokens, channels = t[1], t[-1]
+    if width < 0 or (tokens and (width == 0 or tokens % width)):
+        raise ValueError(f"img_w={width} does not divide the {tokens} tokens of t, whose shape is {list(t)}")
+    if channels % 4 or not channels:
+        raise ValueError(f"t has {channels} channels, a rotation in two dimensions needs a multiple of 4")
+    height = tokens // width if tokens else 0
+    for name, table in tables.items():
+        shape, needed = table.shape, height if name.endswith("h") else width
+        if len(shape) != 4 or shape[0] != 1 or shape[2] != 1 or shape[3] != channels // 2:
+            raise ValueError(f"{name} has shape {list(shape)}, expected [1, positions, 1, {channels // 2}]")
+        if shape[1] < needed:
+            raise ValueError(f"{name} has {shape[1]} positions, the image needs {needed}")
+
+
+def _check_edges(cu_seqlens: Tensor | None, device: torch.device) -> None:
+    if cu_seqlens is None:
+        raise ValueError("cu_seqlens is needed for packed sequences: the first token of each, then the number of all")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or not cu_seqlens.shape[0]:
+        raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}, expected [sequences + 1]")
+    if cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, t on {device}")
+
+
+def _check_lengths(table: Tensor, cu_seqlens: Tensor | None) -> None:
+    """On a processor the lengths are at hand; elsewhere reading them would wait for the device."""
+    edges = None if cu_seqlens is None else values_at_hand(cu_seqlens)
+    if not edges:
+        return
+    lengths = [end - start for start, end in pairwise(edges)]
+    if edges[0] < 0 or min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens={edges} must grow from zero or more")
+    longest = max(lengths, default=0)
+    if longest > table.shape[0]:
+        raise ValueError(
+            f"cu_seqlens has a sequence of {longest} tokens, the table of angles has {table.shape[0]} positions"
+        )
+
+
+def launch(
+    tensors: Sequence[Tensor], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None
+) -> list[Tensor]:
+    """One launch for a tensor, or for two that differ in heads alone."""
+    first, device = tensors[0], facts(tensors[0].device)
+    for table in tables:
+        if table.dtype == torch.float64 or not table.is_contiguous():
+            tables = _kernel_tables(tables)
+            break
+    if cu_seqlens is not None and not cu_seqlens.is_contiguous():
+        cu_seqlens = cu_seqlens.contiguous()
+    outputs = [_empty_result(t, spec.swap_memory) for t in tensors]
+    layout, channels, rotated = spec.layout, first.shape[-1], tables[0].shape[-1]
+    half, turned = rotated // 2, 4 if layout == "image" else 2
+    # What is copied goes with what is rotated where it comes in chunks of the same size.
+    chunks = turned if channels % half else channels // half
+    rest = channels - chunks * half
+    constants = {
+        "POSITIONS": _POSITIONS.get(layout, "index"),
+        "FROM_ANGLES": len(tables) == 1,
+        "INVERSE": spec.inverse,
+        "ROTATED": turned,
+        "CHUNKS": chunks,
+        "CHUNKS_BLOCK": next_power_of_2(chunks),
+        "HALF": half,
+        "BLOCK": next_power_of_2(half),
+        "REST": rest,
+        "REST_BLOCK": next_power_of_2(rest) if rest else 0,
+    }
+    edges = spec.width if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sizes = (first.shape[DIMENSIONS[layout][0]], tables[0].numel() // rotated, edges, edges.bit_length())
+    given = (*tensors, *outputs, *tables, *_ABSENT[len(tables)], cu_seqlens)
+    programs, numbers, tile, unit = _side(first, outputs[0], layout, device)
+    if len(tensors) == 1:
+        kernels.rope_one(
+            (programs,),
+            given,
+            (*sizes, 0, *numbers),
+            **constants,
+            TOKENS=tile.tokens,
+            HEADS=tile.heads,
+            FULL=tile.full,
+            UNIT=unit,
+            num_warps=tile.num_warps,
+        )
+        return outputs
+    key_programs, key_numbers, key_tile, key_unit = _side(tensors[1], outputs[1], layout, device)
+    kernels.rope_pair(
+        (programs + key_programs,),
+        given,
+        (*sizes, programs, *numbers, *key_numbers),
+        **constants,
+        QUERY_TOKENS=tile.tokens,
+        QUERY_HEADS=tile.heads,
+        QUERY_FULL=tile.full,
+        QUERY_UNIT=unit,
+        KEY_TOKENS=key_tile.tokens,
+        KEY_HEADS=key_tile.heads,
+        KEY_FULL=key_tile.full,
+        KEY_UNIT=key_unit,
+        num_warps=max(tile.num_warps, key_tile.num_warps),
+    )
+    return outputs
+
+
+def _kernel_tables(tables: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous tables; where there is float64 among them, of float32: cosines of float64 angles stay exact."""
+    if any(table.dtype == torch.float64 for table in tables):
+        tables = (tables[0].cos(), tables[0].sin()) if len(tables) == 1 else tables
+        tables = [table.to(torch.float32) for table in tables]
+    return [table.contiguous() for table in tables]
+
+
+def _side(t: Tensor, output: Tensor, layout: str, device: DeviceFacts) -> tuple[int, tuple[int, ...], config.Tile, int]:
+    """Of one tensor of a launch: programs, sizes and strides in kernel order, tile, and what strides are counted in."""
+    token_dim, batch_dim, head_dim = DIMENSIONS[layout]
+    shape, strides, out_strides = t.shape, t.stride(), output.stride()
+    tokens, heads = shape[token_dim], shape[head_dim]
+    batch, batch_stride, out_batch_stride = 1, 0, 0
+    if batch_dim is not None:
+        batch, batch_stride, out_batch_stride = shape[batch_dim], strides[batch_dim], out_strides[batch_dim]
+    head_stride, out_head_stride = strides[head_dim], out_strides[head_dim]
+    # Batch entries that follow each other in memory are as good as more heads.
+    if batch == 1 or (batch_stride == heads * head_stride and out_batch_stride == heads * out_head_stride):
+        batch, heads, batch_stride, out_batch_stride = 1, batch * heads, 0, 0
+    elif heads == 1:
+        batch, heads, head_stride, out_head_stride = 1, batch, batch_stride, out_batch_stride
+        batch_stride = out_batch_stride = 0
+    tile = config.tile(tokens, heads, shape[-1], t.dtype.itemsize, device, is_image=layout == "image")
+    source = (strides[token_dim], batch_stride, head_stride)
+    target = (out_strides[token_dim], out_batch_stride, out_head_stride)
+    unit, counted = config.strides_in_units((*source, *target))
+    programs = -(-tokens // tile.tokens) * batch * -(-heads // tile.heads)
+    return programs, (batch, heads, *counted[:3], strides[-1], *counted[3:]), tile, unit
+
+
+def _empty_result(t: Tensor, swap_memory: bool) -> Tensor:
+    """Room for a result of the shape, dtype and device of `t`."""
+    if swap_memory:
+        return torch.empty_like(t.transpose(0, 1), memory_format=torch.contiguous_format).transpose(0, 1)
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
+def _memory_is_swapped(t: Tensor) -> bool:
+    """Whether a tensor is contiguous but for its first two dimensions, which are swapped in memory."""
+    return t.dim() == 4 and not t.is_contiguous() and t.transpose(0, 1).is_contiguous()
 
 
 def forward_and_save(
-    ctx: Any, t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None
-) -> Tensor:
-    """The forward of every autograd Function of one tensor."""
-    if torch.compiler.is_compiling():
-        tables = _save(ctx, (t,), tables, spec, cu_seqlens)
-        return torch.ops.apex.rope(t, list(tables), cu_seqlens, *spec)
-    planned = _planned((t,), tables, spec, cu_seqlens)
-    tables = _save(ctx, (t,), tables, spec, cu_seqlens, planned)
-    if planned is not None:
-        return planned.run((t,), tables, cu_seqlens)[0]
-    return _by_operators(t, tables, spec, cu_seqlens)
-
-
-def backward_from_saved(ctx: Any, dy: Tensor) -> Tensor:
-    """The backward of every autograd Function of one tensor: a gradient laid out in memory as the input was."""
-    cu_seqlens, *tables = ctx.saved_tensors
-    back, strides = ctx.back
-    if back is not None and (dy.stride(),) == strides and not torch.is_grad_enabled():
-        return back.run((dy,), tables, cu_seqlens)[0]
-    if back is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _by_operators(dy, tables, ctx.specs[0], cu_seqlens)
-    return rotate(dy, tuple(tables), ctx.specs[0], cu_seqlens)
-
-
-def _save(
-    ctx: Any,
-    tensors: tuple[Tensor, ...],
-    tables: tuple[Tensor, ...],
-    spec: RopeSpec,
-    cu_seqlens: Tensor | None,
-    planned: Plan | None = None,
-) -> tuple[Tensor, ...]:
-    """Saves what the way back needs, and returns the tables to use: operators would compute cosines a second time."""
-    _warn_of_gradients(tables)
-    # Planned here, for gradients laid out as the results are: autograd's thread is slow at Python.
-    ctx.back = (None, None) if planned is None else (planned.inverse, planned.result_strides)
-    if (
-        planned is None
-        and len(tables) == 1
-        and not torch.compiler.is_compiling()
-        and not _library.runs_triton(FAMILY, tensors[0])
-    ):
-        _check(tensors[0], tables, spec, cu_seqlens)
-        tables = tuple(reference.as_cosines(tables, reference.compute_dtype(tensors[0])))
-    ctx.save_for_backward(cu_seqlens, *tables)
-    if planned is not None:
-        ctx.specs = planned.inverse_specs
-    elif torch.compiler.is_compiling():  # which warns of caches
-        ctx.specs = [way_back.__wrapped__(spec, memory_is_swapped(t)) for t in tensors]
-    else:
-        ctx.specs = [way_back(spec, memory_is_swapped(t)) for t in tensors]
-    return tables
-
-
-def _warn_of_gradients(tables: Sequence[Tensor]) -> None:
-    if not torch.compiler.is_compiling() and any(table.requires_grad for table in tables):
+    ctx: Any, tensors: Sequence[Tensor], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None
+) -> Sequence[Tensor]:
+    """The forward of every autograd Function of rotations."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and any(table.requires_grad for table in tables):
         warnings.warn(
             "rotary position embeddings give no gradient to their frequencies, although these require one: detach "
             "them, or compute the embedding from PyTorch operators",
             stacklevel=4,
         )
+    ctx.save_for_backward(cu_seqlens, *tables)
+    # These take gradients back, to lie in memory as the tensors do. PyTorch 2.6 cannot compile `_replace`.
+    ctx.specs = [RopeSpec(spec.layout, _memory_is_swapped(t), not spec.inverse, spec.width) for t in tensors]
+    if compiling:
+        return torch.ops.apex.rope(list(tensors), list(tables), cu_seqlens, *spec)
+    return _checked_run(tensors, tables, spec, cu_seqlens)
 
 
-class RotateFunction(torch.autograd.Function):
-    """The autograd node behind `rotate`."""
+def backward_from_saved(ctx: Any, *gradients: Tensor | None) -> list[Tensor | None]:
+    """The backward of such a Function: gradients laid out in memory as the inputs were; None gives None."""
+    cu_seqlens, *tables = ctx.saved_tensors
+    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    found: list[Tensor | None] = [None] * len(gradients)
+    # Together, unless they shall lie in memory differently.
+    alike = all(ctx.specs[place] == ctx.specs[places[0]] for place in places)
+    differentiable = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    for group in [places] if places and alike else [[place] for place in places]:
+        given: list[Any] = [gradients[place] for place in group]
+        rotated = (_rotate if differentiable else _run)(given, tables, ctx.specs[group[0]], cu_seqlens)
+        for place, gradient in zip(group, rotated, strict=True):
+            found[place] = gradient
+    return found
 
+
+class _RotateFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, t, spec, cu_seqlens, *tables):  # type: ignore[override]
-        return forward_and_save(ctx, t, tables, spec, cu_seqlens)
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]
-        return (backward_from_saved(ctx, dy), *(None,) * (len(ctx.needs_input_grad) - 1))
-
-
-_apply_node = _library.quick_apply(RotateFunction)
-
-
-class RotatePairFunction(torch.autograd.Function):
-    """The autograd node behind `rotate_pair`."""
-
-    @staticmethod
-    def forward(ctx, query, key, spec, cu_seqlens, *tables):  # type: ignore[override]
-        planned = _planned((query, key), tables, spec, cu_seqlens)
-        tables = _save(ctx, (query, key), tables, spec, cu_seqlens, planned)
+    def forward(ctx, count, spec, cu_seqlens, *tensors):  # type: ignore[override]
         ctx.set_materialize_grads(False)
-        if planned is not None:
-            return tuple(planned.run((query, key), tables, cu_seqlens))
-        return rotate_pair_now(query, key, tables, spec, cu_seqlens)
+        return tuple(forward_and_save(ctx, tensors[:count], tensors[count:], spec, cu_seqlens))
 
     @staticmethod
-    def backward(ctx, dquery, dkey):  # type: ignore[override]
-        cu_seqlens, *saved = ctx.saved_tensors
-        tables, (first, second) = tuple(saved), ctx.specs
-        wanted = ctx.needs_input_grad
-        if dquery is not None and dkey is not None and wanted[0] and wanted[1] and first == second:
-            back, strides = ctx.back
-            if back is not None and (dquery.stride(), dkey.stride()) == strides and not torch.is_grad_enabled():
-                dquery, dkey = back.run((dquery, dkey), tables, cu_seqlens)
-            else:
-                dquery, dkey = rotate_pair(dquery, dkey, tables, first, cu_seqlens)
-        else:
-            dquery = rotate(dquery, tables, first, cu_seqlens) if wanted[0] and dquery is not None else None
-            dkey = rotate(dkey, tables, second, cu_seqlens) if wanted[1] and dkey is not None else None
-        return (dquery, dkey, *(None,) * (len(wanted) - 2))
+    def backward(ctx, *gradients):  # type: ignore[override]
+        wanted = ctx.needs_input_grad[3:]
+        found = backward_from_saved(ctx, *[g if needed else None for g, needed in zip(gradients, wanted, strict=False)])
+        return (None, None, None, *found, *(None,) * (len(wanted) - len(found)))
 
 
-_apply_pair_node = _library.quick_apply(RotatePairFunction)
+_apply_node = _library.quick_apply(_RotateFunction)
+
+
+def _library_rope(tensors, tables, cu_seqlens, *spec):  # type: ignore[no-untyped-def]
+    return _checked_run(tensors, tables, RopeSpec(*spec), cu_seqlens)
+
+
+def _library_fake(tensors, tables, cu_seqlens, layout, swap_memory, inverse, width):  # type: ignore[no-untyped-def]
+    return [_empty_result(t, swap_memory) for t in tensors]
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    tensors, tables, cu_seqlens, layout, _, inverse, width = inputs
+    ctx.save_for_backward(cu_seqlens, *tables)
+    ctx.spec = (layout, all(_memory_is_swapped(t) for t in tensors), not inverse, width)
+
+
+def _library_backward(ctx, gradients):  # type: ignore[no-untyped-def]
+    cu_seqlens, *tables = ctx.saved_tensors
+    found = torch.ops.apex.rope(gradients, tables, cu_seqlens, *ctx.spec)
+    return found, [None] * len(tables), None, None, None, None, None
+
+
+# What torch.compile sees.
+_library.register_op(
+    "rope(Tensor[] tensors, Tensor[] tables, Tensor? cu_seqlens, str layout, bool swap_memory, bool inverse, int width)"
+    " -> Tensor[]",
+    _library_rope,
+    _library_fake,
+    backward=_library_backward,
+    setup_context=_setup_context,
+)
+
+
+def self_check(device: torch.device) -> float:
+    """Largest error, as a multiple of its tolerance, of every layout, there and back, in three dtypes."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") * 100
+
+    angles, rows, columns = random(48, 1, 1, 40), random(1, 6, 1, 24), random(1, 8, 1, 24)
+    edges = torch.tensor([0, 7, 30, 48], dtype=torch.int32, device="cpu")
+    cases: list[tuple[RopeSpec, tuple[int, ...], list[Tensor], Tensor | None]] = [
+        (RopeSpec("sbhd"), (48, 2, 6, 48), [angles], None),
+        (RopeSpec("bshd"), (2, 48, 6, 48), [angles.cos(), angles.sin()], None),
+        (RopeSpec("thd"), (48, 6, 48), [angles], edges),
+        (RopeSpec("image", width=8), (2, 48, 6, 48), [rows.cos(), rows.sin(), columns.cos(), columns.sin()], None),
+    ]
+    worst = 0.0
+    for spec, shape, tables, cu_seqlens in cases:
+        exact, there = [table.double() for table in tables], [table.to(device) for table in tables]
+        where = None if cu_seqlens is None else cu_seqlens.to(device)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            t = (random(*shape) / 50 - 1).to(dtype)
+            for asked in (spec, spec._replace(inverse=True)):
+                (actual,) = _run((t.to(device),), there, asked, where)
+                worst = max(worst, excess(actual.cpu(), reference.rotate(t.double(), exact, asked, cu_seqlens), dtype))
+    return worst
+
+
+FAMILY = _library.register_family(
+    _library.OpFamily("rope", "rotary position embeddings, forward and backward", self_check)
+)

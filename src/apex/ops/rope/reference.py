@@ -6,28 +6,37 @@ first half is paired with channel i of the second one, each with an angle of its
     first' = first cos(a) - second sin(a)        second' = second cos(b) + first sin(b)
 
 which is a rotation where a = b, as it is in models. Its transpose takes gradients back.
+
+s: tokens of a sequence, b: batch, h: heads, d: channels of a head, t: tokens of all sequences, r: rotated channels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import _transfer
-from .spec import RopeSpec
 
+class RopeSpec(NamedTuple):
+    """Everything about a rotation but its tensors.
 
-def compute_dtype(t: Tensor) -> torch.dtype:
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
+    `layout`: "sbhd", "bshd", "thd" (packed sequences) or "image" [b, rows * columns, h, d]. `swap_memory`: the first
+    two dimensions of the result are swapped in memory. `inverse`: the transpose of the rotation, which takes gradients
+    back. `width`: of an image, in tokens.
+    """
+
+    layout: str
+    swap_memory: bool = False
+    inverse: bool = False
+    width: int = 0
 
 
 def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
     """The rotated tensor; `tables` are the angles, or cosines and sines, the latter two per image dimension."""
-    dtype, compute = t.dtype, compute_dtype(t)
-    wide = t if dtype == compute else t.to(compute)
-    cos, sin = cosines_and_sines(t, tables, spec, cu_seqlens, compute)
+    wide = t if t.dtype == torch.float64 else t.to(torch.float32)
+    cos, sin = _cosines_and_sines(t, tables, spec, cu_seqlens, wide.dtype)
     rotated = cos.shape[-1]
     if spec.layout == "image":
         result = _turned(wide.unflatten(-1, (2, rotated)), cos, sin, spec.inverse).flatten(-2)
@@ -35,11 +44,12 @@ def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tens
         result = _turned(wide, cos, sin, spec.inverse)
     else:
         result = torch.cat((_turned(wide[..., :rotated], cos, sin, spec.inverse), wide[..., rotated:]), -1)
-    outside = None if cu_seqlens is None else outside_sequences(t.shape[0], cu_seqlens)
-    if outside is not None:  # not the formula's, in which infinity and NaN would spread from channel to channel
+    if cu_seqlens is not None:
+        # Tokens of no sequence as they are: by the formula infinity and NaN would spread from channel to channel.
+        token = torch.arange(t.shape[0], device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+        outside = (token < cu_seqlens[0]) | (token >= cu_seqlens[-1])
         result = torch.where(outside[:, None, None], wide, result)
-    if dtype != compute:
-        result = result.to(dtype)
+    result = result.to(t.dtype)
     return result.transpose(0, 1).contiguous().transpose(0, 1) if spec.swap_memory else result.contiguous()
 
 
@@ -53,22 +63,14 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return torch.addcmul(x * cos, x.roll(half, -1), sin)
 
 
-def as_cosines(tables: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """Cosines and sines of tables that may be angles, in `dtype` or a wider one."""
-    if len(tables) != 1:
-        return tables
-    angles = tables[0]
-    angles = angles.to(torch.promote_types(angles.dtype, dtype))
-    return angles.cos(), angles.sin()
-
-
-def cosines_and_sines(
+def _cosines_and_sines(
     t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None, dtype: torch.dtype
 ) -> Sequence[Tensor]:
     """Cosines and sines in a shape that broadcasts against `t`; of images, against channels of rows and of columns."""
-    tables = as_cosines(tables, dtype)
-    if any(table.dtype != dtype for table in tables):
-        tables = [table.to(dtype) for table in tables]
+    if len(tables) == 1:
+        angles = tables[0].to(torch.promote_types(tables[0].dtype, dtype))
+        tables = angles.cos(), angles.sin()
+    tables = [table.to(dtype) for table in tables]
     if spec.layout == "image":
         token = torch.arange(t.shape[1], dtype=torch.int64, device=t.device)
         row = token // max(1, spec.width)
@@ -83,15 +85,6 @@ def cosines_and_sines(
     if spec.layout == "bshd":
         return [table.reshape(1, -1, 1, table.shape[-1]) for table in tables]
     return [table[:, None, None] for table in tables] if tables[0].dim() == 2 else tables
-
-
-def outside_sequences(tokens: int, cu_seqlens: Tensor) -> Tensor | None:
-    """True for tokens of no sequence; None where it is known, without waiting for a device, that there are none."""
-    known = _transfer.on_host(cu_seqlens) and type(cu_seqlens) is Tensor and not torch.jit.is_tracing()
-    if known and int(cu_seqlens[0]) <= 0 and int(cu_seqlens[-1]) >= tokens:
-        return None
-    token = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return (token < cu_seqlens[0]) | (token >= cu_seqlens[-1])
 
 
 def _of_packed(tables: Sequence[Tensor], tokens: int, cu_seqlens: Tensor) -> list[Tensor]:

@@ -16,14 +16,6 @@ from ...ops.rope import RopeSpec, backward_from_saved, forward_and_save, rotate
 # ROCm's variant says here whether it calls the AITER library; there is one implementation here, and it does not.
 AITER_ROPE_BACKEND = False
 
-# Cheaper than to make one for every call.
-_SEQUENCES = {
-    (tensor_format, transposed): RopeSpec(tensor_format, transposed)
-    for tensor_format in ("sbhd", "bshd")
-    for transposed in (False, True)
-}
-_PACKED = RopeSpec("thd")
-
 
 def check_if_rocm_pytorch() -> bool:
     """Whether this PyTorch was built for AMD GPUs."""
@@ -56,7 +48,7 @@ def fused_apply_rotary_pos_emb_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor)
     raise an error there: its tokens beyond come out as NaN. Indices that fall or begin below zero are an error on a
     CPU; on a GPU they read nothing outside of `freqs`, but the result means nothing.
     """
-    return rotate(t, (freqs,), _PACKED, cu_seqlens)
+    return rotate(t, (freqs,), RopeSpec("thd"), cu_seqlens)
 
 
 def fused_apply_rotary_pos_emb_2d(
@@ -70,12 +62,9 @@ def fused_apply_rotary_pos_emb_2d(
 
 
 def _sequences(tensor_format: str, transpose_output_memory: bool) -> RopeSpec:
-    spec = _SEQUENCES.get((tensor_format, transpose_output_memory))
-    if spec is None:
-        if tensor_format not in ("sbhd", "bshd"):
-            raise ValueError(f"tensor_format={tensor_format!r} is not known; use sbhd or bshd")
-        return _SEQUENCES[tensor_format, bool(transpose_output_memory)]
-    return spec
+    if tensor_format not in ("sbhd", "bshd"):
+        raise ValueError(f"tensor_format={tensor_format!r} is not known; use sbhd or bshd")
+    return RopeSpec(tensor_format, bool(transpose_output_memory))
 
 
 def _image(t: Tensor, img_h: int, img_w: int) -> RopeSpec:
@@ -90,11 +79,11 @@ class FusedRoPEFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, t, freqs, transpose_output_memory=False):  # type: ignore[override]
-        return forward_and_save(ctx, t, (freqs,), _sequences("sbhd", transpose_output_memory))
+        return forward_and_save(ctx, (t,), (freqs,), _sequences("sbhd", transpose_output_memory))[0]
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[override]
-        return backward_from_saved(ctx, grad_output), None, None
+        return *backward_from_saved(ctx, grad_output), None, None
 
 
 class FusedRoPECachedFunc(torch.autograd.Function):
@@ -102,11 +91,11 @@ class FusedRoPECachedFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, t, cos_, sin_, transpose_output_memory=False):  # type: ignore[override]
-        return forward_and_save(ctx, t, (cos_, sin_), _sequences("sbhd", transpose_output_memory))
+        return forward_and_save(ctx, (t,), (cos_, sin_), _sequences("sbhd", transpose_output_memory))[0]
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[override]
-        return backward_from_saved(ctx, grad_output), None, None, None
+        return *backward_from_saved(ctx, grad_output), None, None, None
 
 
 class FusedRoPETHDFunc(torch.autograd.Function):
@@ -114,11 +103,11 @@ class FusedRoPETHDFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, t, cu_seqlens, freqs):  # type: ignore[override]
-        return forward_and_save(ctx, t, (freqs,), _PACKED, cu_seqlens)
+        return forward_and_save(ctx, (t,), (freqs,), RopeSpec("thd"), cu_seqlens)[0]
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[override]
-        return backward_from_saved(ctx, grad_output), None, None
+        return *backward_from_saved(ctx, grad_output), None, None
 
 
 class FusedRoPE2DFunc(torch.autograd.Function):
@@ -126,11 +115,11 @@ class FusedRoPE2DFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, t, img_h, img_w, cos_h, sin_h, cos_w, sin_w):  # type: ignore[override]
-        return forward_and_save(ctx, t, (cos_h, sin_h, cos_w, sin_w), _image(t, img_h, img_w))
+        return forward_and_save(ctx, (t,), (cos_h, sin_h, cos_w, sin_w), _image(t, img_h, img_w))[0]
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[override]
-        return backward_from_saved(ctx, grad_output), None, None, None, None, None, None
+        return *backward_from_saved(ctx, grad_output), None, None, None, None, None, None
 
 
 # ROCm's variant has two implementations of each; here both names mean the one that there is.
