@@ -16,7 +16,7 @@ from . import quick_interpreter
 GPU = torch.cuda.is_available()
 
 # Asked for by --hypothesis-profile=campaign: many more random calls, others each time.
-settings.register_profile("campaign", max_examples=700, deadline=None)
+settings.register_profile("campaign", max_examples=100, deadline=None)
 
 # Processes that tests start in other folders find a source tree that was given by relative paths.
 if os.environ.get("PYTHONPATH"):

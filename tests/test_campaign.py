@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,15 @@ def test_parts_find_nothing(name: str, tmp_path: Path) -> None:
     part(trials, *options)
     assert not trials.failures, trials.failures
     assert trials.done == 2
+
+
+def test_calls_are_more_in_a_larger_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'all    15   9   6   0'\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    found = run("calls", 3, 0)
+    assert (found["trials"], found["failed"], found["of"]) == (45, 0, {"worked": 27, "refused": 18})
 
 
 def test_what_fails_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

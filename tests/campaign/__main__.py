@@ -31,7 +31,7 @@ from tests.campaign.saves import code, damage, full_disk, kill, metadata, thread
 from tests.campaign.trials import Trials, in_child
 from tests.checkpoint import test_untrusted
 
-# Of a part: seconds after which it has failed.
+# Of a part: seconds after which it has failed; longer in campaigns of a larger scale.
 LIMIT = 1800
 # By name: the trials of a campaign of scale 1, and what is done.
 PARTS: dict[str, tuple[Any, ...]] = {
@@ -69,7 +69,7 @@ def run(name: str, scale: float, seed: int) -> dict[str, Any]:
         trials = Trials(name, max(1, round(count * scale)), seed, Path(folder))
 
         def work() -> str:
-            signal.alarm(LIMIT)
+            signal.alarm(round(LIMIT * max(1, scale)))
             torch.set_num_threads(1)
             warnings.simplefilter("ignore")
             with trials.expecting("the part itself"):

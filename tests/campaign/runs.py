@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,17 +118,19 @@ def overflow(trials: Trials) -> None:
 def calls(trials: Trials) -> None:
     """Random calls of the public classes: each works, or is refused and changes nothing."""
     path = Path(__file__).parents[1] / "test_properties.py"
-    options = ["--hypothesis-profile=campaign", f"--hypothesis-seed={trials.seed}", "--timeout=0", "-s", "-q"]
-    command = [sys.executable, "-m", "pytest", os.fspath(path), *options]
-    with trials.expecting(" ".join(command)):
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, cwd=path.parents[1], text=True, **pipes)
-        assert process.stdout is not None
-        output = ""
-        for line in process.stdout:
-            output += line
-            print(f"  {trials.name}: {line}", end="", flush=True)
-            if found := re.match(r"all +(\d+) +(\d+) +(\d+) +(\d+)", line):
-                trials.count = trials.done = int(found[1])
-                trials.outcomes = Counter(worked=int(found[2]), refused=int(found[3]))
-        assert process.wait() == 0, output[-20_000:]
+    for number in range(trials.count):
+        seed = f"--hypothesis-seed={trials.seed + number}"
+        options = ["--hypothesis-profile=campaign", seed, "--timeout=0", "-s", "-q"]
+        command = [sys.executable, "-m", "pytest", os.fspath(path), *options]
+        with trials.expecting(" ".join(command)):
+            pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(command, cwd=path.parents[1], text=True, **pipes)
+            assert process.stdout is not None
+            output = ""
+            for line in process.stdout:
+                output += line
+                print(f"  {trials.name}: {line}", end="", flush=True)
+                if found := re.match(r"all +(\d+) +(\d+) +(\d+) +(\d+)", line):
+                    trials.done += int(found[1])
+                    trials.outcomes.update(worked=int(found[2]), refused=int(found[3]))
+            assert process.wait() == 0, output[-20_000:]
