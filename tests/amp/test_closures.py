@@ -146,6 +146,34 @@ def test_lbfgs(level: str, third_party: bool) -> None:
     assert loss_of(model, 0) < first
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("bad", "clears"), [(0, "model"), (1, "optimizer"), (5, "model")])
+def test_lbfgs_goes_on_after_an_overflow(level: str, bad: int, clears: str) -> None:
+    """An overflow in any call of the closure undoes the step: the ones after it do what they would do without it."""
+    results = []
+    for overflows in (True, False):
+        factors = iter([1.0] * bad + [torch.inf] * overflows)
+        model = small_model().eval()
+        model, optimizer = quiet(
+            model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4), opt_level=level, dynamic_init_scale=256.0
+        )
+
+        def closure(model: nn.Module = model, optimizer: Any = optimizer, factors: Any = factors) -> Tensor:
+            (model if clears == "model" else optimizer).zero_grad()
+            loss = loss_of(model, 0, next(factors, 1.0))
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            return loss
+
+        for _ in range(4 if overflows else 3):
+            optimizer.step(closure)
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == (128.0 if overflows else 256.0)
+        results.append(values(model.parameters()))
+        amp.shutdown()
+    for found, expected in zip(*results, strict=True):  # computed with another scale, in float16
+        torch.testing.assert_close(found, expected, rtol=0.01, atol=1e-3)
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_an_optimizers_own_zero_grad(level: str) -> None:
     model = small_model()

@@ -1,5 +1,6 @@
 """What `amp.initialize` takes, returns and refuses."""
 
+import copy
 import inspect
 import math
 import warnings
@@ -385,6 +386,14 @@ def test_initializing_again_in_mid_training_keeps_what_was_learned() -> None:
     assert_same(moments, [optimizer.state[p]["exp_avg"] for p in amp.master_params(optimizer)])
     assert model[0].weight.dtype == torch.bfloat16
     train(model, optimizer, 3)
+
+
+def test_a_copied_optimizer_is_refused_where_there_are_masters() -> None:
+    """Its step would update copies of the masters, and leave the copied model as it is."""
+    model = small_model()
+    copied, optimizer = copy.deepcopy(quiet(model, FusedAdam(model.parameters()), opt_level="O5"))
+    with pytest.raises(RuntimeError, match="has not seen"), amp.scale_loss(loss_of(copied, 0), optimizer):
+        pass
 
 
 def test_a_model_initialized_again_without_its_optimizer() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +37,8 @@ class _Casting:
         self.device_types: tuple[str, ...] = ()
         self.suspended = 0
         self.kernels: RuleKernels | None = None
+        # The thread that `switch_on` was called in, until it is left.
+        self.thread: threading.Thread | None = None
 
 
 class _OfThread(threading.local):
@@ -65,6 +68,7 @@ def switch_on(dtype: torch.dtype, *, allow_banned: bool = False) -> None:
     _state.device_types = device_types()
     set_casts(True, dtype, cache=False)
     _thread.modes = modes_here()
+    _state.thread = threading.current_thread()
 
 
 def leave_thread() -> None:
@@ -76,11 +80,18 @@ def leave_thread() -> None:
     if _thread.restore is not None and modes_here() == _thread.modes:
         _thread.restore()
         _thread.modes = _thread.restore = None
+        _state.thread = None
 
 
 def switch_off() -> None:
-    """Casts nothing any more."""
+    """Casts nothing any more, but that only a thread itself can switch its autocast off."""
     leave_thread()
+    if _state.thread not in (None, threading.current_thread()) and _state.thread.is_alive():
+        warnings.warn(
+            f"amp is shut down in thread {threading.current_thread().name!r}; autocast stays on in thread "
+            f"{_state.thread.name!r}, which called amp.initialize: call amp.shutdown() there as well",
+            stacklevel=3,
+        )
     _state.on = False
     if _state.kernels is not None:
         _state.kernels.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -240,6 +241,7 @@ def _step_with_closure(
     may_skip = any(scaler.dynamic for scaler in _amp_state.loss_scalers)
     params = [param.detach() for param in stash.all_fp32_params] if may_skip else []
     before = [param.clone() for param in params]
+    state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()} if may_skip else {}
     loss = None
     cast_closure = _casting.cast_as_here(closure)  # a step runs without casts
 
@@ -258,8 +260,11 @@ def _step_with_closure(
     except _Overflow:
         for param, value in zip(params, before, strict=True):
             param.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(state)
         _masters_to_model(optimizer)
-        stash.already_patched, stash.noop = False, None
+        stash.already_patched = True
+        _amp_step(optimizer, step)  # is skipped
         return loss
 
 

@@ -50,6 +50,8 @@ def scale_loss(
     optimizer_list = checked_optimizers(optimizers)
     scaler = _scaler(loss_id)
     check_flags(delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check)
+    if properties.master_weights:
+        _check_optimizers(optimizer_list)  # a step of an unknown one, a copy perhaps, would leave the model as it is
     stashes = [_stash_of(optimizer) for optimizer in optimizer_list if hasattr(optimizer, "_amp_stash")]
     moves_gradients = any(stash.has_masters or stash.combined is not None for stash in stashes)
     if not moves_gradients and not scaler.dynamic and scaler.loss_scale() == 1.0:
