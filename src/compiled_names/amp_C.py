@@ -15,7 +15,7 @@ from torch import Tensor
 from apex.ops import multi_tensor
 from apex.ops.multi_tensor import rules
 from apex.ops.multi_tensor.grouping import check
-from apex.ops.multi_tensor.updates import (
+from apex.ops.multi_tensor.op import (
     TensorLists,
     average_norms,
     clip_factor,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from apex.ops.multi_tensor import remainders, rules
-from apex.ops.multi_tensor.updates import TensorLists, expect, expect_flag, in_slots, number, update
+from apex.ops.multi_tensor.op import TensorLists, expect, expect_flag, in_slots, number, update
 
 
 def _step(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from apex.ops.multi_tensor import rules
 from apex.ops.multi_tensor.casts import to_bytes
-from apex.ops.multi_tensor.updates import (
+from apex.ops.multi_tensor.op import (
     TensorLists,
     expect,
     expect_flag,

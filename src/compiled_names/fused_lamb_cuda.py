@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from apex.ops.multi_tensor.updates import TensorLists, clip_factor, expect, in_slots, number
-from apex.ops.multi_tensor.updates import lamb as _lamb
+from apex.ops.multi_tensor.op import TensorLists, clip_factor, expect, in_slots, number
+from apex.ops.multi_tensor.op import lamb as _lamb
 
 
 def lamb(

@@ -7,6 +7,7 @@ master weights, stochastic rounding, loss scaling without host syncs, CUDA graph
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import logging
 import operator
@@ -17,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.optim import optimizer as _hooks_of_all
 
 from ..ops.multi_tensor import make_lists, zero
 from ._buckets import MASTER, Bucket, GroupPlan, Seen, local
 from ._checkpoints import load_state, saved_state
 from ._checks import check_options
-from ._hooks import hooked_step, unrecorded
 
 logger = logging.getLogger("apex.optimizers")
 
@@ -30,6 +31,10 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 # Types of attributes that are pickled with an optimizer.
 _OPTIONS = (bool, int, float, str, torch.dtype, type(None))
+
+_recorded = torch.optim.Optimizer.profile_hook_step
+_profiler_runs = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_Range = torch._C._profiler._RecordFunctionFast
 
 
 class Skip:
@@ -52,6 +57,48 @@ class Skip:
         if all(tensor is None or tensor.device == device for tensor in tensors):
             return self
         return Skip(*(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in tensors))
+
+
+def unrecorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.no_grad()` as a decorator, without the three objects that it makes at every call."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        was_recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return function(*args)
+        finally:
+            torch._C._set_grad_enabled(was_recording)
+
+    return wrapper
+
+
+def hooked_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which is the `step` of a class of optimizers, with hooks and a range for the profiler.
+
+    As PyTorch does it, but left out where it would do nothing: range and its aftermath in the caches take 20 to 50
+    microseconds, as much as a third of the host's time for a step of ResNet-50's 161 parameters.
+    """
+    in_full = _recorded(function)
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        self = args[0]
+        if (
+            torch.compiler.is_compiling()
+            or _profiler_runs()
+            or self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _hooks_of_all._global_optimizer_pre_hooks
+            or _hooks_of_all._global_optimizer_post_hooks
+        ):
+            return in_full(*args, **kwargs)
+        # For observers other than the profiler; less than a microsecond where there is none.
+        with _Range(f"Optimizer.step#{type(self).__name__}.step"):
+            return function(*args, **kwargs)
+
+    return step
 
 
 class FusedOptimizer(torch.optim.Optimizer):

@@ -67,11 +67,11 @@ class Bucket:
     ) -> None:
         self.params = params
         self._models = models
-        # What must be where it was when the lists were made.
+        # Tensors whose addresses must be those that the lists were made with.
         self._located = params if models is None else params + models
         self._sources = models if models and of_models else params
         self.kind = kind
-        # What an optimizer keeps for as long as the bucket lives.
+        # For the optimizer: thrown away with the bucket.
         self.kept: dict[str, Any] = {}
         self.states = states
         self.names = names
@@ -93,7 +93,7 @@ class Bucket:
         self._state_checks: list[tuple[Callable[[dict[str, Any]], Any], list[Tensor]]] = []
         for key in self._keys:
             self.watch(key)
-        # The list of another, whose parameters were found to be these; it is not changed once made.
+        # The list in a `Seen` that was found to hold these parameters: the same list need not be compared again.
         self._seen_before: list[Tensor] | None = None
 
     @property

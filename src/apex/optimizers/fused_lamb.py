@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ops.multi_tensor import rules
+from ..ops.multi_tensor import lamb_step, rules
 from ._base import FusedOptimizer, Skip, compiled_function
 from ._buckets import Bucket
 from ._norms import clipped_together
@@ -106,4 +106,4 @@ class FusedLAMB(FusedOptimizer):
         if not (self.use_nvlamb or group["weight_decay"]):
             bucket.lists.apply(rules.LAMB_UNSCALED, hyper, flags, seed=seed, **scaling)
             return
-        bucket.lists.lamb(hyper, flags, seed=seed, **scaling)
+        lamb_step(bucket.lists, hyper, flags, seed=seed, **scaling)

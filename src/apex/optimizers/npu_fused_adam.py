@@ -9,11 +9,11 @@ from torch import Tensor
 from ._base import Skip
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
-from ._own_steps import OwnSteps
+from ._parameter_steps import ParameterSteps
 from .fused_adam import FusedAdam
 
 
-class NpuFusedAdam(NpuFusedOptimizerBase, OwnSteps, FusedAdam):
+class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):
     """The numbers of `torch.optim.Adam`, with which state dicts are interchangeable: decay is added to the gradient."""
 
     _decoupled = False

@@ -12,12 +12,12 @@ from ..ops.multi_tensor.rows import RowLists, make_row_lists, projection_thresho
 from ._base import Skip
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
-from ._own_steps import OwnSteps
+from ._parameter_steps import ParameterSteps
 
 _THRESHOLDS = "thresholds"
 
 
-class NpuFusedAdamP(NpuFusedOptimizerBase, OwnSteps):
+class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
     """AdamP (https://arxiv.org/abs/2006.08217): Adam that does not lengthen weights whose length has no effect.
 
     A parameter of two or more dimensions counts as such when its gradient is nearly at right angles to it: when for

@@ -17,7 +17,7 @@ from ._base import Skip
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
 from ._norms import clipped, global_norm
-from ._own_steps import OwnSteps
+from ._parameter_steps import ParameterSteps
 
 # Schedules ------------------------------------------------------------------------------------------------------------
 # x is the share of the training that is done, a number or a tensor; a negative warmup means none.
@@ -65,7 +65,7 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 }
 
 
-class NpuFusedBertAdam(NpuFusedOptimizerBase, OwnSteps):
+class NpuFusedBertAdam(NpuFusedOptimizerBase, ParameterSteps):
     """Adam as BERT was trained with: no bias correction, decoupled weight decay, a schedule of the learning rate.
 
     The learning rate of a step is `lr` times `schedule` of the steps before it over `t_total`; `warmup` is the share of

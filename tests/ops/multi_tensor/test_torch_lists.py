@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from apex.ops import _library
-from apex.ops.multi_tensor import l2norm, make_lists, max_norm, rules, scale, torch_lists
+from apex.ops.multi_tensor import l2norm, lamb_step, make_lists, max_norm, rules, scale, torch_lists
 from apex.ops.multi_tensor.rule import SCALARS, SLOTS, Rule
 from apex.ops.multi_tensor.torch_lists import TorchLists
 from tests.harness import assert_close, assert_equal_bits
@@ -132,5 +132,5 @@ def test_what_is_only_scaled_keeps_its_nan() -> None:
 def test_a_flag_turns_lamb_off() -> None:
     slots = [[torch.rand(shape) for shape in SHAPES] for _ in range(4)]
     before = [tensor.clone() for tensors in slots for tensor in tensors]
-    TorchLists([*slots, None]).lamb(ADAM, (True,), noop=torch.ones(1))
+    lamb_step(TorchLists([*slots, None]), ADAM, (True,), noop=torch.ones(1))
     assert all(map(torch.equal, [tensor for tensors in slots for tensor in tensors], before))

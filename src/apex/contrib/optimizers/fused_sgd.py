@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import required
 
 from ...ops.multi_tensor import rules
-from ...ops.multi_tensor.updates import number, update
+from ...ops.multi_tensor.op import number, update
 from ...optimizers._base import momentum_dtype
 from ...optimizers._checks import check_options
 from ._given import Given, GivenOptimizer

@@ -1,11 +1,10 @@
 """Ops over lists of tensors: one launch for all of them.
 
-`TritonLists` and `TorchLists` (made by `make_lists`) apply an update rule of `rules`; the functions of `op` are the
-elementary passes.
+`TritonLists` and `TorchLists` (made by `make_lists`) apply an update rule of `rules`; `op` has functions of lists.
 """
 
 from .grouping import Lists, make_lists
-from .op import axpby, clip, clipped_before, l2norm, max_norm, scale, update_scale_hysteresis, zero
+from .op import axpby, clip, clipped_before, l2norm, lamb_step, max_norm, scale, update_scale_hysteresis, zero
 from .rule import Rule
 
 __all__ = [
@@ -15,6 +14,7 @@ __all__ = [
     "clip",
     "clipped_before",
     "l2norm",
+    "lamb_step",
     "make_lists",
     "max_norm",
     "scale",

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import rules
 from .flat import flat, laid_out_alike
-from .rule import FLAG_COUNT, SCALARS, SLOTS, Rule, padded
+from .rule import FLAG_COUNT, SCALARS, SLOTS, Rule
 from .tables import current_stream
 
 Slots = Sequence[Sequence[Tensor] | None]
+
+_ZEROS, _OFF = (0.0,) * SCALARS, (False,) * FLAG_COUNT
 
 # Elements of a large tensor that a rule works on at once: it bounds the temporaries to a few times 16 MB.
 SLICE = 1 << 22
@@ -106,8 +107,8 @@ class TorchLists:
                 skip = noop.reshape(()) != 0  # no wait for the device
             elif noop.item() != 0:
                 return found.to(torch.float32) if rule.quantities else None
-        scalars = tuple(map(self._number, padded(rule.scalars(**hyper), SCALARS, 0.0)))
-        constants = padded(flags, FLAG_COUNT, False)
+        scalars = tuple(map(self._number, rule.scalars(**hyper)))
+        scalars, flags = (*scalars, *_ZEROS[len(scalars) :]), (*flags, *_OFF[len(flags) :])
         for piece in self._pieces():
             values: list[Any] = [self._read(piece, slot) if slot in rule.reads else 0.0 for slot in range(SLOTS)]
             if overflow is not None:
@@ -119,7 +120,7 @@ class TorchLists:
             if grad_scale is not None:
                 values[1] = values[1] * grad_scale.to(self._compute)
             numbers = (0.0, 0.0) if whole is None else whole[piece.rows].to(self._compute).split(1, 1)
-            results = rule.function(tuple(values), numbers, scalars, constants)
+            results = rule.function(tuple(values), numbers, scalars, flags)
             if rule.quantities:
                 results, terms = results
                 for column, term in zip(found[piece.rows].unbind(1), terms[: rule.quantities], strict=False):
@@ -170,19 +171,6 @@ class TorchLists:
         bits = (single.view(torch.int32).to(torch.int64) + noise) & ~0xFFFF
         rounded = ((bits + 2**31) % 2**32 - 2**31).to(torch.int32).view(torch.float32)
         return torch.where(single == single, rounded, single)
-
-    def lamb(
-        self,
-        hyper: dict[str, Any],
-        flags: tuple[bool, ...],
-        *,
-        noop: Tensor | None = None,
-        grad_scale: Tensor | None = None,
-        seed: int | None = None,
-    ) -> None:
-        """LAMB's two passes: see `TritonLists.lamb`."""
-        found = self.apply(rules.LAMB_MOMENTS, hyper, flags, noop=noop, grad_scale=grad_scale)
-        self.apply(rules.LAMB_STEP, hyper, flags, noop=noop, whole=found, seed=seed)
 
     @torch.no_grad()
     def total(self, per_tensor: Tensor, *, maximum: bool = False, root: bool = False) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _device, _library
 from .._workspace import TICKETS, partial_sums
-from . import config, rules
+from . import config
 from .rule import FLAG_COUNT, GRADIENT, SCALARS, SLOTS, Rule, padded
 from .tables import Layout, PointerTable, current_stream, keep_if_captured, upload
 
@@ -117,19 +117,6 @@ class TritonLists:
         out = self._empty(len(self.sizes), max(2, rule.quantities))
         self._reduce(partials, layout.bounds, out, noop=noop, quantities=rule.quantities, maximum=rule.maximum)
         return out
-
-    def lamb(
-        self,
-        hyper: dict[str, Any],
-        flags: tuple[bool, ...],
-        *,
-        noop: Tensor | None = None,
-        grad_scale: Tensor | None = None,
-        seed: int | None = None,
-    ) -> None:
-        """A step of LAMB, whose length per tensor the first pass measures for the second. FLAGS: decoupled decay."""
-        found = self.apply(rules.LAMB_MOMENTS, hyper, flags, noop=noop, grad_scale=grad_scale)
-        self.apply(rules.LAMB_STEP, hyper, flags, noop=noop, whole=found, seed=seed)
 
     def total(self, per_tensor: Tensor, *, maximum: bool = False, root: bool = False) -> Tensor:
         """Sum (or maximum) over the tensors of the first quantity, float32 [1]; its root if asked for."""
@@ -257,11 +244,10 @@ class TritonLists:
         floats = (*map(float, numbers), *_ZEROS[len(numbers) :])
         common = (table.fixed, table.moving, layout.programs, noop, grad_scale, scalars)
         if finish is None:
-            last = (whole, partials, overflow, nonfinite_counts)
-            launch(*common, *last, floats=(*floats, float(seed or 0)))
+            launch(*common, whole, partials, overflow, nonfinite_counts, floats=(*floats, float(seed or 0)))
         else:
-            last = (overflow, partials, layout.bounds, tickets, out, factor)
-            launch(*common, *last, floats=(*floats, *map(float, by)))
+            measured = (overflow, partials, layout.bounds, tickets, out, factor)
+            launch(*common, *measured, floats=(*floats, *map(float, by)))
         return partials, layout
 
     def _bind(

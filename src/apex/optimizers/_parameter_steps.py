@@ -14,7 +14,7 @@ from ._base import FusedOptimizer
 from ._buckets import Bucket
 
 
-class OwnSteps(FusedOptimizer):
+class ParameterSteps(FusedOptimizer):
     """A fused optimizer whose parameters have step counts of their own.
 
     With `capturable` a replayed graph counts for the group, and so do all steps.
