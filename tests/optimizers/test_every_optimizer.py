@@ -51,7 +51,7 @@ def test_copies_go_on_alike(dtype: torch.dtype, duplicate: Any, make: Factory) -
     assert_equal_bits(helpers.state_tensors(optimizer), helpers.state_tensors(twin))
 
 
-@pytest.mark.parametrize("name", optimizers.__all__)
+@pytest.mark.parametrize("name", [name for name in optimizers.__all__ if name != "FP16_Optimizer"])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_copies_with_default_options(steps: int, duplicate: Any, name: str) -> None:
