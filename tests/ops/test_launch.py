@@ -91,6 +91,25 @@ def test_a_tensor_without_memory_is_refused_also_after_others_were_launched() ->
         bound(_Wrapper(x), None, stream=5)
 
 
+def test_integers_given_for_floats_are_made_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would compile the kernel for the value of an integer, and the next call would launch that again."""
+    tails: list[tuple] = []
+    monkeypatch.setattr(_launch.BoundLaunch, "_launch_first", lambda self, tensors, tail: tails.append(tail))
+    with _library.implementation("triton"):
+        norm.rms_norm(torch.ones(4, 16), 16, eps=1)
+    assert [number for number in tails[0][:3] if type(number) is float] == [1.0]
+
+
+@pytest.mark.gpu
+def test_an_integer_eps_is_not_that_of_the_next_call() -> None:
+    x = torch.randn(64, 1000, device="cuda")
+    with _library.implementation("triton"):
+        KERNELS["norm_forward_rows"]._launches.clear()
+        for eps in (1, 2, 1e-5, 0):
+            output = norm.rms_norm(x, 1000, eps=eps)
+            assert_close(output, torch.nn.functional.rms_norm(x.double(), (1000,), eps=eps))
+
+
 def test_pretended_device_ends_with_its_block() -> None:
     other = _device.DeviceFacts("other", "cuda", multiprocessors=7, warp_size=32, shared_memory=1 << 16)
     with _device.pretend(other):

@@ -80,7 +80,8 @@ class Kernel:
                 if len(self._launches) >= MOST_LAUNCHES:
                     self._launches.clear()
                 self._launches[key] = launch
-        launch(*tensors, floats=floats)
+        # Of an integer, 1 for an eps, say, Triton would compile a kernel that takes no other number.
+        launch(*tensors, floats=tuple(map(float, floats)))
 
     def bind(
         self,

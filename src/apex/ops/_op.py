@@ -125,9 +125,14 @@ class Op:
         return False
 
     def differentiable(self, *arguments: Any) -> Any:
-        """The outputs by this op's own autograd node, which keeps nothing but what `saves` names."""
+        """The outputs by this op's own autograd node, which keeps nothing but what `saves` names.
+
+        What sees operators alone, torch.func for one, takes no such node and sees the reference.
+        """
         if torch.compiler.is_compiling():
             return self._public(_as_tuple(self._library_op(*arguments)))
+        if _library.sees_operators_only():
+            return self._public(_as_tuple(self._reference(*arguments)))
         return self._node(*arguments)
 
     def run(self, *arguments: Any) -> tuple[Tensor | None, ...]:
@@ -160,8 +165,7 @@ class Op:
         if self._reference_backward is not None:
             with torch.no_grad():
                 return _as_tuple(self._reference_backward(*gradients, *saved, *settings, wanted))
-        detached = [None if tensor is None else tensor.detach() for tensor in saved]
-        return self._differentiate(gradients, detached, settings, wanted, create_graph=False)
+        return self._differentiate(gradients, saved, settings, wanted, create_graph=False)
 
     def save(self, ctx: Any, arguments: tuple, results: tuple) -> Any:
         """Keeps what the backward pass needs; returns the outputs."""
@@ -233,10 +237,15 @@ class Op:
         create_graph: bool,
     ) -> tuple[Tensor | None, ...]:
         """The gradients by autograd through the reference."""
-        by_name = dict(zip(self.saves, saved, strict=True))
         with torch.enable_grad(), torch._C._PreserveDispatchKeyGuard():
             # Inside an operator's implementation autograd is left out.
             torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
+            # Aliases, because one argument may be another or have been computed from it, which is not this op's to
+            # differentiate.
+            by_name = {
+                name: None if tensor is None else tensor.view_as(tensor) if create_graph else tensor.detach()
+                for name, tensor in zip(self.saves, saved, strict=True)
+            }
             if not create_graph:
                 for name, needed in zip(self.gradients, wanted, strict=True):
                     if needed:
@@ -354,17 +363,16 @@ class Op:
 def _node_of(op: Op, run: Callable[..., tuple]) -> type[torch.autograd.Function]:
     """The node of eager autograd, whose results are those of `run`."""
 
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *arguments):  # type: ignore[no-untyped-def, override]
-            return op.save(ctx, arguments, run(*arguments))
+    def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
+        return op.save(ctx, arguments, run(*arguments))
 
-        @staticmethod
-        def backward(ctx, *gradients):  # type: ignore[no-untyped-def, override]
-            return op._in_schema_order(op.backward_from_saved(ctx, *gradients))
+    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+        return op._in_schema_order(op.backward_from_saved(ctx, *gradients))
 
-    Node.__name__ = Node.__qualname__ = f"{op.name}_node"
-    return Node
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}
+    # The name in errors and profiles: PyTorch takes it when the class is made.
+    name = op.name.title().replace("_", "")
+    return type(torch.autograd.Function)(name, (torch.autograd.Function,), methods)
 
 
 def _as_tuple(results: Any) -> tuple:

@@ -342,3 +342,18 @@ def test_memory_is_an_eighth_of_that_of_all_logits() -> None:
 
     whole = peak(lambda: functional.cross_entropy(functional.linear(input, weight), labels))
     assert 8 * peak(lambda: linear_cross_entropy(input, weight, labels, chunk_rows=312)) < whole
+
+
+def test_an_input_computed_from_the_weight_is_not_counted_twice() -> None:
+    """Embeddings whose weight is the classifier's too."""
+
+    def derivatives(loss) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+        weight = torch.linspace(-1, 1, 24).reshape(6, 4).requires_grad_()
+        labels = torch.tensor([1, 2, 5])
+        (first,) = torch.autograd.grad(loss(weight[labels - 1].tanh(), weight, labels), weight, create_graph=True)
+        return first, torch.autograd.grad(first.square().sum(), weight)[0]
+
+    found = derivatives(linear_cross_entropy)
+    expected = derivatives(lambda x, w, labels: torch.nn.functional.cross_entropy(x @ w.t(), labels))
+    for actual, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, wanted)

@@ -210,9 +210,12 @@ def _differentiable_gradients(
 ) -> list[Tensor | None]:
     """Gradients that can be differentiated again, by way of the logits."""
     compute = spec.compute
-    logits = functional.linear(input.to(compute), weight.to(compute), None if bias is None else bias.to(compute))
+    # Aliases: the input may have been computed from the weight, an embedding's, which is not this loss's to
+    # differentiate.
+    tensors = [None if tensor is None else tensor.view_as(tensor) for tensor in (input, weight, bias)]
+    logits = functional.linear(*(None if tensor is None else tensor.to(compute) for tensor in tensors))  # type: ignore[arg-type]
     losses, _ = reference.forward(logits, labels, spec.smoothing, spec.ignore_index)
-    chosen: list[Any] = [tensor for tensor, want in zip((input, weight, bias), wanted, strict=True) if want]
+    chosen: list[Any] = [tensor for tensor, want in zip(tensors, wanted, strict=True) if want]
     loss = _reduced(losses, count, spec.reduction)
     found = iter(torch.autograd.grad(loss, chosen, loss_gradient, create_graph=True))
     return [next(found) if want else None for want in wanted]
