@@ -43,7 +43,9 @@ class Op:
     `saves` names arguments and results (named in the schema) to keep for the backward pass; where that depends on the
     settings, `save(arguments, results)` gives the tensors for these names. `gradients` names the tensors that can
     have a gradient, all of them by default. Kernels get contiguous tensors but for the arguments, and the gradients of
-    the results, that `strided` names. `takes(*arguments)` may send arguments to the reference that kernels could take.
+    the results, that `strided` names; so are the results and gradients that `torch.compile` sees, but for results and
+    arguments that `same_layout` names: those lie in memory as the first argument does, the gradients of these as they
+    do. `takes(*arguments)` may send arguments to the reference that kernels could take.
     `fake` is the shape rule of the results, `backward_fake` that of the gradients, which by default are like what was
     saved under the same name. `reference_backward` takes the arguments of `backward` and is used wherever there is no
     kernel; without one autograd differentiates the reference, and it does so for second derivatives. `once` gives the
@@ -64,6 +66,7 @@ class Op:
         outputs: int = 1,
         gradients: Sequence[str] | None = None,
         strided: Sequence[str] = (),
+        same_layout: Sequence[str] = (),
         takes: Callable[..., bool] | None = None,
         reference_backward: Callable[..., Gradients] | None = None,
         backward_fake: Callable[..., Gradients] | None = None,
@@ -100,6 +103,7 @@ class Op:
         self._padding = (None,) * (len(self.arguments) - len(self.gradients))
         self._node = _library.quick_apply(_node_of(self, self.run))
         self._launching_node = _library.quick_apply(_node_of(self, self._launch))
+        self._same_layout = frozenset(same_layout)
         self._register(schema, fake, backward_fake or self._like_saved)
         family.ops.append(self)
 
@@ -279,7 +283,11 @@ class Op:
         *tensors, wanted = arguments
         by_name = dict(zip(self.saves, tensors[self._outputs :], strict=False))
         return tuple(
-            by_name[name].new_empty(by_name[name].shape) if needed else None
+            None
+            if not needed
+            else torch.empty_like(by_name[name])
+            if name in self._same_layout
+            else by_name[name].new_empty(by_name[name].shape)
             for name, needed in zip(self.gradients, wanted, strict=True)
         )
 
@@ -292,9 +300,14 @@ class Op:
         returns = ", ".join(["Tensor"] * len(self.gradients))
         backward_schema = f"{self.name}_backward({', '.join([*tensors, *settings, 'bool[] wanted'])}) -> ({returns})"
         inner = count + len(self.saves)
+        kept = [i for i, name in enumerate(self.results) if name in self._same_layout]
+        kept_gradients = [i for i, name in enumerate(self.gradients) if name in self._same_layout]
 
         def implementation(*arguments):  # type: ignore[no-untyped-def]
-            return _real(self.run(*arguments), arguments[0])
+            results: list[Any] = list(self.run(*arguments))
+            for place in kept:
+                results[place] = laid_out_like(arguments[0], results[place])
+            return _real(results, arguments[0], kept)
 
         def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
             results = _as_tuple(output)
@@ -310,7 +323,12 @@ class Op:
         def backward_implementation(*arguments):  # type: ignore[no-untyped-def]
             wanted = arguments[-1]
             found = self.run_backward(arguments[:count], arguments[count:inner], arguments[inner:-1], wanted)
-            return _real([g if needed else None for g, needed in zip(found, wanted, strict=True)], arguments[0])
+            gradients: list[Any] = [g if needed else None for g, needed in zip(found, wanted, strict=True)]
+            for place in kept_gradients:
+                if wanted[place]:
+                    saved = arguments[count + self.saves.index(self.gradients[place])]
+                    gradients[place] = laid_out_like(saved, gradients[place])
+            return _real(gradients, arguments[0], kept_gradients)
 
         def refuse(ctx, *gradients):  # type: ignore[no-untyped-def]
             raise RuntimeError(f"torch.ops.apex.{self.name} has a first derivative only, so it cannot be used twice")
@@ -318,14 +336,14 @@ class Op:
         _library.register_op(
             schema,
             implementation,
-            lambda *arguments: _real(_as_tuple(fake(*arguments)), arguments[0]),
+            lambda *arguments: _real(_as_tuple(fake(*arguments)), arguments[0], kept),
             backward=op_backward,
             setup_context=setup_context,
         )
         _library.register_op(
             backward_schema,
             backward_implementation,
-            lambda *arguments: _real(_as_tuple(backward_fake(*arguments)), arguments[0]),
+            lambda *arguments: _real(_as_tuple(backward_fake(*arguments)), arguments[0], kept_gradients),
             backward=refuse,
             setup_context=lambda ctx, inputs, output: None,
         )
@@ -388,9 +406,18 @@ def _contiguous(arguments: Sequence[Any], places: Sequence[int]) -> list[Any]:
     return fit
 
 
-def _real(results: Sequence[Tensor | None], like: Tensor) -> Any:
-    """What an operator may return: contiguous tensors, an empty one in place of None."""
-    real = [like.new_empty(0) if result is None else result.contiguous() for result in results]
+def laid_out_like(model: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy, with the strides of `torch.empty_like(model)`."""
+    like = torch.empty_like(model, dtype=tensor.dtype)
+    return tensor if tensor.stride() == like.stride() else like.copy_(tensor)
+
+
+def _real(results: Sequence[Tensor | None], like: Tensor, kept: Sequence[int]) -> Any:
+    """What an operator may return: contiguous tensors but for those at `kept`, an empty one in place of None."""
+    real = [
+        like.new_empty(0) if result is None else result if place in kept else result.contiguous()
+        for place, result in enumerate(results)
+    ]
     return real[0] if len(real) == 1 else tuple(real)
 
 
