@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from apex.ops.group_norm import GroupNormSpec, group_norm_backward, group_norm_forward
+from apex.ops.group_norm import group_norm_backward, group_norm_forward
 from apex.ops.group_norm.op import check
 
 
@@ -17,7 +17,7 @@ def forward(
 ) -> list[Tensor]:
     """[output, sums]."""
     check(input, groups, weight, bias, "")
-    output, statistics = group_norm_forward(input, weight, bias, GroupNormSpec(groups, eps, with_swish))
+    output, statistics = group_norm_forward(input, weight, bias, groups, eps, with_swish)
     return [output, statistics.flatten()]
 
 
@@ -34,5 +34,5 @@ def backward(
 ) -> list[Tensor | None]:
     """[gradient of input, of weight, of bias]."""
     check(input, groups, weight, bias, "")
-    spec = GroupNormSpec(groups, eps, with_swish)
-    return list(group_norm_backward(grad_output, input, sums.view(-1, groups, 2), weight, bias, spec))
+    statistics = sums.view(-1, groups, 2)
+    return list(group_norm_backward(grad_output, input, statistics, weight, bias, groups, eps, with_swish))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from apex.ops.group_norm import GroupNormSpec, group_norm_backward, group_norm_forward
+from apex.ops.group_norm import group_norm_backward, group_norm_forward
 from apex.ops.group_norm.op import check
 
 
@@ -25,7 +25,7 @@ def gn(
     check(x, num_groups, w, b, "")
     if mean_var_out is not None and mean_var_out.numel() != x.shape[0] * num_groups * 2:
         raise ValueError(f"mean_var_out has shape {list(mean_var_out.shape)}, expected {[x.shape[0], num_groups, 2]}")
-    output, statistics = group_norm_forward(x, w, b, GroupNormSpec(num_groups, eps, silu))
+    output, statistics = group_norm_forward(x, w, b, num_groups, eps, silu)
     if mean_var_out is not None:
         mean_var_out.copy_(statistics.view(mean_var_out.shape))
     return output
@@ -44,5 +44,4 @@ def gn_bwd(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, w and b."""
     check(x, num_groups, w, b, "")
-    spec = GroupNormSpec(num_groups, eps, silu)
-    return group_norm_backward(grad_output, x, mean_var.view(-1, num_groups, 2), w, b, spec)
+    return group_norm_backward(grad_output, x, mean_var.view(-1, num_groups, 2), w, b, num_groups, eps, silu)

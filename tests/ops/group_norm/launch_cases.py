@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops.group_norm import GroupNormSpec
-from apex.ops.group_norm.launches import triton_backward, triton_forward
+from apex.ops.group_norm import op
 
 # images, channels, positions, groups, dtype, dtype of the parameters, SiLU
 _SHAPES = [
@@ -19,11 +18,10 @@ _SHAPES = [
 
 
 def record() -> None:
-    """Plans and (under `recording`) collects forward and backward of every shape."""
+    """Launches forward and backward of every shape, to be called under `recording`."""
     for images, channels, positions, groups, dtype, parameters, silu in _SHAPES:
         x = torch.empty(images, positions, channels, dtype=dtype, device="meta").movedim(-1, 1)
         weight = None if parameters is None else torch.empty(channels, dtype=parameters, device="meta")
         x = x if silu else x.contiguous()
-        spec = GroupNormSpec(groups, 1e-5, silu)
-        output, statistics = triton_forward(x, weight, weight, spec)
-        triton_backward(output, x, statistics, weight, weight, spec, True)
+        output, statistics = op.launch_forward(x, weight, weight, groups, 1e-5, silu)
+        op.launch_backward(output, x, weight, weight, statistics, groups, 1e-5, silu, (True, True, True))

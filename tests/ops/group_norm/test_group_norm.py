@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from apex.ops import _library
-from apex.ops.group_norm import config, group_norm, group_norm_backward, group_norm_forward, launches, op, reference
-from apex.ops.group_norm.spec import GroupNormSpec
+from apex.ops.group_norm import config, group_norm, group_norm_backward, group_norm_forward, op
 from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -96,15 +95,7 @@ def run_as(way: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in WAYS[way].items():
             patch.setattr(config, name, value)
-        forget_plans()
         yield
-    forget_plans()
-
-
-def forget_plans() -> None:
-    launches._forward_plan.cache_clear()
-    launches._backward_plan.cache_clear()
-    op._plans.clear()
 
 
 def exact(case: GroupNormCase, x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None) -> list:
@@ -154,10 +145,8 @@ def test_matches_float64(case: GroupNormCase, route: Route) -> None:
 @pytest.mark.parametrize("way", ["", "walk", "apart"])
 def test_more_groups_than_tickets(way: str, route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs then leave the gradients of parameters to another launch, unless each takes a group of all images."""
-    monkeypatch.setattr(launches, "TICKETS", 3)
-    forget_plans()
+    monkeypatch.setattr(op, "TICKETS", 3)
     check(GroupNormCase((2, 12, 3, 5), 4, way=way), route)
-    forget_plans()
 
 
 @pytest.mark.gpu
@@ -173,9 +162,8 @@ def test_more_than_two_to_the_31_elements() -> None:
     x = torch.randn(images, positions, channels, device="cuda", dtype=BF16).movedim(-1, 1)
     assert x.numel() > 2**31
     weight, bias = (torch.rand(channels, device="cuda", dtype=BF16) for _ in range(2))
-    spec = GroupNormSpec(32, 1e-5, True)
-    output, statistics = group_norm_forward(x, weight, bias, spec)
-    dx, dweight, dbias = group_norm_backward(x, x, statistics, weight, bias, spec)
+    output, statistics = group_norm_forward(x, weight, bias, 32, 1e-5, True)
+    dx, dweight, dbias = group_norm_backward(x, x, statistics, weight, bias, 32, 1e-5, True)
     last = slice(positions - 4, positions)
     values = x[-1, :, last].double()
     mean, variance = statistics[-1].double().repeat_interleave(2, 0).unbind(1)
@@ -192,11 +180,12 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_the_output_keeps_the_layout(route: Route, channels_last: bool) -> None:
+@pytest.mark.parametrize("parameters", [F32, F64])  # by kernels and by operators
+def test_the_output_keeps_the_layout(route: Route, channels_last: bool, parameters: torch.dtype) -> None:
     x = torch.randn(2, 8, 4, 6, device=route.device, requires_grad=True)
     given = x.to(memory_format=torch.channels_last) if channels_last else x
     with _library.implementation(route.implementation):
-        output = group_norm(given, 4)
+        output = group_norm(given, 4, torch.ones(8, dtype=parameters, device=route.device))
         output.backward(torch.ones_like(x))
     assert x.grad is not None
     assert output.stride() == given.stride()
@@ -264,18 +253,6 @@ def test_gradcheck() -> None:
         assert torch.autograd.gradgradcheck(function, (x, weight, bias))
 
 
-@pytest.mark.parametrize("silu", [False, True])
-def test_the_reference_backward_is_the_derivative_of_the_forward(silu: bool) -> None:
-    spec = GroupNormSpec(3, 1e-5, silu)
-    x = torch.randn(2, 6, 2, 3, dtype=F64, requires_grad=True)
-    weight, bias = (torch.rand(6, dtype=F64, requires_grad=True) for _ in range(2))
-    dy = torch.randn_like(x)
-    output, statistics = reference.forward(x, weight, bias, spec)
-    expected = torch.autograd.grad(output, (x, weight, bias), dy)
-    for actual, wanted in zip(reference.backward(dy, x, statistics, weight, bias, spec), expected, strict=True):
-        assert_close(actual, wanted)
-
-
 @pytest.mark.parametrize("route", routes())
 def test_a_second_derivative(route: Route) -> None:
     x = torch.randn(2, 6, 3, 3, device=route.device).to(memory_format=torch.channels_last)
@@ -312,10 +289,10 @@ def test_opcheck(route: Route) -> None:
     x = torch.randn(2, 6, 3, 3, device=route.device).to(memory_format=torch.channels_last).requires_grad_()
     weight, bias = (torch.rand(6, device=route.device, requires_grad=True) for _ in range(2))
     with _library.implementation(route.implementation):
-        opcheck(route, torch.ops.apex.group_norm_forward.default, (x, weight, bias, 3, 1e-5, True))
-        _, statistics = torch.ops.apex.group_norm_forward(x.detach(), weight, bias, 3, 1e-5, True)
-        arguments = (x.detach(), x.detach(), statistics.detach(), weight.detach(), None, 3, 1e-5, True, True)
-        opcheck(route, torch.ops.apex.group_norm_backward.default, arguments)
+        opcheck(route, torch.ops.apex.group_norm.default, (x, weight, bias, 3, 1e-5, True))
+        _, statistics = torch.ops.apex.group_norm(x.detach(), weight, bias, 3, 1e-5, True)
+        tensors = (x.detach(), x.detach(), weight.detach(), None, statistics.detach())
+        opcheck(route, torch.ops.apex.group_norm_backward.default, (*tensors, 3, 1e-5, True, [True, True, False]))
 
 
 @pytest.mark.parametrize("route", routes())
@@ -403,9 +380,9 @@ def test_bad_arguments(arguments: tuple, error: type[Exception], message: str) -
 
 
 def test_backward_refuses_what_does_not_belong_together() -> None:
-    x, spec = torch.ones(2, 6, 2, 2), GroupNormSpec(2, 1e-5, False)
-    _, statistics = group_norm_forward(x, None, None, spec)
+    x = torch.ones(2, 6, 2, 2)
+    _, statistics = group_norm_forward(x, None, None, 2, 1e-5, False)
     with pytest.raises(ValueError, match="the gradient has shape"):
-        group_norm_backward(x[:1], x, statistics, None, None, spec)
+        group_norm_backward(x[:1], x, statistics, None, None, 2, 1e-5, False)
     with pytest.raises(ValueError, match="the statistics have shape"):
-        group_norm_backward(x, x, statistics[:1], None, None, spec)
+        group_norm_backward(x, x, statistics[:1], None, None, 2, 1e-5, False)

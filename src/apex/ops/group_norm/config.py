@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .._device import next_power_of_2
 
@@ -31,8 +31,7 @@ SUM_WARPS = 4
 PARAMETER_BLOCK = (16, 64)
 
 
-@dataclass(frozen=True)
-class SmallConfig:
+class SmallConfig(NamedTuple):
     """One program per group of an image."""
 
     position_block: int
@@ -49,8 +48,7 @@ def small_config(positions: int, group_channels: int, direction: str) -> SmallCo
     return SmallConfig(position_block, channel_block, min(16, max(1, elements // 1024)))
 
 
-@dataclass(frozen=True)
-class WalkConfig:
+class WalkConfig(NamedTuple):
     """One program per group of an image, in tiles of `position_block` positions."""
 
     position_block: int
@@ -69,8 +67,7 @@ def walk_config(images: int, positions: int, channels: int, group_channels: int,
     return WalkConfig(position_block, channel_block, num_warps, stages)
 
 
-@dataclass(frozen=True)
-class TileConfig:
+class TileConfig(NamedTuple):
     """Tiles of `rows` positions and `channel_block` channels."""
 
     rows: int

@@ -92,16 +92,16 @@ def _add_up(
     group = tl.program_id(0) % groups
     if arrives_last(tickets + group, images):
         within = tl.arange(0, D_BLOCK)
-        plain = tl.zeros((D_BLOCK,), tl.float32)
-        along = tl.zeros((D_BLOCK,), tl.float32)
+        sum_dy = tl.zeros((D_BLOCK,), tl.float32)
+        sum_dy_xhat = tl.zeros((D_BLOCK,), tl.float32)
         for image in range(images):
             found = scratch + tl.cast(image, tl.int64) * 2 * channels + group * D + within
-            plain += tl.load(found, within < D, other=0.0, cache_modifier=".cg")
-            along += tl.load(found + channels, within < D, other=0.0, cache_modifier=".cg")
+            sum_dy += tl.load(found, within < D, other=0.0, cache_modifier=".cg")
+            sum_dy_xhat += tl.load(found + channels, within < D, other=0.0, cache_modifier=".cg")
         if HAS_WEIGHT:
-            tl.store(dweight + group * D + within, along.to(dweight.dtype.element_ty), within < D)
+            tl.store(dweight + group * D + within, sum_dy_xhat.to(dweight.dtype.element_ty), within < D)
         if HAS_BIAS:
-            tl.store(dbias + group * D + within, plain.to(dbias.dtype.element_ty), within < D)
+            tl.store(dbias + group * D + within, sum_dy.to(dbias.dtype.element_ty), within < D)
 
 
 @kernel
@@ -285,8 +285,8 @@ def group_norm_backward_small(
     count = positions * D
     first = 0 if WHOLE else program // groups
     last = images if WHOLE else program // groups + 1
-    plain = tl.zeros((D_BLOCK,), tl.float32)
-    along = tl.zeros((D_BLOCK,), tl.float32)
+    sum_dy = tl.zeros((D_BLOCK,), tl.float32)
+    sum_dy_xhat = tl.zeros((D_BLOCK,), tl.float32)
     for image in range(first, last):
         start = tl.cast(image, tl.int64) * positions * channels
         offset = start + (row * channels + group * D + column if LAST else (group * D + column) * positions + row)
@@ -298,21 +298,21 @@ def group_norm_backward_small(
         normalised = tl.where(mask, (values - mean) * factor, 0.0)
         if SILU:
             gradient = _silu_gradient(gradient, normalised * scale + shift)
-        plain += tl.sum(gradient, 0)
-        along += tl.sum(gradient * normalised, 0)
+        sum_dy += tl.sum(gradient, 0)
+        sum_dy_xhat += tl.sum(gradient * normalised, 0)
         scaled = gradient * scale
-        mean_along = tl.sum(scaled * normalised) / count
-        result = factor * (scaled - tl.sum(scaled) / count - normalised * mean_along)
+        mean_dy_xhat = tl.sum(scaled * normalised) / count
+        result = factor * (scaled - tl.sum(scaled) / count - normalised * mean_dy_xhat)
         tl.store(dx + offset, result.to(dx.dtype.element_ty), mask)
     if WHOLE:
         if HAS_WEIGHT:
-            tl.store(dweight + group * D + within, along.to(dweight.dtype.element_ty), within < D)
+            tl.store(dweight + group * D + within, sum_dy_xhat.to(dweight.dtype.element_ty), within < D)
         if HAS_BIAS:
-            tl.store(dbias + group * D + within, plain.to(dbias.dtype.element_ty), within < D)
+            tl.store(dbias + group * D + within, sum_dy.to(dbias.dtype.element_ty), within < D)
     else:
         sums = scratch + (program // groups).to(tl.int64) * 2 * channels + group * D + within
-        tl.store(sums, plain, within < D)
-        tl.store(sums + channels, along, within < D)
+        tl.store(sums, sum_dy, within < D)
+        tl.store(sums + channels, sum_dy_xhat, within < D)
         if ADD_UP:
             _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, HAS_WEIGHT, HAS_BIAS, D_BLOCK)
 
@@ -364,8 +364,8 @@ def group_norm_measure_backward(
 @kernel
 @triton.jit
 def group_norm_sums(
-    weight,
     scratch,
+    weight,
     images,
     positions,
     channels,
@@ -383,23 +383,23 @@ def group_norm_sums(
     within = tl.arange(0, D_BLOCK)
     means = scratch + tl.cast(images, tl.int64) * 2 * channels
     partials = means + images * 2 * groups + image.to(tl.int64) * chunks * 2 * channels + group * D
-    plain = tl.zeros((CHUNK_BLOCK, D_BLOCK), tl.float32)
-    along = tl.zeros((CHUNK_BLOCK, D_BLOCK), tl.float32)
+    sum_dy = tl.zeros((CHUNK_BLOCK, D_BLOCK), tl.float32)
+    sum_dy_xhat = tl.zeros((CHUNK_BLOCK, D_BLOCK), tl.float32)
     for first in range(0, chunks, CHUNK_BLOCK):
         chunk = first + tl.arange(0, CHUNK_BLOCK)[:, None]
         mask = (chunk < chunks) & (within < D)[None, :]
         found = partials + chunk.to(tl.int64) * 2 * channels + within[None, :]
-        plain += tl.load(found, mask, other=0.0)
-        along += tl.load(found + channels, mask, other=0.0)
-    channel_plain = tl.sum(plain, 0)
-    channel_along = tl.sum(along, 0)
+        sum_dy += tl.load(found, mask, other=0.0)
+        sum_dy_xhat += tl.load(found + channels, mask, other=0.0)
+    channel_dy = tl.sum(sum_dy, 0)
+    channel_dy_xhat = tl.sum(sum_dy_xhat, 0)
     sums = scratch + image.to(tl.int64) * 2 * channels + group * D + within
-    tl.store(sums, channel_plain, within < D)
-    tl.store(sums + channels, channel_along, within < D)
+    tl.store(sums, channel_dy, within < D)
+    tl.store(sums + channels, channel_dy_xhat, within < D)
     scale = _parameter(weight, group * D + within, within < D, HAS_WEIGHT, 1.0)
     count = 1.0 * positions * D
-    tl.store(means + program * 2, tl.sum(channel_plain * scale) / count)
-    tl.store(means + program * 2 + 1, tl.sum(channel_along * scale) / count)
+    tl.store(means + program * 2, tl.sum(channel_dy * scale) / count)
+    tl.store(means + program * 2 + 1, tl.sum(channel_dy_xhat * scale) / count)
 
 
 @kernel
@@ -432,14 +432,14 @@ def group_norm_apply_backward(
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
     means = scratch + tl.cast(images, tl.int64) * 2 * channels + (image * groups + channel // D) * 2
-    plain = tl.load(means, inside, other=0.0)
-    along = tl.load(means + 1, inside, other=0.0)
+    mean_dy = tl.load(means, inside, other=0.0)
+    mean_dy_xhat = tl.load(means + 1, inside, other=0.0)
     scale = _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
     normalised = (values - mean[None, :]) * factor[None, :]
     if SILU:
         shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
         gradient = _silu_gradient(gradient, normalised * scale[None, :] + shift[None, :])
-    result = factor[None, :] * (gradient * scale[None, :] - plain[None, :] - normalised * along[None, :])
+    result = factor[None, :] * (gradient * scale[None, :] - mean_dy[None, :] - normalised * mean_dy_xhat[None, :])
     tl.store(dx + offset, result.to(dx.dtype.element_ty), mask)
 
 
@@ -458,15 +458,15 @@ def group_norm_parameter_gradients(
 ):
     """Sums over the images of the first part of `scratch`."""
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
-    plain = tl.zeros((N_BLOCK, C_BLOCK), tl.float32)
-    along = tl.zeros((N_BLOCK, C_BLOCK), tl.float32)
+    sum_dy = tl.zeros((N_BLOCK, C_BLOCK), tl.float32)
+    sum_dy_xhat = tl.zeros((N_BLOCK, C_BLOCK), tl.float32)
     for first in range(0, images, N_BLOCK):
         image = first + tl.arange(0, N_BLOCK)[:, None]
         mask = (image < images) & (channel < channels)[None, :]
         found = scratch + image.to(tl.int64) * 2 * channels + channel[None, :]
-        plain += tl.load(found, mask, other=0.0)
-        along += tl.load(found + channels, mask, other=0.0)
+        sum_dy += tl.load(found, mask, other=0.0)
+        sum_dy_xhat += tl.load(found + channels, mask, other=0.0)
     if HAS_WEIGHT:
-        tl.store(dweight + channel, tl.sum(along, 0).to(dweight.dtype.element_ty), channel < channels)
+        tl.store(dweight + channel, tl.sum(sum_dy_xhat, 0).to(dweight.dtype.element_ty), channel < channels)
     if HAS_BIAS:
-        tl.store(dbias + channel, tl.sum(plain, 0).to(dbias.dtype.element_ty), channel < channels)
+        tl.store(dbias + channel, tl.sum(sum_dy, 0).to(dbias.dtype.element_ty), channel < channels)

@@ -126,8 +126,8 @@ def group_norm_backward_walk(
     first_channel = (program % groups) * D
     scale = _parameter(weight, first_channel + column, column < D, HAS_WEIGHT, 1.0)
     shift = _parameter(bias, first_channel + column, column < D, HAS_BIAS, 0.0)
-    plain = tl.zeros((S_BLOCK, D_BLOCK), tl.float32)
-    along = tl.zeros((S_BLOCK, D_BLOCK), tl.float32)
+    sum_dy = tl.zeros((S_BLOCK, D_BLOCK), tl.float32)
+    sum_dy_xhat = tl.zeros((S_BLOCK, D_BLOCK), tl.float32)
     tiles = tl.cdiv(positions, S_BLOCK)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         mask = (tile * S_BLOCK + row < positions) & (column < D)
@@ -138,18 +138,18 @@ def group_norm_backward_walk(
         if SILU:
             gradient = _silu_gradient(gradient, normalised * scale + shift)
         # Outside the group the gradient is 0, and so is every term.
-        plain += gradient
-        along += gradient * normalised
+        sum_dy += gradient
+        sum_dy_xhat += gradient * normalised
     within = tl.arange(0, D_BLOCK)
-    channel_plain = tl.sum(plain, 0)
-    channel_along = tl.sum(along, 0)
+    channel_dy = tl.sum(sum_dy, 0)
+    channel_dy_xhat = tl.sum(sum_dy_xhat, 0)
     found = scratch + (program // groups).to(tl.int64) * 2 * channels + first_channel + within
-    tl.store(found, channel_plain, within < D)
-    tl.store(found + channels, channel_along, within < D)
+    tl.store(found, channel_dy, within < D)
+    tl.store(found + channels, channel_dy_xhat, within < D)
     weights = _parameter(weight, first_channel + within, within < D, HAS_WEIGHT, 1.0)
     count = 1.0 * positions * D
-    mean_plain = tl.sum(channel_plain * weights) / count
-    mean_along = tl.sum(channel_along * weights) / count
+    mean_dy = tl.sum(channel_dy * weights) / count
+    mean_dy_xhat = tl.sum(channel_dy_xhat * weights) / count
     for tile in tl.range(0, tiles, num_stages=STAGES):
         mask = (tile * S_BLOCK + row < positions) & (column < D)
         place = begin + (offset + tile * S_BLOCK * step)
@@ -158,7 +158,7 @@ def group_norm_backward_walk(
         normalised = (values - mean) * factor
         if SILU:
             gradient = _silu_gradient(gradient, normalised * scale + shift)
-        result = factor * (gradient * scale - mean_plain - normalised * mean_along)
+        result = factor * (gradient * scale - mean_dy - normalised * mean_dy_xhat)
         tl.store(dx + place, result.to(dx.dtype.element_ty), mask)
     if ADD_UP:
         _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, HAS_WEIGHT, HAS_BIAS, D_BLOCK)

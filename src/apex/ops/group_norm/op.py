@@ -1,7 +1,12 @@
-"""`group_norm`: checks, dispatch, autograd and registration with `torch.library`."""
+"""Group norm with or without SiLU, of tensors that are contiguous or have their channels last in memory.
+
+An input has `images` of `positions` in each of its `channels`. Statistics are float32 [images, groups, 2]: mean and
+variance.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,19 +14,13 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_per_channel, check_tensors
-from .._plans import Plans, kind
-from . import reference
-from .launches import ForwardPlan, contiguous, dense, forward_plan, triton_backward, triton_forward
-from .self_check import self_check
-from .spec import GroupNormSpec
+from .._device import facts, next_power_of_2
+from .._op import Op, laid_out_like
+from .._workspace import TICKETS, partial_sums
+from . import config, reference
 
-FAMILY = _library.register_family(
-    _library.OpFamily(
-        "group_norm",
-        "group norm in both layouts, with SiLU",
-        self_check,
-    )
-)
+kernels = _library.LazyModule(f"{__package__}.kernels")
+kernels_walk = _library.LazyModule(f"{__package__}.kernels_walk")
 
 ACTIVATIONS = ("", "silu", "swish")
 
@@ -38,55 +37,18 @@ def group_norm(
 
     Computed in float32 whatever the dtypes; the output has the input's dtype and layout.
     """
-    if not isinstance(input, Tensor):
-        check_tensors(input=input)
-    plan = _plan_for(input, num_groups, weight, bias, eps, activation)
-    if plan is not None:
-        if torch.is_grad_enabled():
-            return _apply_node(input, weight, bias, None, plan)
-        return plan.run(input, weight, bias)[0]
     check(input, num_groups, weight, bias, activation)
-    spec = GroupNormSpec(num_groups, eps, bool(activation))
-    if not input.numel():
-        return reference.forward(input, weight, bias, spec)[0]  # PyTorch's operator leaves gradients undefined
-    if not _library.runs_triton(FAMILY, input):
-        return _native(input, weight, bias, spec)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return GroupNormFunction.apply(dense(input), contiguous(weight), contiguous(bias), spec, None)
-    return triton_forward(dense(input), weight, bias, spec)[0]
-
-
-def _plan_for(
-    input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str
-) -> ForwardPlan | None:
-    """How kernels compute the norm, for arguments that fit each other, else an exception.
-
-    None where no kernel runs or PyTorch must first make something of a tensor.
-    """
-    if not _library.may_plan(input):
-        return None
-    kinds = (input.shape, input.stride(), input.dtype, input.device, kind(weight), kind(bias))
-    key = (*kinds, num_groups, eps, activation)
-    plan = _plans.get(key)
-    if plan is not None:
-        return plan
-    check(input, num_groups, weight, bias, activation)
-    if (
-        not input.numel()
-        or not _library.runs_triton(FAMILY, input)
-        or dense(input) is not input
-        or contiguous(weight) is not weight
-        or contiguous(bias) is not bias
-    ):
-        return None
-    return _plans.keep(key, forward_plan(input, weight, bias, GroupNormSpec(num_groups, eps, bool(activation))))
-
-
-_plans: Plans[ForwardPlan] = Plans()
+    arguments = (input, weight, bias, num_groups, eps, bool(activation))
+    # Of nothing PyTorch's operator leaves gradients undefined.
+    if not _library.runs_triton(FAMILY, input) and input.numel():
+        return reference.torch_group_norm(*arguments)
+    return GROUP_NORM(*arguments)
 
 
 def check(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, activation: str) -> None:
     """Raises for arguments that do not fit each other."""
+    if not isinstance(input, Tensor):
+        check_tensors(input=input)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is not known; '' (none), 'silu' and 'swish' are")
     if input.dim() < 2:
@@ -99,37 +61,14 @@ def check(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | 
     check_per_channel(input, channels, weight=weight, bias=bias)
 
 
-def _native(input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec) -> Tensor:
-    """PyTorch's operators, in float32 because they round statistics to the dtype of their input."""
-    dtype = reference.compute_dtype(input, weight, bias)
-    wide = input if input.dtype == dtype else input.to(dtype)
-    if wide.is_cpu and not wide.requires_grad:
-        # PyTorch 2.13 crashes where of a channels-last norm the parameters alone are differentiated.
-        wide = wide.contiguous()
-    if weight is not None and weight.dtype != dtype:
-        weight = weight.to(dtype)
-    if bias is not None and bias.dtype != dtype:
-        bias = bias.to(dtype)
-    if weight is None and bias is not None:
-        weight = torch.ones_like(bias)  # without one the derivative of PyTorch's operator fails
-    output = torch.group_norm(wide, spec.groups, weight, bias, spec.eps)
-    if spec.silu:
-        output = torch.nn.functional.silu(output)
-    if output.dtype != input.dtype:
-        output = output.to(input.dtype)
-    # On a GPU it takes channels-last inputs and gives contiguous outputs.
-    return output if output.stride() == input.stride() else _laid_out_like(input, output)
-
-
 def group_norm_forward(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: GroupNormSpec
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output and statistics [N, G, 2], mean and variance, without autograd."""
-    if input.numel() and _library.runs_triton(FAMILY, input):
-        output, statistics = triton_forward(dense(input), weight, bias, spec)
-    else:
-        output, statistics = reference.forward(input, weight, bias, spec)
-    return _laid_out_like(input, output), statistics
+    """Output and statistics, without autograd; the arguments were checked."""
+    output, statistics = GROUP_NORM.run(input, weight, bias, groups, eps, silu)
+    assert output is not None
+    assert statistics is not None
+    return laid_out_like(input, output), statistics
 
 
 def group_norm_backward(
@@ -138,144 +77,257 @@ def group_norm_backward(
     statistics: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    spec: GroupNormSpec,
-    param_grads: bool = True,
+    groups: int,
+    eps: float,
+    silu: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias, given the statistics of the forward pass."""
     if dy.shape != input.shape or dy.device != input.device:
         raise ValueError(
             f"the gradient has shape {list(dy.shape)} on {dy.device}, the input {list(input.shape)} on {input.device}"
         )
-    expected = (input.shape[0], spec.groups, 2)
+    expected = (input.shape[0], groups, 2)
     if tuple(statistics.shape) != expected or statistics.device != input.device:
         raise ValueError(
             f"the statistics have shape {list(statistics.shape)} on {statistics.device}, expected {list(expected)} on "
             f"{input.device}"
         )
-    if input.numel() and _library.runs_triton(FAMILY, input):
-        statistics = statistics.to(torch.float32).contiguous()
-        dx, dweight, dbias = triton_backward(dy, dense(input), statistics, weight, bias, spec, param_grads)
+    saved = (input, weight, bias, statistics.to(reference.compute_dtype(input)))
+    wanted = (True, weight is not None, bias is not None)
+    dx, dweight, dbias = GROUP_NORM.run_backward((dy,), saved, (groups, eps, silu), wanted)
+    assert dx is not None
+    return laid_out_like(input, dx), dweight, dbias
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    """Whether a tensor is dense with its channels last in memory."""
+    if tensor.dim() == 4:
+        return tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor.movedim(1, -1).is_contiguous()
+
+
+def _dense(tensor: Tensor) -> tuple[Tensor, bool]:
+    """The tensor as the kernels take it, contiguous in one of two layouts, and whether its channels are last."""
+    if _channels_last(tensor):
+        return tensor, True
+    if not tensor.is_contiguous() and tensor.stride(1) == 1:
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1), True
+    return tensor.contiguous(), False
+
+
+def launch_forward(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """One launch where a program takes a whole group, three where groups are cut up."""
+    x, last = _dense(input)
+    images, channels = x.shape[:2]
+    positions, group_channels = x.numel() // (images * channels), channels // groups
+    y = torch.empty_like(x)
+    statistics = torch.empty((images, groups, 2), dtype=torch.float32, device=x.device)
+    given, sizes, epsilon = (x, weight, bias, y, statistics), (positions, channels, groups), (float(eps),)
+    flags = _flags(weight, bias, group_channels, silu, last)
+    small = config.small_config(positions, group_channels, "forward")
+    if small is not None:
+        kernels.group_norm_forward_small(
+            (images * groups,),
+            given,
+            sizes,
+            epsilon,
+            **flags,
+            S_BLOCK=small.position_block,
+            D_BLOCK=small.channel_block,
+            num_warps=small.num_warps,
+        )
+        return y, statistics
+    walk = config.walk_config(images, positions, channels, group_channels, "forward")
+    if walk is not None:
+        kernels_walk.group_norm_forward_walk(
+            (images * groups,),
+            given,
+            sizes,
+            epsilon,
+            **flags,
+            S_BLOCK=walk.position_block,
+            D_BLOCK=walk.channel_block,
+            STAGES=walk.stages,
+            num_warps=walk.num_warps,
+        )
+        return y, statistics
+    tile = config.tile_config(positions, channels, config.FORWARD_TILE[last], last)
+    grid = (images * tile.chunks, tile.channel_blocks)
+    partials = torch.empty((images, tile.chunks, 2, channels), dtype=torch.float32, device=x.device)
+    kernels.group_norm_measure(
+        grid,
+        (x, partials),
+        (positions, channels, tile.chunks),
+        LAST=last,
+        R=tile.rows,
+        C_BLOCK=tile.channel_block,
+        num_warps=config.FORWARD_WARPS,
+    )
+    kernels.group_norm_statistics(
+        (images * groups,),
+        (partials, statistics),
+        (*sizes, tile.chunks),
+        D=group_channels,
+        R=tile.rows,
+        CHUNK_BLOCK=config.CHUNK_BLOCK,
+        D_BLOCK=next_power_of_2(group_channels),
+        num_warps=config.SUM_WARPS,
+    )
+    kernels.group_norm_apply(
+        grid,
+        (x, weight, bias, statistics, y),
+        (*sizes, tile.chunks),
+        epsilon,
+        **flags,
+        R=tile.rows,
+        C_BLOCK=tile.channel_block,
+        num_warps=config.FORWARD_WARPS,
+    )
+    return y, statistics
+
+
+def launch_backward(
+    dy: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    groups: int,
+    eps: float,
+    silu: bool,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias, the latter two where wanted; one launch where it can do it all."""
+    x, last = _dense(input)
+    if dy.stride() != x.stride():
+        dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
+    images, channels = x.shape[:2]
+    positions, group_channels = x.numel() // (images * channels), channels // groups
+    param_grads = (wanted[1] or wanted[2]) and (weight is not None or bias is not None)
+    dx = torch.empty_like(x)
+    dweight = torch.empty_like(weight) if param_grads and weight is not None else None
+    dbias = torch.empty_like(bias) if param_grads and bias is not None else None
+    # Programs of different images add up what they found, if there is a ticket for every group.
+    add_up = param_grads and groups <= TICKETS and facts(x.device).publishes_for_all
+    sizes, epsilon = (images, positions, channels, groups), (float(eps),)
+    flags = _flags(weight, bias, group_channels, silu, last)
+    small = config.small_config(positions, group_channels, "backward")
+    walk = config.walk_config(images, positions, channels, group_channels, "backward")
+    scratch = tickets = None
+    elements = images * 2 * channels
+    if small is not None:
+        whole = param_grads and images * small.position_block * small.channel_block <= config.WHOLE_GROUP
+        if not whole:
+            scratch, tickets = partial_sums(elements, x.device)
+        kernels.group_norm_backward_small(
+            ((1 if whole else images) * groups,),
+            (x, dy, weight, bias, statistics, dx, scratch, tickets, dweight, dbias),
+            sizes,
+            epsilon,
+            **flags,
+            S_BLOCK=small.position_block,
+            D_BLOCK=small.channel_block,
+            WHOLE=whole,
+            ADD_UP=add_up and not whole,
+            num_warps=small.num_warps,
+        )
+        add_up = add_up or whole
+    elif walk is not None:
+        scratch, tickets = partial_sums(elements, x.device)
+        kernels_walk.group_norm_backward_walk(
+            (images * groups,),
+            (x, dy, weight, bias, statistics, dx, scratch, tickets, dweight, dbias),
+            sizes,
+            epsilon,
+            **flags,
+            S_BLOCK=walk.position_block,
+            D_BLOCK=walk.channel_block,
+            STAGES=walk.stages,
+            ADD_UP=add_up,
+            num_warps=walk.num_warps,
+        )
     else:
-        dx, dweight, dbias = reference.backward(dy, input, statistics, weight, bias, spec)
-    dx = _laid_out_like(input, dx)
-    return (dx, dweight, dbias) if param_grads else (dx, None, None)
+        add_up = False
+        tile = config.tile_config(positions, channels, config.BACKWARD_TILE, last)
+        grid = (images * tile.chunks, tile.channel_blocks)
+        # Too much of it to be kept.
+        elements += images * 2 * (groups + tile.chunks * channels)
+        scratch = torch.empty(elements, dtype=torch.float32, device=x.device)
+        given, blocks = (x, dy, weight, bias, statistics, scratch), {"R": tile.rows, "C_BLOCK": tile.channel_block}
+        kernels.group_norm_measure_backward(
+            grid, given, (*sizes, tile.chunks), epsilon, **flags, **blocks, num_warps=config.BACKWARD_WARPS
+        )
+        kernels.group_norm_sums(
+            (images * groups,),
+            (scratch, weight),
+            (*sizes, tile.chunks),
+            D=group_channels,
+            HAS_WEIGHT=weight is not None,
+            CHUNK_BLOCK=config.CHUNK_BLOCK,
+            D_BLOCK=next_power_of_2(group_channels),
+            num_warps=config.SUM_WARPS,
+        )
+        kernels.group_norm_apply_backward(
+            grid, (*given, dx), (*sizes, tile.chunks), epsilon, **flags, **blocks, num_warps=config.BACKWARD_WARPS
+        )
+    if param_grads and not add_up:
+        image_block, channel_block = config.PARAMETER_BLOCK
+        kernels.group_norm_parameter_gradients(
+            (-(-channels // channel_block),),
+            (scratch, dweight, dbias),
+            (images, channels),
+            HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None,
+            N_BLOCK=image_block,
+            C_BLOCK=channel_block,
+            num_warps=config.SUM_WARPS,
+        )
+    return dx, dweight, dbias
 
 
-def _laid_out_like(input: Tensor, result: Tensor) -> Tensor:
-    """`result` in the memory format of `input`, which is what `torch.compile` was promised."""
-    like = torch.empty_like(input)
-    return result if result.stride() == like.stride() else like.copy_(result)
+def _flags(weight: Tensor | None, bias: Tensor | None, group_channels: int, silu: bool, last: bool) -> dict[str, Any]:
+    """The constants that most kernels share."""
+    return {
+        "D": group_channels,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_BIAS": bias is not None,
+        "SILU": silu,
+        "LAST": last,
+    }
 
 
-class GroupNormFunction(torch.autograd.Function):
-    """The autograd node of `group_norm` where kernels run; its arguments were checked, all of them are dense.
-
-    Parameters are made so before, by operators of autograd: second derivatives follow what is saved here.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        spec: GroupNormSpec | None,
-        plan: ForwardPlan | None,
-    ) -> Tensor:
-        if torch.compiler.is_compiling():
-            output, statistics = torch.ops.apex.group_norm_forward(input, weight, bias, *spec)  # type: ignore[misc]
-            ctx.plan, ctx.spec = None, spec
-        else:
-            plan = plan or forward_plan(input, weight, bias, spec)  # type: ignore[arg-type]
-            output, statistics = plan.run(input, weight, bias)
-            wanted = ctx.needs_input_grad
-            if True in wanted:
-                # Planned here, because autograd's thread runs Python more slowly.
-                ctx.plan = plan.backward(wanted[1] or wanted[2])
-        ctx.save_for_backward(input, weight, bias, statistics)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
-        input, weight, bias, statistics = ctx.saved_tensors
-        plan = ctx.plan
-        if (
-            plan is not None
-            and not torch.is_grad_enabled()
-            and dy.stride() == input.stride() == plan.strides  # hooks may have saved the input in another layout
-            and dy.dtype == input.dtype
-        ):
-            return *plan.run(dy, input, statistics, weight, bias), None, None
-        spec = ctx.spec if plan is None else plan.spec
-        param_grads = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        if torch.compiler.is_compiling():
-            gradients = torch.ops.apex.group_norm_backward(dy, input, statistics, weight, bias, *spec, param_grads)
-            dweight, dbias = (_library.none_if_empty(*each) for each in zip(gradients[1:], (weight, bias), strict=True))
-            return gradients[0], dweight, dbias, None, None
-        if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
-            statistics = reference.forward(input, weight, bias, spec)[1]
-            return *reference.backward(dy, input, statistics, weight, bias, spec), None, None
-        return *triton_backward(dy, input, statistics, weight, bias, spec, param_grads), None, None
-
-
-_apply_node = _library.quick_apply(GroupNormFunction)
-
-
-def _forward(input, weight, bias, groups, eps, silu):
-    return group_norm_forward(input, weight, bias, GroupNormSpec(groups, eps, silu))
-
-
-def _forward_fake(input, weight, bias, groups, eps, silu):
+def _fake(input, weight, bias, groups, eps, silu):  # type: ignore[no-untyped-def]
     statistics = input.new_empty((input.shape[0], groups, 2), dtype=reference.compute_dtype(input))
     return torch.empty_like(input), statistics
 
 
-def _backward(dy, input, statistics, weight, bias, groups, eps, silu, param_grads):
-    spec = GroupNormSpec(groups, eps, silu)
-    dx, *rest = group_norm_backward(dy, input, statistics, weight, bias, spec, param_grads)
-    return dx, *(statistics.new_empty(0) if each is None else each for each in rest)
+FAMILY = _library.register_family(_library.OpFamily("group_norm", "group norm in both layouts, with SiLU"))
 
 
-def _backward_fake(dy, input, statistics, weight, bias, groups, eps, silu, param_grads):
-    absent = lambda parameter: parameter is None or not param_grads  # noqa: E731
-    return torch.empty_like(input), *(
-        statistics.new_empty(0) if absent(each) else torch.empty_like(each) for each in (weight, bias)
-    )
+def _check_case(groups: int, *shape: int) -> dict[str, Any]:
+    def image(generator: torch.Generator) -> Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return values.to(memory_format=torch.channels_last)
+
+    def positive(generator: torch.Generator) -> Tensor:
+        return torch.rand(shape[1], generator=generator, dtype=torch.float32, device="cpu") + 0.5
+
+    return {"input": image, "weight": positive, "bias": positive, "groups": groups, "eps": 1e-5, "silu": True}
 
 
-def _setup_context(ctx, inputs, output):
-    input, weight, bias, *spec = inputs
-    ctx.spec = GroupNormSpec(*spec)
-    ctx.save_for_backward(input, weight, bias, output[1])
-    ctx.mark_non_differentiable(output[1])
-
-
-def _op_backward(ctx, dy, dstatistics):
-    input, weight, bias, statistics = ctx.saved_tensors
-    param_grads = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-    dx, dweight, dbias = torch.ops.apex.group_norm_backward(dy, input, statistics, weight, bias, *ctx.spec, param_grads)
-    return dx, _library.none_if_empty(dweight, weight), _library.none_if_empty(dbias, bias), None, None, None
-
-
-def _refuse_second_derivative(ctx, *gradients):
-    raise RuntimeError(
-        "torch.ops.apex.group_norm_forward has a first derivative only; apex.ops.group_norm has a second one"
-    )
-
-
-_library.register_op(
-    "group_norm_forward(Tensor input, Tensor? weight, Tensor? bias, int groups, float eps, bool silu) "
-    "-> (Tensor, Tensor)",
-    _forward,
-    _forward_fake,
-    backward=_op_backward,
-    setup_context=_setup_context,
-)
-_library.register_op(
-    "group_norm_backward(Tensor dy, Tensor input, Tensor statistics, Tensor? weight, Tensor? bias, int groups, "
-    "float eps, bool silu, bool param_grads) -> (Tensor, Tensor, Tensor)",
-    _backward,
-    _backward_fake,
-    backward=_refuse_second_derivative,
-    setup_context=lambda ctx, inputs, output: None,
+GROUP_NORM = Op(
+    FAMILY,
+    "group_norm(Tensor input, Tensor? weight, Tensor? bias, int groups, float eps, bool silu) "
+    "-> (Tensor output, Tensor statistics)",
+    reference=reference.forward,
+    forward=launch_forward,
+    backward=launch_backward,
+    fake=_fake,
+    saves=("input", "weight", "bias", "statistics"),
+    strided=("input", "output"),
+    same_layout=("input", "output"),
+    # One program takes a group of the first, several that of the second.
+    checks=[_check_case(6, 2, 60, 5, 7), _check_case(3, 2, 24, 70, 70)],
 )
