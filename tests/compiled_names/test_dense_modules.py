@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
 import fused_dense_cuda
 import fused_weight_gradient_mlp_cuda
@@ -26,7 +27,7 @@ def test_linear(route: Route) -> None:
     assert not output.requires_grad
     assert not dx.requires_grad
     wide = [t.detach().double() for t in (x, weight, bias, dy)]
-    assert_close(output, reference.linear(*wide[:3]), reduction=5)
+    assert_close(output, functional.linear(*wide[:3]), reduction=5)
     assert_close(dx, wide[3] @ wide[1], reduction=4)
     assert_close(dweight, wide[3].t() @ wide[0], reduction=6)
     assert_close(dbias, wide[3].sum(0), reduction=6)
@@ -38,12 +39,13 @@ def test_linear_gelu_linear(route: Route) -> None:
     with _library.implementation(route.implementation):
         output1, output2, gelu_in = fused_dense_cuda.linear_gelu_linear_forward(x, w1, b1, w2, b2)
         gradients = fused_dense_cuda.linear_gelu_linear_backward(x, gelu_in, output1, w1, w2, dy)
-    wide = [t.detach().double() for t in (x, w1, b1, w2, b2)]
-    expected, hidden, active = reference.dense_gelu_dense(*wide)
+    wide = [t.detach().double().requires_grad_() for t in (x, w1, b1, w2, b2)]
+    hidden = functional.linear(*wide[:3])
+    active, expected = reference.activate(hidden, "gelu"), reference.dense_gelu_dense(*wide)
     for actual, wanted in ((output1, active), (output2, expected), (gelu_in, hidden)):
         assert_close(actual, wanted, reduction=8)
     assert not output2.requires_grad
-    wanted = reference.dense_gelu_dense_backward(dy.detach().double(), wide[0], hidden, active, wide[1], wide[3])
+    wanted = torch.autograd.grad(expected, wide, dy.double())
     for actual, gradient in zip(gradients, wanted, strict=True):
         assert_close(actual, gradient, reduction=8)
 
@@ -59,7 +61,8 @@ def test_mlp(use_bias: int, activation: int, route: Route) -> None:
         gradients = mlp_cuda.backward(use_bias, activation, dy, outputs, inputs)
     wide = [t.detach().double() for t in (x, w1, w2, b1, b2)]
     name = ("none", "relu", "sigmoid")[activation]
-    expected = reference.mlp(wide[0], wide[1:3], wide[3:] if use_bias else [None, None], name)
+    biases = wide[3:] if use_bias else []
+    expected = [reference.mlp(wide[0], wide[1 : 1 + n], biases[:n], name) for n in (1, 2)]
     assert_close(outputs[0], expected[-1], reduction=8)
     dx, dweights, dbiases = reference.mlp_backward(dy.detach().double(), wide[0], expected, wide[1:3], name)
     for actual, wanted in zip(gradients, [dx, *dweights, *(dbiases if use_bias else [])], strict=True):

@@ -11,7 +11,7 @@ from torch.nn import functional
 import fused_conv_bias_relu
 from apex.contrib.conv_bias_relu import ConvBias, ConvBiasMaskReLU, ConvBiasReLU, ConvFrozenScaleBiasReLU
 from apex.ops import _library
-from apex.ops.conv import op, plans
+from apex.ops.conv import op
 from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 PADDING, STRIDE = 1, 2
@@ -135,16 +135,15 @@ def test_autocast(kind: str, dtype: torch.dtype, route: Route) -> None:
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plans on the CPU: PyTorch's convolution in place of cuDNN's call, kernels by Triton's interpreter."""
+def cudnn_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """PyTorch's convolution in place of cuDNN's call, kernels by Triton's interpreter."""
     pytest.importorskip("triton")
 
     def relu(x, weight, bias, stride, padding, dilation, groups):  # type: ignore[no-untyped-def]
         assert bias.dim() == 1
         return functional.conv2d(x, weight, bias, stride, padding, dilation, groups).relu()
 
-    for module in (op, plans):
-        monkeypatch.setattr(module, "cudnn_does_it", lambda *tensors: True)
+    monkeypatch.setattr(op, "cudnn_does_it", lambda *tensors: True)
     monkeypatch.setattr(torch, "cudnn_convolution_relu", relu)
     with _library.implementation("triton"):
         yield
@@ -154,9 +153,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("wanted", ["xwb", "xw", "b", "w"])
 @pytest.mark.parametrize("channels_last", [True, False], ids=["last", "first"])
-@pytest.mark.usefixtures("planned")
-def test_planned(channels_last: bool, wanted: str, autocast: bool) -> None:
-    """The same results as without a plan, whatever is wanted and however gradients lie."""
+@pytest.mark.usefixtures("cudnn_on_cpu")
+def test_wanted_gradients_behind_cudnns_call(channels_last: bool, wanted: str, autocast: bool) -> None:
+    """Right results whatever is wanted and however gradients lie."""
     x, weight, bias, *_, dy = problem("cpu", torch.float32 if autocast else torch.float16, channels_last)
     given, dtype = (x, weight, bias), torch.bfloat16 if autocast else dy.dtype
     exact_leaves = [each.double().requires_grad_(name in wanted) for name, each in zip("xwb", given, strict=True)]
@@ -164,7 +163,6 @@ def test_planned(channels_last: bool, wanted: str, autocast: bool) -> None:
         leaves = [each.detach().requires_grad_(name in wanted) for name, each in zip("xwb", given, strict=True)]
         with torch.autocast("cpu", dtype=dtype, enabled=autocast):
             output = ConvBiasReLU(*leaves, PADDING, STRIDE)
-        assert output.grad_fn.plan is not None
         assert output.dtype == dtype
         output.backward(gradient)
         right = exact("bias relu", *exact_leaves, None, None)
@@ -180,7 +178,7 @@ def test_planned(channels_last: bool, wanted: str, autocast: bool) -> None:
 @needs_interpreter
 @pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize("channels_last", [True, False], ids=["last", "first"])
-@pytest.mark.usefixtures("planned")
+@pytest.mark.usefixtures("cudnn_on_cpu")
 def test_behind_cudnns_call(kind: str, channels_last: bool) -> None:
     tensors = problem("cpu", torch.float32, channels_last)
     expected = results(exact, kind, tuple(each.double() for each in tensors))
@@ -189,8 +187,8 @@ def test_behind_cudnns_call(kind: str, channels_last: bool) -> None:
 
 
 @needs_interpreter
-@pytest.mark.usefixtures("planned")
-def test_planned_second_derivatives_are_refused() -> None:
+@pytest.mark.usefixtures("cudnn_on_cpu")
+def test_second_derivatives_behind_cudnns_call_are_refused() -> None:
     x, weight, bias, *_ = problem("cpu", torch.float32)
     output = ConvBiasReLU(x.requires_grad_(), weight, bias, PADDING, STRIDE)
     (first,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
@@ -199,8 +197,8 @@ def test_planned_second_derivatives_are_refused() -> None:
 
 
 @needs_interpreter
-@pytest.mark.usefixtures("planned")
-def test_what_was_planned_is_checked_again_for_other_tensors() -> None:
+@pytest.mark.usefixtures("cudnn_on_cpu")
+def test_arguments_are_checked_before_cudnns_call() -> None:
     x, weight, bias, *_ = problem("cpu", torch.float32)
     ConvBiasReLU(x, weight, bias, PADDING, STRIDE)
     with pytest.raises(ValueError, match="bias has shape"):

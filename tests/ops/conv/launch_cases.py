@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops.conv.op import triton_epilogue
+from apex.ops.conv.op import launch_epilogue
 
 
 def record() -> None:
@@ -13,6 +13,6 @@ def record() -> None:
         values = torch.empty(2, 8, 16, 256, dtype=dtype, device="meta").movedim(-1, 1)
         bias = torch.empty(256, dtype=dtype, device="meta")
         mask = torch.empty_like(values, dtype=torch.int8) if flags else None
-        triton_epilogue(values, bias if flags else None, bias, mask)
+        launch_epilogue(values, bias if flags else None, bias, mask)
         if mask is not None:
-            triton_epilogue(values, None, None, mask)
+            launch_epilogue(values, None, None, mask)

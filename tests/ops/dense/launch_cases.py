@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops.dense import launches
+from apex.ops.dense import parts
 
 _BF16, _F32, _HALF = torch.bfloat16, torch.float32, torch.float16
 
@@ -19,12 +19,12 @@ _ACTIVATIONS = [
 
 
 def record() -> None:
-    """Plans and (under `recording`) collects the launches."""
+    """Collects (under `recording`) the launches."""
     for rows, columns, dtype, activation, bias_grad in _ACTIVATIONS:
         dy = torch.empty(rows, columns, dtype=dtype, device="meta")
-        launches.triton_activation_backward(dy, dy, activation, bias_grad, in_place=False)
+        parts.launch_activation_backward(dy, dy, dy, activation, columns, bias_grad)
     for rows, columns in ((8192, 16384), (70, 37)):
-        launches.triton_gelu(torch.empty(rows, columns, dtype=_HALF, device="meta"))
+        parts.launch_gelu(torch.empty(rows, columns, dtype=_HALF, device="meta"))
     for rows, outs, ins in ((8192, 4096, 4096), (50, 30, 20)):
         x, dy = (torch.empty(rows, width, dtype=_BF16, device="meta") for width in (ins, outs))
-        launches.triton_accumulate(x, dy, torch.empty(outs, ins, device="meta"))
+        parts.launch_accumulation(x, dy, torch.empty(outs, ins, device="meta"))

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library, dense
-from apex.ops.dense.autograd import composed_dense_gelu_dense
-from apex.ops.dense.perceptron import composed_mlp
+from apex.ops.dense import reference
 from tests.harness import Route, assert_close, routes
 
 SHAPES = {
@@ -57,7 +56,7 @@ def test_second_derivative_of_a_kernel(kind: str, route: Route) -> None:
     inputs = tensors(kind, route.device)
     with _library.implementation(route.implementation):
         actual = second(NODES[kind], inputs)
-    plain = composed_dense_gelu_dense if kind == "gelu" else lambda *args: composed_mlp(False, "sigmoid", *args)
+    plain = reference.dense_gelu_dense if kind == "gelu" else lambda x, *w: reference.mlp(x, w, (), "sigmoid")
     expected = second(plain, [t.detach().double().requires_grad_() for t in inputs])
     for a, e in zip(actual, expected, strict=True):
         assert_close(a, e, reduction=100)
@@ -71,7 +70,7 @@ def test_one_tensor_as_several_arguments(route: Route) -> None:
             output = dense.MlpFunction.apply(False, 2, x, weight, weight, weight)
         actual = torch.autograd.grad(output.sum(), (x, weight), create_graph=create_graph)
         wide = [t.detach().double().requires_grad_() for t in (x, weight)]
-        expected = torch.autograd.grad(composed_mlp(False, "sigmoid", wide[0], *[wide[1]] * 3).sum(), wide)
+        expected = torch.autograd.grad(reference.mlp(wide[0], [wide[1]] * 3, (), "sigmoid").sum(), wide)
         for a, e in zip(actual, expected, strict=True):
             assert_close(a, e, reduction=16)
 
@@ -172,8 +171,8 @@ def test_small_layers_are_left_to_pytorch(implementation: str, monkeypatch: pyte
     """By the widest layer; what is asked for is done at any size."""
     if implementation != "torch":
         pytest.importorskip("triton")
-    monkeypatch.setattr("apex.ops.dense.op.SMALL", 4 * 8)
-    monkeypatch.setattr("apex.ops.dense.op.SMALL_BETWEEN_LAYERS", 4 * 8)
+    monkeypatch.setattr("apex.ops.dense.config.SMALL", 4 * 8)
+    monkeypatch.setattr("apex.ops.dense.config.SMALL_BETWEEN_LAYERS", 4 * 8)
     monkeypatch.setattr(_library, "runs_triton", lambda family, tensor: implementation != "torch")
     with _library.implementation(implementation):
         for rows, node in ((4, implementation != "torch"), (3, implementation == "triton")):
@@ -183,7 +182,7 @@ def test_small_layers_are_left_to_pytorch(implementation: str, monkeypatch: pyte
                 dense.mlp(x, [torch.randn(8, 2), torch.randn(3, 8)]),
             )
             names = [output.grad_fn.name() for output in outputs]
-            wanted = ["FusedDenseGeluDenseFuncBackward", "MlpNodeBackward"]
+            wanted = ["FusedDenseGeluDenseFuncBackward", "MlpFunctionBackward"]
             assert [a == b for a, b in zip(names, wanted, strict=True)] == [node, node]
             with torch.no_grad():
                 again = dense.mlp(x, [torch.ones(8, 2), torch.ones(3, 8)])

@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from apex.ops import _library, dense
 from apex.ops._tolerance import excess, tensor_core_error
-from apex.ops.dense import launches, op, reference
-from apex.ops.dense.perceptron import composed_mlp
+from apex.ops.dense import config, parts, reference
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -87,9 +86,9 @@ def test_gradients_of_activation_and_bias(
     dy, saved = random(*shape, dtype=dtype, device=route.device), random(*shape, dtype=dtype, device=route.device)
     before = dy.clone(), saved.clone()
     with _library.implementation(route.implementation):
-        dz, dbias = op.activation_backward(dy, saved, activation, True)
-        alone, nothing = op.activation_backward(dy, saved, activation, False)
-        again = op.activation_backward(dy.clone(), saved, activation, True, in_place=True)
+        dz, dbias = parts.activation_backward(dy, saved, activation, True)
+        alone, nothing = parts.activation_backward(dy, saved, activation, False)
+        again = parts.activation_backward(dy.clone(), saved, activation, True, in_place=True)
     assert_equal_bits((dy, saved), before)
     assert nothing is None
     assert_equal_bits((dz, dz, dbias), (alone, *again))
@@ -102,15 +101,16 @@ def test_gradients_of_activation_and_bias(
 
 
 @pytest.mark.parametrize("route", routes())
-@pytest.mark.parametrize("tickets", [launches.TICKETS, 0], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("tickets", [parts.TICKETS, 0], ids=["one launch", "two launches"])
 def test_bias_gradients_of_several_programs(tickets: int, route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
-    for constant, value in (("FEW_ROWS", 0), ("SMALL_MATRIX", 0), ("UNION", 2), ("TICKETS", tickets)):
-        monkeypatch.setattr(launches, constant, value)
-    launches._activation_plan.cache_clear()
+    for module, constant, value in (
+        *((config, name, 0) for name in ("FEW_ROWS", "SMALL_MATRIX")),
+        *((parts, "UNION", 2), (parts, "TICKETS", tickets)),
+    ):
+        monkeypatch.setattr(module, constant, value)
     dy, saved = random(100, 150, device=route.device), random(100, 150, device=route.device)
     with _library.implementation(route.implementation):
-        found, again = (op.activation_backward(dy, saved, "relu", True) for _ in range(2))
-    launches._activation_plan.cache_clear()
+        found, again = (parts.activation_backward(dy, saved, "relu", True) for _ in range(2))
     assert_equal_bits(found, again)
     exact = reference.activation_backward(*wide(dy, saved), "relu")
     assert_close(found[0], exact)
@@ -124,7 +124,7 @@ def test_gelu(shape: tuple[int, int], dtype: torch.dtype, route: Route) -> None:
     values = random(*shape, dtype=dtype, device=route.device, scale=2)
     with _library.implementation(route.implementation):
         for x in (values, values.t()):
-            output = op.gelu(x)
+            output = parts.gelu(x)
             assert output.dtype == dtype
             assert_close(output, reference.activate(x.double(), "gelu"))
 
@@ -136,7 +136,7 @@ def test_gelu_far_out(route: Route) -> None:
     if route.implementation == "torch":
         saved = saved[:, 1:6]  # beyond, PyTorch's operator gives NaN
     with _library.implementation(route.implementation):
-        dz, _ = op.activation_backward(torch.ones_like(saved), saved, "gelu", False)
+        dz, _ = parts.activation_backward(torch.ones_like(saved), saved, "gelu", False)
     expected = [0, 0, 0.5, 1, 1] if route.implementation == "torch" else [0, 0, 0, 0.5, 1, 1, 1, math.nan]
     torch.testing.assert_close(dz.cpu(), torch.tensor([expected]), rtol=0, atol=1e-30, equal_nan=True)
 
@@ -151,7 +151,7 @@ def test_strided_and_unaligned(route: Route) -> None:
         for gradient, value in ((dy, saved), (unaligned, saved), (torch.ones(1, 1, device=route.device), saved)):
             expanded = gradient.expand(9, 40)
             for _ in range(2):  # the second call takes the launcher's cached path
-                dz, dbias = op.activation_backward(expanded, value, "gelu", True)
+                dz, dbias = parts.activation_backward(expanded, value, "gelu", True)
             exact = reference.activation_backward(*wide(expanded, value), "gelu")
             assert_close(dz, exact)
             assert_close(dbias, exact.sum(0), reduction=9)
@@ -179,13 +179,11 @@ def check_dense_gelu_dense(
 
     output, inferred, *gradients = results = run()
     assert output.dtype == dtype
-    exact = wide(x, w1, b1, w2, b2)
-    expected, hidden, active = reference.dense_gelu_dense(*exact)
-    expected_gradients = list(
-        reference.dense_gelu_dense_backward(dy.double(), exact[0], hidden, active, exact[1], exact[3])
-    )
-    if not bias:
-        expected_gradients[2] = expected_gradients[4] = None
+    exact = [None if t is None else t.requires_grad_() for t in wide(x, w1, b1, w2, b2)]
+    expected = reference.dense_gelu_dense(*exact)
+    expected.backward(dy.double())
+    expected = expected.detach()
+    expected_gradients = [None if t is None else t.grad for t in exact]
     assert_near(output, expected, sizes[1], "output")
     assert_near(inferred, expected, sizes[1], "inferred output")
     names = ("dx", "dweight1", "dbias1", "dweight2", "dbias2")
@@ -209,7 +207,7 @@ def test_dense_gelu_dense_of_more_and_fewer_dimensions(route: Route) -> None:
     with _library.implementation(route.implementation):
         output = dense.dense_gelu_dense(x, w1, b1, w2, b2)
     assert output.shape == (4,)
-    assert_close(output[None], reference.dense_gelu_dense(*wide(x[None], w1, b1, w2, b2))[0], reduction=16)
+    assert_close(output[None], reference.dense_gelu_dense(*wide(x[None], w1, b1, w2, b2)), reduction=16)
 
 
 def layer_outputs(
@@ -218,7 +216,7 @@ def layer_outputs(
     """What an MLP computes on its way, in the dtype that it computes in."""
     if route.implementation == "triton":
         return dense.mlp_forward(x, weights, biases, activation)
-    return [composed_mlp(bool(biases), activation, x, *weights[:n], *biases[:n]) for n in range(1, 1 + len(weights))]
+    return [reference.mlp(x, weights[:n], biases[:n], activation) for n in range(1, 1 + len(weights))]
 
 
 def check_mlp(rows: int, sizes: list[int], dtype: torch.dtype, bias: bool, activation: str, route: Route) -> None:
@@ -239,9 +237,9 @@ def check_mlp(rows: int, sizes: list[int], dtype: torch.dtype, bias: bool, activ
 
     output, *gradients = results = run()
     assert output.dtype == dtype
-    exact_input, *exact = wide(x, *weights, *(biases or [None] * layers))
-    outputs = reference.mlp(exact_input, exact[:layers], exact[layers:], activation)
-    assert_near(output, outputs[-1], max(rows, *sizes), "output")
+    exact_input, *exact = wide(x, *weights, *biases)
+    expected = reference.mlp(exact_input, exact[:layers], exact[layers:], activation)
+    assert_near(output, expected, max(rows, *sizes), "output")
     # What was rounded to zero, or away from it, decides where a relu lets gradients through.
     with _library.implementation(route.implementation):
         outputs = wide(*layer_outputs(x, weights, biases, activation, route))
@@ -377,6 +375,6 @@ def test_more_than_two_to_the_31_elements() -> None:
         for a, b in zip(dy.split(1 << 16), saved.split(1 << 16), strict=True)
     )
     with _library.implementation("triton"):
-        dz, dbias = op.activation_backward(dy, saved, "relu", True, in_place=True)
+        dz, dbias = parts.activation_backward(dy, saved, "relu", True, in_place=True)
     assert_close(dz[last], expected)
     assert_close(dbias, sums, reduction=rows)

@@ -83,12 +83,10 @@ def _prepare_gelu(
     for name, parameter in (("weight1", w1), ("bias1", b1), ("weight2", w2), ("bias2", b2)):
         ours.register_parameter(name, parameter)
     eager = nn.Sequential(_linear(w1, b1), nn.GELU("tanh"), _linear(w2, b2))
-    wide = [t.detach().double() for t in (x, w1, b1, w2, b2)]
-    output, hidden, active = reference.dense_gelu_dense(*wide)
-    if direction == "fwd":
-        results: Sequence[Tensor] = (output,)
-    else:
-        results = reference.dense_gelu_dense_backward(dy.double(), wide[0], hidden, active, wide[1], wide[3])
+    wide = [t.detach().double().requires_grad_(direction == "bwd") for t in (x, w1, b1, w2, b2)]
+    results: Sequence[Tensor] = (reference.dense_gelu_dense(*wide),)
+    if direction == "bwd":
+        results = torch.autograd.grad(results, wide, dy.double())
     expected = [Expected(result, dtype, max(rows, inner)) for result in results]
     return Prepared(_with_peers(ours, eager, x, (x, w1, b1, w2, b2), dy, direction), expected)
 
@@ -106,7 +104,7 @@ def _prepare_mlp(dtype: torch.dtype, rows: int, sizes: list[int], direction: str
         eager.extend([_linear(weight, bias), nn.ReLU()])  # type: ignore[arg-type]
     wide_x, wide = x.detach().double(), [weight.double() for weight in weights]
     if direction == "fwd":
-        results: Sequence[Tensor] = reference.mlp(wide_x, wide, [bias.double() for bias in biases], "relu")[-1:]
+        results: Sequence[Tensor] = (reference.mlp(wide_x, wide, [b.double() for b in biases], "relu"),)
     else:
         # At the outputs as they were stored: what was rounded to zero decides where a relu lets gradients through.
         stored = [output.double() for output in mlp_forward(x.detach(), weights, biases, "relu")]

@@ -14,23 +14,13 @@ from torch import Tensor
 
 from ...ops._checks import check_floats, check_tensors
 from ...ops._library import autocast_dtype, autocast_off, once_differentiable, quick_apply
-from ...ops.conv import (
-    ConvSpec,
-    conv_bias,
-    conv_bias_gradients,
-    conv_bias_relu,
-    conv_bias_relu_gradients,
-    plan_for,
-)
+from ...ops.conv import ConvSpec, conv_bias, conv_bias_gradients, conv_bias_relu, conv_bias_relu_gradients
 
 
-def _cast(*tensors: Tensor) -> Sequence[Tensor]:
-    dtype = autocast_dtype(tensors[0])
-    return tensors if dtype is None else [tensor.to(dtype) for tensor in tensors]
-
-
-def _back(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return gradient if gradient is None or gradient.dtype == dtype else gradient.to(dtype)
+def _cast(*tensors: Tensor | None) -> Sequence[Any]:
+    """As autocast does; autograd casts the gradients back."""
+    dtype = autocast_dtype(tensors[0])  # type: ignore[arg-type]
+    return tensors if dtype is None else [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
 def _relu_forward(
@@ -42,27 +32,22 @@ def _relu_forward(
     mask: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    cast_x, cast_weight, cast_bias, *rest = _cast(x, weight, bias, *(() if scale is None else (scale,)))
-    cast_scale = rest[0] if rest else None
+    x, weight, bias, scale = _cast(x, weight, bias, scale)
     with autocast_off(x):
-        output = conv_bias_relu(cast_x, cast_weight, cast_bias, spec, mask, cast_scale)
-    ctx.save_for_backward(cast_x, cast_weight, output, cast_scale)
-    ctx.spec, ctx.dtypes, ctx.bias_shape = spec, (x.dtype, weight.dtype, bias.dtype), bias.shape
+        output = conv_bias_relu(x, weight, bias, spec, mask, scale)
+    ctx.save_for_backward(x, weight, output, scale)
+    ctx.spec, ctx.bias_shape = spec, bias.shape
     return output
 
 
 def _relu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     x, weight, output, scale = ctx.saved_tensors
-    wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-    bias_grad = scale is None and ctx.needs_input_grad[2]
+    of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+    of_bias = of_bias and scale is None
     with autocast_off(x):
-        gradients = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, bias_grad, wanted, scale)
-    dx, dweight, dbias = (_back(each, dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True))
-    return dx, dweight, _shaped(dbias, ctx.bias_shape)
-
-
-def _shaped(dbias: Tensor | None, shape: torch.Size) -> Tensor | None:
-    return dbias if dbias is None or dbias.shape == shape else dbias.view(shape)
+        gradients = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, of_bias, (of_x, of_weight), scale)
+    dx, dweight, dbias = gradients
+    return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape)
 
 
 class ConvBiasReLU_(torch.autograd.Function):
@@ -71,23 +56,12 @@ class ConvBiasReLU_(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, padding, stride):  # type: ignore[override]
         check_floats(x=x, weight=weight, bias=bias)
-        cast_x, cast_weight, cast_bias = _cast(x, weight, bias)
-        plan = ctx.plan = plan_for(cast_x, cast_weight, cast_bias, padding, stride)
-        if plan is None:
-            return _relu_forward(ctx, x, weight, bias, ConvSpec(padding, stride))
-        output = plan.run(cast_x, cast_weight, cast_bias)
-        ctx.save_for_backward(cast_x, cast_weight, output)
-        return output
+        return _relu_forward(ctx, x, weight, bias, ConvSpec(padding, stride))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):  # type: ignore[override]
-        plan = ctx.plan
-        if plan is None:
-            return *_relu_backward(ctx, grad_output), None, None
-        x, weight, output = ctx.saved_tensors
-        # What was cast, autograd casts back.
-        return *plan.gradients(grad_output, output, x, weight, ctx.needs_input_grad), None, None
+        return *_relu_backward(ctx, grad_output), None, None
 
 
 class ConvBiasMaskReLU_(torch.autograd.Function):
@@ -125,22 +99,20 @@ class ConvBias_(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, padding, stride):  # type: ignore[override]
-        cast_x, cast_weight, cast_bias = _cast(x, weight, bias)
-        spec = ConvSpec(padding, stride)
+        x, weight, bias = _cast(x, weight, bias)
+        ctx.spec, ctx.bias_shape = ConvSpec(padding, stride), bias.shape
+        ctx.save_for_backward(x, weight)
         with autocast_off(x):
-            output = conv_bias(cast_x, cast_weight, cast_bias, spec)
-        ctx.save_for_backward(cast_x, cast_weight)
-        ctx.spec, ctx.dtypes, ctx.bias_shape = spec, (x.dtype, weight.dtype, bias.dtype), bias.shape
-        return output
+            return conv_bias(x, weight, bias, ctx.spec)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         with autocast_off(x):
-            gradients = conv_bias_gradients(grad_output, x, weight, ctx.spec, ctx.needs_input_grad[2], wanted)
-        dx, dweight, dbias = (_back(each, dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True))
+            gradients = conv_bias_gradients(grad_output, x, weight, ctx.spec, of_bias, (of_x, of_weight))
+        dx, dweight, dbias = gradients
         return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape), None, None
 
 

@@ -1,7 +1,6 @@
 """Bias, ReLU, mask and frozen scale behind a convolution."""
 
 from .op import FAMILY, ConvSpec, conv_bias, conv_bias_gradients, conv_bias_relu, conv_bias_relu_gradients
-from .plans import plan_for
 
 __all__ = [
     "FAMILY",
@@ -10,5 +9,4 @@ __all__ = [
     "conv_bias_gradients",
     "conv_bias_relu",
     "conv_bias_relu_gradients",
-    "plan_for",
 ]

@@ -6,30 +6,19 @@ bias's gradient on its way.
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .. import _device, _library
-from ..dense import activation_backward
-from .self_check import self_check
+from .. import _library
+from .._tolerance import excess
+from ..dense.parts import activation_backward, launch_activation_backward, takes_kernel
 
-if TYPE_CHECKING:
-    from .._launch import BoundLaunch
+kernels = _library.LazyModule(f"{__package__}.kernels")
 
-FAMILY = _library.register_family(
-    _library.OpFamily(
-        "conv",
-        "bias, ReLU, mask and frozen scale behind a convolution",
-        self_check,
-        small_inputs="PyTorch's operators where channels are not last",
-    )
-)
-
-_BLOCK, _WARPS = 1024, 4
+_BLOCK = 1024
 
 
 class ConvSpec(NamedTuple):
@@ -57,8 +46,8 @@ def conv_bias_relu(
     check(input, weight, spec, bias=bias, scale=scale)
     shift: Tensor | None = bias.reshape(-1)
     if scale is None and cudnn_does_it(input, weight, bias):
-        stride, padding = [spec.stride] * 2, [spec.padding] * 2
-        output = torch.cudnn_convolution_relu(input, weight, shift, stride, padding, [1, 1], 1)
+        stride, padding = (spec.stride,) * 2, (spec.padding,) * 2
+        output = torch.cudnn_convolution_relu(input, weight, bias.reshape(-1).contiguous(), stride, padding, (1, 1), 1)
         if mask is None:
             return output
         fused, shift = True, None
@@ -119,19 +108,28 @@ def conv_bias_relu_gradients(
     """The same behind ReLU, from its output; a mask has made that 0, and so needs no further thought."""
     if dy.shape != output.shape:
         raise ValueError(f"the gradient has shape {list(dy.shape)}, the output {list(output.shape)}")
-    if output.is_contiguous(memory_format=torch.channels_last):
-        dy_rows, output_rows = (each.movedim(1, -1).reshape(-1, output.shape[1]) for each in (dy, output))
-        dz, dbias = activation_backward(dy_rows, output_rows, "relu", bias_grad)
-        dz = dz.view(output.movedim(1, -1).shape).movedim(-1, 1)
-    else:
-        dz = torch.ops.aten.threshold_backward(dy, output, 0)
-        dbias = _bias_gradient(dz) if bias_grad else None
+    dz, dbias = _relu_backward(dy, output, bias_grad)
     if scale is None:
         return *_conv_gradients(dz, input, weight, spec, wanted), dbias
     # A factor of a channel of the output is one of its weights: far fewer numbers to multiply.
     factor = scale.reshape(-1, 1, 1, 1)
     dx, dweight = _conv_gradients(dz, input, weight * factor, spec, wanted)
     return dx, None if dweight is None else dweight * factor, dbias
+
+
+def _relu_backward(dy: Tensor, output: Tensor, bias_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """Gradients before ReLU and of the bias."""
+    if not output.is_contiguous(memory_format=torch.channels_last):
+        dz = torch.ops.aten.threshold_backward(dy, output, 0)
+        return dz, _bias_gradient(dz) if bias_grad else None
+    channels = output.shape[1]
+    if not torch.compiler.is_compiling() and takes_kernel(dy, output):
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dz = torch.empty_like(dy)
+        return dz, launch_activation_backward(dy, output, dz, "relu", channels, bias_grad)
+    dy_rows, output_rows = (each.movedim(1, -1).reshape(-1, channels) for each in (dy, output))
+    dz, dbias = activation_backward(dy_rows, output_rows, "relu", bias_grad)
+    return dz.view(output.movedim(1, -1).shape).movedim(-1, 1), dbias
 
 
 def _conv_gradients(
@@ -180,7 +178,7 @@ def _epilogue(output: Tensor, scale: Tensor | None, bias: Tensor | None, mask: T
         and _library.runs_triton(FAMILY, output)
         and output.is_contiguous(memory_format=torch.channels_last)
     ):
-        return triton_epilogue(output, scale, bias, mask)
+        return launch_epilogue(output, scale, bias, mask)
     shape = (1, -1, 1, 1)
     if scale is None or bias is None:
         output = (output if bias is None else output.add_(bias.reshape(shape))).relu_()
@@ -191,37 +189,56 @@ def _epilogue(output: Tensor, scale: Tensor | None, bias: Tensor | None, mask: T
     return output if mask is None else output.masked_fill_(mask == 0, 0)
 
 
-def triton_epilogue(output: Tensor, scale: Tensor | None, bias: Tensor | None, mask: Tensor | None) -> Tensor:
+def launch_epilogue(output: Tensor, scale: Tensor | None, bias: Tensor | None, mask: Tensor | None) -> Tensor:
     """The same by the kernel, for an output whose channels are last."""
     if mask is not None:
         mask = mask.contiguous(memory_format=torch.channels_last)
         mask = mask.view(torch.int8) if mask.dtype == torch.bool else mask
     scale, bias = (None if each is None else each.contiguous() for each in (scale, bias))
-    dtypes = tuple(None if each is None else each.dtype for each in (output, scale, bias, mask))
-    launch = _plan(output.numel(), output.shape[1], dtypes, output.device, _device.facts(output.device))
-    launch(output, scale, bias, mask)
-    return output
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan(elements: int, channels: int, dtypes: tuple, device: torch.device, facts: _device.DeviceFacts) -> BoundLaunch:
-    from .kernels import conv_epilogue  # at first use: importing apex needs no Triton
-
-    return conv_epilogue.bind(
+    elements = output.numel()
+    kernels.conv_epilogue(
         (-(-elements // _BLOCK),),
-        (elements, channels),
-        (*(dtype is not None for dtype in dtypes[1:]), _BLOCK),
-        device=device,
-        num_warps=_WARPS,
+        (output, scale, bias, mask),
+        (elements, output.shape[1]),
+        HAS_SCALE=scale is not None,
+        HAS_BIAS=bias is not None,
+        HAS_MASK=mask is not None,
+        BLOCK=_BLOCK,
+        num_warps=4,
     )
-
-
-def _functional_epilogue(output, scale, bias, mask):
-    return _epilogue(output.clone(), scale, bias, mask)
+    return output
 
 
 _library.register_op(
     "conv_epilogue(Tensor output, Tensor? scale, Tensor? bias, Tensor? mask) -> Tensor",
-    _functional_epilogue,
+    lambda output, scale, bias, mask: _epilogue(output.clone(), scale, bias, mask),
     lambda output, scale, bias, mask: torch.empty_like(output),
+)
+
+
+def self_check(device: torch.device) -> float:
+    """Largest error, as a multiple of its tolerance, of scale, bias, ReLU and mask in three dtypes."""
+    made: dict[str, Any] = {
+        "generator": torch.Generator(device="cpu").manual_seed(0),
+        "dtype": torch.float32,
+        "device": "cpu",
+    }
+    worst = 0.0
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        values = torch.randn(2, 24, 7, 9, **made).to(dtype).to(memory_format=torch.channels_last)
+        scale, bias = (torch.rand(24, **made).to(dtype) for _ in range(2))
+        mask = (torch.rand(values.shape, **made) > 0.3).to(memory_format=torch.channels_last)
+        there = [each.to(device) for each in (values, scale, bias, mask)]
+        exact = values.double() * scale.double()[:, None, None] + bias.double()[:, None, None]
+        worst = max(worst, excess(_epilogue(*there).cpu(), exact.relu() * mask))
+    return worst
+
+
+FAMILY = _library.register_family(
+    _library.OpFamily(
+        "conv",
+        "bias, ReLU, mask and frozen scale behind a convolution",
+        self_check,
+        small_inputs="PyTorch's operators where channels are not last",
+    )
 )

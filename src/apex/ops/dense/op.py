@@ -1,13 +1,14 @@
-"""The parts of dense layers, without autograd: which implementation runs, given tensors that were found fit.
+"""Dense layers with autograd: one layer, two with gelu between them, and the multi-layer perceptron.
 
-Matrix products are PyTorch's, whose epilogues add the bias and apply relu (and, where no gradient is wanted, gelu).
-What they leave undone, gelu that keeps its input and the gradients of an activation and of a bias, takes one pass each.
+The Functions have upstream's names and arguments, since clients call them by name. They take inputs of any number of
+dimensions, compute as many gradients as are wanted, and run in the dtype they are given also under autocast.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,178 +16,75 @@ from torch.nn import functional
 
 from .. import _library
 from .._checks import check_optional_tensors, check_tensors
-from .launches import (
-    ActivationPlan,
-    activation_plan,
-    triton_accumulate,
-    triton_activation_backward,
-    triton_gelu,
-)
+from . import reference
+from .config import is_large
+from .parts import FAMILY, activated_linear, activation_backward, as_rows, gelu
 from .reference import ACTIVATIONS
-from .self_check import self_check
-
-_HALF = (torch.float16, torch.bfloat16)
-
-# Elements of a layer below which PyTorch's operators with their own autograd are left to it, because the host is the
-# limit. In microseconds on an H200, forward and backward: the perceptron 64x[256]*4 took 15 and 301 in our node, 22 and
-# 354 as operators, 4096x[1024]*4 50 and 135 against 66 and 155, and smaller ones were not measured. dense_gelu_dense
-# 4096x1024x4096 (2^24 elements) took 172 and 289 in our node, 128 and 294 as operators, 8192x1024x4096 (2^25) 227 and
-# 452 against 233 and 476, 8192x4096x16384 (2^27) 3390 and 6780 against 3470 and 6870.
-SMALL = 1 << 14
-SMALL_BETWEEN_LAYERS = 1 << 25  # of dense_gelu_dense
-
-FAMILY = _library.register_family(
-    _library.OpFamily(
-        "dense",
-        "dense layers, gelu, MLP: gradients of activation and bias in one pass",
-        self_check,
-        small_inputs=f"PyTorch's operators below {SMALL:,} elements per layer of a perceptron, "
-        f"{SMALL_BETWEEN_LAYERS:,} between dense layers",
-    )
-)
 
 
-def is_large(elements: int, between_layers: bool = False) -> bool:
-    """Whether a layer with so many elements is for our kernels, as one of a perceptron or of dense_gelu_dense."""
-    limit = SMALL_BETWEEN_LAYERS if between_layers else SMALL
-    return elements >= limit or (elements > 0 and _library.requested() == "triton")
-
-
-def as_rows(tensor: Tensor) -> Tensor:
-    """A tensor [..., features] with two dimensions."""
-    if tensor.dim() == 2:
-        return tensor
-    return tensor[None] if tensor.dim() == 1 else tensor.flatten(0, -2)
-
-
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`input` [..., in] times `weight` [out, in], transposed, plus `bias`: one call of the BLAS library."""
+def dense(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`input` [..., in] through one dense layer: PyTorch's own operator, which adds the bias within the product."""
+    width = _check_input(input)
+    _check_layer(input, width, weight, bias, same_dtype=_library.autocast_dtype(input) is None)
     return functional.linear(input, weight, bias)
 
 
-def gelu(input: Tensor) -> Tensor:
-    """The tanh form, as the BLAS libraries have it, without autograd."""
-    if (
-        is_large(input.numel(), between_layers=True)
-        and not torch.compiler.is_compiling()
-        and _library.runs_triton(FAMILY, input)
-    ):
-        return triton_gelu(input)
-    return functional.gelu(input, approximate="tanh")
+def dense_gelu_dense(
+    input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
+) -> Tensor:
+    """`input` [..., in] through two dense layers with gelu (the tanh form) between them.
 
-
-def activated_linear(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """A layer without autograd, for an `input` of two dimensions."""
-    if activation == "none":
-        return functional.linear(input, weight, bias)
-    if bias is not None and input.is_cuda:  # elsewhere the product is followed by another operator anyway
-        if activation == "relu":
-            return torch._addmm_activation(bias, input, weight.t())
-        if activation == "gelu":
-            return torch._addmm_activation(bias, input, weight.t(), use_gelu=True)
-    output = functional.linear(input, weight, bias)
-    if activation == "relu":
-        return output.relu_()
-    return output.sigmoid_() if activation == "sigmoid" else gelu(output)
-
-
-def plan_activation_backward(
-    output: Tensor, activation: str, bias_grad: bool, shape: tuple[int, int] | None = None
-) -> ActivationPlan | None:
-    """How `activation_backward` will run for gradients like `output`, where that is by a kernel.
-
-    With `shape` for those that are such a matrix in memory, whatever their dimensions.
+    Under autocast in its dtype.
     """
-    if activation == "none" or not output.numel() or torch.compiler.is_compiling():
-        return None
-    return activation_plan(output, activation, bias_grad, shape) if _library.runs_triton(FAMILY, output) else None
+    width = _check_input(input)
+    dtype = _library.autocast_dtype(input)
+    width = _check_layer(input, width, weight1, bias1, "1", same_dtype=dtype is None)
+    _check_layer(input, width, weight2, bias2, "2", same_dtype=dtype is None)
+    needs_graph = torch.is_grad_enabled()
+    elements = input.numel() // max(1, input.shape[-1]) * width
+    # Without gradients always: there is no node, and fewer operators.
+    if not _library.runs_triton(FAMILY, input) or (needs_graph and not is_large(elements, between_layers=True)):
+        return reference.dense_gelu_dense(input, weight1, bias1, weight2, bias2)
+    arguments = _cast_like_autocast(dtype, (input, weight1, bias1, weight2, bias2))
+    return _apply_dense_gelu_dense(*arguments) if needs_graph else _infer_dense_gelu_dense(*arguments)
 
 
-def activation_backward(
-    dy: Tensor,
-    saved: Tensor | None,
-    activation: str,
-    bias_grad: bool,
-    in_place: bool = False,
-    plan: ActivationPlan | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients before an activation, and of the bias before that, without autograd; all of two dimensions.
+def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), activation: str = "relu") -> Tensor:
+    """`input` [..., in] through dense layers, each of them followed by `activation`: "none", "relu" or "sigmoid".
 
-    `saved` is the activation's output, for gelu its input, None without activation. With `in_place`, `dy` may be
-    overwritten. `plan` is what `plan_activation_backward` gave for the same arguments.
+    Under autocast in its dtype.
     """
-    if activation == "none" or saved is None:
-        return dy, dy.sum(0) if bias_grad else None
-    if torch.compiler.is_compiling():
-        dz, dbias = torch.ops.apex.activation_backward(dy, saved, activation, bias_grad)
-        return dz, dbias if bias_grad else None
-    if plan is not None:
-        return triton_activation_backward(dy, saved, activation, bias_grad, in_place, plan)
-    return activation_backward_now(dy, saved, activation, bias_grad, in_place)
+    if activation not in ACTIVATIONS[:3]:
+        raise ValueError(f"activation {activation!r} is not known; use none, relu or sigmoid")
+    layers = len(weights)
+    if not layers or (biases and len(biases) != layers):
+        raise ValueError(
+            f"got {layers} weights and {len(biases)} biases; use one weight or more, and as many biases or none"
+        )
+    width = _check_input(input)
+    dtype = _library.autocast_dtype(input)
+    rows, widest = input.numel() // max(1, width), 0
+    for layer, weight in enumerate(weights):
+        bias = biases[layer] if biases else None
+        if bias is None and biases:
+            check_tensors(**{f"bias {layer}": bias})
+        width = _check_layer(input, width, weight, bias, f" {layer}", same_dtype=dtype is None)
+        widest = max(widest, width)
+    needs_graph = torch.is_grad_enabled()
+    # Without gradients always: there is no node, and fewer operators.
+    if not _library.runs_triton(FAMILY, input) or (needs_graph and not is_large(rows * widest)):
+        return reference.mlp(input, weights, biases, activation)
+    tensors = _cast_like_autocast(dtype, (input, *weights, *biases))
+    if needs_graph:
+        return _apply_mlp(len(biases) > 0, ACTIVATIONS.index(activation), *tensors)
+    rest = tensors[1:]
+    return _shaped(mlp_forward(as_rows(tensors[0]), rest[:layers], rest[layers:], activation)[-1], input)
 
 
-def activation_backward_now(
-    dy: Tensor, saved: Tensor, activation: str, bias_grad: bool, in_place: bool
-) -> tuple[Tensor, Tensor | None]:
-    if dy.numel() and dy.dtype == saved.dtype and _library.runs_triton(FAMILY, dy):
-        return triton_activation_backward(dy, saved, activation, bias_grad, in_place)
-    if dy.dtype in _HALF and (activation == "sigmoid" or not dy.is_cuda):  # PyTorch would round every step of it
-        dz, dbias = activation_backward_now(dy.float(), saved.float(), activation, bias_grad, in_place)
-        return dz.to(dy.dtype), None if dbias is None else dbias.to(dy.dtype)
-    if activation == "relu":
-        dz = torch.ops.aten.threshold_backward(dy, saved, 0)
-    elif activation == "sigmoid":
-        dz = torch.ops.aten.sigmoid_backward(dy, saved)
-    else:
-        dz = torch.ops.aten.gelu_backward(dy, saved, approximate="tanh")
-    return dz, dz.sum(0) if bias_grad else None
-
-
-def wgrad_gemm_accum(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
-    """d_weight [out, in] += d_output [..., out]^T input [..., in], in place, accumulated and added in float32.
-
-    `d_weight` has the dtype of the others, or is float32 where they are in half precision.
-    """
-    input, d_output = as_rows(input), as_rows(d_output)
-    _check_accumulation(input, d_output, d_weight)
-    if torch.compiler.is_compiling():
-        torch.ops.apex.wgrad_gemm_accum(input, d_output, d_weight)
-        return
-    with torch.no_grad():
-        accumulate_now(input, d_output, d_weight)
-
-
-def accumulate_now(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
-    if d_weight.dtype == input.dtype:
-        d_weight.addmm_(d_output.t(), input)
-    elif _library.runs_triton(FAMILY, input) and d_weight.numel() and input.shape[0]:
-        if _library.requested() == "auto" and _torch_accumulates(input.device, input.dtype):
-            torch.addmm(d_weight, d_output.t(), input, out_dtype=torch.float32, out=d_weight)
-        elif d_weight.is_contiguous():
-            triton_accumulate(input.contiguous(), d_output.contiguous(), d_weight)
-        else:
-            product = torch.zeros_like(d_weight, memory_format=torch.contiguous_format)
-            triton_accumulate(input.contiguous(), d_output.contiguous(), product)
-            d_weight += product
-    else:
-        d_weight.addmm_(d_output.t().to(d_weight.dtype), input.to(d_weight.dtype))
-
-
-@functools.cache
-def _torch_accumulates(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this PyTorch adds a half-precision product to a float32 matrix in one call, as CUDA's does since 2.9."""
-    ones = torch.ones(16, 16, dtype=dtype, device=device)
-    total = torch.ones(16, 16, dtype=torch.float32, device=device)
-    try:
-        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
-def check_input(input: Tensor) -> int:
+def _check_input(input: Tensor) -> int:
     """The number of values per row."""
-    check_tensors(input=input)
+    if not isinstance(input, Tensor):
+        check_tensors(input=input)
     if input.dim() < 1 or not input.is_floating_point():
         raise ValueError(
             f"input must have at least one dimension and a floating dtype, got shape {list(input.shape)} and "
@@ -195,87 +93,251 @@ def check_input(input: Tensor) -> int:
     return input.shape[-1]
 
 
-def fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a layer surely is in order: the quick question before those of `check_input` and `check_layer`."""
-    if not (isinstance(input, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))):
-        return False
-    shape, dtype = weight.shape, weight.dtype
-    return (
-        len(shape) == 2
-        and input.dim() > 0
-        and input.shape[-1] == shape[1]
-        and input.dtype == dtype
-        and dtype.is_floating_point
-        and (bias is None or (bias.shape == (shape[0],) and bias.dtype == dtype))
-    )
-
-
-def check_layer(
-    input: Tensor,
-    width: int,
-    weight: Tensor,
-    bias: Tensor | None,
-    names: tuple[str, str] = ("weight", "bias"),
-    *,
-    same_dtype: bool,
+def _check_layer(
+    input: Tensor, width: int, weight: Tensor, bias: Tensor | None, which: str = "", *, same_dtype: bool
 ) -> int:
-    """The number of outputs of a layer that gets `width` values, after its parameters were found fit."""
-    check_tensors(**{names[0]: weight})
-    check_optional_tensors(**{names[1]: bias})
+    """The number of outputs of a layer that gets `width` values; `which` follows its parameters' names in errors."""
+    if not isinstance(weight, Tensor) or not (bias is None or isinstance(bias, Tensor)):
+        check_tensors(**{f"weight{which}": weight})
+        check_optional_tensors(**{f"bias{which}": bias})
     shape = weight.shape
     if len(shape) != 2 or shape[1] != width:
-        raise ValueError(f"{names[0]} has shape {list(shape)}, expected [out, {width}] for rows of {width} values")
+        raise ValueError(f"weight{which} has shape {list(shape)}, expected [out, {width}] for rows of {width} values")
     if bias is not None and bias.shape != shape[:1]:
-        raise ValueError(f"{names[1]} has shape {list(bias.shape)}, expected [{shape[0]}] beside {names[0]}")
+        raise ValueError(f"bias{which} has shape {list(bias.shape)}, expected [{shape[0]}] beside weight{which}")
     if same_dtype and (weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype)):
         raise TypeError(
-            f"{names[0]} is {weight.dtype}, {names[1]} {bias if bias is None else bias.dtype} and the input "
+            f"weight{which} is {weight.dtype}, bias{which} {bias if bias is None else bias.dtype} and the input "
             f"{input.dtype}; they must be the same outside of autocast"
         )
     return shape[0]
 
 
-def check_dense_gelu_dense(
-    input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, *, same_dtype: bool
-) -> None:
-    width = check_layer(input, check_input(input), weight1, bias1, ("weight1", "bias1"), same_dtype=same_dtype)
-    check_layer(input, width, weight2, bias2, ("weight2", "bias2"), same_dtype=same_dtype)
+def _cast_like_autocast(dtype: torch.dtype | None, tensors: Sequence[Any]) -> Sequence[Any]:
+    """What autocast would make of the arguments of a matrix product."""
+    if dtype is None:
+        return tensors
+    return [t if t is None or t.dtype in (dtype, torch.float64) else t.to(dtype) for t in tensors]
 
 
-def check_mlp(
-    input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str, *, same_dtype: bool
-) -> None:
-    if activation not in ACTIVATIONS[:3]:
-        raise ValueError(f"activation {activation!r} is not known; use none, relu or sigmoid")
-    if not weights or (biases and len(biases) != len(weights)):
-        raise ValueError(
-            f"got {len(weights)} weights and {len(biases)} biases; use one weight or more, and as many biases or none"
+def _shaped(rows: Tensor, like: Tensor) -> Tensor:
+    """Rows as a tensor with the leading dimensions of `like`."""
+    if like.dim() == 2:
+        return rows
+    # Not a view of another tensor, which autograd would not let the caller of a Function change.
+    return torch.ops.aten._unsafe_view.default(rows, (*like.shape[:-1], rows.shape[-1]))
+
+
+def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a Function's forward or backward in the dtype of its tensors, also under autocast."""
+
+    @functools.wraps(function)
+    def wrapper(ctx: Any, *args: Any) -> Any:
+        if torch._C._is_any_autocast_enabled():  # the quick question first: most calls end here
+            tensor = next(value for value in args if isinstance(value, Tensor))
+            if _library.autocast_dtype(tensor) not in (None, tensor.dtype):
+                with torch.autocast(tensor.device.type, enabled=False):
+                    return function(ctx, *args)
+        return function(ctx, *args)
+
+    return wrapper
+
+
+def _differentiable_gradients(
+    wanted: Sequence[bool], function: Callable[..., Tensor], inputs: Sequence[Tensor | None], dy: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients that have gradients themselves, for create_graph=True."""
+    # Each argument by itself, though several may be one tensor.
+    aliases = [tensor if tensor is None else tensor.view_as(tensor) for tensor in inputs]
+    chosen = [alias for alias, is_wanted in zip(aliases, wanted, strict=True) if is_wanted and alias is not None]
+    found = iter(torch.autograd.grad(function(*aliases), chosen, dy, create_graph=True))
+    return tuple(next(found) if is_wanted else None for is_wanted in wanted)
+
+
+class FusedDenseFunc(torch.autograd.Function):
+    """A dense layer."""
+
+    @staticmethod
+    @_as_given
+    def forward(ctx, input, weight, bias):  # type: ignore[override]
+        ctx.save_for_backward(input, weight)
+        return _shaped(functional.linear(as_rows(input), weight, bias), input)
+
+    @staticmethod
+    @_as_given
+    def backward(ctx, grad_output):  # type: ignore[override]
+        input, weight = ctx.saved_tensors
+        dy = as_rows(grad_output)
+        return (
+            _shaped(dy.mm(weight), input) if ctx.needs_input_grad[0] else None,
+            dy.t().mm(as_rows(input)) if ctx.needs_input_grad[1] else None,
+            dy.sum(0) if True in ctx.needs_input_grad[2:] else None,
         )
-    width, dtype = check_input(input), input.dtype
+
+
+class DenseNoBiasFunc(torch.autograd.Function):
+    """A dense layer without bias."""
+
+    @staticmethod
+    def forward(ctx, input, weight):  # type: ignore[override]
+        return FusedDenseFunc.forward(ctx, input, weight, None)
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[override]
+        return FusedDenseFunc.backward(ctx, grad_output)[:2]
+
+
+class FusedDenseGeluDenseFunc(torch.autograd.Function):
+    """Two dense layers with gelu (the tanh form) between them; biases may be None."""
+
+    @staticmethod
+    @_as_given
+    def forward(ctx, input, weight1, bias1, weight2, bias2):  # type: ignore[override]
+        if True not in ctx.needs_input_grad:
+            return _infer_dense_gelu_dense(input, weight1, bias1, weight2, bias2)
+        output, hidden, active = dense_gelu_dense_forward(as_rows(input), weight1, bias1, weight2, bias2)
+        ctx.save_for_backward(input, weight1, bias1, weight2, bias2, hidden, active)
+        return _shaped(output, input)
+
+    @staticmethod
+    @_as_given
+    def backward(ctx, grad_output):  # type: ignore[override]
+        *inputs, hidden, active = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _differentiable_gradients(ctx.needs_input_grad, reference.dense_gelu_dense, inputs, grad_output)
+        input, weight1, _, weight2, _ = inputs
+        dx, *gradients = dense_gelu_dense_backward(
+            as_rows(grad_output), as_rows(input), hidden, active, weight1, weight2, ctx.needs_input_grad
+        )
+        return None if dx is None else _shaped(dx, input), *gradients
+
+
+_apply_dense_gelu_dense = _library.quick_apply(FusedDenseGeluDenseFunc)
+
+
+def _infer_dense_gelu_dense(
+    input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
+) -> Tensor:
+    active = activated_linear(as_rows(input), weight1, bias1, "gelu")
+    return _shaped(functional.linear(active, weight2, bias2), input)
+
+
+def dense_gelu_dense_forward(
+    input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, the output of the first layer and its gelu, for an input of two dimensions, without autograd."""
+    hidden = functional.linear(input, weight1, bias1)
+    active = gelu(hidden)
+    return functional.linear(active, weight2, bias2), hidden, active
+
+
+def dense_gelu_dense_backward(
+    dy: Tensor,
+    input: Tensor,
+    hidden: Tensor,
+    active: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    wanted: Sequence[bool] = (True,) * 5,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Those gradients of input, weight1, bias1, weight2 and bias2 that are wanted."""
+    dbias2 = dy.sum(0) if wanted[4] else None
+    dweight2 = dy.t().mm(active) if wanted[3] else None
+    dx = dweight1 = dbias1 = None
+    if wanted[0] or wanted[1] or wanted[2]:
+        dhidden, dbias1 = activation_backward(dy.mm(weight2), hidden, "gelu", wanted[2], in_place=True)
+        dweight1 = dhidden.t().mm(input) if wanted[1] else None
+        dx = dhidden.mm(weight1) if wanted[0] else None
+    return dx, dweight1, dbias1, dweight2, dbias2
+
+
+class MlpFunction(torch.autograd.Function):
+    """Dense layers, each with an activation after it: 0 none, 1 relu, 2 sigmoid.
+
+    `args` are the input, the weights and, with `bias`, as many biases.
+    """
+
+    @staticmethod
+    @_as_given
+    def forward(ctx, bias, activation, *args):  # type: ignore[override]
+        input, weights, biases = split_mlp(bias, args)
+        ctx.layers, ctx.activation = len(weights), ACTIVATIONS[activation]
+        *hidden, output = mlp_forward(as_rows(input), weights, biases, ctx.activation)
+        output = _shaped(output, input)
+        ctx.save_for_backward(*args, *hidden, None if ctx.activation == "none" else output)
+        return output
+
+    @staticmethod
+    @_as_given
+    def backward(ctx, grad_o):  # type: ignore[override]
+        layers, activation = ctx.layers, ctx.activation
+        saved = ctx.saved_tensors  # once: checkpointing allows no more
+        args, hidden, output = saved[:-layers], saved[-layers:-1], saved[-1]
+        input, weights = args[0], args[1 : 1 + layers]
+        wanted = ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+
+            def again(input: Tensor, *rest: Tensor) -> Tensor:
+                return reference.mlp(input, rest[:layers], rest[layers:], activation)
+
+            return None, None, *_differentiable_gradients(wanted, again, args, grad_o)
+        outputs = *hidden, output if output is None else as_rows(output)
+        dx, *gradients = mlp_backward(as_rows(grad_o), as_rows(input), weights, outputs, activation, wanted)
+        return None, None, None if dx is None else _shaped(dx, input), *gradients
+
+
+_apply_mlp = _library.quick_apply(MlpFunction)
+
+
+def split_mlp(bias: Any, args: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
+    """Input, weights and biases (empty without `bias`), which must be as many as the weights."""
+    layers = (len(args) - 1) // (2 if bias else 1)
+    if layers < 1 or len(args) != 1 + layers * (2 if bias else 1):
+        raise ValueError(
+            f"got {len(args)} tensors {'with' if bias else 'without'} bias; expected an input, the weights"
+            f"{' and as many biases' if bias else ''}"
+        )
+    return args[0], args[1 : 1 + layers], args[1 + layers :]
+
+
+def mlp_forward(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str) -> list[Tensor]:
+    """The output of every layer, for an input of two dimensions, without autograd."""
+    outputs = []
     for layer, weight in enumerate(weights):
-        bias = biases[layer] if biases else None
-        if not isinstance(weight, Tensor) or (biases and not isinstance(bias, Tensor)):
-            check_tensors(**{f"weight {layer}": weight, f"bias {layer}": bias})
-        shape = weight.shape
-        if not (  # the quick questions first
-            len(shape) == 2
-            and shape[1] == width
-            and (bias is None or bias.shape == shape[:1])
-            and (not same_dtype or (weight.dtype == dtype and (bias is None or bias.dtype == dtype)))
-        ):
-            check_layer(input, width, weight, bias, (f"weight {layer}", f"bias {layer}"), same_dtype=same_dtype)
-        width = shape[0]
+        input = activated_linear(input, weight, biases[layer] if biases else None, activation)
+        outputs.append(input)
+    return outputs
 
 
-def _check_accumulation(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
-    if input.shape[0] != d_output.shape[0] or d_weight.shape != (d_output.shape[1], input.shape[1]):
-        raise ValueError(
-            f"d_weight has shape {list(d_weight.shape)}, expected [out, in] for input {list(input.shape)} and d_output "
-            f"{list(d_output.shape)}, which must have as many rows"
-        )
-    half = input.dtype in _HALF
-    if input.dtype != d_output.dtype or not (d_weight.dtype == input.dtype or (half and d_weight.dtype == torch.float)):
-        raise TypeError(
-            f"input is {input.dtype}, d_output {d_output.dtype} and d_weight {d_weight.dtype}; the first two must be "
-            "the same, and d_weight that too, or float32 beside half precision"
-        )
+def mlp_backward(
+    dy: Tensor,
+    input: Tensor,
+    weights: Sequence[Tensor],
+    outputs: Sequence[Tensor | None],
+    activation: str,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Those gradients of input, weights and biases that are wanted, in this order.
+
+    All of two dimensions; without activation the last output is not needed.
+    """
+    layers = len(weights)
+    of_weights, of_biases = wanted[1 : 1 + layers], wanted[1 + layers :] or (False,) * layers
+    gradients: list[Tensor | None] = [None] * len(wanted)
+    if not dy.is_contiguous():
+        dy = dy.contiguous()
+    for layer in reversed(range(layers)):
+        below = wanted[0] or any(of_weights[:layer]) or any(of_biases[:layer])
+        if not (below or of_weights[layer] or of_biases[layer]):
+            break
+        # In place, but not of the gradient that we were given.
+        dy, dbias = activation_backward(dy, outputs[layer], activation, of_biases[layer], in_place=layer + 1 < layers)
+        if dbias is not None:
+            gradients[1 + layers + layer] = dbias
+        if of_weights[layer]:
+            gradients[1 + layer] = dy.t().mm(outputs[layer - 1] if layer else input)  # type: ignore[arg-type]
+        if below:
+            dy = dy.mm(weights[layer])
+    if wanted[0]:
+        gradients[0] = dy
+    return gradients

@@ -1,8 +1,7 @@
-"""Dense layers with activations in PyTorch operators: the definition that everything else is held against.
+"""Dense layers with activations in PyTorch operators, in the dtype of their tensors: in float64 the definition that
+everything else is held against.
 
-Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64.
-
-Shapes: input [rows, in], weight [out, in], bias [out]; `gelu` is the tanh form.
+Shapes: input [..., in], weight [out, in], bias [out]; `gelu` is the tanh form.
 """
 
 from __future__ import annotations
@@ -12,33 +11,22 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 ACTIVATIONS = ("none", "relu", "sigmoid", "gelu")
 GELU_FACTOR, GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product = _wide(input) @ _wide(weight).t()
-    return product if bias is None else product + _wide(bias)
-
-
 def activate(values: Tensor, activation: str) -> Tensor:
     if activation == "relu":
-        return values.clamp(min=0)
+        return torch.relu(values)
     if activation == "sigmoid":
-        return 1 / (1 + torch.exp(-values))
-    if activation == "gelu":
-        return values * (1 + torch.tanh(GELU_FACTOR * (values + GELU_CUBIC * values**3))) / 2
-    return values
+        return torch.sigmoid(values)
+    return functional.gelu(values, approximate="tanh") if activation == "gelu" else values
 
 
 def activation_backward(dy: Tensor, saved: Tensor, activation: str) -> Tensor:
     """The gradient before the activation, given its output (relu, sigmoid) or its input (gelu)."""
-    dy, saved = _wide(dy), _wide(saved)
     if activation == "relu":
         return dy * (saved > 0)
     if activation == "sigmoid":
@@ -54,48 +42,31 @@ def activation_backward(dy: Tensor, saved: Tensor, activation: str) -> Tensor:
 
 def dense_gelu_dense(
     input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, the output of the first layer and its gelu."""
-    hidden = linear(input, weight1, bias1)
-    active = activate(hidden, "gelu")
-    return linear(active, weight2, bias2), hidden, active
+) -> Tensor:
+    hidden = functional.linear(input, weight1, bias1)
+    return functional.linear(activate(hidden, "gelu"), weight2, bias2)
 
 
-def dense_gelu_dense_backward(
-    dy: Tensor, input: Tensor, hidden: Tensor, active: Tensor, weight1: Tensor, weight2: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of input, weight1, bias1, weight2, bias2."""
-    dy = _wide(dy)
-    dhidden = activation_backward(dy @ _wide(weight2), hidden, "gelu")
-    return (
-        dhidden @ _wide(weight1),
-        dhidden.t() @ _wide(input),
-        dhidden.sum(0),
-        dy.t() @ _wide(active),
-        dy.sum(0),
-    )
-
-
-def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str) -> list[Tensor]:
-    """The output of every layer; each is activated, the last one's too."""
-    outputs: list[Tensor] = []
-    for weight, bias in zip(weights, biases, strict=True):
-        input = activate(linear(input, weight, bias), activation)
-        outputs.append(input)
-    return outputs
+def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str) -> Tensor:
+    """Each layer is activated, the last one too; `biases` may be empty."""
+    for layer, weight in enumerate(weights):
+        input = activate(functional.linear(input, weight, biases[layer] if biases else None), activation)
+    return input
 
 
 def mlp_backward(
     dy: Tensor, input: Tensor, outputs: Sequence[Tensor], weights: Sequence[Tensor], activation: str
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Gradients of the input, of the weights and of the biases."""
+    """Gradients of the input, of the weights and of the biases, at the given outputs of every layer.
+
+    In half precision, what was rounded to zero decides where a relu lets gradients through.
+    """
     dweights: list[Tensor] = []
     dbiases: list[Tensor] = []
-    gradient = _wide(dy)
     inputs = [input, *outputs[:-1]]
     for layer in reversed(range(len(weights))):
-        gradient = activation_backward(gradient, outputs[layer], activation)
-        dbiases.insert(0, gradient.sum(0))
-        dweights.insert(0, gradient.t() @ _wide(inputs[layer]))
-        gradient = gradient @ _wide(weights[layer])
-    return gradient, dweights, dbiases
+        dy = activation_backward(dy, outputs[layer], activation)
+        dbiases.insert(0, dy.sum(0))
+        dweights.insert(0, dy.t() @ inputs[layer])
+        dy = dy @ weights[layer]
+    return dy, dweights, dbiases

@@ -1,0 +1,72 @@
+"""How the kernels of the dense layers are launched, and when PyTorch's operators are taken; times on an H200."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .. import _device, _library
+
+# Elements of a layer below which PyTorch's operators with their own autograd are left to it, because the host is the
+# limit. In microseconds, forward and backward: the perceptron 64x[256]*4 took 15 and 301 in our node, 22 and 354 as
+# operators, 4096x[1024]*4 50 and 135 against 66 and 155, and smaller ones were not measured. dense_gelu_dense
+# 4096x1024x4096 (2^24 elements) took 172 and 289 in our node, 128 and 294 as operators, 8192x1024x4096 (2^25) 227 and
+# 452 against 233 and 476, 8192x4096x16384 (2^27) 3390 and 6780 against 3470 and 6870.
+SMALL = 1 << 14
+SMALL_BETWEEN_LAYERS = 1 << 25  # of dense_gelu_dense
+
+# Elements of a matrix up to which few programs with many rows are quick enough: float16 4096x1024 in 17.7 us,
+# 4096x4096 in 41 (two launches: 16.4 and 38, but twice the host time, 30 us instead of 15).
+SMALL_MATRIX = 1 << 24
+FEW_ROWS = 2048
+
+# 8192x16384 float16 in 131 us (4100 GB/s); 8192 elements per program: 134, PyTorch's operator: 157.
+GELU_BLOCK = 2048
+
+
+def is_large(elements: int, between_layers: bool = False) -> bool:
+    """Whether a layer with so many elements is for our kernels, as one of a perceptron or of dense_gelu_dense."""
+    limit = SMALL_BETWEEN_LAYERS if between_layers else SMALL
+    return elements >= limit or (elements > 0 and _library.requested() == "triton")
+
+
+class ActivationTile(NamedTuple):
+    """Tiles of `rows` by `block` elements, of which `stages` are on their way; up to `groups` programs share the rows
+    of one block of columns."""
+
+    rows: int
+    block: int
+    groups: int
+    num_warps: int = 4
+    stages: int = 1
+
+
+def activation_tile(rows: int, columns: int, device: _device.DeviceFacts) -> ActivationTile:
+    # Where a program for every 16 columns keeps half of the device busy or is soon done, it takes all of their rows:
+    # one launch, and no sums to be added, which is what counts where the host is the limit.
+    if (2 * columns >= 15 * device.multiprocessors or rows <= FEW_ROWS) and rows * columns <= SMALL_MATRIX:
+        return ActivationTile(min(256, max(16, _device.next_power_of_2(rows))), 16, 1, num_warps=8, stages=3)
+    block = min(128, max(16, 1 << (columns - 1).bit_length()))
+    column_blocks = -(-columns // block)
+    # Eight programs per multiprocessor, but so few groups that their sums are quickly added: of many columns 64.
+    # gelu float16 8192x16384 takes 209 us, 1.10 times the floor (tiles of 8 by 256: 252, PyTorch's two operators: 275),
+    # relu 4096x1024 takes 17 (PyTorch: 23), relu 512x512 takes 8 (PyTorch: 16).
+    groups = min(64 if column_blocks > 4 else 512, -(-8 * device.multiprocessors // column_blocks), -(-rows // 16))
+    return ActivationTile(16, block, groups)
+
+
+class ProductTile(NamedTuple):
+    """The tile of a weight gradient, `out` by `into` elements, and how many `rows` are multiplied at a time."""
+
+    out: int
+    into: int
+    rows: int
+    num_warps: int
+    num_stages: int
+
+
+def product_tile(outs: int, ins: int, device: _device.DeviceFacts) -> ProductTile:
+    # 8192x4096x4096 bfloat16 in 499 us (tiles of 128 by 128, masked: 781; PyTorch's product: 362).
+    if device.backend == "interpreter" or min(outs, ins) < 256:
+        return ProductTile(32, 32, 32, num_warps=4, num_stages=1)
+    wide = device.shared_memory >= 160 * 1024
+    return ProductTile(128, 256 if wide else 128, 64, num_warps=8, num_stages=2 if device.backend == "hip" else 3)

@@ -1,0 +1,282 @@
+"""The parts of dense layers beside their matrix products, without autograd.
+
+The products are PyTorch's, whose epilogues add the bias and apply relu (and, where no gradient is wanted, gelu). What
+they leave undone takes one pass each: gelu that keeps its input, the gradients of an activation and of the bias before
+it, and, for a PyTorch that has no such product, the accumulation of weight gradients in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .. import _library
+from .._device import facts
+from .._tolerance import excess
+from .._workspace import TICKETS, partial_sums
+from . import config, reference
+
+kernels = _library.LazyModule(f"{__package__}.kernels")
+
+_HALF = (torch.float16, torch.bfloat16)
+# Programs that leave their sums to the last of them.
+UNION = 32
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """A tensor [..., features] with two dimensions."""
+    if tensor.dim() == 2:
+        return tensor
+    return tensor[None] if tensor.dim() == 1 else tensor.flatten(0, -2)
+
+
+def gelu(input: Tensor) -> Tensor:
+    """The tanh form, as the BLAS libraries have it."""
+    if (
+        config.is_large(input.numel(), between_layers=True)
+        and not torch.compiler.is_compiling()
+        and _library.runs_triton(FAMILY, input)
+    ):
+        return launch_gelu(input.contiguous())
+    return functional.gelu(input, approximate="tanh")
+
+
+def launch_gelu(input: Tensor) -> Tensor:
+    output = torch.empty_like(input)
+    elements, block = input.numel(), config.GELU_BLOCK
+    kernels.gelu_forward(
+        (-(-elements // block),), (input, output), (elements,), BLOCK=block, FULL=elements % block == 0, num_warps=4
+    )
+    return output
+
+
+def activated_linear(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """A layer, for an `input` of two dimensions."""
+    if bias is not None and input.is_cuda:  # elsewhere the product is followed by another operator anyway
+        if activation == "relu":
+            return torch._addmm_activation(bias, input, weight.t())
+        if activation == "gelu":
+            return torch._addmm_activation(bias, input, weight.t(), use_gelu=True)
+    output = functional.linear(input, weight, bias)
+    if activation == "relu":
+        return output.relu_()
+    if activation == "sigmoid":
+        return output.sigmoid_()
+    return gelu(output) if activation == "gelu" else output
+
+
+def activation_backward(
+    dy: Tensor, saved: Tensor | None, activation: str, bias_grad: bool, in_place: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients before an activation, and of the bias before that; all of two dimensions.
+
+    `saved` is the activation's output, for gelu its input, None without activation. With `in_place`, `dy` may be
+    overwritten.
+    """
+    if activation == "none" or saved is None:
+        return dy, dy.sum(0) if bias_grad else None
+    if torch.compiler.is_compiling():
+        dz, dbias = torch.ops.apex.activation_backward(dy, saved, activation, bias_grad)
+        return dz, dbias if bias_grad else None
+    return _activation_backward(dy, saved, activation, bias_grad, in_place)
+
+
+def takes_kernel(dy: Tensor, saved: Tensor) -> bool:
+    """Whether `launch_activation_backward` is for such tensors."""
+    return dy.numel() > 0 and dy.dtype == saved.dtype and _library.runs_triton(FAMILY, dy)
+
+
+def _activation_backward(
+    dy: Tensor, saved: Tensor, activation: str, bias_grad: bool, in_place: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    if takes_kernel(dy, saved):
+        if not dy.is_contiguous():
+            dy, in_place = dy.contiguous(), True
+        dz = dy if in_place else torch.empty_like(dy)
+        return dz, launch_activation_backward(dy, saved.contiguous(), dz, activation, dy.shape[1], bias_grad)
+    if dy.dtype in _HALF and (activation == "sigmoid" or not dy.is_cuda):  # PyTorch would round every step of it
+        dz, dbias = _activation_backward(dy.float(), saved.float(), activation, bias_grad)
+        return dz.to(dy.dtype), None if dbias is None else dbias.to(dy.dtype)
+    if activation == "relu":
+        dz = torch.ops.aten.threshold_backward(dy, saved, 0)
+    elif activation == "sigmoid":
+        dz = torch.ops.aten.sigmoid_backward(dy, saved)
+    else:
+        dz = torch.ops.aten.gelu_backward(dy, saved, approximate="tanh")
+    return dz, dz.sum(0) if bias_grad else None
+
+
+def launch_activation_backward(
+    dy: Tensor, saved: Tensor, dz: Tensor, activation: str, columns: int, bias_grad: bool
+) -> Tensor | None:
+    """Fills `dz`, which may be `dy`, and returns the gradient of the bias.
+
+    In memory all are contiguous matrices with `columns`, whatever their dimensions.
+    """
+    device = dy.device
+    known, rows = facts(device), dy.numel() // columns
+    tile = config.activation_tile(rows, columns, known)
+    rows_per_program = -(-rows // (tile.rows * tile.groups)) * tile.rows
+    groups, blocks = -(-rows // rows_per_program), -(-columns // tile.block)
+    unions = -(-groups // UNION)
+    dbias = torch.empty(columns, dtype=dy.dtype, device=device) if bias_grad else None
+    finish = 0
+    sums, tickets, total = dbias, None, None
+    if bias_grad and groups > 1:
+        sums, tickets = partial_sums((groups + unions) * columns, device)
+        if known.publishes_for_all and blocks * (1 + unions) <= TICKETS:
+            finish, total = UNION, dbias
+        else:
+            tickets = None
+    kernels.activation_backward(
+        (blocks, groups),
+        (dy, saved, dz, sums, tickets, total),
+        (rows, columns, rows_per_program),
+        ACTIVATION=reference.ACTIVATIONS.index(activation),
+        BIAS_GRAD=bias_grad,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        STAGES=tile.stages,
+        FULL=columns % tile.block == 0 and rows % tile.rows == 0,
+        FINISH=finish,
+        num_warps=tile.num_warps,
+    )
+    if bias_grad and groups > 1 and not finish:
+        kernels.sum_groups((-(-columns // 64),), (sums, dbias), (groups, columns), GROUPS=32, BLOCK=64, num_warps=4)
+    return dbias
+
+
+def wgrad_gemm_accum(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
+    """d_weight [out, in] += d_output [..., out]^T input [..., in], in place, accumulated and added in float32.
+
+    `d_weight` has the dtype of the others, or is float32 where they are in half precision.
+    """
+    input, d_output = as_rows(input), as_rows(d_output)
+    if input.shape[0] != d_output.shape[0] or d_weight.shape != (d_output.shape[1], input.shape[1]):
+        raise ValueError(
+            f"d_weight has shape {list(d_weight.shape)}, expected [out, in] for input {list(input.shape)} and d_output "
+            f"{list(d_output.shape)}, which must have as many rows"
+        )
+    half = input.dtype in _HALF
+    if input.dtype != d_output.dtype or not (d_weight.dtype == input.dtype or (half and d_weight.dtype == torch.float)):
+        raise TypeError(
+            f"input is {input.dtype}, d_output {d_output.dtype} and d_weight {d_weight.dtype}; the first two must be "
+            "the same, and d_weight that too, or float32 beside half precision"
+        )
+    if torch.compiler.is_compiling():
+        torch.ops.apex.wgrad_gemm_accum(input, d_output, d_weight)
+        return
+    with torch.no_grad():
+        _accumulate(input, d_output, d_weight)
+
+
+def _accumulate(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
+    if d_weight.dtype == input.dtype:
+        d_weight.addmm_(d_output.t(), input)
+    elif _library.runs_triton(FAMILY, input) and d_weight.numel() and input.shape[0]:
+        if _library.requested() == "auto" and _torch_accumulates(input.device, input.dtype):
+            torch.addmm(d_weight, d_output.t(), input, out_dtype=torch.float32, out=d_weight)
+        elif d_weight.is_contiguous():
+            launch_accumulation(input.contiguous(), d_output.contiguous(), d_weight)
+        else:
+            product = torch.zeros_like(d_weight, memory_format=torch.contiguous_format)
+            launch_accumulation(input.contiguous(), d_output.contiguous(), product)
+            d_weight += product
+    else:
+        d_weight.addmm_(d_output.t().to(d_weight.dtype), input.to(d_weight.dtype))
+
+
+def launch_accumulation(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
+    """d_weight += d_output^T input, all contiguous, the first in float32 and the others in one half precision."""
+    (rows, ins), outs = input.shape, d_output.shape[1]
+    device = facts(input.device)
+    tile = config.product_tile(outs, ins, device)
+    kernels.accumulate_weight_gradient(
+        (-(-outs // tile.out) * -(-ins // tile.into),),
+        (d_output, input, d_weight),
+        (rows, outs, ins),
+        BLOCK_OUT=tile.out,
+        BLOCK_IN=tile.into,
+        BLOCK_ROWS=tile.rows,
+        BAND=8,
+        FULL=outs % tile.out == 0 and ins % tile.into == 0 and rows % tile.rows == 0,
+        WIDEN=device.backend == "interpreter",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@functools.cache
+def _torch_accumulates(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this PyTorch adds a half-precision product to a float32 matrix in one call, as CUDA's does since 2.9."""
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    total = torch.ones(16, 16, dtype=torch.float32, device=device)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def self_check(device: torch.device) -> float:
+    """Largest error, as a multiple of its tolerance, of the gradients of activations and biases and of accumulation."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    rows, columns = 1100, 1000
+    random = functools.partial(torch.randn, rows, columns, generator=generator, dtype=torch.float32, device="cpu")
+    worst = 0.0
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        dy, saved = (random().to(dtype) for _ in range(2))
+        for activation in ("relu", "sigmoid", "gelu"):
+            dz, dbias = _activation_backward(dy.to(device), saved.to(device), activation, True)
+            exact = reference.activation_backward(dy.double(), saved.double(), activation)
+            # The bias gradient may sum what was computed (the kernels) or what was stored (PyTorch's operators).
+            sums = exact.sum(0), dz.cpu().double().sum(0)
+            assert dbias is not None
+            of_bias = min(excess(dbias.cpu(), wanted, reduction=rows) for wanted in sums)
+            worst = max(worst, excess(dz.cpu(), exact), of_bias)
+        x, gradient = dy[:256, :96], saved[:256, :64]
+        total = torch.ones(64, 96, dtype=torch.float32, device=device)
+        wgrad_gemm_accum(x.to(device), gradient.to(device), total)
+        worst = max(worst, excess(total.cpu(), 1 + gradient.double().t() @ x.double(), reduction=256))
+    return worst
+
+
+FAMILY = _library.register_family(
+    _library.OpFamily(
+        "dense",
+        "dense layers, gelu, MLP: gradients of activation and bias in one pass",
+        self_check,
+        small_inputs=f"PyTorch's operators below {config.SMALL:,} elements per layer of a perceptron, "
+        f"{config.SMALL_BETWEEN_LAYERS:,} between dense layers",
+    )
+)
+
+
+def _operator(dy, saved, activation, bias_grad):
+    dz, dbias = _activation_backward(dy, saved, activation, bias_grad)
+    return dz.contiguous(), dy.new_empty(0) if dbias is None else dbias
+
+
+def _refuse_derivative(ctx, *gradients):
+    raise RuntimeError(
+        "torch.ops.apex.activation_backward has no derivative; dense_gelu_dense and mlp of apex.ops.dense have second "
+        "derivatives where they are not compiled"
+    )
+
+
+# What `torch.compile` sees beside plain matrix products; an operator returns an empty tensor for None.
+_library.register_op(
+    "activation_backward(Tensor dy, Tensor saved, str activation, bool bias_grad) -> (Tensor, Tensor)",
+    _operator,
+    lambda dy, saved, activation, bias_grad: (dy.new_empty(dy.shape), dy.new_empty(dy.shape[1] if bias_grad else 0)),
+    backward=_refuse_derivative,
+    setup_context=lambda ctx, inputs, output: None,
+)
+_library.register_op(
+    "wgrad_gemm_accum(Tensor input, Tensor d_output, Tensor(a!) d_weight) -> ()",
+    _accumulate,
+    lambda input, d_output, d_weight: None,
+)
