@@ -224,5 +224,9 @@ def test_arguments(tmp_path: Path) -> None:
         checkpoint.Series(tmp_path, keep=0)
     with pytest.raises(ValueError, match="step must not be negative"):
         checkpoint.Series(tmp_path).save({}, -1)
+    with pytest.raises(TypeError, match=r"step=1\.5 must be an integer"):
+        checkpoint.Series(tmp_path).save({}, 1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="keep='3' must be an integer"):
+        checkpoint.Series(tmp_path, keep="3")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="load_sharded"):
         checkpoint.Series(tmp_path, sharded=True).load()

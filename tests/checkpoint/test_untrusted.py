@@ -9,7 +9,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -210,6 +210,33 @@ def test_files_elsewhere_are_not_read(tmp_path: Path) -> None:
     signed(path)
     with pytest.raises(checkpoint.DamagedCheckpoint, match=r"names files that manifest.json does not list: .*secret"):
         checkpoint.load_sharded({"weights": torch.zeros(3)}, path)
+
+
+def test_metadata_changes_no_class(tmp_path: Path) -> None:
+    path = tmp_path / "sharded"
+    checkpoint.save_sharded({"weights": torch.ones(3)}, path)
+    # Takes the class PurePath and sets its attribute `suffix`.
+    (path / ".metadata").write_bytes(b"\x80\x02cpathlib\nPurePath\nN}X\x06\0\0\0suffixX\x01\0\0\0Xs\x86b.")
+    signed(path)
+    before = PurePath.suffix
+    try:
+        with pytest.raises(checkpoint.DamagedCheckpoint, match="may not set attributes of <class 'pathlib"):
+            checkpoint.load_sharded({"weights": torch.zeros(3)}, path)
+        assert PurePath.suffix is before
+    finally:
+        PurePath.suffix = before  # type: ignore[method-assign]
+
+
+def test_a_manifest_with_no_end_or_with_files_elsewhere_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "step-00000001"
+    checkpoint.save_sharded({"weights": torch.ones(3)}, path)
+    manifest = path / "manifest.json"
+    (tmp_path / "other").write_bytes(b"")
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "../other": [0, 0]}))
+    with pytest.raises(checkpoint.DamagedCheckpoint, match=r"lists \.\./other, which is not in it"):
+        checkpoint.verify(path)
+    manifest.write_text("[" * 100_000)
+    assert checkpoint.latest(tmp_path) is None
 
 
 def test_no_other_unpickler_is_used() -> None:

@@ -19,6 +19,7 @@ import torch
 
 from apex import _atomic, checkpoint
 from apex._atomic import atomic_file, replacing, temporary_beside, unfinished_folder
+from apex.checkpoint import _files
 
 
 def names(folder: Path) -> list[str]:
@@ -114,6 +115,34 @@ def test_threads_with_checksums_switched_off(tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(True)
     for name in names(tmp_path):
         checkpoint.verify(tmp_path / name)
+
+
+def test_checksums_stay_on_while_a_thread_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As up to PyTorch 2.10, where the switch is that of all threads, and one ends a save in another's middle."""
+    on = [False]
+    monkeypatch.setattr(torch.serialization, "get_crc32_options", lambda: on[0])
+    monkeypatch.setattr(torch.serialization, "set_crc32_options", lambda value: on.__setitem__(0, value))
+    begun, ended, seen = threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        with _files._with_checksums():
+            begun.set()
+            ended.wait(0.2)  # the other thread cannot begin before, unless it saves with what this one switched on
+        ended.set()
+
+    def second() -> None:
+        begun.wait()
+        with _files._with_checksums():
+            ended.wait()
+            seen.append(on[0])
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [True]
+    assert not on[0]
 
 
 def test_what_somebody_is_writing_is_left_alone(tmp_path: Path) -> None:

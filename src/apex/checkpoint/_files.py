@@ -57,15 +57,16 @@ def save(state: Any, path: str | os.PathLike[str], *, wait: bool = False) -> Non
 @contextlib.contextmanager
 def _with_checksums() -> Iterator[None]:
     """They can be switched off, of all threads up to PyTorch 2.10; `verify` needs them."""
-    if torch.serialization.get_crc32_options():
+    with _SWITCHING:  # also to ask: what another thread has switched on goes off when that is done
+        are_off = not torch.serialization.get_crc32_options()
+        if are_off:
+            torch.serialization.set_crc32_options(True)
+            try:
+                yield
+            finally:
+                torch.serialization.set_crc32_options(False)
+    if not are_off:
         yield
-        return
-    with _SWITCHING:
-        torch.serialization.set_crc32_options(True)
-        try:
-            yield
-        finally:
-            torch.serialization.set_crc32_options(False)
 
 
 def disk_error(folder: Path) -> OSError | None:
@@ -113,11 +114,13 @@ def _damage_of_folder(path: Path) -> str | None:
         if METADATA not in expected:
             return f"{MANIFEST} in it does not list {METADATA}"
         for name, (size, checksum) in expected.items():
+            if Path(name).name != name:
+                return f"{MANIFEST} in it lists {name}, which is not in it"
             if (path / name).stat().st_size != size:
                 return f"{name} in it has another length"
             if checksum_of(path / name) != checksum:
                 return f"{name} in it has another checksum"
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         return str(error)
     return None
 

@@ -10,7 +10,7 @@ import io
 import json
 import pathlib
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, filesystem, metadata
@@ -42,7 +42,17 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # type: ignore[misc, name-defined]
+    """Python's in Python: the one in C would let a pickle set attributes of the classes that it names."""
+
+    def load_build(self) -> None:
+        target = self.stack[-2]
+        if type(target) not in _CLASSES:
+            raise pickle.UnpicklingError(f"{METADATA} may not set attributes of {target!r}")
+        super().load_build()
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}  # type: ignore[attr-defined]
+
     def find_class(self, module: str, name: str) -> Any:
         try:
             return _ALLOWED[module, name]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._atomic import TEMPORARY, remove_if_left_behind, temporary_beside
+from ..ops._checks import integer
 from ._files import DamagedCheckpoint, load, save, verify
 from ._ranks import from_first, is_first
 from ._sharded import put_back, replaced_by, save_sharded, standing
@@ -59,6 +60,7 @@ class Series:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3, sharded: bool = False) -> None:
+        keep = None if keep is None else integer("keep", keep)
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be at least 1, or None to keep all checkpoints, not {keep}")
         self.folder = Path(folder)
@@ -67,13 +69,14 @@ class Series:
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
-        return self.folder / f"step-{step:08d}{'' if self.sharded else '.pt'}"
+        return self.folder / f"step-{integer('step', step):08d}{'' if self.sharded else '.pt'}"
 
     def save(self, state: Any, step: int, *, wait: bool = False) -> Path:
         """Writes the checkpoint of a step, in all processes alike; then removes those that are too old.
 
         Processes other than rank 0 go on at once unless told to `wait`; those of a sharded one always wait.
         """
+        step = integer("step", step)
         if step < 0:
             raise ValueError(f"step must not be negative, but is {step}")
         path = self.path_of(step)
@@ -88,11 +91,11 @@ class Series:
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole, or None: what rank 0 finds, in all processes, which must all call it."""
         found: Path | None = None
-        failure: OSError | None = None
+        failure: Exception | None = None
         if is_first():
             try:
                 found = _latest(self.folder, self.sharded)
-            except OSError as error:  # a folder that may not be read; the others would wait
+            except Exception as error:  # a folder that may not be read, say; the others would wait
                 failure = error
         found, failure = from_first((found, failure))
         if failure is not None:
