@@ -14,8 +14,8 @@ from apex.contrib.multihead_attn.fast_self_multihead_attn_func import fast_self_
 from apex.contrib.multihead_attn.fast_self_multihead_attn_norm_add_func import fast_self_attn_norm_add_func
 from apex.contrib.multihead_attn.self_multihead_attn_func import self_attn_func
 from apex.ops import _library
+from apex.ops._tolerance import excess_of_norm
 from apex.ops.multihead import Mask, MaskKind, reference
-from apex.ops.multihead.self_check import excess_of_norm
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 from tests.ops.multihead.cases import make_mask
 

@@ -51,3 +51,13 @@ def excess(
     wanted = expected.double()
     error = (actual.double() - wanted).abs() / (atol + slack + rtol * wanted.abs())
     return math.inf if bool(error.isnan().any()) else float(error.max())
+
+
+def excess_of_norm(actual: Tensor, expected: Tensor) -> float:
+    """The error's norm as a multiple of what the dtype's relative tolerance allows.
+
+    Of the whole, not element by element: half-precision intermediates are rounded relative to their own size, which an
+    element of the result may have lost by cancellation.
+    """
+    error = (actual.double() - expected).norm() / (TOLERANCES[actual.dtype][0] * expected.norm())
+    return math.inf if bool(error.isnan()) else float(error)

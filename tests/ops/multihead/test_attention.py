@@ -5,8 +5,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library, multihead
+from apex.ops._tolerance import excess_of_norm
 from apex.ops.multihead import explicit, masks, op, reference
-from apex.ops.multihead.self_check import excess_of_norm, self_check
 from tests.harness import Route, assert_equal_bits, routes
 from tests.ops.multihead.cases import KINDS, doubles, leaves, make_mask, on_cpu
 
@@ -213,4 +213,4 @@ def test_shapes_are_refused_in_clear_words() -> None:
 @pytest.mark.parametrize("route", routes())
 def test_self_check(route: Route) -> None:
     with _library.implementation(route.implementation):
-        assert self_check(torch.device(route.device)) < 1
+        assert op.self_check(torch.device(route.device)) < 1

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from apex.ops import _library, multihead
-from apex.ops.multihead.dropout_add import NATIVE_BELOW, DropoutAdd
+from apex.ops.multihead.op import NATIVE_BELOW, DropoutAdd
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
 SHAPES = [(1,), (5, 7), (3, 4, 1000), (4096,), (9001,)]
@@ -57,6 +57,17 @@ def test_dtypes(route: Route, dtype: torch.dtype, wide: bool) -> None:
     keep = kept(output, residual)
     assert_close(output, residual.double() + keep * x.double() * 2)
     assert_close(dx, keep * dy.double() * 2)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_a_residual_that_is_narrower_than_x(route: Route) -> None:
+    x, residual = inputs(route.device, (40,), torch.float32, torch.float16)
+    with _library.implementation(route.implementation):
+        output = multihead.dropout_add(x, residual, 0.5)
+        dy = torch.randn_like(output)
+        dx, dresidual = torch.autograd.grad(output, (x, residual), dy)
+    assert output.dtype == dx.dtype == torch.float32
+    assert torch.equal(dresidual, dy.half())
 
 
 @pytest.mark.parametrize("route", routes())

@@ -1,11 +1,12 @@
 """Multihead attention with its projections, layer norm and residual."""
 
 from .checks import check_dropout, check_heads
-from .dropout_add import FAMILY, dropout_add
 from .masks import Mask, MaskKind, broadcastable, check_mask, make_mask
 from .op import (
+    FAMILY,
     NORM_EPS,
     attend,
+    dropout_add,
     encdec_attention,
     encdec_attention_norm_add,
     self_attention,

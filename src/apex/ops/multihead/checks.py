@@ -16,21 +16,11 @@ def check_dropout(dropout: float) -> None:
 
 
 def check_self(inputs: Tensor, input_weights: Tensor, output_weights: Tensor, heads: int, dropout: float) -> None:
-    shape = inputs.shape
-    if (
-        len(shape) == 3
-        and input_weights.shape == (3 * shape[2], shape[2])
-        and output_weights.shape == (shape[2], shape[2])
-        and heads > 0
-        and shape[2] % heads == 0
-        and 0.0 <= dropout < 1.0
-    ):
-        return
-    _check_inputs("query", inputs)
-    check_heads(shape[2], heads)
+    width = _check_inputs("query", inputs)
+    check_heads(width, heads)
     check_dropout(dropout)
-    _check_weights("input_weights", input_weights, 3 * shape[2], shape[2])
-    _check_weights("output_weights", output_weights, shape[2], shape[2])
+    _check_weights("input_weights", input_weights, 3 * width, width)
+    _check_weights("output_weights", output_weights, width, width)
 
 
 def check_encdec(
@@ -42,32 +32,24 @@ def check_encdec(
     heads: int,
     dropout: float,
 ) -> None:
-    shape, other = inputs_q.shape, inputs_kv.shape
-    if (
-        len(shape) == 3
-        and len(other) == 3
-        and shape[1:] == other[1:]
-        and input_weights_q.shape == output_weights.shape == (shape[2], shape[2])
-        and input_weights_kv.shape == (2 * shape[2], shape[2])
-        and heads > 0
-        and shape[2] % heads == 0
-        and 0.0 <= dropout < 1.0
-    ):
-        return
-    _check_inputs("query", inputs_q)
+    width = _check_inputs("query", inputs_q)
     _check_inputs("key", inputs_kv)
-    if shape[1:] != other[1:]:
-        raise ValueError(f"query {list(shape)} and key {list(other)} must agree in batch and embedding")
-    check_heads(shape[2], heads)
+    if inputs_q.shape[1:] != inputs_kv.shape[1:]:
+        raise ValueError(
+            f"query {list(inputs_q.shape)} and key {list(inputs_kv.shape)} must agree in batch and embedding"
+        )
+    check_heads(width, heads)
     check_dropout(dropout)
-    _check_weights("input_weights_q", input_weights_q, shape[2], shape[2])
-    _check_weights("input_weights_kv", input_weights_kv, 2 * shape[2], shape[2])
-    _check_weights("output_weights", output_weights, shape[2], shape[2])
+    _check_weights("input_weights_q", input_weights_q, width, width)
+    _check_weights("input_weights_kv", input_weights_kv, 2 * width, width)
+    _check_weights("output_weights", output_weights, width, width)
 
 
-def _check_inputs(name: str, tensor: Tensor) -> None:
+def _check_inputs(name: str, tensor: Tensor) -> int:
+    """The size of the embedding."""
     if tensor.dim() != 3:
         raise ValueError(f"the {name} has shape {list(tensor.shape)}, expected [length, batch, embed_dim]")
+    return tensor.shape[2]
 
 
 def _check_weights(name: str, weights: Tensor, rows: int, columns: int) -> None:

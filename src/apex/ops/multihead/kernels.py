@@ -40,9 +40,10 @@ def _store(output, values, residual, bits, first, count, kept_scale, SIZE: tl.co
 @triton.jit
 def dropout_add(
     x, residual, seed, kept, output, count, dropout, kept_scale,
-    DRAWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, QUARTER: tl.constexpr,
+    DRAWS: tl.constexpr, QUARTER: tl.constexpr,
 ):  # fmt: skip
-    """output = dropout(x) + residual; writes the bits of what is `kept` if it DRAWS, else reads them.
+    """output = dropout(x) + residual, with the bits of what is `kept` written, if it DRAWS; else they are read, and
+    there is no residual.
 
     What is drawn depends on the seed and on an element's place alone.
     """
@@ -51,10 +52,10 @@ def dropout_add(
     first, second = program * (4 * QUARTER), program * (4 * QUARTER) + QUARTER
     third, fourth = second + QUARTER, second + 2 * QUARTER
     # All loads before the arithmetic of Philox, which takes as long as they do.
-    x_a, r_a = _load(x, first, count, True, QUARTER), _load(residual, first, count, HAS_RESIDUAL, QUARTER)
-    x_b, r_b = _load(x, second, count, True, QUARTER), _load(residual, second, count, HAS_RESIDUAL, QUARTER)
-    x_c, r_c = _load(x, third, count, True, QUARTER), _load(residual, third, count, HAS_RESIDUAL, QUARTER)
-    x_d, r_d = _load(x, fourth, count, True, QUARTER), _load(residual, fourth, count, HAS_RESIDUAL, QUARTER)
+    x_a, r_a = _load(x, first, count, True, QUARTER), _load(residual, first, count, DRAWS, QUARTER)
+    x_b, r_b = _load(x, second, count, True, QUARTER), _load(residual, second, count, DRAWS, QUARTER)
+    x_c, r_c = _load(x, third, count, True, QUARTER), _load(residual, third, count, DRAWS, QUARTER)
+    x_d, r_d = _load(x, fourth, count, True, QUARTER), _load(residual, fourth, count, DRAWS, QUARTER)
     if DRAWS:
         a, b, c, d = four_words(tl.load(seed), places, 10)
         bits = _is_kept(a, dropout) + 2 * _is_kept(b, dropout) + 4 * _is_kept(c, dropout) + 8 * _is_kept(d, dropout)

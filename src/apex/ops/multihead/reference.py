@@ -55,14 +55,9 @@ def self_attention(
     mask: Mask | None = None,
 ) -> Tensor:
     """Rows of `input_weights` belong, head after head, to its queries, its keys and its values: [H, 3, D, E]."""
-    size = inputs.shape[2] // heads
-    grouped = input_weights.unflatten(0, (heads, 3, size))
-    biases = None if input_biases is None else input_biases.unflatten(0, (heads, 3, size))
-    queries, keys, values = (
-        _project(inputs, grouped[:, part].flatten(0, 1), None if biases is None else biases[:, part].flatten(), heads)
-        for part in range(3)
-    )
-    return _linear(attend(queries, keys, values, heads, size**-0.5, mask), output_weights, output_biases)
+    queries, keys, values = _project(inputs, input_weights, input_biases, heads, 3)
+    context = attend(queries, keys, values, heads, queries.shape[2] ** -0.5, mask)
+    return _linear(context, output_weights, output_biases)
 
 
 def encdec_attention(
@@ -78,17 +73,10 @@ def encdec_attention(
     mask: Mask | None = None,
 ) -> Tensor:
     """Rows of `input_weights_kv` belong, head after head, to its keys and its values: [H, 2, D, E]."""
-    size = inputs_q.shape[2] // heads
-    grouped = input_weights_kv.unflatten(0, (heads, 2, size))
-    biases = None if input_biases_kv is None else input_biases_kv.unflatten(0, (heads, 2, size))
-    queries = _project(inputs_q, input_weights_q, input_biases_q, heads)
-    keys, values = (
-        _project(
-            inputs_kv, grouped[:, part].flatten(0, 1), None if biases is None else biases[:, part].flatten(), heads
-        )
-        for part in range(2)
-    )
-    return _linear(attend(queries, keys, values, heads, size**-0.5, mask), output_weights, output_biases)
+    (queries,) = _project(inputs_q, input_weights_q, input_biases_q, heads, 1)
+    keys, values = _project(inputs_kv, input_weights_kv, input_biases_kv, heads, 2)
+    context = attend(queries, keys, values, heads, queries.shape[2] ** -0.5, mask)
+    return _linear(context, output_weights, output_biases)
 
 
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -96,6 +84,6 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return output if bias is None else output + bias
 
 
-def _project(inputs: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -> Tensor:
-    projected = _linear(inputs, weight, bias)
-    return projected.unflatten(2, (heads, -1)).flatten(1, 2)
+def _project(inputs: Tensor, weight: Tensor, bias: Tensor | None, heads: int, parts: int) -> tuple[Tensor, ...]:
+    """The parts [length, B*H, D] that rows of `weight` [H, parts, D, E] give."""
+    return _linear(inputs, weight, bias).unflatten(2, (heads, parts, -1)).flatten(1, 2).unbind(2)
