@@ -396,6 +396,16 @@ def test_a_copied_optimizer_is_refused_where_there_are_masters() -> None:
         pass
 
 
+@pytest.mark.parametrize(("first", "second"), [("O1", "O0"), ("O4", "O1"), ("O0", "O5")])
+def test_a_copied_model_is_initialized_anew(first: str, second: str) -> None:
+    """The casts of the model that it was copied from are gone."""
+    inputs = torch.randn(5, 6)
+    copied = quiet(copy.deepcopy(quiet(small_model(), opt_level=first)).float(), opt_level=second)
+    assert_same([copied(inputs)], [quiet(small_model(), opt_level=second)(inputs)])
+    amp.shutdown()
+    assert copied(inputs).dtype == torch.float32
+
+
 def test_a_model_initialized_again_without_its_optimizer() -> None:
     model = small_model()
     model, optimizer = quiet(model, FusedAdam(model.parameters(), lr=0.01), opt_level="O2")

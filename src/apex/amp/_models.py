@@ -68,7 +68,10 @@ def prepare_model(model: nn.Module, properties: Any, cast_model_outputs: torch.d
     casts = ForwardCasts(cast_type, functions, cast_model_outputs)
     # The forward pass of a scripted model cannot be replaced; autocast on the thread is all that O1 needs.
     if casts != _NO_CASTS and not isinstance(model, torch.jit.ScriptModule):
-        record.forward = forward = CastForward(model, casts, vars(model).get("forward"))
+        own = vars(model).get("forward")
+        if isinstance(own, CastForward):  # the model is a copy of one under amp, and has its casts
+            own = own.own
+        record.forward = forward = CastForward(model, casts, own)
         vars(model).update(forward=forward, _replicate_for_data_parallel=forward.replicate)
         record.undo.append(_uncast_forward)
     if cast_type in HALF:
