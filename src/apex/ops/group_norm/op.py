@@ -40,7 +40,7 @@ def group_norm(
     check(input, num_groups, weight, bias, activation)
     arguments = (input, weight, bias, num_groups, eps, bool(activation))
     # Of nothing PyTorch's operator leaves gradients undefined.
-    if not _library.runs_triton(FAMILY, input) and input.numel():
+    if not _library.runs_triton(FAMILY, input) and input.numel() != 0:
         return reference.torch_group_norm(*arguments)
     return GROUP_NORM(*arguments)
 

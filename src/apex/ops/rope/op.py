@@ -78,7 +78,7 @@ def _arguments(
         raise ValueError(f"tensor_format={tensor_format!r} is not known; use sbhd or bshd")
     if cu_seqlens is not None and transpose_output_memory:
         raise ValueError("transpose_output_memory=True is for [s, b, h, d] and [b, s, h, d], not packed sequences")
-    tables = tuple(freqs) if isinstance(freqs, tuple | list) and len(freqs) == 2 else (freqs,)
+    tables = tuple(freqs) if isinstance(freqs, (tuple, list)) and len(freqs) == 2 else (freqs,)
     return tables, RopeSpec(tensor_format if cu_seqlens is None else "thd", transpose_output_memory)
 
 

@@ -114,7 +114,7 @@ def draw_noise(input: Tensor, spec: SoftmaxSpec) -> Tensor | None:
     """
     if not spec.dropout:
         return None
-    if input.numel() and _library.runs_triton(FAMILY, input):
+    if input.numel() != 0 and _library.runs_triton(FAMILY, input):
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=input.device)
     return torch.rand(input.shape, dtype=torch.float32, device=input.device) >= spec.dropout
 
@@ -150,7 +150,7 @@ def _check_noise(input: Tensor, spec: SoftmaxSpec, noise: Tensor | None) -> None
     if noise.device != input.device:
         raise ValueError(f"noise is on {noise.device}, the input on {input.device}")
     if noise.dtype == torch.int64 and noise.numel() == 1:
-        if input.numel() and not _library.runs_triton(FAMILY, input):
+        if input.numel() != 0 and not _library.runs_triton(FAMILY, input):
             raise ValueError("noise is a seed, which only kernels understand; pass what draw_noise gives for the input")
     elif noise.dtype not in (torch.bool, torch.uint8) or noise.shape != input.shape:
         raise ValueError(
@@ -239,7 +239,7 @@ def _launch(
         (math.prod(shape[:-1]) // queries * blocks,),
         tensors,
         (queries, keys // align, blocks, *sizes),
-        (float(spec.scale), float(spec.dropout), spec.kept_scale),
+        (float(spec.scale), float(spec.dropout), reference.kept_scale(spec.dropout)),
         MASK=mask_kind,
         NOISE=noise_kind,
         HELD=chosen.held,

@@ -27,10 +27,10 @@ class SoftmaxSpec(NamedTuple):
     causal: bool = False
     dropout: float = 0.0
 
-    @property
-    def kept_scale(self) -> float:
-        """What dropout multiplies the kept elements by."""
-        return 1.0 / (1.0 - self.dropout) if self.dropout < 1.0 else 0.0
+
+def kept_scale(dropout: float) -> float:
+    """What dropout multiplies the kept elements by."""
+    return 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -55,7 +55,8 @@ def forward(
             logits = logits + mask
         else:
             logits = logits.masked_fill(mask.bool(), -math.inf)
-    if mask is not None and input.shape[-1]:
+    # Compared with 0: of a size alone PyTorch 2.6 would compile each value by itself.
+    if mask is not None and input.shape[-1] != 0:
         nothing_left = logits.amax(-1, keepdim=True) == -math.inf
         # Twice, so that derivatives are zero too.
         probabilities = torch.softmax(logits.masked_fill(nothing_left, 0.0), -1).masked_fill(nothing_left, 0.0)
@@ -63,7 +64,7 @@ def forward(
         probabilities = torch.softmax(logits, -1)
     if keep is None:
         return probabilities.to(input.dtype), None
-    kept = probabilities * keep.bool() * SoftmaxSpec(dropout=dropout).kept_scale
+    kept = probabilities * keep.bool() * kept_scale(dropout)
     return kept.to(input.dtype), probabilities.to(input.dtype)
 
 
@@ -80,6 +81,6 @@ def backward(
     compute = compute_dtype(probabilities)
     gradient, weights = dy.to(compute), probabilities.to(compute)
     if keep is not None:
-        gradient = gradient * keep.bool() * SoftmaxSpec(dropout=dropout).kept_scale
+        gradient = gradient * keep.bool() * kept_scale(dropout)
     inner = (gradient * weights).sum(-1, keepdim=True)
     return (weights * (gradient - inner) * scale).to(probabilities.dtype)

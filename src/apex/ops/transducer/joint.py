@@ -90,7 +90,7 @@ def draw_noise(f: Tensor, g: Tensor, packed: bool, spec: JointSpec) -> Tensor | 
     """
     if not spec.dropout:
         return None
-    if f.numel() and _library.runs_triton(FAMILY, f):
+    if f.numel() != 0 and _library.runs_triton(FAMILY, f):
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=f.device)
     shape = (spec.packed_rows, f.shape[2]) if packed else (f.shape[0], f.shape[1], g.shape[1], f.shape[2])
     return (torch.rand(shape, dtype=torch.float32, device=f.device) >= spec.dropout).to(torch.uint8)
