@@ -46,10 +46,10 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[misc, name-defined]
     """Python's in Python: the one in C would let a pickle set attributes of the classes that it names."""
 
     def load_build(self) -> None:
-        target = self.stack[-2]
+        target = self.stack[-2]  # type: ignore[attr-defined]
         if type(target) not in _CLASSES:
             raise pickle.UnpicklingError(f"{METADATA} may not set attributes of {target!r}")
-        super().load_build()
+        super().load_build()  # type: ignore[misc]
 
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}  # type: ignore[attr-defined]
 

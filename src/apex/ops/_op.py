@@ -18,6 +18,7 @@ The declaration makes `torch.ops.apex.glu` and `glu_backward` with fake kernels 
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -390,7 +391,7 @@ def _node_of(op: Op, run: Callable[..., tuple]) -> type[torch.autograd.Function]
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}
     # The name in errors and profiles: PyTorch takes it when the class is made.
     name = op.name.title().replace("_", "")
-    return type(torch.autograd.Function)(name, (torch.autograd.Function,), methods)
+    return types.new_class(name, (torch.autograd.Function,), exec_body=lambda body: body.update(methods))
 
 
 def _as_tuple(results: Any) -> tuple:
