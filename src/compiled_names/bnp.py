@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex.ops.batch_norm import BatchNormSpec, gradients, normalise
-from apex.parallel._consecutive_groups import consecutive_group
-from apex.parallel._joined_norm import joined_forward, joined_gradients, norm_of
+from apex.ops.batch_norm import BatchNormSpec, backward, forward, normalise
+from apex.parallel._consecutive_groups import consecutive_exchange
 
 _OCCUPANCY = 2
 # Four sums, each for 256 blocks of 64 channels, twice, of 4 bytes.
@@ -39,9 +38,8 @@ def _spec(
 def _train(
     x, z, scale, bias, running_mean, running_var, mean_out, inverse_out, bn_group: int, spec: BatchNormSpec
 ) -> Tensor:
-    group = consecutive_group("bn_group", bn_group)
-    norm = norm_of(x, scale, bias, spec)
-    output, mean, variance = joined_forward(x, z, scale, bias, running_mean, running_var, spec, group, norm)
+    exchange = consecutive_exchange("bn_group", bn_group)
+    output, mean, variance = forward(x, z, running_mean, running_var, scale, bias, spec, exchange)
     mean_out.copy_(mean)
     inverse_out.copy_((variance + spec.eps).rsqrt())
     return output
@@ -49,15 +47,11 @@ def _train(
 
 def _gradients(
     x, dy, output, scale, bias, mean, inverse, bn_group: int, spec: BatchNormSpec, has_z: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    group = consecutive_group("bn_group", bn_group)
+) -> tuple[Any, Any, Tensor, Tensor]:
+    exchange = consecutive_exchange("bn_group", bn_group)
     variance = inverse.square().reciprocal() - spec.eps
     tensors = (dy, x, output, mean, variance, scale, bias, spec)
-    if group is None:
-        dx, dz, dscale, dbias = gradients(*tensors, has_z)
-    else:
-        found = joined_gradients(*tensors, group, norm_of(x, scale, bias, spec, mean, variance), has_z)
-        dx, dz, (dscale, dbias) = found.input, found.z, found.group_means(bn_group)
+    dx, dz, dscale, dbias = backward(*tensors, exchange, wants_z=has_z)
     return dx, dz, dscale.to(scale.dtype), dbias.to(bias.dtype)
 
 
@@ -159,7 +153,7 @@ def bn_addrelu_fwd_nhwc(
     grid_dim_x: int,
     coop: bool,
 ) -> Tensor:
-    """Batch norm, plus `z`, then ReLU, in training; a bit per element of what ReLU let through goes to `bitmask`."""
+    """Batch norm, plus `z`, then ReLU, in training; ReLU's mask goes to `bitmask`, a bit per element."""
     spec = _spec(x, scale, momentum, epsilon, True)
     place = _mask_bytes(bitmask, x)
     running = (running_mean, running_inv_var)
@@ -214,7 +208,6 @@ def bn_addrelu_bwd_nhwc(
     output = (flags if spec.channel_dim == -1 else flags.movedim(-1, 1)).to(x.dtype)
     statistics = (minibatch_mean, minibatch_inv_var)
     dx, dz, dscale, dbias = _gradients(x, dy, output, scale, bias, *statistics, bn_group, spec, True)
-    assert dz is not None  # there was an addend
     return [dx, dz, dscale, dbias]
 
 

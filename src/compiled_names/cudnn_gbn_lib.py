@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from apex.ops.batch_norm import BatchNormSpec, gradients
-from apex.parallel._consecutive_groups import consecutive_group
-from apex.parallel._joined_norm import joined_forward, joined_gradients, norm_of
+from apex.ops import batch_norm
+from apex.parallel._consecutive_groups import consecutive_exchange
 
 
 def forward(
@@ -30,10 +29,9 @@ def forward(
     peer_buffers: Sequence[int],
 ) -> Tensor:
     """The output; moves the running statistics, and writes mean and one over the deviation of the batch."""
-    group = consecutive_group("bn_group", bn_group)
-    spec = BatchNormSpec(epsilon, momentum)
-    norm = norm_of(x, scale, bias, spec)
-    output, mean, variance = joined_forward(x, None, scale, bias, running_mean, running_var, spec, group, norm)
+    exchange = consecutive_exchange("bn_group", bn_group)
+    spec = batch_norm.BatchNormSpec(epsilon, momentum)
+    output, mean, variance = batch_norm.forward(x, None, running_mean, running_var, scale, bias, spec, exchange)
     minibatch_mean.copy_(mean)
     minibatch_inv_var.copy_((variance + epsilon).rsqrt())
     return output
@@ -51,13 +49,9 @@ def backward(
     peer_buffers: Sequence[int],
 ) -> list[Tensor]:
     """[gradient of x, of scale, of bias]."""
-    group = consecutive_group("bn_group", bn_group)
-    spec = BatchNormSpec(epsilon)
+    exchange = consecutive_exchange("bn_group", bn_group)
     variance = minibatch_inv_var.square().reciprocal() - epsilon
-    tensors = (dy, x, None, minibatch_mean, variance, scale, None, spec)
-    if group is None:
-        dx, _, dscale, dbias = gradients(*tensors, False)
-    else:
-        found = joined_gradients(*tensors, group, norm_of(x, scale, None, spec, minibatch_mean, variance), False)
-        dx, (dscale, dbias) = found.input, found.group_means(bn_group)
+    tensors = (dy, x, None, minibatch_mean, variance, scale, None, batch_norm.BatchNormSpec(epsilon))
+    dx, _, dscale, dbias = batch_norm.backward(*tensors, exchange)
+    assert dx is not None  # wanted
     return [dx, dscale.to(scale.dtype), dbias.to(scale.dtype)]

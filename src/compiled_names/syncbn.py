@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from apex.ops.batch_norm import BatchNormSpec, gradient_sums, input_gradient, local_statistics, normalise
+from apex.ops.batch_norm import BatchNormSpec, gradient_sums, input_gradient, normalise, statistics
 from apex.ops.batch_norm.reference import combine
 
 # One over the deviation is given, and the callers' eps is in it. What is left of ours changes no variance and keeps
@@ -20,19 +20,20 @@ _LAST = BatchNormSpec(eps=1e-30, channel_dim=-1)
 
 def welford_mean_var(input: Tensor) -> list[Tensor]:
     """[mean, biased variance] of every channel."""
-    return list(local_statistics(input, _FIRST))
+    return list(statistics(input, _FIRST))
 
 
 def welford_mean_var_c_last(input: Tensor) -> list[Tensor]:
     """[mean, biased variance] of every channel."""
-    return list(local_statistics(input, _LAST))
+    return list(statistics(input, _LAST))
 
 
 def welford_parallel(
     mean_feature_nodes: Tensor, var_biased_feature_nodes: Tensor, numel: Tensor, eps: float
 ) -> list[Tensor]:
     """[mean, unbiased variance, one over the deviation] from those [P, C] of P parts of `numel` [P] values each."""
-    mean, variance = combine(mean_feature_nodes, var_biased_feature_nodes, numel.view(-1))
+    counts = numel.view(-1, 1).to(mean_feature_nodes.dtype)
+    mean, variance = combine(torch.cat((mean_feature_nodes, var_biased_feature_nodes * counts, counts), 1))
     total = numel.sum()
     unbiased = variance * (total / (total - 1).clamp(min=1)).to(variance.dtype)
     return [mean, unbiased, (variance + eps).rsqrt()]
@@ -107,7 +108,7 @@ def relu_bw_c_last(
     weight: Tensor | None,
     shift: Tensor | None,
 ) -> Tensor:
-    """What ReLU behind the norm and the addend `z` lets through of the gradient."""
+    """The gradient behind the mask of ReLU, which follows the norm and the addend `z`."""
     output = normalise(input, z, mean, _variance(inv_std), weight, shift, _LAST._replace(relu=True))
     return torch.where(output > 0, grad_output, 0)
 
@@ -119,10 +120,11 @@ def _variance(inv_std: Tensor) -> Tensor:
 def _reduce(
     grad_output: Tensor, input: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None, spec: BatchNormSpec
 ) -> list[Tensor]:
-    _, plain, along = gradient_sums(grad_output, input, None, mean, _variance(inv_std), weight, None, spec, False)
+    given = (mean, _variance(inv_std), weight, None)
+    _, sum_dy, sum_dy_xhat, _ = gradient_sums(grad_output, input, None, *given, spec)
     if weight is None:
-        return [plain, along / inv_std, mean.new_empty(0), mean.new_empty(0)]
-    return [plain, along / inv_std, along.to(weight.dtype), plain.to(weight.dtype)]
+        return [sum_dy, sum_dy_xhat / inv_std, mean.new_empty(0), mean.new_empty(0)]
+    return [sum_dy, sum_dy_xhat / inv_std, sum_dy_xhat.to(weight.dtype), sum_dy.to(weight.dtype)]
 
 
 def _backward(
@@ -137,5 +139,5 @@ def _backward(
     spec: BatchNormSpec,
 ) -> Tensor:
     total = count.sum().clamp(min=1)
-    plain, along = sum_dy / total, sum_dy_xmu * inv_std / total
-    return input_gradient(grad_output, input, None, mean, _variance(inv_std), weight, None, plain, along, 1.0, spec)
+    means = (sum_dy / total, sum_dy_xmu * inv_std / total)
+    return input_gradient(grad_output, input, None, mean, _variance(inv_std), weight, None, *means, 1.0, spec)

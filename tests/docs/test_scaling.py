@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from apex.contrib.optimizers._zero.layout import Layout
-from apex.ops.batch_norm import BatchNormSpec, statistics_packet
+from apex.ops.batch_norm import rank_statistics
 from apex.parallel._buckets import plan
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -67,9 +67,9 @@ def test_shards_and_buckets_of_zero(scaling: ModuleType, ranks: int, redundant: 
     assert cost.memory == pytest.approx(2 * sum(sizes) + state + 2 * bucket, rel=1e-3)
 
 
-def test_packets_of_batch_norm(scaling: ModuleType) -> None:
-    packet = statistics_packet(torch.randn(4, 6, 2, 2), BatchNormSpec())
-    assert packet.dtype == torch.float32
+def test_rank_statistics_of_batch_norm(scaling: ModuleType) -> None:
+    rank_stats = rank_statistics(torch.randn(4, 6, 2, 2), 1)
+    assert rank_stats.dtype == torch.float32
     one = scaling.sync_batchnorm(1, 6, 2)
-    assert one.memory == packet.nbytes * 2
-    assert one.sent == packet.nbytes + packet.nbytes  # to the other one, forward and backward
+    assert one.memory == rank_stats.nbytes * 2
+    assert one.sent == rank_stats.nbytes + rank_stats.nbytes  # to the other one, forward and backward

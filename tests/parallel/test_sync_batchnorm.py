@@ -13,9 +13,9 @@ from torch import nn
 
 import apex.parallel
 from apex.ops import _library
-from apex.ops.batch_norm import BatchNormSpec, joined
+from apex.ops.batch_norm import BatchNormSpec, batch_norm_with_statistics
 from apex.parallel import SyncBatchNorm, convert_syncbn_model, optimized_sync_batchnorm, sync_batchnorm
-from apex.parallel._joined_norm import GroupBatchNormFunction
+from apex.parallel._statistics import GroupExchange
 from apex.parallel.optimized_sync_batchnorm_kernel import SyncBatchnormFunction
 from tests.harness import Route, assert_close, routes
 from tests.parallel import sync_batchnorm_checks
@@ -195,7 +195,9 @@ def test_import_paths() -> None:
 
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("relu", [False, True])
-def test_plans_of_modules(route: Route, alone: dist.ProcessGroup, relu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_where_processes_exchange(
+    route: Route, alone: dist.ProcessGroup, relu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The way through kernels where several processes are: tensors of many kinds, one after the other, and again."""
     monkeypatch.setattr(optimized_sync_batchnorm, "process_count", lambda group: 2)
     with _library.implementation(route.implementation):
@@ -221,7 +223,6 @@ def test_plans_of_modules(route: Route, alone: dist.ProcessGroup, relu: bool, mo
             assert_close(norm.running_var, own.running_var, reduction=18)
             if affine:
                 assert_close(norm.weight.grad, own.weight.grad, reduction=36)
-        assert any(joined._plans.values()) == (route.implementation == "triton")
         bare = SyncBatchNorm(4, affine=False, track_running_stats=False, process_group=alone)
         with pytest.raises(ValueError, match="expected 4 channels in dimension 1"):
             bare(torch.ones(2, 3, 2, device=route.device))
@@ -235,19 +236,19 @@ def test_plans_of_modules(route: Route, alone: dist.ProcessGroup, relu: bool, mo
 
 
 @pytest.mark.parametrize("route", routes())
-@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("averaged", [False, True])
 def test_hooks_may_give_saved_tensors_another_layout(
-    route: Route, alone: dist.ProcessGroup, planned: bool, monkeypatch: pytest.MonkeyPatch
+    route: Route, alone: dist.ProcessGroup, averaged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `torch.autograd.graph.save_on_cpu(pin_memory=True)` does."""
     monkeypatch.setattr(optimized_sync_batchnorm, "process_count", lambda group: 2)
     norm = SyncBatchNorm(4, fuse_relu=True, process_group=alone).to(route.device)
 
     def apply(x, z):
-        if planned:
+        if not averaged:
             return norm(x, z)
-        rest = (norm.weight, norm.bias, None, None, BatchNormSpec(relu=True), alone)
-        return GroupBatchNormFunction.apply(x, z, *rest)[0]
+        rest = (None, None, norm.weight, norm.bias, BatchNormSpec(relu=True), GroupExchange(alone, 1))
+        return batch_norm_with_statistics(x, z, *rest)[0]
 
     x, z = (torch.randn(3, 4, 2, 5, device=route.device).to(memory_format=torch.channels_last) for _ in range(2))
     leaves = (x.requires_grad_(), z.requires_grad_(), norm.weight, norm.bias)
@@ -259,3 +260,21 @@ def test_hooks_may_give_saved_tensors_another_layout(
             output = apply(x, z)
         for gradient, other in zip(torch.autograd.grad(output, leaves, dy), expected, strict=True):
             assert_close(gradient, other.double(), reduction=30)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_compiled_without_graph_breaks(route: Route, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimized_sync_batchnorm, "process_count", lambda group: 2)
+    backend = "inductor" if route.device == "cuda" else "aot_eager"
+    x, z = (torch.randn(3, 4, 2, 5, device=route.device, requires_grad=True) for _ in range(2))
+    results = []
+    with _library.implementation(route.implementation):
+        torch._dynamo.reset()
+        for compiled in (True, False):
+            norm = SyncBatchNorm(4, fuse_relu=True, process_group=alone).to(route.device)
+            called = torch.compile(norm, fullgraph=True, backend=backend) if compiled else norm
+            output = called(x, z)
+            gradients = torch.autograd.grad(output.pow(3).sum(), (x, z, norm.weight, norm.bias))
+            results.append((output, norm.running_mean, norm.running_var, *gradients))
+    for actual, wanted in zip(*results, strict=True):
+        assert_close(actual, wanted.double(), reduction=30)

@@ -55,7 +55,8 @@ def check_per_channel(input: Tensor, channels: int, **parameters: Tensor | None)
     for name, parameter in parameters.items():
         if parameter is None:
             continue
-        check_tensors(**{name: parameter})
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(parameter).__name__}")
         if parameter.shape != (channels,):
             raise ValueError(
                 f"{name} has shape {list(parameter.shape)}, expected one value for each of {channels} channels"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from ._statistics import GroupExchange
+
 # All processes, and the groups made of them: processes that were disconnected and connected again make new ones.
 _made: tuple[dist.ProcessGroup | None, dict[int, dist.ProcessGroup]] = (None, {})
 
@@ -33,6 +35,16 @@ def consecutive_group(name: str, size: int) -> dist.ProcessGroup | None:
     if size not in groups:
         groups[size] = _new_group(size, processes)
     return groups[size]
+
+
+def consecutive_exchange(name: str, size: int) -> GroupExchange | None:
+    """How this process's group exchanges rank statistics; gradients of weight and bias are averages over the group.
+
+    They are so in upstream's compiled modules: with all that `DistributedDataParallel` averages, the gradients of the
+    joined batch.
+    """
+    group = consecutive_group(name, size)
+    return None if group is None else GroupExchange(group, size)
 
 
 def _new_group(size: int, processes: int) -> dist.ProcessGroup:

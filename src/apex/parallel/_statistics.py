@@ -1,6 +1,4 @@
-"""What the processes of a batch norm tell each other: a packet of a few values per channel, once in each direction.
-
-Packets are those of `apex.ops.batch_norm`. A group that is None here is a process by itself, which tells nobody.
+"""How the ranks of a batch norm exchange their rank statistics: one collective in each direction.
 
 Where nothing is compiled backends are called directly: by way of `torch.distributed.all_reduce` and the dispatcher the
 host is busy for 50 us of the 275 that it takes for a backward pass.
@@ -9,7 +7,7 @@ host is busy for 50 us of the 275 that it takes for a backward pass.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,50 +30,54 @@ def process_count(group: dist.ProcessGroup | None) -> int:
     return processes
 
 
-def connected(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group, that of all processes where none is given; None where processes are not connected."""
+def exchange_of(group: dist.ProcessGroup | None) -> GroupExchange | None:
+    """That of a group, or of all processes where none is given; None where processes are not connected."""
     if group is None:
-        return dist.group.WORLD if dist.is_available() else None
-    return group if process_count(group) else None
+        group = dist.group.WORLD if dist.is_available() else None
+        return None if group is None else GroupExchange(group)
+    return GroupExchange(group) if process_count(group) else None
 
 
-def gathered(packet: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The packets of all processes, [P, 2C + 1] in the order of ranks. One `all_gather`, which nothing waits for."""
-    if group is None:
-        return packet[None]
-    values = packet.numel()
-    packets = packet.new_empty(group.size() * values)  # flat, as Gloo wants it
-    if torch.compiler.is_compiling():
-        # The name that PyTorch 2.13 gave it, or the one before.
-        (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(packets, packet, group=group)
-        return packets.view(-1, values)
-    try:
-        work = _carrier(group, packet.device)._allgather_base(packets, packet, _at_once("AllgatherOptions"))
-        if work is not None:
-            work.wait()
-    except OWN:
-        raise
-    except RuntimeError as error:
-        raise unanswered(_GATHERING, error) from error
-    return packets.view(-1, values)
+class GroupExchange(NamedTuple):
+    """The `Exchange` of a process group; gradients of weight and bias are averaged over `averaged_ranks` if not 0."""
 
+    group: dist.ProcessGroup
+    averaged_ranks: int = 0
 
-def summed(packet: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The packet itself, after it became the sum of those of all processes. One `all_reduce`."""
-    if group is None:
-        return packet
-    if torch.compiler.is_compiling():
-        dist.all_reduce(packet, group=group)
-        return packet
-    try:
-        work = _carrier(group, packet.device).allreduce([packet], _at_once("AllreduceOptions"))
-        if work is not None:
-            work.wait()
-    except OWN:
-        raise
-    except RuntimeError as error:
-        raise unanswered(_ADDING, error) from error
-    return packet
+    def gather(self, rank_stats: Tensor) -> Tensor:
+        """The rank statistics of all ranks, [P, 2C + 1]. One `all_gather`, which nothing waits for."""
+        values = rank_stats.numel()
+        gathered = rank_stats.new_empty(self.group.size() * values)  # flat, as Gloo wants it
+        if torch.compiler.is_compiling():
+            # The name that PyTorch 2.13 gave it, or the one before.
+            all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            all_gather(gathered, rank_stats, group=self.group)
+            return gathered.view(-1, values)
+        try:
+            work = _carrier(self.group, rank_stats.device)._allgather_base(
+                gathered, rank_stats, _at_once("AllgatherOptions")
+            )
+            if work is not None:
+                work.wait()
+        except OWN:
+            raise
+        except RuntimeError as error:
+            raise unanswered(_GATHERING, error) from error
+        return gathered.view(-1, values)
+
+    def add_up(self, rank_stats: Tensor) -> None:
+        """Makes rank statistics the sum of those of all ranks. One `all_reduce`."""
+        if torch.compiler.is_compiling():
+            dist.all_reduce(rank_stats, group=self.group)
+            return
+        try:
+            work = _carrier(self.group, rank_stats.device).allreduce([rank_stats], _at_once("AllreduceOptions"))
+            if work is not None:
+                work.wait()
+        except OWN:
+            raise
+        except RuntimeError as error:
+            raise unanswered(_ADDING, error) from error
 
 
 def _carrier(group: Any, device: torch.device) -> Any:

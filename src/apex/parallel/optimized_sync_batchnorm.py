@@ -11,12 +11,8 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..ops._checks import check_floats
-from ..ops._library import quick_apply
 from ..ops.batch_norm import BatchNormSpec, average_factor, batch_norm_with_statistics
-from ._statistics import process_count
-from .optimized_sync_batchnorm_kernel import SyncBatchnormFunction
-
-_apply_node = quick_apply(SyncBatchnormFunction)
+from ._statistics import exchange_of, process_count
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -74,16 +70,11 @@ class SyncBatchNorm(_BatchNorm):
         batches = self.num_batches_tracked if training and self.track_running_stats else None
         momentum = average_factor(self.momentum, batches)
         processes = process_count(self.process_group) if by_batch else 1
-        if processes < 2:
-            if by_batch and input.numel() == channels:
-                raise ValueError(f"input has shape {list(input.shape)}; training needs more than one value per channel")
-            spec = BatchNormSpec(self.eps, momentum, by_batch, self.fuse_relu, channel_dim)
-            output, _ = batch_norm_with_statistics(input, z, mean, variance, weight, bias, spec, wanted=False)
-        else:
-            output = _apply_node(
-                *(input, z, weight, bias, mean, variance),
-                *(self.eps, True, momentum, self.process_group, channel_dim == -1, self.fuse_relu),
-            )
+        exchange = exchange_of(self.process_group) if processes > 1 else None
+        if exchange is None and by_batch and input.numel() == channels:
+            raise ValueError(f"input has shape {list(input.shape)}; training needs more than one value per channel")
+        spec = BatchNormSpec(self.eps, momentum, by_batch, self.fuse_relu, channel_dim)
+        output, _ = batch_norm_with_statistics(input, z, mean, variance, weight, bias, spec, exchange, wanted=False)
         if batches is not None:
             batches.add_(1)
         return output

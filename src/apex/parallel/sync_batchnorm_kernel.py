@@ -1,4 +1,4 @@
-"""The autograd node of upstream's SyncBatchNorm without compiled modules, which is given joined statistics."""
+"""The autograd Function of upstream's SyncBatchNorm without compiled modules, which is given joined statistics."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops import batch_norm
 from ..ops._library import once_differentiable
-from ..ops.batch_norm import BatchNormSpec, gradient_sums, normalise
-from ._joined_norm import joined_gradients, norm_of
-from ._statistics import connected
+from ._statistics import exchange_of
 
 
 class SyncBatchnormFunction(torch.autograd.Function):
@@ -33,25 +32,14 @@ class SyncBatchnormFunction(torch.autograd.Function):
         process_group: dist.ProcessGroup | None,
         world_size: int,
     ) -> Tensor:
-        ctx.spec, ctx.group = BatchNormSpec(eps), connected(process_group)
-        ctx.save_for_backward(input, running_mean, running_variance, weight, bias)
-        return normalise(input, None, running_mean, running_variance, weight, bias, ctx.spec)
+        spec, given = batch_norm.BatchNormSpec(eps), (running_mean, running_variance, weight, bias)
+        output = batch_norm.normalise(input, None, *given, spec)
+        batch_norm.save(ctx, input, None, output, *given, spec, exchange_of(process_group))
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor):  # type: ignore[override]
-        input, mean, variance, weight, bias = ctx.saved_tensors
-        tensors = (grad_output, input, None, mean, variance, weight, bias, ctx.spec)
-        wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        dx: Tensor | None
-        if wants_input:
-            norm = norm_of(input, weight, bias, ctx.spec, mean, variance)
-            dx, _, dbias, dweight, _ = joined_gradients(*tensors, ctx.group, norm, False)
-        else:
-            dx, (_, dbias, dweight) = None, gradient_sums(*tensors, False)
-        return (
-            dx,
-            dweight.to(weight.dtype) if wants_weight else None,
-            dbias.to(bias.dtype) if wants_bias else None,
-            *(None,) * 5,
-        )
+        wants_input, *wants_parameters = ctx.needs_input_grad[:3]
+        dx, _, dweight, dbias = batch_norm.saved_gradients(ctx, grad_output, (wants_input, False, *wants_parameters))
+        return dx, dweight, dbias, *(None,) * 5

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from apex.ops import _library
-from apex.ops.batch_norm import BatchNormSpec, batch_norm, config, kernel_norm, plans, reference, stages
+from apex.ops.batch_norm import BatchNormSpec, backward, batch_norm, config, forward, op, passes, reference
 from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -91,7 +91,7 @@ CASES = [
 
 
 def exact(case: BatchNormCase, tensors: dict[str, Tensor | None], output: Tensor) -> dict[str, Tensor | None]:
-    """Everything in float64 by an independent formula and autograd; what ReLU let through is taken from `output`."""
+    """Everything in float64 by an independent formula and autograd; ReLU's mask is taken from `output`."""
     leaves = {
         name: None if each is None else each.detach().cpu().double().requires_grad_() for name, each in tensors.items()
     }
@@ -111,9 +111,9 @@ def exact(case: BatchNormCase, tensors: dict[str, Tensor | None], output: Tensor
     y = y if leaves["weight"] is None else y * leaves["weight"]
     y = (y if leaves["bias"] is None else y + leaves["bias"]).movedim(-1, case.channel_dim)
     y = y if leaves["z"] is None else y + leaves["z"]
-    let_through = y * (output.cpu() > 0) if case.relu else y
+    masked = y * (output.cpu() > 0) if case.relu else y
     assert tensors["dy"] is not None
-    let_through.backward(tensors["dy"].cpu().double())
+    masked.backward(tensors["dy"].cpu().double())
     results = {name: None if leaves[name] is None else leaves[name].grad for name in ("x", "z", "weight", "bias")}
     return {"output": y.relu() if case.relu else y, "mean": mean, "variance": variance, **results}
 
@@ -176,9 +176,7 @@ def test_programs_that_take_several_tiles(route: Route, last: bool) -> None:
             patch.setattr(config, name, config.Pace(128, getattr(config, name).unroll, 4))
         patch.setattr(config, "measure_programs", lambda units, blocks, multiprocessors, pace: 5)
         patch.setattr(config, "finish_block", lambda parts: (1, 16))
-        kernel_norm.clear_plans()
         check(BatchNormCase((6, 6, 5, 7), BF16, addend=BF16, last=last), route)
-    kernel_norm.clear_plans()
 
 
 @pytest.mark.gpu
@@ -204,7 +202,7 @@ def test_matches_float64_at_the_sizes_of_resnets(shape, addend, last) -> None:
 def test_matches_float64_where_nobody_asks_for_kernels(dtype, addend, last, relu, training) -> None:
     """Below the size from which on kernels run for speed."""
     case = BatchNormCase((32, 512, 7, 7), dtype, addend=addend, relu=relu, last=last, training=training)
-    assert torch.Size(case.shape).numel() < stages.NATIVE_BELOW
+    assert torch.Size(case.shape).numel() < config.NATIVE_BELOW
     check(case, Route("cuda", "auto"))
 
 
@@ -218,15 +216,14 @@ def test_more_than_two_to_the_31_elements(last: bool) -> None:
     assert x.numel() > 2**31
     weight, bias = (torch.rand(channels, device="cuda") for _ in range(2))
     spec = BatchNormSpec(relu=True)
-    mean, variance = stages.local_statistics(x, spec)
-    output = stages.normalise(x, None, mean, variance, weight, bias, spec)
+    output, mean, variance = forward(x, None, None, None, weight, bias, spec)
     end = slice(positions - 4, positions)
     values = x[-1, :, end].double()
     assert_close(mean[-1], x[:, -1].mean(dtype=F64), what="mean")
     factor = (variance.double() + 1e-5).rsqrt()
     expected = (values - mean.double()[:, None]) * (factor * weight)[:, None] + bias.double()[:, None]
     assert_close(output[-1, :, end], expected.relu(), what="output")
-    dx, _, dweight, dbias = stages.gradients(x, x, None, mean, variance, weight, bias, spec, False)
+    dx, _, dweight, dbias = backward(x, x, None, mean, variance, weight, bias, spec)
     gradient = torch.where(output[-1, :, end] > 0, values, 0.0)
     normalised = (values - mean.double()[:, None]) * factor[:, None]
     count = x.numel() // channels
@@ -369,14 +366,14 @@ def test_the_reference_is_torchs_norm_and_its_gradients_are_the_derivatives(relu
     expected = functional.batch_norm(x, mean.clone(), variance.clone(), weight, bias, training) + z
     expected = expected.relu() if relu else expected
     if training:
-        mean, variance = reference.statistics(x, spec)
-    output = reference.apply(x, z, mean, variance, weight, bias, spec)
+        mean, variance = reference.combine(reference.rank_statistics(x, 1)[None])
+    output = reference.normalise(x, z, mean, variance, weight, bias, spec)
     assert_close(output, expected)
     dy = torch.randn_like(x)
     wanted = torch.autograd.grad(expected, leaves, dy)
-    gradient, plain, along = reference.sums(dy, x, output, mean, variance, spec)
-    dx = reference.input_gradient(gradient, x, mean, variance, weight, plain, along, 1 / 30, spec)
-    for actual, right in zip((dx, gradient, along, plain), wanted, strict=True):
+    for actual, right in zip(
+        reference.gradients(dy, x, output, mean, variance, weight, bias, spec), wanted, strict=True
+    ):
         assert_close(actual, right)
 
 
@@ -401,17 +398,18 @@ def test_a_second_derivative(route: Route) -> None:
 def test_opcheck(route: Route) -> None:
     x, z = (torch.randn(3, 6, 3, 3, device=route.device).to(memory_format=torch.channels_last) for _ in range(2))
     weight, bias, mean, variance = (torch.rand(6, device=route.device) for _ in range(4))
-    parameters = (weight.requires_grad_(), bias.requires_grad_())
-    flags = (1e-5, True, True, 1)
+    given, ops = (mean, variance, weight, bias), torch.ops.apex
     with _library.implementation(route.implementation):
-        opcheck(route, torch.ops.apex.batch_norm_statistics.default, (x, 1))
-        arguments = (x.requires_grad_(), z.requires_grad_(), mean, variance, *parameters, *flags)
-        opcheck(route, torch.ops.apex.batch_norm_normalise.default, arguments)
-        y = torch.ops.apex.batch_norm_normalise(*arguments).detach()
-        x, weight, bias = x.detach(), weight.detach(), bias.detach()
-        for output, has_z in ((y, True), (None, False)):
-            arguments = (x, x, output, mean, variance, weight, bias, *flags, has_z)
-            opcheck(route, torch.ops.apex.batch_norm_backward.default, arguments)
+        opcheck(route, ops.batch_norm_rank_statistics.default, (x, 1))
+        opcheck(route, ops.batch_norm_normalise.default, (x, z, *given, 1e-5, True, 1))
+        y = ops.batch_norm_normalise(x, z, *given, 1e-5, True, 1)
+        for output in (y, None):
+            opcheck(
+                route, ops.batch_norm_gradient_sums.default, (x, x, output, *given, 1e-5, True, 1, output is not None)
+            )
+            for sums in ((mean, variance), (torch.cat((mean, variance, mean[:1])), None)):
+                arguments = (x, x, output, *given, *sums, 0.5, 1e-5, True, True, 1)
+                opcheck(route, ops.batch_norm_input_gradient.default, arguments)
 
 
 @pytest.mark.parametrize("route", routes())
@@ -477,43 +475,14 @@ def test_cuda_graph_capture() -> None:
     assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.offset], ids=str)
-def test_plans_of_torchs_operators(case: BatchNormCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of small inputs on a GPU, taken on the CPU."""
-    monkeypatch.setattr(_library, "may_plan", lambda tensor: True)
-    check(case, Route("cpu", "torch"))
-
-
-def test_which_plans_torchs_operators_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_library, "may_plan", lambda tensor: True)
-    x, weight = torch.randn(2, 6, 3, 4), torch.rand(6)
-
-    def plan(x: Tensor, z: Tensor | None = None, weight: Tensor | None = weight, channel_dim: int = 1) -> object:
-        return plans.plan_for(x, z, None, None, weight, weight, BatchNormSpec(channel_dim=channel_dim))
-
-    with _library.implementation("torch"):
-        assert plan(x) is plan(x) is not None
-        assert plan(x, x) is not None
-        assert plan(x.half()) is not None
-        assert plan(x.movedim(1, -1), channel_dim=-1) is not None
-        assert plan(x.half(), x.half()) is None  # rounded twice
-        assert plan(x.half(), weight=None) is None  # statistics in half precision
-        assert plan(x, weight=weight.double()) is None
-        with pytest.raises(ValueError, match="weight has shape"):
-            plan(x, weight=weight[:5])
-
-
 @pytest.mark.parametrize("route", routes())
-def test_one_plan_for_all_momenta(route: Route) -> None:
-    """An average over all batches has another one in every step."""
+def test_an_average_over_all_batches(route: Route) -> None:
+    """The momentum is another one in every step."""
     x = torch.randn(4, 6, 3, 3, device=route.device)
     mean, variance = torch.zeros(6, device=route.device), torch.zeros(6, device=route.device)
-    kept = set()
     with _library.implementation(route.implementation):
         for step in range(1, 4):
             batch_norm(x * step, mean, variance, momentum=1 / step, relu=True)
-            kept.add(len(plans._plans))
-    assert len(kept) == 1
     assert_close(mean, 2 * x.double().mean((0, 2, 3)), reduction=36)
     assert_close(variance, (1 + 4 + 9) / 3 * x.double().var((0, 2, 3)), reduction=36)
 
@@ -521,21 +490,22 @@ def test_one_plan_for_all_momenta(route: Route) -> None:
 def test_a_whole_number_as_momentum_is_launched_as_a_float(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton would compile the kernel for an integer of 1 and run it for every other momentum, too."""
     given = []
-    launches = pytest.importorskip("apex.ops._launch")
-    monkeypatch.setattr(launches.BoundLaunch, "__call__", lambda launch, *_, floats=None, stream: given.append(floats))
+    launch = pytest.importorskip("apex.ops._launch")
+
+    def call(kernel, grid, tensors, sizes, floats=(), **rest):
+        given.append((kernel.name, floats))
+
+    monkeypatch.setattr(launch.Kernel, "__call__", call)
     running = torch.zeros(6), torch.ones(6)
-    kernel_norm.clear_plans()
-    kernel_norm.kernel_norm(torch.randn(4, 6), None, None, BatchNormSpec()).statistics(torch.randn(4, 6), *running, 1)
-    kernel_norm.combine(torch.ones(2, 13), *running, 1)
-    kernel_norm.clear_plans()
-    momenta = [floats[-1] for floats in given if floats is not None]
-    assert len(momenta) == 2
-    assert all(type(momentum) is float for momentum in momenta)
+    with _library.implementation("triton"):
+        passes.statistics(torch.randn(4, 6), BatchNormSpec(momentum=1), *running)
+    momenta = [floats[-1] for name, floats in given if name == "batch_norm_statistics"]
+    assert [type(momentum) for momentum in momenta] == [float]
 
 
 def test_what_is_left_to_torch() -> None:
     """Most plain norms and small inputs, unless kernels are asked for or PyTorch would round twice."""
-    runs_kernels = plans.runs_kernels
+    runs_kernels = op.runs_kernels
     small, large = torch.empty(2, 4, 8, 8), torch.empty(1, 1, 1, 1).expand(32, 256, 32, 32)
     wide = torch.empty(32, 64, 64, 64, device="meta")
     with pytest.MonkeyPatch.context() as patch:
@@ -556,8 +526,8 @@ def test_what_is_left_to_torch() -> None:
 @pytest.mark.parametrize("last", [True, False])
 def test_tiles_cover_everything(last: bool) -> None:
     for positions, channels in ((49, 2048), (3136, 96), (1, 5), (100352, 256)):
-        tiles = config.tiling(positions, channels, last, 2048)
-        assert tiles.rows * tiles.chunks >= positions
+        tiles = config.tiling(config.Geometry(1, positions, channels, last), 2048)
+        assert tiles.rows * tiles.chunks >= positions == tiles.steps * tiles.align
         assert tiles.channel_block * tiles.channel_blocks >= channels
         assert tiles.rows * tiles.channel_block <= 2048
 

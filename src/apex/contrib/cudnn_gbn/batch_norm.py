@@ -9,9 +9,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...ops._checks import check_floats
 from ...ops._library import autocast_dtype
 from ...ops._transfer import HOST
-from ...ops.batch_norm import BatchNormSpec, BatchStatistics, average_factor
-from ...parallel._consecutive_groups import consecutive_group
-from ..groupbn.batch_norm import group_batch_norm
+from ...ops.batch_norm import BatchNormSpec, BatchStatistics, average_factor, batch_norm_with_statistics
+from ...parallel._consecutive_groups import consecutive_exchange, consecutive_group
 
 
 class GroupBatchNorm2d(_BatchNorm):
@@ -72,8 +71,8 @@ class GroupBatchNorm2d(_BatchNorm):
         factor = average_factor(self.momentum, self.num_batches_tracked) if tracked else 0.0
         running = (self.running_mean, self.running_var) if tracked or not training else (None, None)
         spec = BatchNormSpec(self.eps, factor, training)
-        group = consecutive_group("group_size", self.group_size) if self.training else None
-        output, batch = group_batch_norm(input, None, *running, self.weight, self.bias, spec, group)
+        exchange = consecutive_exchange("group_size", self.group_size) if self.training else None
+        output, batch = batch_norm_with_statistics(input, None, *running, self.weight, self.bias, spec, exchange)
         if batch is not None:
             self._batch = batch
         if tracked and self.momentum is None and self.num_batches_tracked is not None:

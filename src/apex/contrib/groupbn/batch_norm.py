@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -16,12 +15,11 @@ from ...ops.batch_norm import (
     BatchStatistics,
     average_factor,
     batch_norm_with_statistics,
-    gradients,
-    normalise,
+    forward,
+    save,
+    saved_gradients,
 )
-from ...ops.batch_norm.checks import check
-from ...parallel._consecutive_groups import consecutive_group
-from ...parallel._joined_norm import GroupBatchNormFunction, joined_forward, joined_gradients, norm_of
+from ...parallel._consecutive_groups import consecutive_exchange, consecutive_group
 
 
 def check_if_rocm_pytorch() -> bool:
@@ -40,47 +38,16 @@ def check_and_convert_channels_last(tensor: Tensor, torch_channels_last: bool) -
 def _forward(ctx: Any, x, z, s, b, rm, riv, mini_m, mini_riv, mom, epsilon, fuse_relu, is_train, rest) -> Tensor:
     """`rest` begins with `torch_channels_last` where the caller knows ROCm's list of arguments."""
     channels_last, bn_group = (rest[0], rest[1]) if len(rest) == 12 else (False, rest[0])
-    group = consecutive_group("bn_group", bn_group)
+    exchange = consecutive_exchange("bn_group", bn_group)
+    exchange = exchange if is_train else None
     spec = BatchNormSpec(epsilon, mom, is_train, fuse_relu, 1 if channels_last else -1)
     x = check_and_convert_channels_last(x, channels_last)
-    ctx.norm = norm_of(x, s, b, spec) if is_train else None
+    y, mean, variance = forward(x, z, rm, riv, s, b, spec, exchange)
     if is_train:
-        y, mean, variance = joined_forward(x, z, s, b, rm, riv, spec, group, ctx.norm)
         mini_m.copy_(mean)
         mini_riv.copy_((variance + epsilon).rsqrt())
-    else:
-        mean, variance = rm, riv
-        y = normalise(x, z, mean, variance, s, b, spec)
-    ctx.save_for_backward(x, None if z is None else y, mean, variance, s, b)
-    ctx.spec, ctx.has_z, ctx.group = spec, z is not None, group
+    save(ctx, x, z, y, mean, variance, s, b, spec, exchange)
     return y
-
-
-def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    x, y, mean, variance, s, b = ctx.saved_tensors
-    tensors = (grad_y, x, y, mean, variance, s, b, ctx.spec)
-    if ctx.group is None or not ctx.spec.training:
-        return gradients(*tensors, ctx.has_z)
-    found = joined_gradients(*tensors, ctx.group, ctx.norm, ctx.has_z)
-    return found.input, found.z, *found.group_means(ctx.group.size())
-
-
-def group_batch_norm(
-    x: Tensor,
-    z: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    spec: BatchNormSpec,
-    group: dist.ProcessGroup | None,
-) -> tuple[Tensor, BatchStatistics | None]:
-    """A norm over the processes of `group`, or where it is None over this one; in training with its statistics."""
-    if group is None:
-        return batch_norm_with_statistics(x, z, running_mean, running_var, weight, bias, spec)
-    check(x, running_mean, running_var, weight, bias, z, spec)
-    output, mean, variance = GroupBatchNormFunction.apply(x, z, weight, bias, running_mean, running_var, spec, group)
-    return output, BatchStatistics(mean, variance, False)
 
 
 class bn_NHWC_impl(torch.autograd.Function):
@@ -95,8 +62,9 @@ class bn_NHWC_impl(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):  # type: ignore[override]
-        dx, _, dscale, dbias = _backward(ctx, grad_y)
-        return dx, dscale, dbias, *(None,) * (len(ctx.needs_input_grad) - 3)
+        wants_x, wants_scale, wants_bias, *rest = ctx.needs_input_grad
+        dx, _, dscale, dbias = saved_gradients(ctx, grad_y, (wants_x, False, wants_scale, wants_bias))
+        return dx, dscale, dbias, *(None,) * len(rest)
 
 
 class bn_addrelu_NHWC_impl(torch.autograd.Function):
@@ -111,7 +79,7 @@ class bn_addrelu_NHWC_impl(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):  # type: ignore[override]
-        return *_backward(ctx, grad_y), *(None,) * (len(ctx.needs_input_grad) - 4)
+        return *saved_gradients(ctx, grad_y, ctx.needs_input_grad[:4]), *(None,) * (len(ctx.needs_input_grad) - 4)
 
 
 class BatchNorm2d_NHWC(_BatchNorm):
@@ -177,8 +145,9 @@ class BatchNorm2d_NHWC(_BatchNorm):
             x = check_and_convert_channels_last(x, True)
             z = None if z is None else check_and_convert_channels_last(z, True)
         spec = BatchNormSpec(self.eps, factor, training, self.fuse_relu, 1 if self.torch_channels_last else -1)
-        group = consecutive_group("bn_group", self.bn_group) if training else None
-        output, batch = group_batch_norm(x, z, self.running_mean, self.running_var, self.weight, self.bias, spec, group)
+        exchange = consecutive_exchange("bn_group", self.bn_group) if training else None
+        running = (self.running_mean, self.running_var)
+        output, batch = batch_norm_with_statistics(x, z, *running, self.weight, self.bias, spec, exchange)
         if batch is not None:
             self._batch = batch
         if training and self.momentum is None and self.num_batches_tracked is not None:

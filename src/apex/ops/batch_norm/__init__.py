@@ -1,40 +1,34 @@
-"""Batch norm, with an addend and ReLU behind it."""
+"""Batch norm, with an addend and ReLU behind it, over the inputs of one process or several."""
 
-from .autograd import BatchNormFunction
-from .layout import laid_out_like
-from .op import average_factor, batch_norm, batch_norm_with_statistics
-from .spec import BatchNormSpec, BatchStatistics
-from .stages import (
-    FAMILY,
-    direct_norm,
-    gradient_packet,
-    gradient_sums,
-    gradients,
-    input_gradient,
-    joined_input_gradient,
-    joined_statistics,
-    local_statistics,
-    normalise,
-    statistics_packet,
+from .op import (
+    average_factor,
+    backward,
+    batch_norm,
+    batch_norm_with_statistics,
+    check,
+    forward,
+    save,
+    saved_gradients,
 )
+from .passes import FAMILY, Exchange, gradient_sums, input_gradient, normalise, rank_statistics, statistics
+from .reference import BatchNormSpec, BatchStatistics
 
 __all__ = [
     "FAMILY",
-    "BatchNormFunction",
     "BatchNormSpec",
     "BatchStatistics",
+    "Exchange",
     "average_factor",
+    "backward",
     "batch_norm",
     "batch_norm_with_statistics",
-    "direct_norm",
-    "gradient_packet",
+    "check",
+    "forward",
     "gradient_sums",
-    "gradients",
     "input_gradient",
-    "joined_input_gradient",
-    "joined_statistics",
-    "laid_out_like",
-    "local_statistics",
     "normalise",
-    "statistics_packet",
+    "rank_statistics",
+    "save",
+    "saved_gradients",
+    "statistics",
 ]

@@ -1,11 +1,20 @@
-"""How batch norms are cut into programs."""
+"""How batch norms are cut into programs, and which of them are left to PyTorch's operators."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from .._device import next_power_of_2
+
+# Elements below which PyTorch's operators run. On an H200, 32 x 2048 x 7 x 7 values with ReLU take 24 and 24 us forward
+# and backward with ours and 20 and 29 with PyTorch's, for which the host has less to do; 32 x 512 x 28 x 28 take 37 and
+# 47 beside 50 and 69.
+NATIVE_BELOW = 1 << 22
+# Positions of an image from which on a norm with nothing behind it is quicker by kernels, where they are contiguous: in
+# half precision 32 x 256 x 56 x 56 take 49 and 81 us beside 110 and 173, but 32 x 512 x 28 x 28 32 and 52 beside 27 and
+# 38. Where channels are contiguous it is about as quick.
+PLAIN_POSITIONS = 2048
 
 # Elements of each tensor that one program has in hand, by the kind of pass. On an H200, with 64 x 256 x 56 x 56 values
 # in half precision, an elementwise pass takes 1.09 times the floor of its traffic forward (1.2 with 8192 if positions
@@ -21,8 +30,7 @@ FINISH_WARPS = 4
 WIDEST = 16
 
 
-@dataclass(frozen=True)
-class Pace:
+class Pace(NamedTuple):
     """A pass that sums: elements of a tile, tiles loaded before any is added, programs per multiprocessor."""
 
     elements: int
@@ -38,36 +46,61 @@ LONG_BACKWARD_PACE = Pace(1024, 4, 8)
 LONG = 512
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """Tiles of `rows` positions and `channel_block` channels; an image has `chunks` of them for every block."""
+class Geometry(NamedTuple):
+    """Images, positions of each and channels, as they lie in memory; images are one where channels are `last`."""
 
+    images: int
+    positions: int
+    channels: int
+    last: bool
+
+
+class Tiling(NamedTuple):
+    """Tiles of `rows` positions and `channel_block` channels, by the names of the kernels' legend."""
+
+    steps: int
+    channels: int
+    chunks: int
+    units: int
+    channel_blocks: int
+    last: bool
+    align: int
     rows: int
     channel_block: int
-    chunks: int
-    channel_blocks: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The integers that every kernel takes first."""
+        return self[:5]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The constants that every kernel takes."""
+        return {"LAST": self.last, "ALIGN": self.align, "R": self.rows, "C_BLOCK": self.channel_block}
 
 
-def tiling(positions: int, channels: int, last: bool, elements: int) -> Tiling:
-    """Tiles of at most `elements`, long where memory is contiguous: along the channels if those are `last`."""
+def tiling(geometry: Geometry, elements: int) -> Tiling:
+    """Tiles of at most `elements`, long where memory is contiguous: along the channels if those are last."""
+    images, positions, channels, last = geometry
     if last:
         # As wide as divides the channels, because lanes beyond them are idle.
-        block = next((width for width in (128, 64) if channels % width == 0), min(64, next_power_of_2(channels)))
+        block = 128 if channels % 128 == 0 else min(64, next_power_of_2(channels))
         rows = min(elements // block, next_power_of_2(positions))
+        align = 1
     else:
         rows = min(next_power_of_2(positions), 512)
         block = min(elements // rows, next_power_of_2(channels))
-    return Tiling(rows, block, -(-positions // rows), -(-channels // block))
+        # The power of two that divides the positions of an image matters where they are contiguous.
+        align = math.gcd(positions, WIDEST)
+    chunks = -(-positions // rows)
+    return Tiling(
+        positions // align, channels, chunks, images * chunks, -(-channels // block), last, align, rows, block
+    )
 
 
-def alignment(positions: int, last: bool) -> int:
-    """The power of two that divides the positions of an image, which matters where they are contiguous."""
-    return 1 if last else math.gcd(positions, WIDEST)
-
-
-def backward_pace(positions: int, last: bool, itemsize: int) -> Pace:
+def backward_pace(geometry: Geometry, itemsize: int) -> Pace:
     """The pace at which gradients of `itemsize` bytes are summed."""
-    return LONG_BACKWARD_PACE if not last and positions >= LONG and itemsize == 2 else BACKWARD_PACE
+    return LONG_BACKWARD_PACE if not geometry.last and geometry.positions >= LONG and itemsize == 2 else BACKWARD_PACE
 
 
 def measure_programs(units: int, channel_blocks: int, multiprocessors: int, pace: Pace) -> int:

@@ -1,18 +1,21 @@
-"""`batch_norm`: which way a norm is computed."""
+"""`batch_norm` and everything that is made of its passes: one forward, one backward, one autograd Function.
+
+Local norms call them without an `exchange`; SyncBatchNorm and the group norms give the one of their process group.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checks import check
-from .layout import dense, laid_out_like
-from .library_ops import registered
-from .norm_plan import norm_plan
-from .plans import at_most_one_value, plan_for, runs_kernels
-from .spec import BatchNormSpec, BatchStatistics
-from .stages import contiguous_places
-from .torch_norm import by_reference, native_norm
+from .. import _library
+from .._checks import check_per_channel
+from . import config, reference
+from .passes import FAMILY, Exchange, gradient_sums, input_gradient, normalise, statistics, values_per_channel
+from .reference import BatchNormSpec, BatchStatistics
 
 
 def batch_norm(
@@ -48,37 +51,79 @@ def batch_norm_with_statistics(
     weight: Tensor | None,
     bias: Tensor | None,
     spec: BatchNormSpec,
+    exchange: Exchange | None = None,
     wanted: bool = True,
 ) -> tuple[Tensor, BatchStatistics | None]:
-    """The same, and in training, where they are `wanted`, the statistics of the batch, detached from the graph."""
-    plan = plan_for(input, z, running_mean, running_var, weight, bias, spec)
-    if plan is not None:
-        return plan.run(input, z, weight, bias, running_mean, running_var, spec.momentum, wanted)
+    """The same over the ranks of `exchange`; in training, where they are `wanted`, with the statistics of the batch."""
     check(input, running_mean, running_var, weight, bias, z, spec)
-    tensors = (input, z, running_mean, running_var, weight, bias, spec)
-    if at_most_one_value(input, spec):
-        return by_reference(*tensors)
-    if not runs_kernels(input, z, spec):
-        return native_norm(*tensors, wanted and spec.training)
-    return registered(*tensors) if torch.compiler.is_compiling() else _by_kernels(*tensors)
+    if exchange is None:
+        tensors = (input, z, running_mean, running_var, weight, bias, spec)
+        if not input.numel() or (spec.training and input.numel() == input.shape[spec.channel_dim]):
+            return reference.norm(*tensors)
+        if not runs_kernels(input, z, spec):
+            return reference.torch_norm(*tensors, wanted and spec.training)
+    found = None
+    if spec.training:
+        mean, variance = statistics(input, spec, running_mean, running_var, exchange)
+        found = BatchStatistics(mean, variance, False)
+    else:
+        assert running_mean is not None  # checked
+        assert running_var is not None
+        mean, variance = running_mean, running_var
+    if torch.is_grad_enabled():
+        return _apply_node(input, z, weight, bias, mean, variance, spec, exchange), found
+    return normalise(input, z, mean, variance, weight, bias, spec), found
 
 
-def _by_kernels(
+def check(
     input: Tensor,
-    z: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    z: Tensor | None,
     spec: BatchNormSpec,
-) -> tuple[Tensor, BatchStatistics | None]:
-    """Kernels, once everything lies as they take it."""
-    values = dense(input, spec)
-    z = None if z is None else laid_out_like(values, z)
-    weight, bias = (None if each is None else each.contiguous() for each in (weight, bias))
-    with contiguous_places(running_mean, running_var) as places:
-        plan = norm_plan(values, z, weight, bias, *places, spec)
-        return plan.run(values, z, weight, bias, *places, spec.momentum, True)
+) -> None:
+    """Raises for arguments that do not fit each other."""
+    if spec.channel_dim not in (1, -1):
+        raise ValueError(f"channel_dim={spec.channel_dim} is not known; 1 for [N, C, ...] and -1 for [N, ..., C] are")
+    if input.dim() < 2:
+        raise ValueError(
+            f"input has shape {list(input.shape)}; images and channels, at least two dimensions, are needed"
+        )
+    if not input.is_floating_point():
+        raise TypeError(f"batch_norm needs a floating-point input, got {input.dtype}")
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("running_mean and running_var must be given together, or neither of them")
+    if running_mean is None and not spec.training:
+        raise ValueError("running_mean and running_var are needed where training is False")
+    per_channel = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    check_per_channel(input, input.shape[spec.channel_dim], **per_channel)
+    if z is not None:
+        if z.shape != input.shape:
+            raise ValueError(f"z has shape {list(z.shape)}, the input {list(input.shape)}")
+        if z.device != input.device:
+            raise ValueError(f"z is on {z.device}, the input on {input.device}")
+        if not z.is_floating_point():
+            raise TypeError(f"z must be floating-point, got {z.dtype}")
+
+
+def runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec) -> bool:
+    """Not for few elements, nor where nothing follows the norm, unless it is one that PyTorch is slow or inexact at."""
+    if not _library.runs_triton(FAMILY, input):
+        return False
+    if _library.requested() == "triton":
+        return True
+    if z is not None and input.element_size() <= 2:
+        return True  # PyTorch would round the norm before it adds
+    if not reference.keeps_float32(input if spec.channel_dim == 1 else input.movedim(-1, 1), spec.training):
+        return True  # its gradients would be inexact, or cost copies to be exact
+    if input.numel() < config.NATIVE_BELOW:
+        return False
+    if spec.relu or z is not None:
+        return True
+    contiguous = spec.training and spec.channel_dim == 1 and input.dim() > 2 and input.is_contiguous()
+    return contiguous and input.shape[2:].numel() >= config.PLAIN_POSITIONS
 
 
 def average_factor(momentum: float | None, num_batches_tracked: Tensor | None) -> float:
@@ -92,3 +137,121 @@ def average_factor(momentum: float | None, num_batches_tracked: Tensor | None) -
     if num_batches_tracked is None:
         return 0.0
     return 1.0 / (float(num_batches_tracked) + 1.0)
+
+
+def forward(
+    input: Tensor,
+    z: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, Any, Any]:
+    """The output, and the mean and biased variance by which it was normalised, without autograd."""
+    mean, variance = running_mean, running_var
+    if spec.training:
+        mean, variance = statistics(input, spec, running_mean, running_var, exchange)
+    assert mean is not None  # without statistics of the batch there must be others
+    assert variance is not None
+    return normalise(input, z, mean, variance, weight, bias, spec), mean, variance
+
+
+def backward(
+    dy: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+    exchange: Exchange | None = None,
+    *,
+    wants_input: bool = True,
+    wants_z: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Gradients of input and addend (None where they are not wanted), weight and bias, without autograd.
+
+    ReLU's mask is taken from `output`; None stands for that of a norm without an addend, which is computed again.
+    """
+    given = (mean, variance, weight, bias)
+    dz, sum_dy, sum_dy_xhat, rank_stats = gradient_sums(
+        dy, input, output, *given, spec, keep_dz=wants_z, for_ranks=exchange is not None
+    )
+    sums: tuple[Tensor, Tensor | None, float] = (
+        sum_dy,
+        sum_dy_xhat,
+        1 / max(1, values_per_channel(input, spec.channel_dim)),
+    )
+    if exchange is not None and rank_stats is not None:
+        if wants_input or exchange.averaged_ranks:  # else a rank's own sums are all that it needs
+            exchange.add_up(rank_stats)
+        if exchange.averaged_ranks:
+            sum_dy, sum_dy_xhat = (rank_stats[:-1] / exchange.averaged_ranks).chunk(2)
+        sums = (rank_stats, None, 0.0)
+    dx = None
+    if wants_input and dz is not None:  # the mask was applied: no need to ask the output again
+        dx = input_gradient(dz, input, None, *given, *sums, spec._replace(relu=False))
+    elif wants_input:
+        dx = input_gradient(dy, input, output, *given, *sums, spec)
+    return dx, dz, sum_dy_xhat, sum_dy
+
+
+def save(
+    ctx: Any,
+    input: Tensor,
+    z: Tensor | None,
+    output: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+    exchange: Exchange | None,
+) -> None:
+    """Keeps what `saved_gradients` needs."""
+    # Without an addend ReLU's mask is computed again, so that the output need not be kept or read.
+    kept = output if spec.relu and z is not None else None
+    ctx.save_for_backward(input, kept, mean, variance, weight, bias)
+    ctx.spec, ctx.exchange, ctx.z_dtype = spec, exchange, None if z is None else z.dtype
+
+
+def saved_gradients(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Gradients of input, addend, weight and bias, None where they are not wanted; for every autograd Function."""
+    input, output, mean, variance, weight, bias = ctx.saved_tensors
+    tensors = (dy, input, output, mean, variance, weight, bias, ctx.spec)
+    found: tuple[Tensor | None, ...]
+    if torch.is_grad_enabled() and ctx.exchange is None:  # create_graph=True: they must be differentiable themselves
+        found = reference.gradients(*tensors)
+    else:
+        found = backward(*tensors, ctx.exchange, wants_input=wanted[0], wants_z=wanted[1])
+    dtypes = (input.dtype, ctx.z_dtype, *(None if each is None else each.dtype for each in (weight, bias)))
+    return tuple(
+        gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
+        for gradient, dtype, needed in zip(found, dtypes, wanted, strict=True)
+    )
+
+
+class BatchNormFunction(torch.autograd.Function):
+    """Normalises by the mean and biased variance of everything that is normalised together, which were found before."""
+
+    @staticmethod
+    def forward(ctx, input, z, weight, bias, mean, variance, spec, exchange):  # type: ignore[no-untyped-def, override]
+        output = normalise(input, z, mean, variance, weight, bias, spec)
+        save(ctx, input, z, output, mean, variance, weight, bias, spec, exchange)
+        return output
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def, override]
+        found = _node_gradients(ctx, dy) if ctx.exchange is None else _node_gradients_once(ctx, dy)
+        return *found, None, None, None, None
+
+
+def _node_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return saved_gradients(ctx, dy, ctx.needs_input_grad[:4])
+
+
+_node_gradients_once = _library.once_differentiable(_node_gradients)
+_apply_node = _library.quick_apply(BatchNormFunction)

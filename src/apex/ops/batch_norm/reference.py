@@ -1,15 +1,42 @@
-"""Batch norm in plain PyTorch: any device, any float dtype, any layout, differentiable twice.
+"""Batch norm in PyTorch's operators: any device, float dtype and layout, differentiable twice.
 
-In the stages that a norm over several processes has between its exchanges: statistics of what is here, `combine`,
-`apply`; backward `sums` over what is here, then `input_gradient`, given the sums of all.
+First the passes between which several processes exchange rank statistics, [2C + 1] values: forward means, sums of
+squared deviations and the number of values per channel, backward `sum_dy`, `sum_dy_xhat` and that number. Last a whole
+norm by PyTorch's own operator.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from .spec import BatchNormSpec
+
+class BatchNormSpec(NamedTuple):
+    """What is added to a variance, whether ReLU follows, and where the channels are.
+
+    `training` normalises by the statistics of the batch, otherwise by the running ones. `momentum` is the weight of the
+    batch in the running statistics. `channel_dim` is 1 for [N, C, ...] in any memory format, -1 for [N, ..., C].
+    """
+
+    eps: float = 1e-5
+    momentum: float = 0.1
+    training: bool = True
+    relu: bool = False
+    channel_dim: int = 1
+
+
+class BatchStatistics(NamedTuple):
+    """Mean of every channel of a batch and how far it spreads: the biased variance, or one over its root with eps."""
+
+    mean: Tensor
+    spread: Tensor
+    inverted: bool
+
+    def inverse_deviation(self, eps: float) -> Tensor:
+        """One over the standard deviation, eps added to the variance."""
+        return self.spread if self.inverted else (self.spread + eps).rsqrt()
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -21,48 +48,36 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     return dtype
 
 
-def statistics(input: Tensor, spec: BatchNormSpec) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of every channel; zeros of an input without elements."""
-    values = _channels_last(input, spec).to(compute_dtype(input))
-    dimensions = tuple(range(values.dim() - 1))
-    count = max(1, values.numel() // max(1, values.shape[-1]))
-    mean = values.sum(dimensions) / count
-    return mean, (values - mean).square().sum(dimensions) / count
+def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
+    """[2C + 1]: means, sums of squared deviations (zeros of an empty input) and number of values per channel."""
+    values = input.to(compute_dtype(input))
+    dimensions = _other_dimensions(input, channel_dim)
+    count = input.numel() // max(1, input.shape[channel_dim])
+    mean = values.sum(dimensions) / max(1, count)
+    deviations = (values - _spread(mean, input, channel_dim, mean.dtype)).square().sum(dimensions)
+    return torch.cat((mean, deviations, mean.new_full((1,), count)))
 
 
-def combine(means: Tensor, variances: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of a whole from those of its parts, [P, C], which have `counts` [P] values each.
+def combine(
+    rank_stats: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, momentum: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of the values of all ranks, whose statistics are [P, 2C + 1]; some may have none.
 
-    Parts may have no values, and their statistics are zeros, which those of a whole without values are too.
+    Running statistics move towards them, the variance towards the unbiased one, unless there are no values at all.
     """
-    weights = (counts / counts.sum().clamp(min=1)).to(means.dtype)[:, None]
-    mean = (weights * means).sum(0)
-    return mean, (weights * (variances + (means - mean).square())).sum(0)
-
-
-def joined(packets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and sum of squared deviations of every channel of a whole, and how many values it has.
-
-    `packets` [P, 2C + 1] has for each part, which may be empty, its means, sums of squared deviations and number of
-    values per channel.
-    """
-    channels = packets.shape[1] // 2
-    means, deviations, counts = packets[:, :channels], packets[:, channels:-1], packets[:, -1:]
+    channels = rank_stats.shape[1] // 2
+    means, deviations, counts = rank_stats[:, :channels], rank_stats[:, channels:-1], rank_stats[:, -1:]
     count = counts.sum()
     mean = (counts * means).sum(0) / count.clamp(min=1)
-    return mean, (deviations + counts * (means - mean).square()).sum(0), count
+    deviations = (deviations + counts * (means - mean).square()).sum(0)
+    if running_mean is not None and running_var is not None:
+        share = momentum * count.detach().clamp(max=1)
+        for running, value in ((running_mean, mean), (running_var, deviations / (count - 1).clamp(min=1))):
+            running.copy_(running.to(value.dtype).lerp(value.detach(), share))
+    return mean, deviations / count.clamp(min=1)
 
 
-def update_running(
-    running_mean: Tensor, running_var: Tensor, mean: Tensor, variance: Tensor, count: int, momentum: float
-) -> None:
-    """Moves running statistics towards those of a batch; the running variance is the unbiased one."""
-    unbiased = variance * (count / max(1, count - 1))
-    for running, value in ((running_mean, mean), (running_var, unbiased)):
-        running.copy_(running.to(value.dtype) * (1 - momentum) + value * momentum)
-
-
-def apply(
+def normalise(
     input: Tensor,
     z: Tensor | None,
     mean: Tensor,
@@ -72,62 +87,211 @@ def apply(
     spec: BatchNormSpec,
 ) -> Tensor:
     """The output in the input's dtype, given the statistics to normalise by."""
-    dtype = compute_dtype(input, weight, bias)
-    scale = (variance.to(dtype) + spec.eps).rsqrt()
-    values = (_channels_last(input, spec).to(dtype) - mean.to(dtype)) * scale
-    if weight is not None:
-        values = values * weight.to(dtype)
+    dtype, channel_dim = compute_dtype(input, weight, bias), spec.channel_dim
+    centred = input.to(dtype) - _spread(mean, input, channel_dim, dtype)
+    values = centred * _spread(_scale(variance, weight, spec.eps, dtype), input, channel_dim, dtype)
     if bias is not None:
-        values = values + bias.to(dtype)
+        values = values + _spread(bias, input, channel_dim, dtype)
     if z is not None:
-        values = values + _channels_last(z, spec).to(dtype)
+        values = values + z.to(dtype)
     if spec.relu:
         values = values.relu()
-    return _channels_back(values.to(input.dtype), spec)
+    return values.to(input.dtype)
 
 
-def sums(
-    dy: Tensor, input: Tensor, output: Tensor, mean: Tensor, variance: Tensor, spec: BatchNormSpec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What ReLU lets through of the gradient; per channel its sum and the sum of it times the normalised input."""
-    gradient = torch.where(output > 0, dy, 0) if spec.relu else dy
-    dtype = compute_dtype(dy, input)
-    wide = _channels_last(gradient, spec).to(dtype)
-    normalised = _normalised(input, mean, variance, spec, dtype)
-    dimensions = tuple(range(wide.dim() - 1))
-    return gradient, wide.sum(dimensions), (wide * normalised).sum(dimensions)
-
-
-def input_gradient(
-    gradient: Tensor,
+def gradient_sums(
+    dy: Tensor,
     input: Tensor,
+    output: Tensor | None,
     mean: Tensor,
     variance: Tensor,
     weight: Tensor | None,
-    plain: Tensor,
-    along: Tensor,
-    inverse_count: float | Tensor,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`dy` behind the ReLU mask; per channel its sum, and its sum times the normalised input.
+
+    The mask is taken from `output`; None stands for that of a norm without an addend, which is computed again.
+    """
+    dy = _masked(dy, input, output, mean, variance, weight, bias, spec)
+    dtype, channel_dim = compute_dtype(dy, input), spec.channel_dim
+    wide, dimensions = dy.to(dtype), _other_dimensions(input, channel_dim)
+    centred = input.to(dtype) - _spread(mean, input, channel_dim, dtype)
+    inverse_deviation = _scale(variance, None, spec.eps, dtype)
+    return dy, wide.sum(dimensions), (wide * centred).sum(dimensions) * inverse_deviation
+
+
+def input_gradient(
+    dy: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    sum_dy: Tensor,
+    sum_dy_xhat: Tensor | None,
+    inverse_count: float,
     spec: BatchNormSpec,
 ) -> Tensor:
-    """The input's gradient, given what ReLU let through and its sums over everything that was normalised together."""
-    dtype = compute_dtype(gradient, input, weight)
-    wide = _channels_last(gradient, spec).to(dtype)
+    """The input's gradient, given the sums over everything that was normalised together and one over its values.
+
+    Without `sum_dy_xhat`, `sum_dy` are rank statistics that were added up, which have everything.
+    """
+    dy = _masked(dy, input, output, mean, variance, weight, bias, spec)
+    dtype, channel_dim = compute_dtype(dy, input, weight), spec.channel_dim
+    scale = _scale(variance, weight, spec.eps, dtype)
+    gradient = dy.to(dtype) * _spread(scale, input, channel_dim, dtype)
     if spec.training:
-        normalised = _normalised(input, mean, variance, spec, dtype)
-        wide = wide - plain.to(dtype) * inverse_count - normalised * (along.to(dtype) * inverse_count)
-    scale = (variance.to(dtype) + spec.eps).rsqrt()
-    scale = scale if weight is None else scale * weight.to(dtype)
-    return _channels_back((wide * scale).to(input.dtype), spec)
+        if sum_dy_xhat is None:
+            sum_dy, sum_dy_xhat, count = sum_dy.split((scale.numel(), scale.numel(), 1))
+            share = scale / count.clamp(min=1).to(dtype)
+        else:
+            share = scale * inverse_count
+        slope = share * sum_dy_xhat.to(dtype) * _scale(variance, None, spec.eps, dtype)
+        gradient = gradient - _spread(share * sum_dy.to(dtype), input, channel_dim, dtype)
+        centred = input.to(dtype) - _spread(mean, input, channel_dim, dtype)
+        gradient = gradient - centred * _spread(slope, input, channel_dim, dtype)
+    return gradient.to(input.dtype)
 
 
-def _normalised(input: Tensor, mean: Tensor, variance: Tensor, spec: BatchNormSpec, dtype: torch.dtype) -> Tensor:
-    centred = _channels_last(input, spec).to(dtype) - mean.to(dtype)
-    return centred * (variance.to(dtype) + spec.eps).rsqrt()
+def gradients(
+    dy: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of input, addend, weight and bias of a norm of one process, which can be differentiated again."""
+    if spec.training:
+        mean, variance = combine(rank_statistics(input, spec.channel_dim)[None])
+    output = None if output is None else output.detach()
+    dz, sum_dy, sum_dy_xhat = gradient_sums(dy, input, output, mean, variance, weight, bias, spec)
+    inverse_count = input.shape[spec.channel_dim] / max(1, input.numel())
+    plain = spec._replace(relu=False)
+    dx = input_gradient(dz, input, None, mean, variance, weight, bias, sum_dy, sum_dy_xhat, inverse_count, plain)
+    return dx, dz, sum_dy_xhat, sum_dy
 
 
-def _channels_last(tensor: Tensor, spec: BatchNormSpec) -> Tensor:
-    return tensor if spec.channel_dim == -1 else tensor.movedim(1, -1)
+def norm(
+    input: Tensor,
+    z: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+) -> tuple[Tensor, BatchStatistics | None]:
+    """A whole norm for autograd, of inputs with one value per channel or none, which PyTorch's operator refuses too."""
+    if not spec.training:
+        assert running_mean is not None  # checked
+        assert running_var is not None
+        return normalise(input, z, running_mean, running_var, weight, bias, spec), None
+    rank_stats = rank_statistics(input, spec.channel_dim)[None]
+    mean, variance = combine(rank_stats, running_mean, running_var, spec.momentum)
+    found = BatchStatistics(mean.detach(), variance.detach(), False)
+    return normalise(input, z, mean, variance, weight, bias, spec), found
 
 
-def _channels_back(tensor: Tensor, spec: BatchNormSpec) -> Tensor:
-    return tensor if spec.channel_dim == -1 else tensor.movedim(-1, 1)
+def torch_norm(
+    input: Tensor,
+    z: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+    wanted: bool,
+) -> tuple[Tensor, BatchStatistics | None]:
+    """PyTorch's operator, which takes parameters in float32 beside any input, and in its dtype otherwise.
+
+    The statistics of the batch are None unless they are `wanted`.
+    """
+    wide = torch.promote_types(input.dtype, torch.float32)
+    values = input if spec.channel_dim == 1 else input.movedim(-1, 1)
+    rounds_within = values.is_cpu or not keeps_float32(values, spec.training)
+    if input.dtype != wide and (z is not None or (torch.is_grad_enabled() and rounds_within)):
+        plain = spec._replace(relu=False)  # rounded once, behind the sum
+        output, found = torch_norm(input.to(wide), z, running_mean, running_var, weight, bias, plain, wanted)
+        output = output.to(input.dtype)
+        return output.relu_() if spec.relu else output, found
+    weight, bias = _cast(weight, wide), _cast(bias, wide)
+    mean, variance = _cast(running_mean, wide), _cast(running_var, wide)
+    if input.dtype != wide:  # without parameters to tell, statistics would be rounded to the dtype of the input
+        weight = values.new_ones(values.shape[1], dtype=wide) if weight is None else weight
+        bias = values.new_zeros(values.shape[1], dtype=wide) if bias is None else bias
+    flags = (spec.training, spec.momentum, spec.eps, torch.backends.cudnn.enabled)
+    found = None
+    if wanted:  # what torch.batch_norm calls, which also tells the statistics of the batch
+        output, batch_mean, inverse_deviation, *_ = torch._batch_norm_impl_index(
+            values, weight, bias, mean, variance, *flags
+        )
+        found = BatchStatistics(batch_mean.detach(), inverse_deviation.detach(), True)
+    else:
+        output = torch.batch_norm(values, weight, bias, mean, variance, *flags)
+    if spec.training:
+        for running, updated in ((running_mean, mean), (running_var, variance)):
+            if running is not None and updated is not None and updated is not running:
+                running.copy_(updated)
+    # In place: no derivative of a batch norm asks for its output.
+    if z is not None:
+        output = output.add_((z if spec.channel_dim == 1 else z.movedim(-1, 1)).to(output.dtype))
+    output = output.relu_() if spec.relu else output
+    return output if spec.channel_dim == 1 else output.movedim(1, -1), found
+
+
+def keeps_float32(values: Tensor, training: bool) -> bool:
+    """Whether PyTorch's batch norm of [N, C, ...] computes all of its gradients in float32, if they are wanted.
+
+    On a GPU it does for channels-last images and where cuDNN takes them, which is in training and not for contiguous
+    bfloat16; anywhere else it rounds to half precision between the steps of the backward pass. On a CPU it does so
+    unless input and gradient are contiguous: whoever may want gradients there must give it float32.
+    """
+    if values.element_size() > 2 or not values.is_cuda:
+        return True
+    if values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last):
+        return True
+    return training and values.dtype == torch.float16 and values.dim() in (4, 5) and torch.backends.cudnn.enabled
+
+
+def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """In `dtype` and contiguous: PyTorch's backward pass on a CPU reads what lies beside a strided weight, too."""
+    return None if parameter is None else parameter.to(dtype).contiguous()
+
+
+def _masked(
+    dy: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+) -> Tensor:
+    """`dy` behind the ReLU mask, where there is ReLU."""
+    if not spec.relu:
+        return dy
+    if output is None:
+        output = normalise(input, None, mean, variance, weight, bias, spec)
+    return torch.where(output > 0, dy, 0)
+
+
+def _scale(variance: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+    """One over the standard deviation, times the weight where there is one."""
+    inverse_deviation = (variance.to(dtype) + eps).rsqrt()
+    return inverse_deviation if weight is None else inverse_deviation * weight.to(dtype)
+
+
+def _spread(parameter: Tensor, input: Tensor, channel_dim: int, dtype: torch.dtype) -> Tensor:
+    """A value for each channel, in `dtype`, as it is broadcast over the input."""
+    wide = parameter.to(dtype)
+    return wide if channel_dim == -1 else wide.view(-1, *(1,) * (input.dim() - 2))
+
+
+def _other_dimensions(input: Tensor, channel_dim: int) -> tuple[int, ...]:
+    """All dimensions but that of the channels."""
+    return tuple(range(input.dim() - 1)) if channel_dim == -1 else (0, *range(2, input.dim()))

@@ -1,0 +1,421 @@
+"""The passes of a batch norm over one process or several, without autograd: kernels or PyTorch's operators.
+
+Forward there are two, `statistics` and `normalise`, and backward two, `gradient_sums` and `input_gradient`. In between,
+the ranks of a group exchange their rank statistics, [2C + 1] values: forward means, sums of squared deviations and the
+number of values per channel, which are gathered; backward `sum_dy`, `sum_dy_xhat` and that number, which are added up.
+Statistics are mean and biased variance of every channel, in float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import _library
+from .._device import facts
+from .._tolerance import excess
+from .._workspace import partial_sums
+from . import config, reference
+from .reference import BatchNormSpec
+
+kernels = _library.LazyModule(f"{__package__}.kernels")
+
+
+class Exchange(Protocol):
+    """How the ranks of a group exchange rank statistics; None stands for a process by itself."""
+
+    @property
+    def averaged_ranks(self) -> int:
+        """The ranks over which gradients of weight and bias are averaged; 0 where they are those of this rank alone."""
+
+    def gather(self, rank_stats: Tensor) -> Tensor:
+        """The rank statistics of all ranks, [P, 2C + 1]."""
+
+    def add_up(self, rank_stats: Tensor) -> object:
+        """Makes rank statistics the sum of those of all ranks, in place."""
+
+
+def statistics(
+    input: Tensor,
+    spec: BatchNormSpec,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of every channel over all ranks, towards which running statistics move.
+
+    Nothing waits for the device.
+    """
+    running = (running_mean, running_var)
+    if exchange is None and _takes_kernels(input) and not torch.compiler.is_compiling():
+        return _combine(*_measure(_dense(input, spec.channel_dim), spec.channel_dim), *running, spec.momentum)
+    rank_stats = rank_statistics(input.detach(), spec.channel_dim)
+    all_ranks = rank_stats[None] if exchange is None else exchange.gather(rank_stats)
+    if torch.compiler.is_compiling() or not _takes_kernels(all_ranks):
+        return reference.combine(all_ranks, *running, spec.momentum)
+    ranks, pitch = all_ranks.shape
+    return _combine(all_ranks, ranks, pitch // 2, pitch, *running, spec.momentum)
+
+
+def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
+    """[2C + 1]: means, sums of squared deviations and number of values per channel of an input that may be empty."""
+    if not _takes_kernels(input):
+        return reference.rank_statistics(input, channel_dim)
+    if torch.compiler.is_compiling():
+        return torch.ops.apex.batch_norm_rank_statistics(input, channel_dim)
+    partials, programs, channels, pitch = _measure(_dense(input, channel_dim), channel_dim)
+    rank_stats = torch.empty(2 * channels + 1, dtype=torch.float32, device=input.device)
+    _launch_statistics(partials, rank_stats, None, None, None, programs, channels, pitch, 0.0)
+    return rank_stats
+
+
+def _measure(x: Tensor, channel_dim: int) -> tuple[Tensor, int, int, int]:
+    """Statistics of parts of a dense input: `partials`, how many parts, the channels, and how far parts lie apart."""
+    pace, geometry = config.FORWARD_PACE, _geometry(x, channel_dim)
+    tiles = config.tiling(geometry, pace.elements)
+    programs = config.measure_programs(tiles.units, tiles.channel_blocks, facts(x.device).multiprocessors, pace)
+    pitch = config.pitch(tiles.channels)
+    partials, _ = partial_sums(programs * pitch, x.device)
+    kernels.batch_norm_measure(
+        (programs * tiles.channel_blocks,),
+        (x, partials),
+        (*tiles.sizes, programs, pitch),
+        **tiles.constants,
+        UNROLL=pace.unroll,
+        num_warps=config.WARPS,
+    )
+    return partials, programs, tiles.channels, pitch
+
+
+def _combine(
+    partials: Tensor,
+    parts: int,
+    channels: int,
+    pitch: int,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of a whole from the statistics of its parts, towards which running ones move."""
+    mean = torch.empty(channels, dtype=torch.float32, device=partials.device)
+    variance = torch.empty_like(mean)
+    running, places = (running_mean, running_var), (_contiguous(running_mean), _contiguous(running_var))
+    _launch_statistics(partials, mean, variance, *places, parts, channels, pitch, momentum)
+    for before, after in zip(running, places, strict=True):
+        if before is not None and after is not None and after is not before:
+            before.copy_(after)
+    return mean, variance
+
+
+def _launch_statistics(partials, mean, variance, running_mean, running_var, parts, channels, pitch, momentum):  # type: ignore[no-untyped-def]
+    part_block, channel_block = config.finish_block(parts)
+    kernels.batch_norm_statistics(
+        (-(-channels // channel_block),),
+        (partials, mean, variance, running_mean, running_var),
+        (parts, channels, pitch),
+        (float(momentum),),
+        RUNNING=running_mean is not None,
+        RANK_STATS=variance is None,
+        P_BLOCK=part_block,
+        C_BLOCK=channel_block,
+        num_warps=config.FINISH_WARPS,
+    )
+
+
+def normalise(
+    input: Tensor,
+    z: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+) -> Tensor:
+    """The output, given mean and variance of every channel: those of a batch or running ones."""
+    if not _takes_kernels(input):
+        return reference.normalise(input, z, mean, variance, weight, bias, spec)
+    if torch.compiler.is_compiling():
+        flags = (spec.eps, spec.relu, spec.channel_dim)
+        return torch.ops.apex.batch_norm_normalise(input, z, mean, variance, weight, bias, *flags)
+    x = _dense(input, spec.channel_dim)
+    y = torch.empty_like(x)
+    tiles = config.tiling(_geometry(x, spec.channel_dim), config.APPLY_TILE)
+    kernels.batch_norm_apply(
+        (tiles.units * tiles.channel_blocks,),
+        (x, _like(x, z), _contiguous(weight), _contiguous(bias), mean.contiguous(), variance.contiguous(), y),
+        tiles.sizes,
+        (float(spec.eps),),
+        HAS_Z=z is not None,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        RELU=spec.relu,
+        **tiles.constants,
+        num_warps=config.WARPS,
+    )
+    return y
+
+
+def gradient_sums(
+    dy: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: BatchNormSpec,
+    *,
+    keep_dz: bool = False,
+    for_ranks: bool = False,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    """The addend's gradient with `keep_dz`, `sum_dy`, `sum_dy_xhat`, and the rank statistics of both `for_ranks`.
+
+    The addend's gradient is `dy` behind the ReLU mask. The sums are the gradients of bias and weight.
+    """
+    write_dz = keep_dz and spec.relu
+    given = (mean, variance, weight, bias)
+    if not _takes_kernels(input):
+        dz, sum_dy, sum_dy_xhat = reference.gradient_sums(dy, input, output, *given, spec)
+    elif torch.compiler.is_compiling():
+        flags = (spec.eps, spec.relu, spec.channel_dim, write_dz)
+        dz, sum_dy, sum_dy_xhat = torch.ops.apex.batch_norm_gradient_sums(dy, input, output, *given, *flags)
+        dz = dz if write_dz else dy
+    else:
+        return _launch_sums(dy, input, output, *given, spec, keep_dz, for_ranks)
+    rank_stats = (
+        torch.cat((sum_dy, sum_dy_xhat, sum_dy.new_full((1,), values_per_channel(input, spec.channel_dim))))
+        if for_ranks
+        else None
+    )
+    return dz if keep_dz else None, sum_dy, sum_dy_xhat, rank_stats
+
+
+def _launch_sums(dy, input, output, mean, variance, weight, bias, spec, keep_dz, for_ranks):  # type: ignore[no-untyped-def]
+    x = _dense(input, spec.channel_dim)
+    dy = _like(x, dy)
+    geometry = _geometry(x, spec.channel_dim)
+    pace = config.backward_pace(geometry, dy.element_size())
+    tiles = config.tiling(geometry, pace.elements)
+    programs = config.measure_programs(tiles.units, tiles.channel_blocks, facts(x.device).multiprocessors, pace)
+    channels, write_dz = tiles.channels, keep_dz and spec.relu
+    dz = torch.empty_like(dy) if write_dz else None
+    sum_dy = torch.empty(channels, dtype=torch.float32, device=x.device)
+    sum_dy_xhat = torch.empty_like(sum_dy)
+    rank_stats = torch.empty(2 * channels + 1, dtype=torch.float32, device=x.device) if for_ranks else None
+    partials, _ = partial_sums(programs * 2 * channels, x.device)
+    per_channel = (_contiguous(weight), _contiguous(bias), mean.contiguous(), variance.contiguous())
+    kernels.batch_norm_measure_backward(
+        (programs * tiles.channel_blocks,),
+        (x, dy, _like(x, output), *per_channel, dz, partials),
+        (*tiles.sizes, programs),
+        (float(spec.eps),),
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        MASK=_mask(spec, output),
+        WRITE_DZ=write_dz,
+        **tiles.constants,
+        UNROLL=pace.unroll,
+        num_warps=config.WARPS,
+    )
+    part_block, channel_block = config.finish_block(programs)
+    kernels.batch_norm_sums(
+        (-(-channels // channel_block),),
+        (partials, sum_dy, sum_dy_xhat, rank_stats),
+        (programs, channels),
+        (float(geometry.images * geometry.positions),),
+        RANK_STATS=for_ranks,
+        P_BLOCK=part_block,
+        C_BLOCK=channel_block,
+        num_warps=config.FINISH_WARPS,
+    )
+    return dy if keep_dz and not spec.relu else dz, sum_dy, sum_dy_xhat, rank_stats
+
+
+def input_gradient(
+    dy: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    sum_dy: Tensor,
+    sum_dy_xhat: Tensor | None,
+    inverse_count: float,
+    spec: BatchNormSpec,
+) -> Tensor:
+    """The input's gradient, given the sums over everything that was normalised together and one over its values.
+
+    Without `sum_dy_xhat`, `sum_dy` are the rank statistics of all ranks, added up, which have everything.
+    """
+    given = (mean, variance, weight, bias)
+    if not _takes_kernels(input):
+        return reference.input_gradient(dy, input, output, *given, sum_dy, sum_dy_xhat, inverse_count, spec)
+    if torch.compiler.is_compiling():
+        flags = (inverse_count, spec.eps, spec.training, spec.relu, spec.channel_dim)
+        return torch.ops.apex.batch_norm_input_gradient(dy, input, output, *given, sum_dy, sum_dy_xhat, *flags)
+    x = _dense(input, spec.channel_dim)
+    dx, geometry = torch.empty_like(x), _geometry(x, spec.channel_dim)
+    tiles = config.tiling(geometry, config.APPLY_BACKWARD_TILE[geometry.last])
+    per_channel = (_contiguous(weight), _contiguous(bias), mean.contiguous(), variance.contiguous())
+    kernels.batch_norm_apply_backward(
+        (tiles.units * tiles.channel_blocks,),
+        (x, _like(x, dy), _like(x, output), *per_channel, sum_dy.contiguous(), _contiguous(sum_dy_xhat), dx),
+        tiles.sizes,
+        (float(spec.eps), float(inverse_count)),
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        MASK=_mask(spec, output),
+        BATCH=spec.training,
+        RANK_STATS=sum_dy_xhat is None,
+        **tiles.constants,
+        num_warps=config.WARPS,
+    )
+    return dx
+
+
+def _mask(spec: BatchNormSpec, output: Tensor | None) -> int:
+    """Where kernels take ReLU's mask from: 0 there is none, 1 the input again, 2 the output."""
+    return 0 if not spec.relu else 1 if output is None else 2
+
+
+def _takes_kernels(input: Tensor) -> bool:
+    """Whether a pass runs as a kernel; how large the input is does not matter here."""
+    return input.numel() > 0 and _library.runs_triton(FAMILY, input)
+
+
+def values_per_channel(input: Tensor, channel_dim: int) -> int:
+    """How many values are normalised together in this process."""
+    return input.numel() // max(1, input.shape[channel_dim])
+
+
+def _geometry(x: Tensor, channel_dim: int) -> config.Geometry:
+    """How a dense tensor lies in memory."""
+    channels = x.shape[channel_dim]
+    count = x.numel() // channels
+    if channel_dim == -1 or count == x.shape[0] or not x.is_contiguous():
+        return config.Geometry(1, count, channels, True)
+    return config.Geometry(x.shape[0], count // x.shape[0], channels, False)
+
+
+def _dense(tensor: Tensor, channel_dim: int) -> Tensor:
+    """The tensor as the kernels take it: contiguous in one of the two layouts."""
+    if tensor.is_contiguous() or (
+        channel_dim == 1 and tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    ):
+        return tensor
+    if channel_dim == 1 and tensor.stride(1) == 1:
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+    return tensor.contiguous()
+
+
+def _like(x: Tensor, tensor: Tensor | None) -> Any:
+    """`tensor` in the memory layout of the dense `x`, its own dtype kept."""
+    if tensor is None or tensor.stride() == x.stride():
+        return tensor
+    return torch.empty_like(x, dtype=tensor.dtype).copy_(tensor)
+
+
+def _contiguous(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.contiguous()
+
+
+def self_check(device: torch.device) -> float:
+    """Largest error, as a multiple of its tolerance, forward and backward, in three dtypes and both layouts."""
+    shape, spec, worst = (3, 72, 9, 7), BatchNormSpec(relu=True), 0.0
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for layout in (torch.channels_last, torch.contiguous_format):
+            images = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3)]
+            x, z, dy = (image.to(dtype).to(memory_format=layout) for image in images)
+            weight, bias = (torch.rand(72, generator=generator, dtype=torch.float32, device="cpu") + 0.5 for _ in "wb")
+            for addend in (z, None):
+                worst = max(worst, _largest_error((x, addend, dy, weight, bias), spec, device))
+    return worst
+
+
+def _largest_error(tensors: tuple[Tensor | None, ...], spec: BatchNormSpec, device: torch.device) -> float:
+    x, z, dy, weight, bias = _unless_none(tensors, lambda each: each.to(device))
+    mean, variance = statistics(x, spec)
+    y = normalise(x, z, mean, variance, weight, bias, spec)
+    given = (mean, variance, weight, bias)
+    dz, dbias, dweight, _ = gradient_sums(dy, x, None if z is None else y, *given, spec, keep_dz=z is not None)
+    count = values_per_channel(x, spec.channel_dim)
+    masked, plain = (dy, spec) if dz is None else (dz, spec._replace(relu=False))
+    dx = input_gradient(masked, x, None, *given, dbias, dweight, 1 / count, plain)
+    x, z, gradient, weight, bias = _unless_none(tensors, Tensor.double)
+    exact = reference.combine(reference.rank_statistics(x, spec.channel_dim)[None])
+    right = reference.gradients(gradient, x, y.cpu(), *exact, weight, bias, spec)
+    pairs = [(y, reference.normalise(x, z, *exact, weight, bias, spec), 1), (dx, right[0], 1)]
+    pairs += [(dweight, right[2], count), (dbias, right[3], count)] + ([] if dz is None else [(dz, right[1], 1)])
+    return max(excess(actual.cpu(), wanted, reduction=terms) for actual, wanted, terms in pairs)
+
+
+def _unless_none(tensors: tuple[Tensor | None, ...], change: Callable[[Tensor], Tensor]) -> Any:
+    return [None if each is None else change(each) for each in tensors]
+
+
+FAMILY = _library.register_family(
+    _library.OpFamily(
+        "batch_norm",
+        "batch norm with an addend and ReLU, in both layouts",
+        self_check,
+        small_inputs=f"PyTorch's operators below {config.NATIVE_BELOW:,} elements, but for halves with an addend, and "
+        "mostly without an addend or ReLU",
+    )
+)
+
+
+# What torch.compile puts into a graph in place of launches. Results are laid out as PyTorch would lay out the input.
+def _normalise(input, z, mean, variance, weight, bias, eps, relu, channel_dim):  # type: ignore[no-untyped-def]
+    spec = BatchNormSpec(eps, relu=relu, channel_dim=channel_dim)
+    return _like(torch.empty_like(input), normalise(input, z, mean, variance, weight, bias, spec))
+
+
+def _gradient_sums(dy, input, output, mean, variance, weight, bias, eps, relu, channel_dim, write_dz):  # type: ignore[no-untyped-def]
+    spec = BatchNormSpec(eps, relu=relu, channel_dim=channel_dim)
+    tensors = (dy, input, output, mean, variance, weight, bias, spec)
+    dz, sum_dy, sum_dy_xhat, _ = gradient_sums(*tensors, keep_dz=write_dz)
+    return dy.new_empty(0) if dz is None else _like(torch.empty_like(input), dz), sum_dy, sum_dy_xhat
+
+
+def _gradient_sums_fake(dy, input, output, mean, variance, weight, bias, eps, relu, channel_dim, write_dz):  # type: ignore[no-untyped-def]
+    dz = torch.empty_like(input, dtype=dy.dtype) if write_dz else dy.new_empty(0)
+    sum_dy = torch.empty_like(mean, dtype=reference.compute_dtype(dy, input))
+    return dz, sum_dy, torch.empty_like(sum_dy)
+
+
+def _input_gradient(dy, input, output, mean, variance, weight, bias, sum_dy, sum_dy_xhat, inverse_count, *flags):  # type: ignore[no-untyped-def]
+    eps, training, relu, channel_dim = flags
+    spec = BatchNormSpec(eps, 0.0, training, relu, channel_dim)
+    given = (mean, variance, weight, bias, sum_dy, sum_dy_xhat, inverse_count, spec)
+    return _like(torch.empty_like(input), input_gradient(dy, input, output, *given))
+
+
+_library.register_op(
+    "batch_norm_rank_statistics(Tensor input, int channel_dim) -> Tensor",
+    rank_statistics,
+    lambda input, channel_dim: input.new_empty(2 * input.shape[channel_dim] + 1, dtype=reference.compute_dtype(input)),
+)
+_library.register_op(
+    "batch_norm_normalise(Tensor input, Tensor? z, Tensor mean, Tensor variance, Tensor? weight, Tensor? bias, "
+    "float eps, bool relu, int channel_dim) -> Tensor",
+    _normalise,
+    lambda input, *_: torch.empty_like(input),
+)
+_library.register_op(
+    "batch_norm_gradient_sums(Tensor dy, Tensor input, Tensor? output, Tensor mean, Tensor variance, Tensor? weight, "
+    "Tensor? bias, float eps, bool relu, int channel_dim, bool write_dz) -> (Tensor, Tensor, Tensor)",
+    _gradient_sums,
+    _gradient_sums_fake,
+)
+_library.register_op(
+    "batch_norm_input_gradient(Tensor dy, Tensor input, Tensor? output, Tensor mean, Tensor variance, Tensor? weight, "
+    "Tensor? bias, Tensor sum_dy, Tensor? sum_dy_xhat, float inverse_count, float eps, bool training, bool relu, "
+    "int channel_dim) -> Tensor",
+    _input_gradient,
+    lambda dy, input, *_: torch.empty_like(input),
+)
