@@ -299,8 +299,3 @@ def once_differentiable(backward: Callable) -> Callable:
         return once(ctx, *gradients)
 
     return wrapper
-
-
-def none_if_empty(gradient: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """An operator must return a tensor; an empty one stands for the gradient of nothing."""
-    return None if parameter is None or gradient.numel() != parameter.numel() else gradient

@@ -31,12 +31,13 @@ class Tile(NamedTuple):
 def tile(tokens: int, heads: int, channels: int, itemsize: int, device: DeviceFacts, *, is_image: bool = False) -> Tile:
     row = next_power_of_2(channels)
     rows = max(1, TILE_BYTES // (row * itemsize))
+    most_tokens = min(rows, next_power_of_2(tokens))
     # With fewer angles than threads Triton lets every thread compute all that it needs: 129 where 72 is possible.
-    tokens_per_tile = min(rows, next_power_of_2(tokens), -(-THREADS // row))
+    tokens_per_tile = min(most_tokens, -(-THREADS // row))
     # A power of two that divides the heads, unless that leaves next to nothing of them.
     divisor = heads & -heads
     per_tile = min(rows // tokens_per_tile, divisor if divisor >= 4 else next_power_of_2(heads))
-    tokens_per_tile = min(rows // per_tile, next_power_of_2(tokens))
+    tokens_per_tile = min(rows // per_tile, most_tokens)
     most = IMAGE_THREADS if is_image else THREADS
     threads = min(most, max(device.warp_size, tokens_per_tile * min(row, per_tile * row * itemsize // 32)))
     full = tokens % tokens_per_tile == 0 and heads % per_tile == 0

@@ -41,44 +41,38 @@ def _look_up(table, table_across, offset, known, chunk, POSITIONS: tl.constexpr)
 
 
 @triton.jit
-def rope(
+def _rotate(
     input,
     output,
-    cosines,
-    sines,
-    cosines_across,
-    sines_across,
-    cu_seqlens,
-    tokens,
-    table_rows,
-    sequences_or_width,
-    search_steps,
+    tables,
+    sizes,
     first_program,
-    batch,
-    heads,
-    token_stride,
-    batch_stride,
-    head_stride,
-    channel_stride,
-    out_token_stride,
-    out_batch_stride,
-    out_head_stride,
-    POSITIONS: tl.constexpr,
-    FROM_ANGLES: tl.constexpr,
-    INVERSE: tl.constexpr,
-    ROTATED: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNKS_BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    FULL: tl.constexpr,
-    UNIT: tl.constexpr,
+    own_sizes,
+    strides,
+    out_strides,
+    CHANNELS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Rotates one tile. FULL: no token and no head needs a mask. UNIT: what strides are counted in."""
+    """Rotates one tile of a tensor whose programs begin with `first_program`."""
+    cosines, sines, cosines_across, sines_across, cu_seqlens = tables
+    tokens, table_rows, sequences_or_width, search_steps = sizes
+    batch, heads = own_sizes
+    token_stride, batch_stride, head_stride, channel_stride = strides
+    out_token_stride, out_batch_stride, out_head_stride = out_strides
+    POSITIONS: tl.constexpr = CHANNELS[0]
+    FROM_ANGLES: tl.constexpr = CHANNELS[1]
+    INVERSE: tl.constexpr = CHANNELS[2]
+    ROTATED: tl.constexpr = CHANNELS[3]
+    CHUNKS: tl.constexpr = CHANNELS[4]
+    CHUNKS_BLOCK: tl.constexpr = CHANNELS[5]
+    HALF: tl.constexpr = CHANNELS[6]
+    BLOCK: tl.constexpr = CHANNELS[7]
+    REST: tl.constexpr = CHANNELS[8]
+    REST_BLOCK: tl.constexpr = CHANNELS[9]
+    TOKENS: tl.constexpr = TILE[0]
+    HEADS: tl.constexpr = TILE[1]
+    FULL: tl.constexpr = TILE[2]  # no token and no head needs a mask
+    UNIT: tl.constexpr = TILE[3]  # what strides are counted in
     program = tl.program_id(0) - first_program
     head_blocks = tl.cdiv(heads, HEADS)
     token_block = program // (head_blocks * batch)
@@ -167,7 +161,38 @@ def rope(
     tl.store(target + here, result.to(output.dtype.element_ty), mask=mask)
 
 
-rope_one = kernel(rope)
+@kernel
+@triton.jit
+def rope(
+    input,
+    output,
+    cosines,
+    sines,
+    cosines_across,
+    sines_across,
+    cu_seqlens,
+    tokens,
+    table_rows,
+    sequences_or_width,
+    search_steps,
+    batch,
+    heads,
+    token_stride,
+    batch_stride,
+    head_stride,
+    channel_stride,
+    out_token_stride,
+    out_batch_stride,
+    out_head_stride,
+    CHANNELS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One tensor."""
+    tables = (cosines, sines, cosines_across, sines_across, cu_seqlens)
+    sizes = (tokens, table_rows, sequences_or_width, search_steps)
+    strides = (token_stride, batch_stride, head_stride, channel_stride)
+    out_strides = (out_token_stride, out_batch_stride, out_head_stride)
+    _rotate(input, output, tables, sizes, 0, (batch, heads), strides, out_strides, CHANNELS, TILE)
 
 
 @kernel
@@ -205,99 +230,20 @@ def rope_pair(
     key_out_token_stride,
     key_out_batch_stride,
     key_out_head_stride,
-    POSITIONS: tl.constexpr,
-    FROM_ANGLES: tl.constexpr,
-    INVERSE: tl.constexpr,
-    ROTATED: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNKS_BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    QUERY_TOKENS: tl.constexpr,
-    QUERY_HEADS: tl.constexpr,
-    QUERY_FULL: tl.constexpr,
-    QUERY_UNIT: tl.constexpr,
-    KEY_TOKENS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY_FULL: tl.constexpr,
-    KEY_UNIT: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
 ):
     """A query by the first `query_programs` programs, a key by the others."""
+    tables = (cosines, sines, cosines_across, sines_across, cu_seqlens)
+    sizes = (tokens, table_rows, sequences_or_width, search_steps)
+    query_sizes = (query_batch, query_heads)
+    query_strides = (query_token_stride, query_batch_stride, query_head_stride, query_channel_stride)
+    query_out = (query_out_token_stride, query_out_batch_stride, query_out_head_stride)
+    key_sizes = (key_batch, key_heads)
+    key_strides = (key_token_stride, key_batch_stride, key_head_stride, key_channel_stride)
+    key_out = (key_out_token_stride, key_out_batch_stride, key_out_head_stride)
     if tl.program_id(0) < query_programs:
-        rope(
-            query,
-            query_output,
-            cosines,
-            sines,
-            cosines_across,
-            sines_across,
-            cu_seqlens,
-            tokens,
-            table_rows,
-            sequences_or_width,
-            search_steps,
-            0,
-            query_batch,
-            query_heads,
-            query_token_stride,
-            query_batch_stride,
-            query_head_stride,
-            query_channel_stride,
-            query_out_token_stride,
-            query_out_batch_stride,
-            query_out_head_stride,
-            POSITIONS,
-            FROM_ANGLES,
-            INVERSE,
-            ROTATED,
-            CHUNKS,
-            CHUNKS_BLOCK,
-            HALF,
-            BLOCK,
-            REST,
-            REST_BLOCK,
-            QUERY_TOKENS,
-            QUERY_HEADS,
-            QUERY_FULL,
-            QUERY_UNIT,
-        )
+        _rotate(query, query_output, tables, sizes, 0, query_sizes, query_strides, query_out, CHANNELS, QUERY_TILE)
     else:
-        rope(
-            key,
-            key_output,
-            cosines,
-            sines,
-            cosines_across,
-            sines_across,
-            cu_seqlens,
-            tokens,
-            table_rows,
-            sequences_or_width,
-            search_steps,
-            query_programs,
-            key_batch,
-            key_heads,
-            key_token_stride,
-            key_batch_stride,
-            key_head_stride,
-            key_channel_stride,
-            key_out_token_stride,
-            key_out_batch_stride,
-            key_out_head_stride,
-            POSITIONS,
-            FROM_ANGLES,
-            INVERSE,
-            ROTATED,
-            CHUNKS,
-            CHUNKS_BLOCK,
-            HALF,
-            BLOCK,
-            REST,
-            REST_BLOCK,
-            KEY_TOKENS,
-            KEY_HEADS,
-            KEY_FULL,
-            KEY_UNIT,
-        )
+        _rotate(key, key_output, tables, sizes, query_programs, key_sizes, key_strides, key_out, CHANNELS, KEY_TILE)

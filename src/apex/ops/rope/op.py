@@ -84,7 +84,8 @@ def _arguments(
 
 def rotate(t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
     """The rotation of `t`, differentiable with respect to it as often as you like."""
-    check_tensors(t=t)
+    if not isinstance(t, Tensor):
+        check_tensors(t=t)
     return _rotate((t,), tables, spec, cu_seqlens)[0]
 
 
@@ -251,50 +252,35 @@ def launch(
     # What is copied goes with what is rotated where it comes in chunks of the same size.
     chunks = turned if channels % half else channels // half
     rest = channels - chunks * half
-    constants = {
-        "POSITIONS": _POSITIONS.get(layout, "index"),
-        "FROM_ANGLES": len(tables) == 1,
-        "INVERSE": spec.inverse,
-        "ROTATED": turned,
-        "CHUNKS": chunks,
-        "CHUNKS_BLOCK": next_power_of_2(chunks),
-        "HALF": half,
-        "BLOCK": next_power_of_2(half),
-        "REST": rest,
-        "REST_BLOCK": next_power_of_2(rest) if rest else 0,
-    }
+    # CHANNELS of the kernels.
+    constants = (
+        _POSITIONS.get(layout, "index"),
+        len(tables) == 1,
+        spec.inverse,
+        turned,
+        chunks,
+        next_power_of_2(chunks),
+        half,
+        next_power_of_2(half),
+        rest,
+        next_power_of_2(rest) if rest else 0,
+    )
     edges = spec.width if cu_seqlens is None else cu_seqlens.shape[0] - 1
     sizes = (first.shape[DIMENSIONS[layout][0]], tables[0].numel() // rotated, edges, edges.bit_length())
     given = (*tensors, *outputs, *tables, *_ABSENT[len(tables)], cu_seqlens)
-    programs, numbers, tile, unit = _side(first, outputs[0], layout, device)
+    programs, side, tile, num_warps = _side(first, outputs[0], layout, device)
     if len(tensors) == 1:
-        kernels.rope_one(
-            (programs,),
-            given,
-            (*sizes, 0, *numbers),
-            **constants,
-            TOKENS=tile.tokens,
-            HEADS=tile.heads,
-            FULL=tile.full,
-            UNIT=unit,
-            num_warps=tile.num_warps,
-        )
+        kernels.rope((programs,), given, (*sizes, *side), CHANNELS=constants, TILE=tile, num_warps=num_warps)
         return outputs
-    key_programs, key_numbers, key_tile, key_unit = _side(tensors[1], outputs[1], layout, device)
+    key_programs, key_side, key_tile, key_warps = _side(tensors[1], outputs[1], layout, device)
     kernels.rope_pair(
         (programs + key_programs,),
         given,
-        (*sizes, programs, *numbers, *key_numbers),
-        **constants,
-        QUERY_TOKENS=tile.tokens,
-        QUERY_HEADS=tile.heads,
-        QUERY_FULL=tile.full,
-        QUERY_UNIT=unit,
-        KEY_TOKENS=key_tile.tokens,
-        KEY_HEADS=key_tile.heads,
-        KEY_FULL=key_tile.full,
-        KEY_UNIT=key_unit,
-        num_warps=max(tile.num_warps, key_tile.num_warps),
+        (*sizes, programs, *side, *key_side),
+        CHANNELS=constants,
+        QUERY_TILE=tile,
+        KEY_TILE=key_tile,
+        num_warps=max(num_warps, key_warps),
     )
     return outputs
 
@@ -307,8 +293,10 @@ def _kernel_tables(tables: Sequence[Tensor]) -> list[Tensor]:
     return [table.contiguous() for table in tables]
 
 
-def _side(t: Tensor, output: Tensor, layout: str, device: DeviceFacts) -> tuple[int, tuple[int, ...], config.Tile, int]:
-    """Of one tensor of a launch: programs, sizes and strides in kernel order, tile, and what strides are counted in."""
+def _side(
+    t: Tensor, output: Tensor, layout: str, device: DeviceFacts
+) -> tuple[int, tuple[int, ...], tuple[int, int, bool, int], int]:
+    """Of one tensor of a launch: programs, its sizes and strides in kernel order, TILE of the kernels, and warps."""
     token_dim, batch_dim, head_dim = DIMENSIONS[layout]
     shape, strides, out_strides = t.shape, t.stride(), output.stride()
     tokens, heads = shape[token_dim], shape[head_dim]
@@ -327,7 +315,8 @@ def _side(t: Tensor, output: Tensor, layout: str, device: DeviceFacts) -> tuple[
     target = (out_strides[token_dim], out_batch_stride, out_head_stride)
     unit, counted = config.strides_in_units((*source, *target))
     programs = -(-tokens // tile.tokens) * batch * -(-heads // tile.heads)
-    return programs, (batch, heads, *counted[:3], strides[-1], *counted[3:]), tile, unit
+    side = (batch, heads, *counted[:3], strides[-1], *counted[3:])
+    return programs, side, (tile.tokens, tile.heads, tile.full, unit), tile.num_warps
 
 
 def _empty_result(t: Tensor, swap_memory: bool) -> Tensor:
@@ -364,15 +353,16 @@ def forward_and_save(
 def backward_from_saved(ctx: Any, *gradients: Tensor | None) -> list[Tensor | None]:
     """The backward of such a Function: gradients laid out in memory as the inputs were; None gives None."""
     cu_seqlens, *tables = ctx.saved_tensors
+    rotate = _rotate if torch.is_grad_enabled() or torch.compiler.is_compiling() else _run
+    if len(gradients) == 1 and gradients[0] is not None:
+        return list(rotate((gradients[0],), tables, ctx.specs[0], cu_seqlens))
     places = [place for place, gradient in enumerate(gradients) if gradient is not None]
     found: list[Tensor | None] = [None] * len(gradients)
     # Together, unless they shall lie in memory differently.
     alike = all(ctx.specs[place] == ctx.specs[places[0]] for place in places)
-    differentiable = torch.is_grad_enabled() or torch.compiler.is_compiling()
     for group in [places] if places and alike else [[place] for place in places]:
         given: list[Any] = [gradients[place] for place in group]
-        rotated = (_rotate if differentiable else _run)(given, tables, ctx.specs[group[0]], cu_seqlens)
-        for place, gradient in zip(group, rotated, strict=True):
+        for place, gradient in zip(group, rotate(given, tables, ctx.specs[group[0]], cu_seqlens), strict=True):
             found[place] = gradient
     return found
 
@@ -386,7 +376,9 @@ class _RotateFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[override]
         wanted = ctx.needs_input_grad[3:]
-        found = backward_from_saved(ctx, *[g if needed else None for g, needed in zip(gradients, wanted, strict=False)])
+        if len(gradients) == 2:
+            gradients = tuple([g if needed else None for g, needed in zip(gradients, wanted, strict=False)])
+        found = backward_from_saved(ctx, *gradients)
         return (None, None, None, *found, *(None,) * (len(wanted) - len(found)))
 
 
