@@ -103,6 +103,7 @@ def test_integers_given_for_floats_are_made_floats(monkeypatch: pytest.MonkeyPat
 @pytest.mark.gpu
 def test_an_integer_eps_is_not_that_of_the_next_call() -> None:
     x = torch.randn(64, 1000, device="cuda")
+    _import_norm_kernels()
     with _library.implementation("triton"):
         KERNELS["norm_forward_rows"]._launches.clear()
         for eps in (1, 2, 1e-5, 0):
@@ -128,6 +129,7 @@ def test_facts_of_a_gpu() -> None:
 @pytest.mark.gpu
 def test_the_cached_path_gives_the_same_bits_as_the_first_launch() -> None:
     x = torch.randn(64, 1000, device="cuda")
+    _import_norm_kernels()
     with _library.implementation("triton"):
         KERNELS["norm_forward_rows"]._launches.clear()
         results = [norm.rms_norm(x, 1000) for _ in range(3)]

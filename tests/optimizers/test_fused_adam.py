@@ -377,6 +377,8 @@ def test_grad_scaler_does_not_wait_for_the_gpu() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_grad_scaler_passed_to_the_step(dtype: torch.dtype, route: Route) -> None:
     """As upstream's step takes it. The update has more digits than the gradient that the scale was taken out of."""
+    if dtype == torch.bfloat16 and route.device == "cuda":
+        pytest.skip("PyTorch's GradScaler itself takes no bfloat16 gradients on a GPU")
     param = torch.nn.Parameter(torch.ones(9, dtype=dtype, device=route.device))
     optimizer = FusedAdam([param], lr=0.5, eps=1e-8)
     scaler = torch.amp.GradScaler(route.device, init_scale=2.0**20)
