@@ -55,7 +55,7 @@ class AmpState:
 
 _amp_state = AmpState()
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def masters_on_every_rank(params: Iterable[Tensor], broadcast: Callable[[list[Te
     """
     known = _amp_state.masters
     params = list(params) if hasattr(_amp_state, "opt_properties") else []
-    without = [p for p in params if p.dtype in _HALF and not isinstance(known.get(p), torch.nn.Parameter)]
+    without = [p for p in params if p.dtype in HALF and not isinstance(known.get(p), torch.nn.Parameter)]
     if without:
         flags = torch.tensor([param in known for param in without], dtype=torch.uint8, device=without[0].device)
         broadcast([flags])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _casting
-from ._amp_state import _amp_state, warn_or_err, with_digits_of
+from ._amp_state import HALF, _amp_state, warn_or_err, with_digits_of
 from ._checks import checked_optimizers
 from ._models import dtype_before, prepare_model, release_model
 from ._nested import applier, to_type
@@ -23,8 +23,6 @@ from ._process_optimizer import (
 from ._rollback import unchanged_on_failure
 
 __all__ = ["applier", "initialize_models_and_optimizers", "release", "release_all", "to_type"]
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def initialize_models_and_optimizers(

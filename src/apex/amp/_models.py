@@ -17,11 +17,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _casting
-from ._amp_state import _amp_state
+from ._amp_state import HALF, _amp_state
 from ._nested import applier, to_type
 from ._state_dicts import keep_state_dict_in_float32
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ..ops.multi_tensor import scale, zero
 from . import _casting
-from ._amp_state import _amp_state, with_digits_of
+from ._amp_state import HALF, _amp_state, with_digits_of
 from ._combined import CombinedGradients
 from ._combined_ddp import CombinedReduction
 from ._reports import names_of_parameters
 from ._stash import (
-    HALF,
     AmpOptimizerState,
     Counted,
     adopt_changes,

@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..ops.multi_tensor import scale
-from ._amp_state import _amp_state, with_digits_of
+from ._amp_state import HALF, _amp_state, with_digits_of
 from ._nested import applier
 from .scaler import LossScaler
 
 if TYPE_CHECKING:
     from ._combined import CombinedGradients
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 class AmpOptimizerState:

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._amp_state import _amp_state, with_digits_of
-
-HALF = (torch.float16, torch.bfloat16)
+from ._amp_state import HALF, _amp_state, with_digits_of
 
 
 def keep_state_dict_in_float32(model: nn.Module) -> Callable[[nn.Module], None]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from . import _casting, utils
+from ._amp_state import HALF
 from .amp import _is_of_torch, _tensors_of, _widest
 
-_LOW = (torch.float16, torch.bfloat16)
 _Arguments = tuple[Any, dict[str, Any]]
 
 
@@ -96,7 +96,7 @@ def _refuse(mod: Any, fn: str, handle: Any, message: str, first_only: bool) -> N
         return
 
     def check(args: Any, kwargs: dict[str, Any]) -> _Arguments:
-        if any(tensor.dtype in _LOW for tensor in _tensors_of(args[:1] if first_only else (args, kwargs))):
+        if any(tensor.dtype in HALF for tensor in _tensors_of(args[:1] if first_only else (args, kwargs))):
             raise NotImplementedError(message)
         return args, kwargs
 

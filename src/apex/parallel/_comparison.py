@@ -30,14 +30,14 @@ def check_same_everywhere(
     described = [(name, tuple(param.shape), str(param.dtype), param.requires_grad) for name, param in named_params]
     elements = sum(param.numel() for _, param in named_params)
     facts = [len(described), elements, zlib.crc32(repr((described, options)).encode())]
-    found = _gathered(facts, named_params[0][1].device, what, group)
+    found = gathered(torch.tensor(facts, dtype=torch.int64, device=named_params[0][1].device), what, group)
     other = next((index for index, each in enumerate(found) if each != found[0]), None)
     if other is None:
         return
     everything: list[Any] = [None] * len(found)
     with explained(f"comparing the {what} of all ranks"):
         dist.all_gather_object(everything, (described, options), group=group)
-    ranks = _ranks(group)
+    ranks = ranks_of(group)
     raise RuntimeError(
         f"the {what} of rank {ranks[0]} and rank {ranks[other]} differ: {found[0][0]} parameters with {found[0][1]} "
         f"elements, and {found[other][0]} with {found[other][1]}. "
@@ -70,14 +70,14 @@ def check_same_order(named_params: Sequence[tuple[str, Tensor]], what: str, grou
         return
     mine = torch.stack([checksum(param) for _, param in named_params])
     first = mine.clone()
-    ranks = _ranks(group)
+    ranks = ranks_of(group)
     with explained(f"comparing the {what} of all ranks"):
         dist.broadcast(first, ranks[0], group=group)
     here, there = mine.tolist(), first.tolist()
     place = -1
     if here != there and sorted(here) == sorted(there):
         place = next(index for index, value in enumerate(here) if value != there[index])
-    for rank, (found,) in zip(ranks, _gathered([place], mine.device, what, group), strict=True):
+    for rank, (found,) in zip(ranks, gathered(mine.new_tensor([place]), what, group), strict=True):
         if found >= 0:
             raise RuntimeError(
                 f"the {what} of rank {ranks[0]} and rank {rank} have the same parameters in another order: what is "
@@ -85,15 +85,16 @@ def check_same_order(named_params: Sequence[tuple[str, Tensor]], what: str, grou
             )
 
 
-def _gathered(facts: Sequence[int], device: torch.device, what: str, group: Any) -> list[list[int]]:
-    mine = torch.tensor(facts, dtype=torch.int64, device=device)
+def gathered(mine: Tensor, what: str, group: Any) -> list[list[int]]:
+    """The integers of every process of a group, by rank in it; `what` is said to be compared if that fails."""
     everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     with explained(f"comparing the {what} of all ranks"):
         dist.all_gather(everywhere, mine, group=group)
     return [each.tolist() for each in everywhere]
 
 
-def _ranks(group: Any) -> list[int]:
+def ranks_of(group: Any) -> list[int]:
+    """The ranks of a group's processes; of all for None."""
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 

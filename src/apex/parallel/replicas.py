@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._failures import explained
 from ..ops._transfer import HOST
-from ._comparison import checksum
+from ._comparison import checksum, gathered, ranks_of
 from .distributed import DistributedDataParallel
 
 
@@ -39,7 +39,7 @@ def check_replicas(
     _check_names(named, group)
     problems = [
         f"{name} ({_odd_ones(different)})"
-        for name, values in zip(names, zip(*_gathered(_checksums(named), group), strict=True), strict=True)
+        for name, values in zip(names, zip(*gathered(_checksums(named), "replicas", group), strict=True), strict=True)
         if (different := _different(list(values), group))
     ]
     if problems:
@@ -122,12 +122,13 @@ def _check_names(named: list[tuple[str, Any]], group: dist.ProcessGroup | None) 
     described = [
         f"{name} {value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else name for name, value in named
     ]
-    facts = [len(named), zlib.crc32(repr(described).encode())]
-    different = _different(_gathered(torch.tensor(facts, dtype=torch.int64, device=_device_of(named)), group), group)
+    numbers = [len(named), zlib.crc32(repr(described).encode())]
+    facts = torch.tensor(numbers, dtype=torch.int64, device=_device_of(named))
+    different = _different(gathered(facts, "replicas", group), group)
     if not different:
         return
     everywhere: list[Any] = [None] * dist.get_world_size(group)
-    with explained("comparing replicas"):
+    with explained("comparing the replicas of all ranks"):
         dist.all_gather_object(everywhere, described, group=group)
     common = set.intersection(*map(set, everywhere))
     rest = list(dict.fromkeys(name for each in everywhere for name in each if name not in common))
@@ -156,20 +157,12 @@ def _checksums(named: list[tuple[str, Any]]) -> Tensor:
     return found
 
 
-def _gathered(mine: Tensor, group: dist.ProcessGroup | None) -> list[list[int]]:
-    everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    with explained("comparing replicas"):
-        dist.all_gather(everywhere, mine, group=group)
-    return [each.tolist() for each in everywhere]
-
-
 def _different(values: list[Any], group: dist.ProcessGroup | None) -> list[int]:
     """The ranks that have another value than most, or than the first of those that as many have."""
     if values.count(values[0]) == len(values):
         return []
     usual = max(values, key=values.count)
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    return [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
+    return [rank for rank, value in zip(ranks_of(group), values, strict=True) if value != usual]
 
 
 def _odd_ones(ranks: list[int]) -> str:

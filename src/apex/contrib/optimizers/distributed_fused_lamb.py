@@ -12,7 +12,6 @@ from torch import Tensor
 from ..._env import processes_on_machine
 from ...optimizers._buckets import check_parameter
 from ...optimizers._checks import check_options
-from ...parallel._flat import broadcast_from_first
 from ._lamb import state as states
 from ._lamb.communicators import make_communicators, processes_of_machine, processes_that_divide
 from ._lamb.reductions import Reductions
@@ -20,7 +19,7 @@ from ._lamb.shards import Shards, make_arena
 from ._lamb.update import Owned, Update
 from ._zero import formats
 from ._zero.collectives import all_reduce
-from ._zero.groups import check_parameters
+from ._zero.groups import take_params_of_first
 from ._zero.hooks import Listener
 from ._zero.parameters import ParameterSync
 
@@ -189,16 +188,12 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
                 raise
             self._listener.listen(self.parameters())
 
-    @torch.no_grad()
     def _take_params_of_first(self, first: int) -> None:
-        """Gives the parameters of groups from `first` on the values of the first process, if all have the same ones."""
-        if self._groups.is_one:
-            return
-        groups = self.param_groups[first:]
-        params = [param for group in groups for param in group["params"]]
-        order = self._param_order and [self._param_order.get(param) for param in params]
-        check_parameters(self.param_groups, first, self._groups.process_group, (self._num_buckets, order))
-        broadcast_from_first(params, self._groups.process_group)
+        if not self._groups.is_one:
+            params = (param for group in self.param_groups[first:] for param in group["params"])
+            order = self._param_order and [self._param_order.get(param) for param in params]
+            options = (self._num_buckets, order)
+            take_params_of_first(self.param_groups, first, self._groups.process_group, options)
 
     @torch.no_grad()
     def _prepare(self) -> Reductions:

@@ -7,9 +7,11 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from ....parallel._comparison import check_same_everywhere, check_same_order
+from ....parallel._flat import broadcast_from_first
 
 # By world group: optimizers share it, because a communicator takes memory on every device.
 _own: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -75,11 +77,13 @@ class Groups:
         return self.size == 1
 
 
-def check_parameters(param_groups: Sequence[dict[str, Any]], first: int, processes: Any, options: Any) -> None:
-    """Raises, in all processes, unless they have the same parameters in the same order, in groups from `first` on.
+@torch.no_grad()
+def take_params_of_first(param_groups: Sequence[dict[str, Any]], first: int, processes: Any, options: Any) -> None:
+    """Gives the parameters of groups from `first` on the values that the first process has.
 
-    What each owns and sends follows from that order, and from `options`. Parameters that were given with names are
-    compared by them; others by shapes, and by their values where processes start with the same.
+    Raises, in all processes, unless they have the same parameters in the same order: what each owns and sends follows
+    from that order, and from `options`. Parameters that were given with names are compared by them; others by shapes,
+    and by their values where processes start with the same.
     """
     named = []
     for number, group in enumerate(param_groups[first:], first):
@@ -88,3 +92,4 @@ def check_parameters(param_groups: Sequence[dict[str, Any]], first: int, process
             named.append((f"{name!r} ({index} of group {number})" if name else f"{index} of group {number}", param))
     check_same_everywhere(named, "optimizers", processes, options)
     check_same_order(named, "optimizers", processes)
+    broadcast_from_first([param for _, param in named], processes)

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from ....ops.multi_tensor import Lists
 from ....optimizers._checks import check_options
-from ....parallel._flat import broadcast_from_first
 from .arena import Arena, Dtypes
 from .buffers import allocator
 from .gradients import GradientSync
-from .groups import Groups, check_parameters
+from .groups import Groups, take_params_of_first
 from .hooks import Listener
 from .layout import check_fill
 from .norms import Norms
@@ -157,13 +156,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self._places:
                 self.init_params()  # now, while processes are at the same place
 
-    @torch.no_grad()
     def _take_params_of_root(self, first: int) -> None:
-        """Gives the parameters of groups from `first` on the values of the first process, if all have the same ones."""
         if not self._groups.is_one:
-            check_parameters(self.param_groups, first, self.process_group, (self.bucket_cap_mb, self._dtypes))
-            params = itertools.chain.from_iterable(group["params"] for group in self.param_groups[first:])
-            broadcast_from_first(params, self.process_group)
+            take_params_of_first(self.param_groups, first, self.process_group, (self.bucket_cap_mb, self._dtypes))
 
     def init_params(
         self,
