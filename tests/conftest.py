@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from apex.ops import _results
-
 from . import quick_interpreter
 
 GPU = torch.cuda.is_available()
@@ -55,9 +53,8 @@ def _fresh_seed() -> None:
 
 
 @pytest.fixture
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def poisoned_memory() -> Iterator[None]:
     """Uninitialised memory holds NaN, so that an element nobody wrote or a read out of bounds shows."""
-    monkeypatch.setattr(_results, "_quick", None)  # it would not be filled
     torch.use_deterministic_algorithms(True, warn_only=True)
     previous = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _plans
-
 # On a CPU PyTorch 2.6 rounds the sums of a softmax's backward pass, attention's too, to half precision.
 SOFTMAX_SUMS_IN_HALF = torch.__version__ < "2.7"
 
@@ -97,9 +95,7 @@ def pretend(other: DeviceFacts) -> Iterator[None]:
     """Lets launch rules plan for another device, for compiling kernels where that device is absent."""
     global _pretended
     previous, _pretended = _pretended, other
-    _plans.forget()
     try:
         yield
     finally:
         _pretended = previous
-        _plans.forget()

@@ -21,13 +21,14 @@ import torch
 from torch.autograd import forward_ad
 
 from .. import _env
-from . import _plans
 
 logger = logging.getLogger("apex.ops")
 
 # All ops live in one namespace: torch.ops.apex.<name>.
 library = torch.library.Library("apex", "FRAGMENT")
 
+# Tensors that have an address of their own. What a subclass (DTensor, FakeTensor, ...) does, PyTorch's operators know.
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # PyTorch 2.6 cannot look for a type in a set while it compiles
 TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 # What kernels, whose arithmetic is float32, must not be given beside an input that they take.
 TOO_WIDE = (torch.float64, torch.complex64, torch.complex128)
@@ -101,7 +102,6 @@ def _set_requested(name: _env.Implementation) -> None:
     _requested = name
     _choices.clear()
     _runs_triton.clear()
-    _plans.forget()
 
 
 def triton_problem() -> str | None:
@@ -172,7 +172,7 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
     Never for a tensor subclass (DTensor, FakeTensor, ...): it has no address of its own, while PyTorch's operators know
     what to do with it. Nor where `sees_operators_only`.
     """
-    if type(tensor) not in _plans.PLAIN:
+    if type(tensor) not in PLAIN:
         if _requested == "triton":
             raise RuntimeError(f"APEX_IMPL=triton was asked for, but kernels do not take a {type(tensor).__name__}")
         return False
@@ -194,12 +194,7 @@ def sees_operators_only() -> bool:
 
 def is_eager(tensor: torch.Tensor) -> bool:
     """Whether autograd alone looks on: no graph is compiled or traced, nothing but it differentiates, no subclass."""
-    return not torch.compiler.is_compiling() and type(tensor) in _plans.PLAIN and not sees_operators_only()
-
-
-def may_plan(tensor: torch.Tensor) -> bool:
-    """The quick question before a plan is looked for: whether there can be one, in eager mode, for such a tensor."""
-    return is_eager(tensor) and (_requested == "triton" or (_requested == "auto" and not tensor.is_cpu))
+    return not torch.compiler.is_compiling() and type(tensor) in PLAIN and not sees_operators_only()
 
 
 def _answer_while_compiling(family: str, device: torch.device, dtype: torch.dtype, requested: str) -> bool:

@@ -29,12 +29,7 @@ def partial_sums(elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
     Beside them TICKETS for programs that finish each other's work: int32 that are 0, and must be 0 after that launch.
     """
-    return partial_sums_on(stream_here(device.index), elements, device)
-
-
-def partial_sums_on(stream: int | None, elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The same for a caller that knows what `stream_here` says."""
-    if stream != 0:
+    if stream_here(device.index) != 0:
         return _make(elements, device)
     key = (get_ident(), device.index)
     kept = _kept.get(key)
