@@ -23,7 +23,7 @@ test: lint
 
 # The quick half of the tests on other versions of PyTorch and Python; downloads each PyTorch.
 test-versions:
-	$(PYTHON) tests/other_versions.py
+	$(PYTHON) tests/other_versions.py $(TESTS)
 
 # What docs/reliability.md promises, tried at random for ten minutes or more; not part of `make test`.
 campaign: $(VENV)/.test-ready
