@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from . import _library
-from ._tolerance import excess
+from ._tolerance import TOLERANCES, excess
 
 Results = Tensor | tuple[Tensor | None, ...]
 Gradients = Tensor | None | tuple[Tensor | None, ...]
@@ -49,8 +49,10 @@ class Op:
     do. `takes(*arguments)` may send arguments to the reference that kernels could take.
     `fake` is the shape rule of the results, `backward_fake` that of the gradients, which by default are like what was
     saved under the same name. `reference_backward` takes the arguments of `backward` and is used wherever there is no
-    kernel; without one autograd differentiates the reference, and it does so for second derivatives. `once` gives the
-    reason why there is no second derivative with these settings.
+    kernel; without one autograd differentiates the reference, and it does so for second derivatives. `formula` takes
+    the reference's place there if PyTorch has no second derivative of the reference. `once` gives the reason why there
+    is no second derivative with these settings. `sums_rounded_products` lets the check of `apex doctor` measure errors
+    against the largest element of a result, because single elements may cancel to nothing.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class Op:
         takes: Callable[..., bool] | None = None,
         reference_backward: Callable[..., Gradients] | None = None,
         backward_fake: Callable[..., Gradients] | None = None,
+        formula: Callable[..., Results] | None = None,
         once: Callable[..., str | None] | None = None,
+        sums_rounded_products: bool = False,
         checks: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.family = family
@@ -88,10 +92,12 @@ class Op:
         self._outputs = outputs
         self._reference = reference
         self._reference_backward = reference_backward
+        self._formula = formula or reference
         self._forward = forward
         self._backward = backward
         self._takes = takes
         self._once = once
+        self._sums_rounded_products = sums_rounded_products
         self._checks = checks
         self._gradient_places = [self.arguments.index(name) for name in self.gradients]
         self._loose = [i for i, name in enumerate(self.arguments[: self.tensors]) if name not in strided]
@@ -144,6 +150,10 @@ class Op:
         """All results, without autograd."""
         if self._runs_kernels(arguments, self.tensors) and arguments[0].numel():
             return self._launch(*arguments)
+        return self.run_reference(*arguments)
+
+    def run_reference(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        """`run` without kernels, for launches that find that they cannot take their arguments."""
         with torch.no_grad():
             results = _as_tuple(self._reference(*arguments))
         # Not views, which autograd would not let the caller change in place.
@@ -167,6 +177,16 @@ class Op:
         if gradients[0].numel() and self._runs_kernels((*gradients, *saved), len(gradients) + len(saved)):
             tensors = (*_contiguous(gradients, self._loose_gradients), *_contiguous(saved, self._loose_saved))
             return _as_tuple(self._backward(*tensors, *settings, wanted))
+        return self.run_reference_backward(gradients, saved, settings, wanted)
+
+    def run_reference_backward(
+        self,
+        gradients: Sequence[Tensor],
+        saved: Sequence[Tensor | None],
+        settings: Sequence[Any],
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """`run_backward` without kernels."""
         if self._reference_backward is not None:
             with torch.no_grad():
                 return _as_tuple(self._reference_backward(*gradients, *saved, *settings, wanted))
@@ -256,7 +276,8 @@ class Op:
                     if needed:
                         by_name[name].requires_grad_()  # type: ignore[union-attr]
             tensors = [by_name[name] for name in self.arguments[: self.tensors]]
-            outputs = _as_tuple(self._reference(*tensors, *settings))[: self._outputs]
+            reference = self._formula if create_graph else self._reference
+            outputs = _as_tuple(reference(*tensors, *settings))[: self._outputs]
             inputs: list[Any] = [by_name[name] for name, needed in zip(self.gradients, wanted, strict=True) if needed]
             found = torch.autograd.grad(outputs, inputs, gradients, create_graph=create_graph, materialize_grads=True)
         remaining = iter(found)
@@ -374,9 +395,12 @@ class Op:
         pairs += zip([gradient for gradient in found if gradient is not None], exact_gradients, strict=True)
         largest = max(tensor.numel() for tensor in tensors if tensor is not None)
         return max(
-            excess(actual.cpu(), wide.detach(), reduction=max(1, largest // max(1, wide.numel())))
+            excess(actual.cpu(), wide.detach(), None, max(1, largest // max(1, wide.numel())), self._slack(actual, wide))
             for actual, wide in pairs
         )
+
+    def _slack(self, actual: Tensor, exact: Tensor) -> float:
+        return max(TOLERANCES[actual.dtype]) * float(exact.abs().max()) if self._sums_rounded_products else 0.0
 
 
 def _node_of(op: Op, run: Callable[..., tuple]) -> type[torch.autograd.Function]:
