@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from apex.ops.attention import packed
+from apex.ops.attention import op_packed
 
 # Parts of what is kept start at multiples of this, which lets kernels load them fastest.
 _ALIGNMENT = 16
@@ -30,14 +30,15 @@ def fwd(
 ) -> list[Tensor]:
     """[output, what `bwd` needs]. `is_nl`, upstream's choice of a kernel for few sequences, makes no difference."""
     dropout_p = p_dropout if is_training else 0.0
-    packed.check(qkv, cu_seqlens, max_seq_len, dropout_p)
-    seed = packed.draw_seed(qkv.device, gen_) if dropout_p > 0 else None
+    op_packed.check(qkv, cu_seqlens, max_seq_len, dropout_p)
+    seed = op_packed.draw_seed(qkv.device, gen_) if dropout_p > 0 else None
     with torch.no_grad():
-        output, statistics = packed.forward(
-            qkv, cu_seqlens, seed, max_seq_len, dropout_p, zero_tensors, saves=is_training
-        )
         if not is_training:
-            return [output, qkv.new_empty(0, dtype=torch.uint8)]
+            settings = op_packed.settings_of(qkv, cu_seqlens, max_seq_len, dropout_p, zero_tensors)
+            return [op_packed.inference(qkv, cu_seqlens, seed, *settings), qkv.new_empty(0, dtype=torch.uint8)]
+        output, statistics = op_packed.PACKED_ATTENTION.run(
+            qkv, cu_seqlens, seed, max_seq_len, dropout_p, zero_tensors, False
+        )
         if seed is None:
             seed = torch.zeros(1, dtype=torch.int64, device=qkv.device)
         return [output, torch.cat([_bytes(part) for part in (seed, statistics, output)])]
@@ -53,7 +54,7 @@ def bwd(
     zero_tensors: bool,
 ) -> list[Tensor]:
     """[gradient of qkv, `softmax`], which is what `fwd` returned and stays as it is."""
-    packed.check(qkv, cu_seqlens, max_seq_len, p_dropout)
+    op_packed.check(qkv, cu_seqlens, max_seq_len, p_dropout)
     total, _, heads, head_dim = qkv.shape
     layout = [
         ((1,), torch.int64),
@@ -71,16 +72,11 @@ def bwd(
             part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             for part, (shape, dtype) in zip(softmax.split(sizes), layout, strict=True)
         )
-        dqkv = packed.backward(
-            dout.reshape(total, heads, head_dim),
-            qkv,
-            cu_seqlens,
-            seed if p_dropout > 0 else None,
-            output,
-            statistics,
-            max_seq_len,
-            p_dropout,
-            zero_tensors,
+        (dqkv,) = op_packed.PACKED_ATTENTION.run_backward(
+            [dout.reshape(total, heads, head_dim)],
+            [qkv, cu_seqlens, seed if p_dropout > 0 else None, output, statistics],
+            [max_seq_len, p_dropout, zero_tensors, False],
+            [True],
         )
     return [dqkv, softmax]
 

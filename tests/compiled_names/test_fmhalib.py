@@ -5,7 +5,7 @@ import torch
 
 import fmhalib
 from apex.ops import _library
-from apex.ops.attention import packed, reference
+from apex.ops.attention import op_packed, reference
 from tests.harness import Route, routes
 from tests.ops.attention.cases import assert_close
 
@@ -25,7 +25,7 @@ def test_forward_and_backward(route: Route, dropout_p: float) -> None:
         output, kept = fmhalib.fwd(qkv, bounds, dropout_p, 7, True, False, True, generator)
         dqkv, same = fmhalib.bwd(dout, qkv, kept, bounds, dropout_p, 7, True)
         dqkv_nl, _, dkv = fmhalib.bwd_nl(dout, qkv, kept, bounds, dropout_p, 7, True)
-    seed = packed.draw_seed(qkv.device, generator.manual_seed(4)).cpu() if dropout_p else None
+    seed = op_packed.draw_seed(qkv.device, generator.manual_seed(4)).cpu() if dropout_p else None
     wide = qkv.double().cpu().requires_grad_()
     expected = reference.packed_attention(wide, bounds.cpu(), dropout_p, seed)
     assert_close(output, expected)

@@ -395,7 +395,9 @@ class Op:
         pairs += zip([gradient for gradient in found if gradient is not None], exact_gradients, strict=True)
         largest = max(tensor.numel() for tensor in tensors if tensor is not None)
         return max(
-            excess(actual.cpu(), wide.detach(), None, max(1, largest // max(1, wide.numel())), self._slack(actual, wide))
+            excess(
+                actual.cpu(), wide.detach(), None, max(1, largest // max(1, wide.numel())), self._slack(actual, wide)
+            )
             for actual, wide in pairs
         )
 

@@ -4,39 +4,53 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops import _device
-from apex.ops.attention import launches
-from apex.ops.attention.launches import Problem
+from apex.ops.attention import op_biased, op_packed
+from apex.ops.attention.op_common import Problem, launch_output
 
 _META = torch.device("meta")
 
 
-def record_problem(problem: Problem, added_dtype: torch.dtype) -> None:
-    """Forward and backward of one problem, with tensors that have dtypes only."""
-    strides = (3 * problem.rows * problem.head_dim, problem.rows * problem.head_dim, problem.head_dim)
-    where = _META, _device.facts(_META)
-    tensor = torch.empty(1, dtype=problem.dtype, device=_META)
+def _biased(
+    shape: tuple[int, ...], keys: int, dtype: torch.dtype, mask: tuple[int, ...], bias: tuple[int, ...] | None
+) -> None:
+    """Forward, and backward with and without a gradient of the bias."""
+    query = torch.empty(shape, dtype=dtype, device=_META)
+    key = torch.empty(*shape[:2], keys, shape[3], dtype=dtype, device=_META)
+    added = [None if size is None else torch.empty(size, dtype=dtype, device=_META) for size in (mask, bias)]
+    settings = (1e9, False)
+    output, statistics = op_biased.launch_forward(query, key, key, *added, *settings)
+    for bias_grad in (False, True) if bias else (False,):
+        wanted = (True, True, True, bias_grad)
+        op_biased.launch_backward(query, query, key, key, *added, output, statistics, *settings, wanted)
+
+
+def _packed(
+    shape: tuple[int, ...], sequences: int, length: int, dtype: torch.dtype, dropout_p: float, zero_tail: bool
+) -> None:
+    """Forward and backward."""
+    qkv = torch.empty(shape, dtype=dtype, device=_META)
+    cu_seqlens = torch.empty(sequences + 1, dtype=torch.int32, device=_META)
+    seed = torch.empty(1, dtype=torch.int64, device=_META) if dropout_p else None
+    given, settings = (qkv, cu_seqlens, seed), (length, dropout_p, zero_tail, False)
+    output, statistics = op_packed.launch_forward(*given, *settings)
+    op_packed.launch_backward(output, *given, output, statistics, *settings, [True])
+
+
+def _behind_cudnn() -> None:
+    """The launch that checks cuDNN's attention, with the tensors that cuDNN would have left."""
+    problem = Problem(16, 16, 512, 512, 128, torch.bfloat16, _META, total=8192, cudnn_first=True)
+    tensor = torch.empty(1, dtype=torch.bfloat16, device=_META)
     number = torch.empty(1, dtype=torch.float32, device=_META)
-    mask = torch.empty(1, dtype=added_dtype, device=_META) if problem.mask_group else None
-    bias = torch.empty(1, dtype=added_dtype, device=_META) if problem.bias_group else None
-    cu = torch.empty(1, dtype=torch.int32, device=_META) if problem.is_packed else None
-    seed = torch.empty(1, dtype=torch.int64, device=_META) if problem.dropout_p else None
-    given = tensor, tensor, tensor, mask, bias, cu, seed
-    launches.forward(problem, *(strides,) * 4, True, *where)(*given, tensor, number)
-    launches.backward_queries(problem, *(strides,) * 6, *where)(*given, tensor, tensor, number, number, tensor)
-    stores = (0, problem.batch) if problem.bias_group else None
-    delta, dlogits = (number, None) if stores is None else (None, tensor)
-    launches.backward_keys(problem, *(strides,) * 7, stores, *where)(
-        *given, tensor, tensor, number, delta, dlogits, tensor, tensor
-    )
-    if stores is not None:
-        launches.backward_stored(problem, strides, strides, stores, *where)(tensor, tensor, tensor)
+    cu_seqlens = torch.empty(17, dtype=torch.int32, device=_META)
+    of_rows, of_output = (0, 128, 3 * 16 * 128), (0, 128, 16 * 128)
+    given = (tensor, tensor, tensor, None, None, cu_seqlens, None)
+    launch_output(problem, given, (*of_rows * 3, *of_output), tensor, number)
 
 
 def record() -> None:
-    """Plans and (under `recording`) collects attentions: with all parts, an odd one, packed ones."""
-    record_problem(Problem(256, 4, 256, 256, 32, torch.bfloat16, inf=1e9, mask_group=1, bias_group=256), torch.bfloat16)
-    record_problem(Problem(64, 8, 131, 67, 24, torch.float32, inf=1e9, mask_group=64), torch.float32)
-    record_problem(Problem(32, 16, 512, 512, 64, torch.float16, total=9000, tail=True, dropout_p=0.1), torch.float16)
-    filled = Problem(16, 16, 512, 512, 128, torch.bfloat16, total=8192, filled=True)
-    record_problem(filled, torch.bfloat16)
+    """Collects (under `recording`) attentions: with all parts, an odd one, packed ones."""
+    _biased((256, 4, 256, 32), 256, torch.bfloat16, (256, 1, 1, 256), (1, 4, 256, 256))
+    _biased((64, 8, 131, 24), 67, torch.float32, (1, 1, 1, 67), None)
+    _packed((9000, 3, 16, 64), 32, 512, torch.float16, 0.1, True)
+    _packed((8192, 3, 16, 128), 16, 512, torch.bfloat16, 0.0, False)
+    _behind_cudnn()

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library
-from apex.ops.attention import dense, native, packed, packed_attention, reference
+from apex.ops.attention import config, op_packed, packed_attention, reference
 from tests.harness import Route, assert_equal_bits, routes
 from tests.ops.attention.cases import LARGE_PACKED_CASES, PACKED_CASES, PackedCase, assert_close
 
@@ -23,7 +23,7 @@ def run(case: PackedCase, qkv: Tensor, bounds: Tensor, dout: Tensor) -> tuple[Te
 
 def exact(case: PackedCase, qkv: Tensor, bounds: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
     torch.manual_seed(7)
-    seed = packed.draw_seed(qkv.device).cpu() if case.dropout_p else None
+    seed = op_packed.draw_seed(qkv.device).cpu() if case.dropout_p else None
     leaf = qkv.double().cpu().requires_grad_()
     output = reference.packed_attention(leaf, bounds.cpu(), case.dropout_p, seed)
     return output, torch.autograd.grad(output, leaf, dout.double().cpu())[0]
@@ -79,13 +79,15 @@ def test_padding_gives_the_same_without_knowing_lengths(case: PackedCase) -> Non
     qkv, bounds, dout = case.tensors("cpu")
     expected, expected_gradient = exact(case, qkv, bounds, dout)
     torch.manual_seed(7)
-    seed = packed.draw_seed(qkv.device) if case.dropout_p else None
+    seed = op_packed.draw_seed(qkv.device) if case.dropout_p else None
     leaf = qkv.requires_grad_()
     options = (bounds, case.max_seqlen, case.dropout_p, seed)
-    output = native.padded_attention(leaf, *options)
+    output = reference.padded_attention(leaf, *options)
     assert_close(output, expected)
     assert_close(torch.autograd.grad(output, leaf, dout)[0], expected_gradient)
-    assert_close(native.padded_backward(dout, qkv, *options), expected_gradient)
+    output = reference.padded_attention(leaf, *options, sdpa=False)  # what has a second derivative
+    assert_close(output, expected)
+    assert_close(torch.autograd.grad(output, leaf, dout)[0], expected_gradient)
 
 
 @pytest.mark.parametrize("route", routes())
@@ -122,8 +124,8 @@ def test_dropout_keeps_its_share_everywhere(dropout_p: float) -> None:
             assert abs(correlation) < 6 / keep.numel() ** 0.5
 
 
-def dense_by_formula(query: Tensor, key: Tensor, value: Tensor, saves: bool) -> tuple[Tensor, Tensor | None]:
-    """What `dense.forward` gets from cuDNN."""
+def cudnn_by_formula(query: Tensor, key: Tensor, value: Tensor, saves: bool) -> tuple[Tensor, Tensor | None]:
+    """What `cudnn_attention` gets from cuDNN."""
     logits = query.float() @ key.float().transpose(-1, -2) / query.shape[-1] ** 0.5
     output = (logits.softmax(-1) @ value.float()).transpose(1, 2).flatten(0, 1).to(query.dtype)
     return output.contiguous(), logits.logsumexp(-1) if saves else None
@@ -142,8 +144,10 @@ def test_as_many_rows_as_if_all_had_the_greatest_length(
     qkv, bounds, dout = case.tensors(route.device)
     expected, expected_gradient = exact(case, qkv, bounds, dout)
     asked = []
-    monkeypatch.setattr(dense, "takes", lambda qkv, sequences, length: asked.append((sequences, length)) or True)
-    monkeypatch.setattr(dense, "forward", dense_by_formula)
+    monkeypatch.setattr(
+        op_packed, "asks_cudnn", lambda qkv, sequences, length: asked.append((sequences, length)) or True
+    )
+    monkeypatch.setattr(op_packed, "cudnn_attention", cudnn_by_formula)
     end, longest = sum(lengths), 60 // len(lengths)
     leaf = qkv.requires_grad_()
     with _library.implementation(route.implementation):
@@ -151,8 +155,9 @@ def test_as_many_rows_as_if_all_had_the_greatest_length(
         (gradient,) = torch.autograd.grad(output, leaf, dout)
         with torch.no_grad():
             unsaved = packed_attention(leaf, bounds, longest, zero_tail=False)
-            parts = packed.forward(qkv, bounds, None, longest, 0.0, False)
-            apart = packed.backward(dout, qkv, bounds, None, *parts, longest, 0.0, False)
+            settings = (longest, 0.0, False, False)
+            parts = op_packed.launch_forward(qkv, bounds, None, *settings)
+            apart = op_packed.launch_backward(dout, qkv, bounds, None, *parts, *settings, [True])
     assert asked[0] == (len(lengths), longest)
     assert_close(apart[:end], expected_gradient[:end], "gradient from statistics as they are elsewhere")
     assert_close(output[:end], expected[:end], "output")
@@ -163,7 +168,7 @@ def test_as_many_rows_as_if_all_had_the_greatest_length(
 def test_a_batch_is_looked_for_where_nobody_asks_for_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows to be zeroed are rows behind the last sequence; dropout is the kernel's own."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(dense, "takes", lambda *arguments: pytest.fail("asked"))
+    monkeypatch.setattr(op_packed, "asks_cudnn", lambda *arguments: pytest.fail("asked"))
     qkv, bounds = torch.randn(8, 3, 1, 16), torch.tensor([0, 4, 8])
     with _library.implementation("triton"):
         packed_attention(qkv, bounds, 4)
@@ -171,22 +176,22 @@ def test_a_batch_is_looked_for_where_nobody_asks_for_zeros(monkeypatch: pytest.M
 
 
 def test_when_cudnn_is_asked() -> None:
-    assert not dense.takes(torch.zeros(512, 3, 2, 64, dtype=torch.float16), 2, 256)  # not here
-    assert not dense.takes(torch.zeros(511, 3, 2, 64, dtype=torch.float16), 2, 256)
+    assert not op_packed.asks_cudnn(torch.zeros(512, 3, 2, 64, dtype=torch.float16), 2, 256)  # not here
+    assert not op_packed.asks_cudnn(torch.zeros(511, 3, 2, 64, dtype=torch.float16), 2, 256)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head", [64, 128])
 def test_a_batch_through_cudnn(dtype: torch.dtype, head: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "FEWEST_ELEMENTS", 1)
+    monkeypatch.setattr(config, "CUDNN_FEWEST_ELEMENTS", 1)
     for lengths in ((512, 512), (512, 100)):
         case = PackedCase("", lengths, 2, head, 1024 - sum(lengths), dtype)
         qkv, bounds, dout = case.tensors("cuda")
         expected, expected_gradient = exact(case, qkv, bounds, dout)
         leaf, end = qkv.requires_grad_(), sum(lengths)
-        assert dense.takes(qkv, 2, 512) == (torch.cuda.get_device_capability() == (9, 0))
-        for mode in ("default", "error"):  # nothing waits for the device, once plans are made
+        assert op_packed.asks_cudnn(qkv, 2, 512) == (torch.cuda.get_device_capability() == (9, 0))
+        for mode in ("default", "error"):  # nothing waits for the device, once kernels are compiled
             torch.cuda.set_sync_debug_mode(mode)
             try:
                 output = packed_attention(leaf, bounds, 512, zero_tail=False)
@@ -254,14 +259,16 @@ def test_second_derivative(route: Route, dropout_p: float, strided: bool) -> Non
         qkv = qkv.transpose(2, 3).contiguous().transpose(2, 3)
     qkv.requires_grad_()
     bounds = torch.tensor([0, 2, 6], device=route.device)
-    seed = packed.draw_seed(qkv.device) if dropout_p else None
+    seed = op_packed.draw_seed(qkv.device) if dropout_p else None
 
     def second(function, leaf):
         (first,) = torch.autograd.grad(function(leaf).square().sum(), leaf, create_graph=True)
         return torch.autograd.grad(first.square().sum(), leaf)[0]
 
     with _library.implementation(route.implementation):
-        actual = second(lambda x: packed.PackedAttentionFunction.apply(x, bounds, seed, 4, dropout_p, True), qkv)
+        actual = second(
+            lambda x: op_packed.PACKED_ATTENTION.differentiable(x, bounds, seed, 4, dropout_p, True, False), qkv
+        )
     on_host = None if seed is None else seed.cpu()
     wide = qkv.detach().cpu().double().requires_grad_()
     assert_close(actual, second(lambda x: reference.packed_attention(x, bounds.cpu(), dropout_p, on_host), wide))
@@ -334,8 +341,8 @@ def test_more_than_two_to_the_31_elements() -> None:
     bounds = torch.tensor([0, rows - 200, rows - 3], dtype=torch.int32, device="cuda")
     # The first sequence is cut off: only the last one is looked at.
     options = (bounds, None, 256, 0.0, True)
-    output, statistics = packed.forward(qkv, *options)
-    dqkv = packed.backward(output, qkv, bounds, None, output, statistics, 256, 0.0, True)
+    output, statistics = op_packed.launch_forward(qkv, *options, False)
+    dqkv = op_packed.launch_backward(output, qkv, bounds, None, output, statistics, 256, 0.0, True, False, [True])
     last = slice(rows - 200, rows - 3)
     wide = qkv[last].double().cpu().requires_grad_()
     expected = reference.packed_attention(wide, torch.tensor([0, 197]))
@@ -370,10 +377,10 @@ def test_bounds_that_leave_the_rows(bounds: list[int], route: Route) -> None:
     qkv = memory[6:12].normal_()
     given = torch.tensor(bounds, device=route.device)
     with pytest.raises(ValueError, match="must grow from 0 to at most the 6 rows"):
-        packed.check(qkv.cpu(), given.cpu(), 6, 0.0)
+        op_packed.check(qkv.cpu(), given.cpu(), 6, 0.0)
     if route == Route("cpu", "torch"):
-        output = native.padded_attention(qkv, given, 6, 0.0, None)
+        output = reference.padded_attention(qkv, given, 6, 0.0, None)
     else:
         with _library.implementation(route.implementation):
-            output, _ = packed.forward(qkv, given, None, 6, 0.0, zero_tail=True)
+            output, _ = op_packed.launch_forward(qkv, given, None, 6, 0.0, True, False)
     assert output.isfinite().all()

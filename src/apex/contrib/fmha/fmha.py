@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops._checks import check_tensors
-from ...ops.attention import packed, packed_attention
+from ...ops.attention import op_packed, packed_attention
 
 
 class FMHAFun(torch.autograd.Function):
@@ -22,13 +22,14 @@ class FMHAFun(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, cu_seqlens, p_dropout, max_s, is_training, zero_tensors):  # type: ignore[override]
         dropout_p = p_dropout if is_training else 0.0
-        packed.check(qkv, cu_seqlens, max_s, dropout_p)
-        seed = packed.draw_seed(qkv.device) if dropout_p > 0 else None
-        return packed.forward_and_save(ctx, qkv, cu_seqlens, seed, max_s, dropout_p, zero_tensors)
+        op_packed.check(qkv, cu_seqlens, max_s, dropout_p)
+        seed = op_packed.draw_seed(qkv.device) if dropout_p > 0 else None
+        settings = op_packed.settings_of(qkv, cu_seqlens, max_s, dropout_p, zero_tensors)
+        return op_packed.PACKED_ATTENTION.forward_and_save(ctx, qkv, cu_seqlens, seed, *settings)
 
     @staticmethod
     def backward(ctx, dout):  # type: ignore[override]
-        return packed.backward_from_saved(ctx, dout), None, None, None, None, None
+        return *op_packed.PACKED_ATTENTION.backward_from_saved(ctx, dout), None, None, None, None, None
 
 
 class FMHA(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...ops._checks import check_floats
-from ...ops.attention import attention, biased
+from ...ops.attention import attention, op_biased
 from ...ops.attention.config import usual_tile
 
 _enabled = False
@@ -57,17 +57,17 @@ class FusedAttenionCoreFunc(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mask=None, bias=None, inf=1000000000.0, is_training=True):  # type: ignore[override]
         check_floats(q=q, k=k, v=v)
-        biased.check(q, k, v, mask, bias)
+        arguments = op_biased.checked_arguments(q, k, v, mask, bias, inf)
         ctx.is_training = is_training
         if not is_training:
-            return biased.forward(q, k, v, mask, bias, inf, saves=False)[0]
-        return biased.forward_and_save(ctx, q, k, v, mask, bias, inf)
+            return op_biased.inference(*arguments).detach()
+        return op_biased.ATTENTION.forward_and_save(ctx, *arguments)
 
     @staticmethod
     def backward(ctx, do):  # type: ignore[override]
         if not ctx.is_training:
             raise RuntimeError("FusedAttenionCoreFunc was called with is_training=False, so that it has no gradient")
-        dq, dk, dv, dbias = biased.backward_from_saved(ctx, do, ctx.needs_input_grad[4])
+        dq, dk, dv, dbias = op_biased.ATTENTION.backward_from_saved(ctx, do)
         return dq, dk, dv, None, dbias, None, None
 
 

@@ -6,7 +6,10 @@ Times are microseconds on an H200: "biased" is 256 batches of 4 heads, 256 long 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
 
 from .._device import DeviceFacts, next_power_of_2
 
@@ -20,9 +23,16 @@ STORED_BYTES = 512 << 20
 # Programs of a launch that has most likely nothing to do: as many as run at the same time.
 REPAIRS_PER_MULTIPROCESSOR = 3
 
+# When cuDNN's attention is asked first; elements of the output, of which more were never given to cuDNN.
+# Forward in float16 with 16 heads, of the kernel alone and of cuDNN's with the launch behind it: 56 sequences of 512
+# rows, heads of 64: 192 and 167; 56 of 256: 67 and 56; 112 of 128: 51 and 42; 16 of 512, heads of 128: 112 and 75; 4 of
+# 512: 20 and 22. The launch behind it takes 3 of them, and the host is busy for 45 more.
+CUDNN_SHORTEST = 128
+CUDNN_FEWEST_ELEMENTS = 1 << 23
+CUDNN_MOST_ELEMENTS = 1 << 29
 
-@dataclass(frozen=True)
-class Tile:
+
+class Tile(NamedTuple):
     """Queries and keys of a tile, warps of a program, tiles that are loaded ahead."""
 
     queries: int
@@ -31,9 +41,22 @@ class Tile:
     num_stages: int
 
 
+# From the size of a head and of an element, queries, keys and a device to a tile.
+TileRule = Callable[[int, int, int, int, DeviceFacts], Tile]
+
+
 def head_block(head_dim: int) -> int:
     """The smallest block that holds a head; matrix units want 16 at least."""
     return max(16, next_power_of_2(head_dim))
+
+
+def precision(dtype: torch.dtype, device: DeviceFacts) -> str:
+    """How products of matrices are computed; the sums are float32 in any case."""
+    if dtype == torch.float32 and device.backend == "cuda":
+        return "tf32x3"  # in three passes of the matrix units, which lose no digits
+    if dtype == torch.bfloat16 and device.backend == "interpreter":
+        return "widened"  # the interpreter would multiply the bits of bfloat16 numbers as integers
+    return "ieee"
 
 
 def largest_head(element_size: int, device: DeviceFacts) -> int:
@@ -104,10 +127,29 @@ def _fitted(tile: Tile, rows: int, columns: int, block: int, device: DeviceFacts
     return Tile(queries, keys, warps, stages)
 
 
+def batches_at_once(batches: int, batch_bytes: int, group: int) -> int:
+    """How many batches' gradients of logits are stored at a time: whole groups of a bias, or equal parts of one."""
+    fitting = max(1, STORED_BYTES // batch_bytes)
+    if fitting >= group:
+        return min(batches, fitting // group * group)
+    return -(-group // -(-group // fitting))
+
+
+def parts_of_batches(batches: int, at_once: int, group: int) -> list[tuple[int, int]]:
+    """Which batches' gradients of logits are stored at a time, each part as its first one and their number."""
+    if at_once >= group:
+        return [(first, min(at_once, batches - first)) for first in range(0, batches, at_once)]
+    return [
+        (start + first, min(at_once, group - first))
+        for start in range(0, batches, group)
+        for first in range(0, group, at_once)
+    ]
+
+
 _USUAL = DeviceFacts("NVIDIA H200", "cuda", multiprocessors=132, warp_size=32, shared_memory=227 * 1024)
 
 
 def usual_tile(rows: int, head_dim: int, *, forward: bool) -> tuple[int, int, int, int]:
     """What half-precision self-attention of this size uses on an H200: queries, keys, warps, stages."""
     tile = (forward_tile if forward else keys_tile)(head_dim, 2, rows, rows, _USUAL)
-    return tile.queries, tile.keys, tile.num_warps, tile.num_stages
+    return tile

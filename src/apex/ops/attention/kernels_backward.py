@@ -128,7 +128,7 @@ def attention_backward_keys(
     batch, heads, rows, columns, head_dim, total,
     q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, g_z, g_h, g_m, dk_z, dk_h, dk_n, dv_z, dv_h, dv_n,
     s_z, s_h, plane,
-    mask_group, bias_group, threshold, scale, inf, kept, first_batch,
+    mask_group, bias_group, threshold, first_batch, scale, inf, kept,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
     STORES: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
@@ -218,7 +218,7 @@ def attention_backward_keys(
 @triton.jit
 def attention_backward_stored(
     dlogits, k, dq,
-    heads, rows, columns, head_dim, k_z, k_h, k_n, d_z, d_h, d_m, scale, first_batch,
+    heads, rows, columns, head_dim, k_z, k_h, k_n, d_z, d_h, d_m, first_batch, scale,
     FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip

@@ -1,7 +1,8 @@
-"""Attention in PyTorch operators: the definition that everything else is held against.
+"""Attention in PyTorch operators, on any device in any floating dtype.
 
-Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. Differentiable, so
-that derivatives of derivatives come out of it too.
+`attention` and `packed_attention` are the definition that everything else is held against: half precision is computed
+in float32, float64 in float64, and derivatives of derivatives come out of them too. What starts with `sdpa_` is
+used where there is no kernel: PyTorch's scaled_dot_product_attention, which is fused and has a first derivative only.
 """
 
 from __future__ import annotations
@@ -12,8 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from .. import _transfer
+from .._device import SOFTMAX_SUMS_IN_HALF
+from .._library import autocast_off
 
 _LOW_32 = 0xFFFFFFFF
+# So large that nothing is left of probabilities, in float32 and in float64.
+_EXCLUDED = 1e30
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -39,32 +47,6 @@ def attention(
     return (_dropped(probabilities, keep, dropout_p) @ value.to(probabilities.dtype)).to(query.dtype)
 
 
-def backward(
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    inf: float = 1e9,
-    keep: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and bias, from the same arguments."""
-    probabilities = _probabilities(query, key, mask, bias, inf)
-    compute = probabilities.dtype
-    gradient = dout.to(compute)
-    dvalue = _dropped(probabilities, keep, dropout_p).transpose(-1, -2) @ gradient
-    dprobabilities = _dropped(gradient @ value.to(compute).transpose(-1, -2), keep, dropout_p)
-    inner = (probabilities * dprobabilities).sum(-1, keepdim=True)
-    dlogits = probabilities * (dprobabilities - inner)
-    scale = 1 / math.sqrt(query.shape[-1])
-    dquery = dlogits @ key.to(compute) * scale
-    dkey = dlogits.transpose(-1, -2) @ query.to(compute) * scale
-    dbias = None if bias is None else _reduced(dlogits, bias)
-    return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), dbias
-
-
 def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, inf: float) -> Tensor:
     compute = compute_dtype(query, key, bias)
     logits = query.to(compute) @ key.to(compute).transpose(-1, -2) / math.sqrt(query.shape[-1])
@@ -77,11 +59,6 @@ def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor
 
 def _dropped(values: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
     return values if keep is None else torch.where(keep, values / (1 - dropout_p), 0.0)
-
-
-def _reduced(gradient: Tensor, tensor: Tensor) -> Tensor:
-    """Summed over what `tensor` was broadcast along."""
-    return gradient.sum_to_size(tensor.shape).to(tensor.dtype)
 
 
 def packed_attention(qkv: Tensor, cu_seqlens: Tensor, dropout_p: float = 0.0, seed: Tensor | None = None) -> Tensor:
@@ -127,3 +104,84 @@ def _mix(x: Tensor) -> Tensor:
     x = x ^ (x >> 15)
     x = (x * 0x846CA68B) & _LOW_32
     return x ^ (x >> 16)
+
+
+def sdpa_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, inf: float
+) -> Tensor:
+    """As `attention`."""
+    dtype = query.dtype
+    if dtype == torch.float16 and mask is not None:
+        # float16 has no `inf`: rows without keys would be NaN instead of the average that other dtypes give.
+        wide = None if bias is None else bias.float()
+        return sdpa_attention(query.float(), key.float(), value.float(), mask, wide, inf).to(dtype)
+    added = None if bias is None else bias.to(dtype)
+    if mask is not None:
+        terms = (mask.to(dtype) - 1) * inf
+        added = terms if added is None else added + terms
+    return _sdpa(query, key, value, added)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None) -> Tensor:
+    """With one dimension of batches, which fused implementations want, and without autocast, which was applied."""
+    lead = query.shape[:-3]
+    if added is not None:
+        added = added.reshape((1,) * (query.dim() - added.dim()) + tuple(added.shape))
+        added = added.expand(*lead, *added.shape[-3:]).reshape(math.prod(lead), *added.shape[-3:])
+    if len(lead) != 1:
+        query, key, value = (t.reshape(math.prod(lead), *t.shape[-3:]) for t in (query, key, value))
+    dtype = query.dtype
+    if SOFTMAX_SUMS_IN_HALF and dtype.itemsize == 2 and _transfer.on_host(query):
+        query, key, value = query.float(), key.float(), value.float()
+        added = None if added is None else added.float()
+    with autocast_off(query):
+        output = scaled_dot_product_attention(query, key, value, added).to(dtype)
+    return output if len(lead) == 1 else output.reshape(*lead, *output.shape[1:])
+
+
+def sdpa_packed_attention(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, seed: Tensor | None
+) -> Tensor:
+    """As `packed_attention`; reads `cu_seqlens` where that waits for no device."""
+    if not _transfer.on_host(cu_seqlens) or torch.compiler.is_compiling():
+        return padded_attention(qkv, cu_seqlens, max_seqlen, dropout_p, seed)
+    if seed is not None:
+        return packed_attention(qkv, cu_seqlens, dropout_p, seed)
+    bounds = cu_seqlens.tolist()
+    outputs = [
+        _sdpa(*qkv[start:end].permute(1, 2, 0, 3).unsqueeze(1))[0].transpose(0, 1) for start, end in pairwise(bounds)
+    ]
+    return torch.cat([*outputs, zero_rows(qkv, bounds[-1])])
+
+
+def padded_attention(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, seed: Tensor | None, *, sdpa: bool = True
+) -> Tensor:
+    """As `packed_attention`, without looking at `cu_seqlens` on the host: every sequence is padded to `max_seqlen`.
+
+    By PyTorch's fused attention with `sdpa`, if nothing is dropped.
+    """
+    total = qkv.shape[0]
+    if not total:
+        return zero_rows(qkv, 0)
+    starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    rows = starts + torch.arange(max_seqlen, dtype=torch.int64, device=cu_seqlens.device)
+    # [sequences, max_seqlen]; rows that do not exist are not looked for, whatever the bounds are.
+    inside = (rows < ends) & (rows >= 0) & (rows < total)
+    # Rows of padding come from and go to a row of zeros beyond the last.
+    rows = torch.where(inside, rows, total)
+    whole = torch.cat((qkv, torch.zeros_like(qkv[:1])))
+    query, key, value = whole[rows].permute(2, 0, 3, 1, 4)  # [sequences, H, max_seqlen, D] each
+    # Of keys; what has no keys at all attends to everything, because nothing is looked at then.
+    mask = (inside | ~inside.any(1, keepdim=True))[:, None, None, :]
+    if sdpa and seed is None:
+        output = _sdpa(query, key, value, torch.where(mask, 0.0, float("-inf")).to(qkv.dtype))
+    else:
+        sequences, heads = query.shape[:2]
+        keep = None
+        if seed is not None:  # all heads of all sequences are numbered one after the other
+            keep = dropout_keep(seed, 0, sequences * heads, max_seqlen, max_seqlen, dropout_p)
+            keep = keep.unflatten(0, (sequences, heads))
+        output = attention(query, key, value, mask, None, _EXCLUDED, keep, dropout_p)
+    flat = output.transpose(1, 2).flatten(0, 1)
+    return flat.new_zeros(total + 1, *flat.shape[1:]).index_add(0, rows.reshape(-1), flat)[:-1]

@@ -1,0 +1,210 @@
+"""The launches of the attention kernels, which attention with a bias and attention within packed sequences share.
+
+Letters: Z batches or packed sequences, H heads, M queries, N keys, D the size of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _library
+from .._device import facts
+from . import config
+from .reference import dropout_threshold
+
+kernels_forward = _library.LazyModule(f"{__package__}.kernels_forward")
+kernels_backward = _library.LazyModule(f"{__package__}.kernels_backward")
+
+# Of batch (or packed sequence), head and row, in elements.
+Strides = tuple[int, int, int]
+
+FAMILY = _library.register_family(
+    _library.OpFamily(
+        "attention",
+        "attention with mask, bias and packed sequences, forward and backward",
+        small_inputs=f"PyTorch's scaled_dot_product_attention for heads of more than {config.LARGEST_HEAD} elements",
+    )
+)
+
+
+def takes_head(tensor: Tensor) -> bool:
+    """Whether the kernels take heads of the size of the tensor's last dimension."""
+    size = tensor.shape[-1]
+    if size <= config.LARGEST_HEAD // 2:
+        return True
+    return size <= config.largest_head(tensor.dtype.itemsize, facts(tensor.device))
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """What autocast turns the inputs of an attention into, as it does for PyTorch's own; None if nothing."""
+    return None if tensor.dtype == torch.float64 else _library.autocast_dtype(tensor)
+
+
+class Problem(NamedTuple):
+    """Sizes and options of an attention, beside its tensors.
+
+    `mask_group` and `bias_group` are how many batches share a mask or a bias, 0 where there is none. `total` is the
+    number of rows of packed sequences, 0 where none are packed; `batch` then counts the sequences, and `tail` says that
+    rows after the last one are to be zeros. `cudnn_first` says that cuDNN has computed an attention of sequences of
+    `rows` each, which is right if they have that length and fill all rows.
+    """
+
+    batch: int
+    heads: int
+    rows: int
+    columns: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    inf: float = 0.0
+    mask_group: int = 0
+    bias_group: int = 0
+    total: int = 0
+    tail: bool = False
+    dropout_p: float = 0.0
+    cudnn_first: bool = False
+
+    def _statistics_strides(self) -> tuple[int, int, int]:
+        """Of batch and head, and from plane to plane."""
+        if self.cudnn_first:  # as [batch, heads, rows]: kernels add the first row of a sequence, which is batch * rows
+            return (self.heads - 1) * self.rows, self.rows, self.heads * self.total
+        if self.total:
+            return 0, self.total, self.heads * self.total
+        return self.heads * self.rows, self.rows, self.batch * self.heads * self.rows
+
+    def choose(self, rule: config.TileRule) -> config.Tile:
+        return rule(self.head_dim, self.dtype.itemsize, self.rows, self.columns, facts(self.device))
+
+    def tiling(self, tile: config.Tile) -> dict[str, Any]:
+        """Constants of a tile: what needs no masks, the precision of products, the sizes; warps and stages."""
+        block = config.head_block(self.head_dim)
+        return {
+            "FULL_M": not self.total and self.rows % tile.queries == 0,
+            "FULL_N": not self.total and self.columns % tile.keys == 0,
+            "FULL_D": self.head_dim == block,
+            "PRECISION": config.precision(self.dtype, facts(self.device)),
+            "BM": tile.queries,
+            "BN": tile.keys,
+            "BD": block,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+
+    def programs(self, batch: int, rows: int, block: int) -> int:
+        """A program for each tile of each head, and for tiles of what comes after the last sequence."""
+        tail = -(-self.total // block) if self.tail else 0
+        return (batch * -(-rows // block) + tail) * self.heads
+
+    def launch(
+        self,
+        kernel: Any,
+        programs: int,
+        tile: config.Tile,
+        tensors: tuple[Tensor | None, ...],
+        strides: tuple[int, ...],
+        *more: int,
+        **flags: bool,
+    ) -> None:
+        """Launches a kernel with these sizes and options; `more` and `flags` are what it takes beside them."""
+        sizes = (self.batch, self.heads, self.rows, self.columns, self.head_dim, self.total)
+        groups = (max(1, self.mask_group), max(1, self.bias_group))
+        kernel(
+            (programs,),
+            tensors,
+            (*sizes, *strides, *self._statistics_strides(), *groups, dropout_threshold(self.dropout_p), *more),
+            (1 / math.sqrt(self.head_dim), float(self.inf), 1 / (1 - self.dropout_p)),
+            HAS_MASK=self.mask_group > 0,
+            HAS_BIAS=self.bias_group > 0,
+            PACKED=self.total > 0,
+            TAIL=self.tail,
+            DROPS=self.dropout_p > 0,
+            **flags,
+            **self.tiling(tile),
+        )
+
+
+def launch_output(
+    problem: Problem,
+    given: tuple[Tensor | None, ...],
+    strides: tuple[int, ...],
+    output: Tensor,
+    statistics: Tensor | None,
+) -> None:
+    """Writes output and, if given, statistics, from q, k, v, mask, bias, cu_seqlens, seed.
+
+    `strides` are those of q, k, v and output.
+    """
+    tile = problem.choose(config.forward_tile)
+    programs = problem.programs(problem.batch, problem.rows, tile.queries)
+    kernel = kernels_forward.attention_forward
+    if problem.cudnn_first:
+        kernel = kernels_forward.attention_repair
+        programs = min(programs, config.REPAIRS_PER_MULTIPROCESSOR * facts(problem.device).multiprocessors)
+    problem.launch(kernel, programs, tile, (*given, output, statistics), strides, SAVES=statistics is not None)
+
+
+def launch_dquery(
+    problem: Problem, given: tuple[Tensor | None, ...], strides: tuple[int, ...], delta: Tensor, dquery: Tensor
+) -> None:
+    """Writes `delta`, the product of every row of the output with its gradient, and the gradient of the queries.
+
+    `given` is q, k, v, mask, bias, cu_seqlens, seed, output, its gradient, statistics; `strides` are those of q, k, v,
+    output, its gradient and dquery.
+    """
+    tile = problem.choose(config.queries_tile)
+    programs = problem.programs(problem.batch, problem.rows, tile.queries)
+    problem.launch(kernels_backward.attention_backward_queries, programs, tile, (*given, delta, dquery), strides)
+
+
+def launch_dkey_dvalue(
+    problem: Problem,
+    given: tuple[Tensor | None, ...],
+    strides: tuple[int, ...],
+    delta: Tensor | None,
+    dlogits: Tensor | None,
+    dkey: Tensor,
+    dvalue: Tensor,
+    batches: tuple[int, int] | None = None,
+) -> None:
+    """Writes the gradients of keys and values; `given` as for `launch_dquery`, `strides` end with those of the two.
+
+    With `batches`, a first one and a number, it is for these alone, takes no `delta` and writes `dlogits`.
+    """
+    tile = problem.choose(config.keys_tile)
+    first, count = batches or (0, problem.batch)
+    problem.launch(
+        kernels_backward.attention_backward_keys,
+        problem.programs(count, problem.columns, tile.keys),
+        tile,
+        (*given, delta, dlogits, dkey, dvalue),
+        strides,
+        first,
+        STORES=dlogits is not None,
+    )
+
+
+def launch_dquery_from_dlogits(
+    problem: Problem,
+    dlogits: Tensor,
+    key: Tensor,
+    dquery: Tensor,
+    strides: tuple[int, ...],
+    batches: tuple[int, int],
+) -> None:
+    """Writes the gradient of the queries, for a number of batches from a first one on.
+
+    `dlogits` is what `launch_dkey_dvalue` wrote for these; `strides` are those of key and dquery.
+    """
+    tile = problem.choose(config.stored_tile)
+    first, count = batches
+    kernels_backward.attention_backward_stored(
+        (problem.programs(count, problem.rows, tile.queries),),
+        (dlogits, key, dquery),
+        (problem.heads, problem.rows, problem.columns, problem.head_dim, *strides, first),
+        (1 / math.sqrt(problem.head_dim),),
+        **problem.tiling(tile),
+    )

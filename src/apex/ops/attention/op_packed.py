@@ -1,0 +1,244 @@
+"""Attention within packed sequences: `qkv` [total, 3, H, D], sequence i being rows cu_seqlens[i] to cu_seqlens[i + 1].
+
+Nothing waits for the device: lengths are read by the kernels only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .. import _library
+from .._checks import check_tensors, values_at_hand
+from .._op import Op
+from . import config, reference
+from .op_common import FAMILY, Problem, autocast_dtype, launch_dkey_dvalue, launch_dquery, launch_output, takes_head
+
+
+def packed_attention(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    *,
+    generator: torch.Generator | None = None,
+    zero_tail: bool = True,
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v within every sequence, [total, H, D].
+
+    `max_seqlen` is the length of the longest sequence, or more. Probabilities are dropped with probability `dropout_p`.
+    Rows after the last sequence are zeros; with `zero_tail=False` they may be anything.
+    """
+    check_tensors(qkv=qkv)
+    dtype = autocast_dtype(qkv)
+    if dtype is not None:
+        qkv = qkv.to(dtype)
+    check(qkv, cu_seqlens, max_seqlen, dropout_p)
+    seed = draw_seed(qkv.device, generator) if dropout_p > 0 else None
+    settings = settings_of(qkv, cu_seqlens, max_seqlen, dropout_p, zero_tail)
+    attend = PACKED_ATTENTION if torch.is_grad_enabled() else inference
+    return attend(qkv, cu_seqlens, seed, *settings)
+
+
+def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """A seed for dropout, int64 [1], from the generator of the device."""
+    return torch.randint(2**62, (1,), dtype=torch.int64, device=device, generator=generator)
+
+
+def settings_of(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, zero_tail: bool
+) -> tuple[int, float, bool, bool]:
+    """The settings of `PACKED_ATTENTION`, of which the last says whether cuDNN is asked first."""
+    asks = not (zero_tail or dropout_p or torch.compiler.is_compiling()) and _library.runs_triton(FAMILY, qkv)
+    return max_seqlen, dropout_p, zero_tail, asks and asks_cudnn(qkv, cu_seqlens.shape[0] - 1, max_seqlen)
+
+
+def inference(*arguments) -> Tensor:  # type: ignore[no-untyped-def]
+    """The output alone, of arguments like those of `PACKED_ATTENTION`: nothing is kept for a backward pass."""
+    if torch.compiler.is_compiling() or not (_takes(*arguments) and _library.runs_triton(FAMILY, arguments[0])):
+        return PACKED_ATTENTION(*arguments)
+    return launch_forward(*arguments, saves=False)[0]  # type: ignore[return-value]
+
+
+def _takes(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, *others: object) -> bool:
+    """Whether the kernels take tensors of these shapes."""
+    return takes_head(qkv) and qkv.numel() > 0 and cu_seqlens.shape[0] > 1 and max_seqlen > 0
+
+
+def check(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float) -> None:
+    """Raises for arguments that do not fit; lengths are looked at where that needs no wait."""
+    check_tensors(qkv=qkv, cu_seqlens=cu_seqlens)
+    if qkv.dim() != 4 or qkv.shape[1] != 3 or qkv.shape[3] == 0:
+        raise ValueError(f"qkv has shape {list(qkv.shape)}; it must be [total, 3, heads, head size]")
+    if not qkv.is_floating_point():
+        raise TypeError(f"attention needs a floating-point tensor, qkv is {qkv.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(
+            f"cu_seqlens has shape {list(cu_seqlens.shape)}; it must be [sequences + 1], the first row of each "
+            "sequence and the end of the last"
+        )
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}; int32 and int64 are accepted")
+    if cu_seqlens.device != qkv.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, qkv on {qkv.device}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"p_dropout={dropout_p} is not in [0, 1)")
+    bounds = values_at_hand(cu_seqlens)
+    if bounds is not None:
+        lengths = [end - start for start, end in pairwise(bounds)]
+        if bounds[0] != 0 or bounds[-1] > qkv.shape[0] or any(length < 0 for length in lengths):
+            raise ValueError(f"cu_seqlens={bounds} must grow from 0 to at most the {qkv.shape[0]} rows of qkv")
+        if lengths and max(lengths) > max_seqlen:
+            raise ValueError(f"max_s={max_seqlen} is less than the longest sequence, which has {max(lengths)} rows")
+
+
+def asks_cudnn(qkv: Tensor, sequences: int, length: int) -> bool:
+    """Whether cuDNN's attention, which PyTorch brings along, computes packed sequences as one batch first.
+
+    Only the device knows the lengths. The host knows that there are as many rows as sequences of the greatest length
+    would have, so that either all have it or rows are left over behind the last one. It lets cuDNN compute the first
+    and launches a kernel behind it, which finds in `cu_seqlens` that there is nothing left to do, or does all of it.
+    """
+    total, _, heads, head_dim = qkv.shape
+    return (
+        total == sequences * length
+        and length >= config.CUDNN_SHORTEST
+        and config.CUDNN_FEWEST_ELEMENTS <= total * heads * head_dim < config.CUDNN_MOST_ELEMENTS
+        and qkv.dtype.itemsize == 2
+        and head_dim % 8 == 0
+        and head_dim <= 128
+        and qkv.is_contiguous()
+        and qkv.data_ptr() % 16 == 0
+        and qkv.is_cuda
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(qkv.device) == (9, 0)  # quicker there, and measured there alone
+        and torch.backends.cudnn.is_available()
+        and torch.backends.cuda.cudnn_sdp_enabled()
+    )
+
+
+def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, saves: bool) -> tuple[Tensor, Tensor | None]:
+    """Output [total, H, D] and, if it `saves` it, the logarithm of the sum of exponentials of each row."""
+    output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(query, key, value, None, saves)
+    sequences, heads, length, head_dim = output.shape
+    # Detached: a view that an autograd Function returns could not be changed in place.
+    return output.transpose(1, 2).reshape(sequences * length, heads, head_dim).detach(), logsumexp if saves else None
+
+
+def _problem(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, zero_tail: bool, cudnn_first: bool
+) -> tuple[Problem, Tensor, tuple[int, ...]]:
+    """The problem, and qkv as the kernels take it with the strides of query, key and value."""
+    total, _, heads, head_dim = qkv.shape
+    if qkv.stride(3) != 1:
+        qkv = qkv.contiguous()
+    sizes = (cu_seqlens.shape[0] - 1, heads, max_seqlen, max_seqlen, head_dim)
+    options = {"total": total, "tail": zero_tail, "dropout_p": dropout_p, "cudnn_first": cudnn_first}
+    problem = Problem(*sizes, qkv.dtype, qkv.device, **options)
+    return problem, qkv, (0, qkv.stride(2), qkv.stride(0)) * 3
+
+
+def launch_forward(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    seed: Tensor | None,
+    max_seqlen: int,
+    dropout_p: float,
+    zero_tail: bool,
+    cudnn_first: bool,
+    *,
+    saves: bool = True,
+) -> tuple[Tensor | None, ...]:
+    """Output and, if it `saves` them, statistics [1, H, total], whose order is cuDNN's own if it was asked."""
+    settings = (max_seqlen, dropout_p, zero_tail, cudnn_first)
+    if not _takes(qkv, cu_seqlens, seed, max_seqlen):
+        return PACKED_ATTENTION.run_reference(qkv, cu_seqlens, seed, *settings)
+    problem, qkv, strides = _problem(qkv, cu_seqlens, *settings)
+    total, _, heads, head_dim = qkv.shape
+    if cudnn_first:
+        # [sequences, H, length, D] each
+        split = qkv.view(problem.batch, max_seqlen, 3, heads, head_dim).permute(2, 0, 3, 1, 4)
+        query, key, value = split.unbind(0)
+        output, statistics = cudnn_attention(query, key, value, saves)
+        statistics = None if statistics is None else statistics.view(1, heads, total)
+    else:
+        query, key, value = qkv.unbind(1)
+        output = qkv.new_empty((total, heads, head_dim))
+        statistics = qkv.new_empty((1, heads, total), dtype=torch.float32) if saves else None
+    strides = (*strides, 0, head_dim, heads * head_dim)
+    launch_output(problem, (query, key, value, None, None, cu_seqlens, seed), strides, output, statistics)
+    return output, statistics
+
+
+def launch_backward(
+    dout: Tensor,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    seed: Tensor | None,
+    output: Tensor,
+    statistics: Tensor,
+    max_seqlen: int,
+    dropout_p: float,
+    zero_tail: bool,
+    cudnn_first: bool,
+    wanted: Sequence[bool],
+) -> Tensor | tuple[Tensor | None, ...]:
+    """The gradient of qkv."""
+    settings = (max_seqlen, dropout_p, zero_tail, cudnn_first)
+    if not _takes(qkv, cu_seqlens, seed, max_seqlen):
+        saved = (qkv, cu_seqlens, seed, output, statistics)
+        return PACKED_ATTENTION.run_reference_backward((dout,), saved, settings, wanted)
+    problem, qkv, strides = _problem(qkv, cu_seqlens, *settings)
+    dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    delta = torch.empty_like(statistics)
+    dquery, dkey, dvalue = dqkv.unbind(1)
+    given = (*qkv.unbind(1), None, None, cu_seqlens, seed, output, dout, statistics)
+    heads, head_dim = problem.heads, problem.head_dim
+    strides = (*strides, *(0, head_dim, heads * head_dim) * 2)
+    of_result = (0, head_dim, 3 * heads * head_dim)
+    launch_dquery(problem, given, (*strides, *of_result), delta, dquery)
+    launch_dkey_dvalue(problem, given, (*strides, *of_result, *of_result), delta, None, dkey, dvalue)
+    return dqkv
+
+
+def _reference(qkv, cu_seqlens, seed, max_seqlen, dropout_p, *others):  # type: ignore[no-untyped-def]
+    output = reference.sdpa_packed_attention(qkv, cu_seqlens, max_seqlen, dropout_p, seed)
+    return output, qkv.new_zeros((1, qkv.shape[2], qkv.shape[0]), dtype=torch.float32)
+
+
+def _fake(qkv, *others):  # type: ignore[no-untyped-def]
+    total, _, heads, head_dim = qkv.shape
+    return qkv.new_empty((total, heads, head_dim)), qkv.new_empty((1, heads, total), dtype=torch.float32)
+
+
+PACKED_ATTENTION = Op(
+    FAMILY,
+    "packed_attention(Tensor qkv, Tensor cu_seqlens, Tensor? seed, int max_seqlen, float dropout_p, bool zero_tail, "
+    "bool cudnn_first) -> (Tensor output, Tensor statistics)",
+    reference=_reference,
+    forward=launch_forward,
+    backward=launch_backward,
+    fake=_fake,
+    saves=("qkv", "cu_seqlens", "seed", "output", "statistics"),
+    gradients=("qkv",),
+    strided=("qkv",),
+    takes=_takes,
+    formula=lambda qkv, cu_seqlens, seed, max_seqlen, dropout_p, *others: reference.padded_attention(
+        qkv, cu_seqlens, max_seqlen, dropout_p, seed, sdpa=False
+    ),
+    sums_rounded_products=True,
+    checks=[
+        {
+            "qkv": (80, 3, 2, 24),
+            "cu_seqlens": lambda generator: torch.tensor((0, 33, 40, 80), dtype=torch.int32, device="cpu"),
+            "seed": None,
+            "max_seqlen": 40,
+            "dropout_p": 0.0,
+            "zero_tail": True,
+            "cudnn_first": False,
+        }
+    ],
+)
