@@ -17,11 +17,10 @@ def _biased(
     query = torch.empty(shape, dtype=dtype, device=_META)
     key = torch.empty(*shape[:2], keys, shape[3], dtype=dtype, device=_META)
     added = [None if size is None else torch.empty(size, dtype=dtype, device=_META) for size in (mask, bias)]
-    settings = (1e9, False)
-    output, statistics = op_biased.launch_forward(query, key, key, *added, *settings)
+    output, statistics = op_biased.launch_forward(query, key, key, *added, 1e9)
     for bias_grad in (False, True) if bias else (False,):
         wanted = (True, True, True, bias_grad)
-        op_biased.launch_backward(query, query, key, key, *added, output, statistics, *settings, wanted)
+        op_biased.launch_backward(query, query, key, key, *added, output, statistics, 1e9, wanted)
 
 
 def _packed(

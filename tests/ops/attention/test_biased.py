@@ -230,7 +230,7 @@ def test_second_derivative(route: Route) -> None:
         return torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
 
     with _library.implementation(route.implementation):
-        actual = second(lambda *arguments: op_biased.ATTENTION.differentiable(*arguments, False), inputs, mask)
+        actual = second(op_biased.ATTENTION.differentiable, inputs, mask)
     wide = [t.detach().cpu().double().requires_grad_() for t in inputs]
     for a, e in zip(actual, second(reference.attention, wide, mask.double().cpu()), strict=True):
         assert_close(a, e)
@@ -293,10 +293,10 @@ def test_more_than_two_to_the_31_elements() -> None:
     batches, length, head = (1 << 31) // (256 * 64) + 3, 256, 64
     query = torch.randn(batches, 1, length, head, device="cuda", dtype=torch.bfloat16)
     bias = torch.randn(1, 1, length, length, device="cuda", dtype=torch.bfloat16)
-    output, statistics = op_biased.launch_forward(query, query, query, None, bias, 1e9, False)
+    output, statistics = op_biased.launch_forward(query, query, query, None, bias, 1e9)
     wanted = (True, True, True, False)
     dquery, dkey, dvalue, _ = op_biased.launch_backward(
-        query, query, query, query, None, bias, output, statistics, 1e9, False, wanted
+        query, query, query, query, None, bias, output, statistics, 1e9, wanted
     )
     last = query[-1:]
     expected, gradients = exact([last, last, last, bias], None, last)

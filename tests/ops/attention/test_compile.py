@@ -14,10 +14,10 @@ def test_opcheck(route: Route) -> None:
     (query, key, value, bias), mask, dout = BIASED_CASES[2].tensors(route.device)
     leaves = [t.requires_grad_() for t in (query, key, value, bias)]
     with _library.implementation(route.implementation):
-        opcheck(route, torch.ops.apex.attention.default, (*leaves[:3], mask, leaves[3], 1e9, True))
+        opcheck(route, torch.ops.apex.attention.default, (*leaves[:3], mask, leaves[3], 1e9))
         plain = [t.detach() for t in leaves]
-        output, statistics = op_biased.ATTENTION.run(*plain[:3], mask, plain[3], 1e9, True)
-        given = (*plain[:3], mask, plain[3], output.contiguous(), statistics, 1e9, True, [True] * 4)
+        output, statistics = op_biased.ATTENTION.run(*plain[:3], mask, plain[3], 1e9)
+        given = (*plain[:3], mask, plain[3], output.contiguous(), statistics, 1e9, [True] * 4)
         opcheck(route, torch.ops.apex.attention_backward.default, (dout, *given))
 
 

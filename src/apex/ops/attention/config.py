@@ -151,5 +151,4 @@ _USUAL = DeviceFacts("NVIDIA H200", "cuda", multiprocessors=132, warp_size=32, s
 
 def usual_tile(rows: int, head_dim: int, *, forward: bool) -> tuple[int, int, int, int]:
     """What half-precision self-attention of this size uses on an H200: queries, keys, warps, stages."""
-    tile = (forward_tile if forward else keys_tile)(head_dim, 2, rows, rows, _USUAL)
-    return tile
+    return (forward_tile if forward else keys_tile)(head_dim, 2, rows, rows, _USUAL)

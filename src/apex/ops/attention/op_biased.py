@@ -86,7 +86,7 @@ def checked_arguments(
         mask = mask.detach()
     if mask is not None and mask.dtype in _library.TOO_WIDE and dtype != torch.float64:
         mask = mask.to(torch.float32)
-    return query, key, value, mask, bias, inf, torch.compiler.is_compiling()
+    return query, key, value, mask, bias, inf
 
 
 def _broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
@@ -113,16 +113,15 @@ def launch_forward(
     mask: Tensor | None,
     bias: Tensor | None,
     inf: float,
-    contiguous: bool,
     *,
     saves: bool = True,
 ) -> tuple[Tensor | None, ...]:
-    """Output, laid out like the query unless it is to be `contiguous`, and statistics if it `saves` them."""
+    """Output, laid out like the query, and statistics if it `saves` them."""
     if not _takes(query, key):
-        return ATTENTION.run_reference(query, key, value, mask, bias, inf, contiguous)
+        return ATTENTION.run_reference(query, key, value, mask, bias, inf)
     (query, q), (key, k), (value, v) = _with_strides(query), _with_strides(key), _with_strides(value)
     problem, mask, bias = _problem(query, key, mask, bias, inf)
-    output, o = _empty_like(query, contiguous)
+    output, o = _empty_like(query)
     statistics = _empty_statistics(query, mask, bias) if saves else None
     launch_output(problem, (query, key, value, mask, bias, None, None), (*q, *k, *v, *o), output, statistics)
     return output, statistics
@@ -138,16 +137,15 @@ def launch_backward(
     output: Tensor,
     statistics: Tensor,
     inf: float,
-    contiguous: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of query, key, value and, if wanted, bias."""
     if not _takes(query, key):
         saved = (query, key, value, mask, bias, output, statistics)
-        return ATTENTION.run_reference_backward((dout,), saved, (inf, contiguous), wanted)
+        return ATTENTION.run_reference_backward((dout,), saved, (inf,), wanted)
     (query, q), (key, k), (value, v) = _with_strides(query), _with_strides(key), _with_strides(value)
     (output, o), (dout, g) = _with_strides(output), _with_strides(dout)
-    (dquery, dq), (dkey, dk), (dvalue, dv) = (_empty_like(tensor, contiguous) for tensor in (query, key, value))
+    (dquery, dq), (dkey, dk), (dvalue, dv) = _empty_like(query), _empty_like(key), _empty_like(value)
     problem, kernel_mask, kernel_bias = _problem(query, key, mask, bias, inf)
     given = (query, key, value, kernel_mask, kernel_bias, None, None, output, dout, statistics)
     strides = (*q, *k, *v, *o, *g)
@@ -261,11 +259,13 @@ def _with_strides(tensor: Tensor) -> tuple[Tensor, Strides]:
     return tensor, strides
 
 
-def _empty_like(tensor: Tensor, contiguous: bool) -> tuple[Tensor, Strides]:
+def _empty_like(tensor: Tensor) -> tuple[Tensor, Strides]:
     """Memory for a result, laid out like `tensor` where kernels can write that, and its strides."""
-    result = torch.empty_like(tensor, memory_format=torch.contiguous_format if contiguous else torch.preserve_format)
+    result = torch.empty_like(tensor)
     strides = _strides(result)
-    return _empty_like(tensor, True) if strides is None else (result, strides)
+    if strides is None:
+        return _with_strides(torch.empty_like(tensor, memory_format=torch.contiguous_format))
+    return result, strides
 
 
 def _empty_statistics(query: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -274,18 +274,18 @@ def _empty_statistics(query: Tensor, mask: Tensor | None, bias: Tensor | None) -
     return query.new_empty((planes, math.prod(query.shape[:-3]), *query.shape[-3:-1]), dtype=torch.float32)
 
 
-def _reference(query, key, value, mask, bias, inf, contiguous):  # type: ignore[no-untyped-def]
+def _reference(query, key, value, mask, bias, inf):  # type: ignore[no-untyped-def]
     output = reference.sdpa_attention(query, key, value, mask, bias, inf)
     return output, _empty_statistics(query, mask, bias).zero_()
 
 
-def _fake(query, key, value, mask, bias, inf, contiguous):  # type: ignore[no-untyped-def]
-    return query.new_empty(query.shape), _empty_statistics(query, mask, bias)
+def _fake(query, key, value, mask, bias, inf):  # type: ignore[no-untyped-def]
+    return torch.empty_like(query), _empty_statistics(query, mask, bias)
 
 
 ATTENTION = Op(
     FAMILY,
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, float inf, bool contiguous) "
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, float inf) "
     "-> (Tensor output, Tensor statistics)",
     reference=_reference,
     forward=launch_forward,
@@ -294,8 +294,9 @@ ATTENTION = Op(
     saves=("query", "key", "value", "mask", "bias", "output", "statistics"),
     gradients=("query", "key", "value", "bias"),
     strided=("query", "key", "value", "mask", "bias", "output", "statistics"),
+    same_layout=("output", "query", "key", "value"),
     takes=_takes,
-    formula=lambda *arguments: reference.attention(*arguments[:6]),
+    formula=reference.attention,
     sums_rounded_products=True,
     checks=[
         {
@@ -305,7 +306,6 @@ ATTENTION = Op(
             ).float(),
             "bias": (1, 2, 40, 40),
             "inf": 1e9,
-            "contiguous": False,
         }
     ],
 )
