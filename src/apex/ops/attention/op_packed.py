@@ -136,8 +136,9 @@ def _problem(
     if qkv.stride(3) != 1:
         qkv = qkv.contiguous()
     sizes = (cu_seqlens.shape[0] - 1, heads, max_seqlen, max_seqlen, head_dim)
-    options = {"total": total, "tail": zero_tail, "dropout_p": dropout_p, "cudnn_first": cudnn_first}
-    problem = Problem(*sizes, qkv.dtype, qkv.device, **options)
+    problem = Problem(
+        *sizes, qkv.dtype, qkv.device, total=total, tail=zero_tail, dropout_p=dropout_p, cudnn_first=cudnn_first
+    )
     return problem, qkv, (0, qkv.stride(2), qkv.stride(0)) * 3
 
 
