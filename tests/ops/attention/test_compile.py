@@ -135,3 +135,19 @@ def test_tensor_subclasses_go_to_pytorch() -> None:
 def test_self_check(route: Route) -> None:
     with _library.implementation(route.implementation):
         assert FAMILY.self_check(torch.device(route.device)) <= 1
+
+
+def test_operators_leave_heads_that_are_too_large_to_pytorch() -> None:
+    """The operators launch kernels without asking first, forward and backward."""
+    pytest.importorskip("triton")
+    query = torch.randn(1, 1, 3, config.LARGEST_HEAD + 1, requires_grad=True)
+    qkv = torch.randn(3, 3, 1, config.LARGEST_HEAD + 1, requires_grad=True)
+    bounds = torch.tensor([0, 1, 3])
+    with _library.implementation("triton"):
+        output = op_biased.ATTENTION.differentiable(query, query, query, None, None, 1e9)
+        packed = op_packed.PACKED_ATTENTION.differentiable(qkv, bounds, None, 2, 0.0, True, False)
+        gradients = torch.autograd.grad((output.square().sum(), packed.square().sum()), (query, qkv))
+    expected = attention(query, query, query), packed_attention(qkv, bounds, 2)
+    wanted = torch.autograd.grad([output.square().sum() for output in expected], (query, qkv))
+    for actual, exact in zip((output, packed, *gradients), (*expected, *wanted), strict=True):
+        assert_close(actual, exact)
