@@ -74,6 +74,7 @@ def _is_native(input: Tensor, scale: float) -> bool:
 
 def check_arguments(input: Tensor, mask: Tensor | None, spec: SoftmaxSpec) -> None:
     """Refuses what does not fit, in clear words, before anything is touched."""
+    check_tensors(input=input)
     if input.dtype not in _SUPPORTED or input.dim() == 0:
         raise TypeError(
             f"softmax needs an input of float16, bfloat16, float32 or float64 with at least one dimension, got "
