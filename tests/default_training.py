@@ -100,11 +100,11 @@ def divided(make: Callable[[Any], Any], dtype: torch.dtype = torch.float32) -> C
     return trained(lambda bare: (bare, make(bare.parameters()), Tensor.backward), dtype)
 
 
-# Names without options are public classes of apex.optimizers.
+# Names without options are public classes of apex.optimizers; FP16_Optimizer is that of fp16_utils.
 OPTIMIZERS: dict[str, Case] = {
     **{
         kind.__name__: optimizer(lambda params, kind=kind: kind(params, lr=0.1))
-        for kind in (getattr(optimizers, name) for name in optimizers.__all__)
+        for kind in (getattr(optimizers, name) for name in optimizers.__all__ if name != "FP16_Optimizer")
     },
     "FusedAdam in half precision": optimizer(
         lambda params: optimizers.FusedAdam(params, lr=0.1, master_weights=True, capturable=True), torch.float16
