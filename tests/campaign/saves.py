@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from apex import checkpoint
-from tests.campaign.trials import Trials, in_child
+from tests.campaign.trials import Trials, in_child, in_children
 from tests.checkpoint import kills, test_untrusted
 
 # Steps that each thread saves.
@@ -50,10 +50,9 @@ def threads(trials: Trials, sharded: bool) -> None:
     for folder in trials:
         count = trials.rng.randint(2, 4)
         with trials.expecting(f"{count} threads in each of two processes"):
-            said: list[str] = []
             both = [functools.partial(save_in_threads, folder, sharded, process, count) for process in (0, 1)]
-            in_threads([functools.partial(lambda save, said: said.append(in_child(save)), save, said) for save in both])
-            assert not "".join(said), "".join(said)
+            said = "".join(in_children(both))
+            assert not said, said
             series = checkpoint.Series(folder, keep=None, sharded=sharded)
             steps = range(2 * count * SAVES + 1)
             assert sorted(each.name for each in folder.iterdir()) == [series.path_of(step).name for step in steps]

@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 
@@ -52,17 +52,28 @@ class Trials:
 
 def in_child(work: Callable[[], str]) -> str:
     """What `work` says in a forked process; how that ended if it did not come to say anything."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            said = work()
-        except BaseException:
-            said = traceback.format_exc()
-        os.write(writing, said.encode()[:60_000])
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        said = pipe.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return said if not status else f"ended with {status}; {said}"
+    return in_children([work])[0]
+
+
+def in_children(works: Sequence[Callable[[], str]]) -> list[str]:
+    """The same of several, which run at a time; all are forked by this thread, since a fork of another may crash."""
+    children = []
+    for work in works:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                said = work()
+            except BaseException:
+                said = traceback.format_exc()
+            os.write(writing, said.encode()[:60_000])
+            os._exit(0)
+        os.close(writing)
+        children.append((child, reading))
+    answers = []
+    for child, reading in children:
+        with os.fdopen(reading) as pipe:
+            said = pipe.read()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        answers.append(said if not status else f"ended with {status}; {said}")
+    return answers
