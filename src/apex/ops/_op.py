@@ -402,7 +402,7 @@ class Op:
         )
 
     def _slack(self, actual: Tensor, exact: Tensor) -> float:
-        return max(TOLERANCES[actual.dtype]) * float(exact.abs().max()) if self._sums_rounded_products else 0.0
+        return max(TOLERANCES[actual.dtype]) * float(exact.detach().abs().max()) if self._sums_rounded_products else 0.0
 
 
 def _node_of(op: Op, run: Callable[..., tuple]) -> type[torch.autograd.Function]:
