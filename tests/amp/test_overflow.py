@@ -24,7 +24,7 @@ def prepared(kind: Any = FusedSGD, level: str = "O2", **options: Any) -> tuple[n
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("combine", [False, True])
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
-def test_message_names_the_culprits(
+def test_message_names_the_nonfinite_gradients(
     level: str, kind: Any, combine: bool, on_host: bool, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also as on a device, where the host cannot look at the combined gradients."""

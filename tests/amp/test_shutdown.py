@@ -10,7 +10,7 @@ from torch import nn
 import apex
 from apex import amp
 from apex.amp._amp_state import AmpState
-from apex.amp._nested import applier
+from apex.amp._containers import applier
 from apex.optimizers import FusedAdam
 from apex.parallel import LARC
 from tests.amp.common import LEVELS, assert_same, loss_of, quiet, small_model, train, values

@@ -16,7 +16,7 @@ from .amp import (
     register_promote_function,
 )
 from .frontend import initialize, load_state_dict, state_dict
-from .handle import _reports, disable_casts, scale_loss
+from .handle import _overflow_messages, disable_casts, scale_loss
 
 
 def shutdown() -> None:
@@ -28,7 +28,7 @@ def shutdown() -> None:
     release_all()
     _casting.switch_off()
     _amp_state.reset()
-    _reports.clear()
+    _overflow_messages.clear()
     _registered.clear()
 
 

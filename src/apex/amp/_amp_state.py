@@ -7,37 +7,33 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-if TYPE_CHECKING:
-    from ._models import ModelRecord
-    from .frontend import Properties
-    from .scaler import LossScaler
-
 
 class AmpState:
     """What amp knows. `opt_properties` is absent until `initialize` was called.
 
-    Models, optimizers and parameters are not kept alive by it.
+    Models, optimizers and parameters are not kept alive by it. Objects of amp's other modules, which import this one,
+    are typed as Any.
     """
 
-    opt_properties: Properties
+    opt_properties: Any  # frontend.Properties
 
     def __init__(self) -> None:
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
         self.handle: Any = None
-        self.loss_scalers: list[LossScaler] = []
+        self.loss_scalers: list[Any] = []  # scaler.LossScaler
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
         self.overflow_patience = 100
-        self.models: WeakKeyDictionary[torch.nn.Module, ModelRecord] = WeakKeyDictionary()
+        self.models: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()  # _models.ModelRecord
         self.optimizers: WeakSet[Any] = WeakSet()
         # The float32 master of a model's half-precision parameter. Of one without master, the float32 values that it is
         # the rounding of, where they are known: from a checkpoint, or kept for an optimizer that makes its own masters.

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..ops._transfer import on_host
 from ..ops.multi_tensor import flat
 from ._combined_ddp import CombinedReduction
-from ._stash import AmpOptimizerState, Counted
+from ._master_params import AmpOptimizerState, NonfiniteCounts
 from .scaler import LossScaler
 
 
@@ -87,7 +87,7 @@ class _Kind:
         self._source.put(new)
         return self._source.buffer, [gradient is not None for gradient in new]
 
-    def unscale(self, present: list[bool], stashed: dict[Tensor, Tensor], scaler: LossScaler) -> Counted:
+    def unscale(self, present: list[bool], stashed: dict[Tensor, Tensor], scaler: LossScaler) -> NonfiniteCounts:
         """Unscales what was collected, and adds it to what was there before; `present` has a gradient."""
         if self.masters is not None:
             return self._unscale_to_masters(self.masters, present, scaler)
@@ -100,7 +100,7 @@ class _Kind:
         self.grads.give([new or gradient is not None for new, gradient in zip(present, earlier, strict=True)])
         return counted
 
-    def _unscale_to_masters(self, masters: _Flat, present: list[bool], scaler: LossScaler) -> Counted:
+    def _unscale_to_masters(self, masters: _Flat, present: list[bool], scaler: LossScaler) -> NonfiniteCounts:
         earlier = [master.grad for master in masters.members]
         self.grads.give(present)
         if all(gradient is None for gradient in earlier):
@@ -111,21 +111,21 @@ class _Kind:
         masters.give([new or gradient is not None for new, gradient in zip(present, earlier, strict=True)])
         return counted
 
-    def _run(self, scaler: LossScaler, source: _Flat, target: _Flat, earlier: _Flat | None) -> Counted:
+    def _run(self, scaler: LossScaler, source: _Flat, target: _Flat, earlier: _Flat | None) -> NonfiniteCounts:
         """Unscales the buffer as a whole where the host can count afterwards what is not finite, else by its parts."""
         at_once = on_host(source.buffer) and on_host(scaler.overflow)
         tensors = lambda each: [each.buffer] if at_once else each.parts  # noqa: E731
-        culprits = torch.zeros(len(self.params), 2, dtype=torch.int32, device=source.buffer.device)
-        counters = None if at_once else culprits
+        nonfinite_counts = torch.zeros(len(self.params), 2, dtype=torch.int32, device=source.buffer.device)
+        counters = None if at_once else nonfinite_counts
         if earlier is None:
             in_place = source is target
-            scaler.unscale(tensors(source), tensors(target), models_are_masters=in_place, culprits=counters)
+            scaler.unscale(tensors(source), tensors(target), models_are_masters=in_place, nonfinite_counts=counters)
         else:
-            scaler.unscale_with_stashed(tensors(source), tensors(earlier), tensors(target), culprits=counters)
+            scaler.unscale_with_stashed(tensors(source), tensors(earlier), tensors(target), nonfinite_counts=counters)
         if at_once and scaler.knows_overflow_now():
             counts = [[place.isinf().sum(), place.isnan().sum()] for place in target.places]
-            culprits = torch.tensor(counts, dtype=torch.int32, device=culprits.device)
-        return Counted(self.params, culprits)
+            nonfinite_counts = torch.tensor(counts, dtype=torch.int32, device=nonfinite_counts.device)
+        return NonfiniteCounts(self.params, nonfinite_counts)
 
 
 class CombinedGradients:
@@ -142,7 +142,7 @@ class CombinedGradients:
         """Buffers for parameters that have changed."""
         return CombinedGradients(self._stash, self.check, self._reduction)
 
-    def after_backward(self, scaler: LossScaler, reduces: bool = False) -> list[Counted]:
+    def after_backward(self, scaler: LossScaler, reduces: bool = False) -> list[NonfiniteCounts]:
         """Unscales the new gradients, or with `reduces` their mean, and adds them to what was there before."""
         self._make()
         stashed = self._stash.stashed

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from . import _casting
 from ._amp_state import HALF, _amp_state, warn_or_err, with_digits_of
 from ._checks import checked_optimizers
+from ._containers import applier, to_type
 from ._models import dtype_before, prepare_model, release_model
-from ._nested import applier, to_type
 from ._process_optimizer import (
     cast_states,
     half_params,
@@ -21,6 +21,7 @@ from ._process_optimizer import (
     takes_gradients,
 )
 from ._rollback import unchanged_on_failure
+from .amp import init
 
 __all__ = ["applier", "initialize_models_and_optimizers", "release", "release_all", "to_type"]
 
@@ -64,8 +65,6 @@ def initialize_models_and_optimizers(
                 ddp_parts=ddp_parts,
             )
         if properties.patch_torch_functions:
-            from .amp import init  # which uses the functions of this module
-
             init(loss_scale=properties.loss_scale, patch_type=properties.patch_torch_functions_type)
         else:
             _casting.leave_thread()

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _casting
 from ._amp_state import HALF, _amp_state
-from ._nested import applier, to_type
+from ._containers import applier, to_type
 from ._state_dicts import keep_state_dict_in_float32
 
 

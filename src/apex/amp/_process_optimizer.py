@@ -17,10 +17,9 @@ from . import _casting
 from ._amp_state import HALF, _amp_state, with_digits_of
 from ._combined import CombinedGradients
 from ._combined_ddp import CombinedReduction
-from ._reports import names_of_parameters
-from ._stash import (
+from ._master_params import (
     AmpOptimizerState,
-    Counted,
+    NonfiniteCounts,
     adopt_changes,
     adopt_frozen,
     after_backward,
@@ -29,6 +28,7 @@ from ._stash import (
     cast_state,
     collect_params,
 )
+from ._overflow_messages import names_of_parameters
 from .scaler import LossScaler
 
 _ABSENT = object()
@@ -190,7 +190,7 @@ def _prepare_amp_backward(self: Any, scaler: LossScaler) -> None:
     before_backward(stash)
 
 
-def _post_amp_backward(self: Any, scaler: LossScaler) -> list[Counted]:
+def _post_amp_backward(self: Any, scaler: LossScaler) -> list[NonfiniteCounts]:
     stash: AmpOptimizerState = self._amp_stash
     if stash.takes_gradients:
         inner = innermost(self)

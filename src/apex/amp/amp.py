@@ -12,7 +12,7 @@ from torch import Tensor
 from . import _casting, lists
 from ._amp_state import _amp_state
 from ._checks import check_flags, check_type
-from ._nested import applier, to_type
+from ._containers import applier, to_type
 from .handle import AmpHandle, NoOpHandle
 
 F = TypeVar("F", bound=Callable[..., Any])

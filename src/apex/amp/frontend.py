@@ -13,8 +13,8 @@ from . import _casting
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from ._checks import check_count, check_flags, check_scaling, check_type, checked_loss_scale, is_flag
 from ._initialize import as_lists, as_they_came, initialize_models_and_optimizers, release
-from ._saved_scales import load_state_dict as load_state_dict
-from ._saved_scales import state_dict as state_dict
+from ._loss_scale_state import load_state_dict as load_state_dict
+from ._loss_scale_state import state_dict as state_dict
 from .scaler import LossScaler
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from . import _casting
 from ._amp_state import _amp_state, maybe_print
 from ._checks import check_flags, check_loss, checked_optimizers
+from ._master_params import AmpOptimizerState, NonfiniteCounts, after_failure
+from ._overflow_messages import OverflowMessages
 from ._process_optimizer import takes_flag
-from ._reports import OverflowReports
-from ._stash import AmpOptimizerState, Counted, after_failure
 from .opt import OptimWrapper
 from .scaler import LossScaler
 
-_reports = OverflowReports()
+_overflow_messages = OverflowMessages()
 _update_scale = LossScaler.update_scale
 
 
@@ -63,7 +63,7 @@ def scale_loss(
     prepared = [optimizer for optimizer in optimizer_list if not _stash_of(optimizer).params_have_scaled_gradients]
     for optimizer in prepared:
         optimizer._prepare_amp_backward(scaler)
-    _reports.read()
+    _overflow_messages.read()
     try:
         with _casting.casts(False):
             yield loss.float() * scaler.scale_tensor().reshape(())
@@ -106,7 +106,7 @@ def _check_optimizers(optimizers: list[Any]) -> None:
             )
 
 
-def _settle(scaler: LossScaler, loss_id: int, optimizers: list[Any], counted: list[Counted]) -> None:
+def _settle(scaler: LossScaler, loss_id: int, optimizers: list[Any], counted: list[NonfiniteCounts]) -> None:
     """Adapts the scale, and has the optimizers skip their next step if gradients overflowed."""
     if type(scaler).update_scale is not _update_scale:  # a client's own, which may ask other processes
         waiting, skips = optimizers, scaler.update_scale()
@@ -123,7 +123,7 @@ def _settle(scaler: LossScaler, loss_id: int, optimizers: list[Any], counted: li
         for optimizer in waiting:
             _stash_of(optimizer).already_patched = True
     if scaler.dynamic:
-        _reports.note(scaler, loss_id, counted)
+        _overflow_messages.note(scaler, loss_id, counted)
 
 
 @contextlib.contextmanager

@@ -166,11 +166,11 @@ class LossScaler:
         models_are_masters: bool = False,
         scale_override: Any = None,
         *,
-        culprits: Tensor | None = None,
+        nonfinite_counts: Tensor | None = None,
     ) -> None:
         """`master_grads[i] = model_grads[i] / scale`, noting overflow.
 
-        `culprits`, int32 [gradients, 2], counts infinite and NaN elements.
+        `nonfinite_counts`, int32 [gradients, 2], counts infinite and NaN elements.
         """
         del unused_scale
         override = scale_override[0] if isinstance(scale_override, tuple) else scale_override
@@ -182,7 +182,7 @@ class LossScaler:
             master_grads,
             self._inverse(override),
             overflow=flag,
-            nonfinite_counts=None if flag is None else culprits,
+            nonfinite_counts=None if flag is None else nonfinite_counts,
         )
         self._take(flag)
 
@@ -193,7 +193,7 @@ class LossScaler:
         master_grads: Sequence[Tensor],
         scale_override: Any = None,
         *,
-        culprits: Tensor | None = None,
+        nonfinite_counts: Tensor | None = None,
         checks_sum: bool = False,
     ) -> None:
         """`master_grads[i] = model_grads[i] / scale + stashed_master_grads[i]`, noting overflow of the model's.
@@ -212,7 +212,7 @@ class LossScaler:
             factor,
             stashed_factor,
             overflow=flag,
-            nonfinite_counts=None if flag is None else culprits,
+            nonfinite_counts=None if flag is None else nonfinite_counts,
             checks="x",
             checks_sum=checks_sum,
         )

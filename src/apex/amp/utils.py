@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._amp_state import _amp_state
-from ._nested import applier
+from ._containers import applier
 
 
 def is_cuda_enabled() -> bool:

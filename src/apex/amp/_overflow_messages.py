@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops._transfer import Transfer, on_host
 from ._amp_state import _amp_state, maybe_print
-from ._stash import Counted
+from ._master_params import NonfiniteCounts
 from .scaler import LossScaler
 
 _HINT_AFTER = 4
@@ -26,7 +26,7 @@ class _Note(NamedTuple):
     params: list[Tensor]
 
 
-class OverflowReports:
+class OverflowMessages:
     """Notes taken at every backward pass, read when they have arrived."""
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class OverflowReports:
         self._skipped: dict[int, int] = {}
         self._skipped_at_floor: dict[int, int] = {}
 
-    def note(self, scaler: LossScaler, loss_id: int, counted: list[Counted]) -> None:
+    def note(self, scaler: LossScaler, loss_id: int, counted: list[NonfiniteCounts]) -> None:
         """Sends to the host what it will want to say if the gradients overflowed."""
         if not self._pending and on_host(scaler.overflow) and not scaler._has_overflow:
             self._skipped[loss_id] = self._skipped_at_floor[loss_id] = 0
             return
         device = scaler.overflow.device
-        counters = [each.culprits.to(device, torch.float32).flatten() for each in counted]
+        counters = [each.counts.to(device, torch.float32).flatten() for each in counted]
         sent = Transfer(torch.cat((scaler.overflow.float(), scaler.scale_tensor(), *counters)))
         params = [param for each in counted for param in each.params]
         self._pending.append(_Note(loss_id, scaler._min_loss_scale, sent, params))
@@ -62,17 +62,17 @@ class OverflowReports:
             self._skipped[note.loss_id] = self._skipped_at_floor[note.loss_id] = 0
             return
         skipped = self._skipped[note.loss_id] = self._skipped.get(note.loss_id, 0) + 1
-        culprits = _culprits(note.params, counters)
+        nonfinite = _nonfinite_parameters(note.params, counters)
         maybe_print(f"Gradient overflow.  Skipping step, loss scaler {note.loss_id} reducing loss scale to {scale}")
-        maybe_print(f"  {culprits}")
+        maybe_print(f"  {nonfinite}")
         if skipped % _HINT_AFTER == 0:
             maybe_print(
                 f"  {skipped} steps in a row were skipped. A few are normal while the scale is found; if it goes on, "
                 "look at the parameters named above, lower the learning rate, clip gradients, or use bfloat16 (O4, O5)"
             )
-        self._give_up_at_floor(note, scale, culprits)
+        self._give_up_at_floor(note, scale, nonfinite)
 
-    def _give_up_at_floor(self, note: _Note, scale: float, culprits: str) -> None:
+    def _give_up_at_floor(self, note: _Note, scale: float, nonfinite: str) -> None:
         if scale > (1.0 if note.floor is None else note.floor):
             self._skipped_at_floor[note.loss_id] = 0
             return
@@ -81,12 +81,12 @@ class OverflowReports:
             self._skipped_at_floor[note.loss_id] = 0
             raise FloatingPointError(
                 f"gradients overflowed in {count} steps in a row with loss scale {scale}, which cannot be lowered any "
-                f"further: {culprits}. The loss or the model itself produces values that are not finite "
+                f"further: {nonfinite}. The loss or the model itself produces values that are not finite "
                 "(amp.initialize(overflow_patience=...) sets how many such steps are tolerated)"
             )
 
 
-def _culprits(params: list[Tensor], counters: list[float]) -> str:
+def _nonfinite_parameters(params: list[Tensor], counters: list[float]) -> str:
     """Which parameters have gradients that are not finite, and how."""
     if not params:
         return "which gradients are not finite is not known: the optimizer has divided them among processes"

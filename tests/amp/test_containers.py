@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apex.amp._nested import applier, to_type
+from apex.amp._containers import applier, to_type
 from tests.amp.common import quiet
 
 

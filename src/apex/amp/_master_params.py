@@ -7,7 +7,7 @@ the optimizer's groups), float32 ones (their own masters), and half-precision on
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,8 @@ from torch.nn import Parameter
 
 from ..ops.multi_tensor import scale
 from ._amp_state import HALF, _amp_state, with_digits_of
-from ._nested import applier
+from ._containers import applier
 from .scaler import LossScaler
-
-if TYPE_CHECKING:
-    from ._combined import CombinedGradients
 
 
 class AmpOptimizerState:
@@ -48,7 +45,8 @@ class AmpOptimizerState:
         self.optimizer_unscales = False
         # The optimizer takes gradients from parameters during backward passes, and keeps its own masters (ZeRO).
         self.takes_gradients = False
-        self.combined: CombinedGradients | None = None
+        # The optimizer's combined gradient buffers, `_combined.CombinedGradients`, which imports this module.
+        self.combined: Any = None
         # The optimizer's own attributes that amp's took the place of.
         self.replaced: dict[str, Any] = {}
 
@@ -153,14 +151,14 @@ def after_failure(stash: AmpOptimizerState) -> None:
     stash.stashed = {}
 
 
-class Counted(NamedTuple):
+class NonfiniteCounts(NamedTuple):
     """Parameters, and how many elements of their gradients were infinite and NaN: int32 [parameters, 2]."""
 
     params: list[Tensor]
-    culprits: Tensor
+    counts: Tensor
 
 
-def after_backward(stash: AmpOptimizerState, scaler: LossScaler) -> list[Counted]:
+def after_backward(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCounts]:
     """Unscales the new gradients and adds them to what was there before."""
     ways = _Ways()
     for param, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
@@ -188,7 +186,7 @@ def after_backward(stash: AmpOptimizerState, scaler: LossScaler) -> list[Counted
     return ways.run(scaler, None)
 
 
-def after_backward_scaled(optimizer: Any, stash: AmpOptimizerState, scaler: LossScaler) -> list[Counted]:
+def after_backward_scaled(optimizer: Any, stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCounts]:
     """For optimizers that unscale: gradients keep a scale, `most_recent_scale`.
 
     It is the smallest of the backward passes before a step: half precision could not hold the gradients of one loss at
@@ -260,7 +258,7 @@ class _Ways:
         new = torch.sparse_coo_tensor(indices, values, shape, **kind, is_coalesced=True, check_invariants=False)
         self._later.append((target, new, earlier))
 
-    def run(self, scaler: LossScaler, scales: _Scales | None) -> list[Counted]:
+    def run(self, scaler: LossScaler, scales: _Scales | None) -> list[NonfiniteCounts]:
         """Divides by the scaler's scale, or brings gradients from their scale to one that is kept."""
         counted = []
         for (way, _, device), lists in self._lists.items():
@@ -268,14 +266,14 @@ class _Ways:
                 assert scales is not None
                 scale(lists.grads, lists.outputs, scales.kept / scales.earlier)
                 continue
-            culprits = torch.zeros(len(lists.params), 2, dtype=torch.int32, device=device)
+            nonfinite_counts = torch.zeros(len(lists.params), 2, dtype=torch.int32, device=device)
             if way == "added":
                 scaler.unscale_with_stashed(
                     lists.grads,
                     lists.earlier,
                     lists.outputs,
                     scale_override=scales,
-                    culprits=culprits,
+                    nonfinite_counts=nonfinite_counts,
                     checks_sum=scales is not None,
                 )
             else:
@@ -284,9 +282,9 @@ class _Ways:
                     lists.outputs,
                     models_are_masters=way == "in place",
                     scale_override=None if scales is None else scales.new / scales.kept,
-                    culprits=culprits,
+                    nonfinite_counts=nonfinite_counts,
                 )
-            counted.append(Counted(lists.params, culprits))
+            counted.append(NonfiniteCounts(lists.params, nonfinite_counts))
         for target, gradient, earlier in self._later:
             target.grad = gradient if earlier is None else earlier + gradient
         return counted
