@@ -35,6 +35,7 @@ def bench_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_bench_passes_its_options_on_and_exits_with_the_status(bench_calls: list[tuple[Any, ...]]) -> None:
     arguments = ["bench", "norm", "softmax", "--output", "out.json", "--no-plot", "--quick", "--list"]
     arguments += ["--device", "cuda:1", "--filter", "layer", "--all-cores"]
+    arguments += ["--sweep", "all", "--cases", "7", "--seed", "8"]
     assert CliRunner().invoke(app, arguments).exit_code == 3
     assert bench_calls == [
         (
@@ -47,6 +48,9 @@ def test_bench_passes_its_options_on_and_exits_with_the_status(bench_calls: list
                 "filter": "layer",
                 "list_only": True,
                 "all_cores": True,
+                "sweep": "all",
+                "cases": 7,
+                "seed": 8,
             },
         )
     ]
@@ -55,7 +59,8 @@ def test_bench_passes_its_options_on_and_exits_with_the_status(bench_calls: list
 def test_bench_defaults(bench_calls: list[tuple[Any, ...]]) -> None:
     CliRunner().invoke(app, ["bench"])
     off = dict.fromkeys(("quick", "list_only", "all_cores"), False)
-    assert bench_calls == [([], {"output": None, "plot": True, "device": None, "filter": None, **off})]
+    none = dict.fromkeys(("output", "device", "filter", "sweep"))
+    assert bench_calls == [([], {"plot": True, "cases": 200, "seed": 0, **none, **off})]
 
 
 def test_version() -> None:

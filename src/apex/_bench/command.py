@@ -19,6 +19,7 @@ from .recorded import recorded_measurements
 from .registry import Selection, known_families, select
 from .results import Report, write_json
 from .runner import run_case, run_memory_case
+from .sweep import drawn_cases, run_sweep, sweep_families
 from .table import output_console, print_report
 
 RESULTS_DIRECTORY = Path("benchmarks") / "results"
@@ -35,18 +36,33 @@ def run_bench(
     filter: str | None = None,
     list_only: bool = False,
     all_cores: bool = False,
+    sweep: str | None = None,
+    cases: int = 200,
+    seed: int = 0,
 ) -> int:
     """Runs the benchmark and returns an exit status.
 
     `families` empty means all. `output` is the JSON file, or a folder for it (default: `benchmarks/results`); the chart
     goes beside it. `filter` keeps the cases whose name contains all of its words. `list_only` prints names and measures
-    nothing. With `all_cores` the process is not kept on one core while a GPU is timed. The status is 0, 1 where a
-    result of ours was wrong or failed or a file could not be written, 2 for a request that cannot be met, 130 when
-    interrupted (what was measured is kept).
+    nothing. With `all_cores` the process is not kept on one core while a GPU is timed. `sweep` names families, or all
+    of them, of which `cases` random cases are measured instead (see sweep.py). The status is 0, 1 where a result of
+    ours was wrong or failed or a file could not be written, 2 for a request that cannot be met, 130 when interrupted
+    (what was measured is kept).
     """
     console, messages = output_console(), output_console(stderr=True)
     try:
         target = choose_device(device)
+        if sweep is not None:
+            if families:
+                raise ValueError(f"{' '.join(families)}: families of a sweep are named with --sweep")
+            drawn = list(drawn_cases(sweep_families(sweep), cases, seed, target, filter))
+            if list_only:
+                for _, name, _ in drawn:
+                    console.print(name, markup=False)
+                return SUCCESS
+            path = _writable_path(output, target, ["sweep", *sweep.split(",")])
+            about = {"sweep": sweep, "cases": cases, "seed": seed}
+            return run_sweep(drawn, target, path, console, about, all_cores=all_cores)
         selection = select(families, target, quick=quick, words=filter)
         if not selection:
             raise ValueError(f"no case matches {filter!r}; `apex bench --list` shows the names")

@@ -103,6 +103,12 @@ def bench(
     all_cores: Annotated[
         bool, typer.Option("--all-cores", help="Do not keep the process on one core while a GPU is timed.")
     ] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="FAMILY", help="Random cases of these families instead, or of all, to find slow shapes."),
+    ] = None,
+    cases: Annotated[int, typer.Option(help="Cases of each family of a sweep.", min=1)] = 200,
+    seed: Annotated[int, typer.Option(help="What the cases of a sweep are drawn from.")] = 0,
 ) -> None:
     """Measure the ops on this machine, beside PyTorch's own."""
     from apex._bench.command import run_bench
@@ -116,6 +122,9 @@ def bench(
         filter=name_filter,
         list_only=list_only,
         all_cores=all_cores,
+        sweep=sweep,
+        cases=cases,
+        seed=seed,
     )
     raise typer.Exit(status)
 

@@ -1,0 +1,210 @@
+"""`apex bench --sweep`: random cases, ours beside PyTorch's operators, to find the shapes where ours is slow.
+
+A case is checked against a float64 reference, then every implementation is timed in turns: on the GPU alone, behind a
+delay that hides the host's work, and between two events as a training script sees it. Each call finds a cold cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from .._atomic import atomic_file
+from . import cores, timing
+from .check import worst_excess
+from .environment import describe
+from .registry import OURS, Call
+from .sweep_cases import FAMILIES, Draw, Passes
+
+ROUNDS, CALLS = 4, 3  # samples of each kind of time are rounds x calls
+LIMIT = 1.05  # times PyTorch's time: above it a case counts as slower
+BINS = (0.5, 0.7, 0.9, 1.0, LIMIT, 1.2, 1.5, math.inf)
+WORST = 12  # cases that are printed
+CPU_ELEMENTS, GPU_ELEMENTS = 1 << 12, 1 << 26  # the most that a case may have
+
+
+@dataclass
+class Pass:
+    """One direction of one case: microseconds by implementation, and what was wrong with ours, if anything."""
+
+    name: str
+    family: str
+    gpu: dict[str, float] = field(default_factory=dict)
+    events: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+    def ratio(self, kind: str) -> float | None:
+        """Our time over the best of PyTorch's; `kind` is "gpu" or "events"."""
+        times: dict[str, float] = getattr(self, kind)
+        peers = [value for name, value in times.items() if name != OURS]
+        return times[OURS] / min(peers) if OURS in times and peers else None
+
+    def as_json(self) -> dict[str, Any]:
+        times = {kind: {name: round(value, 2) for name, value in getattr(self, kind).items()} for kind in TIMES}
+        ratios = {f"{kind}_ratio": ratio and round(ratio, 3) for kind in TIMES for ratio in [self.ratio(kind)]}
+        return {"case": self.name, "family": self.family, **times, **ratios, "error": self.error}
+
+
+TIMES = {"gpu": "on the GPU", "events": "between events"}
+
+
+def sweep_families(names: str) -> list[str]:
+    """The families in a list separated by commas; "all" stands for all of them."""
+    wanted = list(FAMILIES) if names == "all" else names.split(",")
+    unknown = [name for name in wanted if name not in FAMILIES]
+    if unknown:
+        raise ValueError(f"no sweep of {', '.join(unknown)}; known: all, {', '.join(FAMILIES)}")
+    return wanted
+
+
+def drawn_cases(
+    families: Sequence[str], cases: int, seed: int, device: torch.device, words: str | None = None
+) -> Iterator[tuple[str, str, Callable[[], Passes]]]:
+    """Family, name and maker of each case, which depend on the seed, the family and the case's number alone.
+
+    `words` keeps the cases whose name contains all of them.
+    """
+    needed = (words or "").lower().split()
+    for family in families:
+        for number in range(cases):
+            draw = Draw(f"{seed} {family} {number}", GPU_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS)
+            name, make = FAMILIES[family](draw, device)
+            if all(word in f"{family} {name}".lower() for word in needed):
+                yield family, f"{family} {name}", make
+
+
+def run_sweep(
+    drawn: Iterable[tuple[str, str, Callable[[], Passes]]],
+    device: torch.device,
+    path: Path,
+    console: Console,
+    about: Mapping[str, Any],
+    *,
+    all_cores: bool = False,
+) -> int:
+    """Measures the cases, prints a summary of each family and returns an exit status: 1 where one of ours was wrong.
+
+    The file at `path` is written anew after every case, so that a run which is cut off loses none; `about` stands at
+    its head.
+    """
+    head = {**describe(device), **about}
+    passes: list[Pass] = []
+    on_one_core = device.type == "cuda" and not all_cores and cores.may_be_chosen()
+    for family, cases in itertools.groupby(drawn, key=lambda case: case[0]):
+        begin, first = time.perf_counter(), len(passes)
+        for _, name, make in cases:
+            with cores.one_core() if on_one_core else contextlib.nullcontext():
+                passes += _measure(name, family, make, device)
+            lines = [json.dumps(each.as_json()) for each in passes]
+            with atomic_file(path, "w") as file:
+                file.write(",\n".join([json.dumps(head)[:-1], '"passes": [' + ",\n".join(lines) + "]}\n"]))
+        print_summary(family, passes[first:], time.perf_counter() - begin, console)
+        console.print(f"results: {path}", markup=False)
+    return int(any(each.error is not None for each in passes))
+
+
+def _measure(name: str, family: str, make: Callable[[], Passes], device: torch.device) -> list[Pass]:
+    """Both passes of a case; one that fails has its error in place of times."""
+    try:
+        prepared = make()
+    except Exception as error:
+        return [Pass(name, family, error=_line(error))]
+    found = []
+    for direction, each in prepared.items():
+        result = Pass(f"{name} {direction}".strip(), family)
+        try:
+            excess = worst_excess(each.implementations[OURS]()(), each.expected)
+            if not excess <= 1:
+                result.error = f"error is {excess:.3g} times the tolerance"
+            else:
+                makers = each.timed or each.implementations
+                result.gpu, result.events = compare({peer: makers[peer]() for peer in makers}, device)
+        except Exception as error:
+            result.error = _line(error)
+        found.append(result)
+    return found
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def compare(calls: Mapping[str, Call], device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
+    """Medians in microseconds of each call on the GPU alone (nothing on a CPU) and between events, taken in turns."""
+    alone: dict[str, list[float]] = {name: [] for name in calls}
+    whole: dict[str, list[float]] = {name: [] for name in calls}
+    delays = {name: _warm_up(call, device) for name, call in calls.items()}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            if device.type == "cuda":
+                alone[name] += _between_events(call, delays[name])
+                whole[name] += _between_events(call, 0)
+            else:
+                begin = time.perf_counter()
+                call()
+                whole[name].append(1e6 * (time.perf_counter() - begin))
+    return (
+        {name: median(samples) for name, samples in alone.items() if samples},
+        {name: median(samples) for name, samples in whole.items()},
+    )
+
+
+def _warm_up(call: Call, device: torch.device) -> int:
+    """Calls until kernels are compiled and launches are kept; GPU cycles that are rather longer than the host takes."""
+    for _ in range(3):
+        timing.synchronize(device)
+        begin = time.perf_counter()
+        call()
+        host = 1e6 * (time.perf_counter() - begin)
+    return int(timing.CYCLES_PER_MICROSECOND * (min(2 * host, 20_000) + 100))
+
+
+def _between_events(call: Call, delay: int) -> list[float]:
+    cache = torch.empty(timing.CACHE_BYTES // 4, dtype=torch.int32, device="cuda")
+    events = []
+    torch.cuda.synchronize()
+    for _ in range(CALLS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        cache.zero_()
+        if delay:
+            torch.cuda._sleep(delay)
+        start.record()
+        call()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    return [1e3 * start.elapsed_time(end) for start, end in events]
+
+
+def print_summary(family: str, passes: Sequence[Pass], seconds: float, console: Console) -> None:
+    """How many passes lie in which range of ours / PyTorch's time, the slowest of them, and what was wrong."""
+    console.print(f"\n{family}: {len(passes)} passes in {seconds:.0f} s", style="bold", markup=False)
+    for kind, words in TIMES.items():
+        rated = [(ratio, each) for each in passes if (ratio := each.ratio(kind)) is not None]
+        if not rated:
+            continue
+        counts = [0] * len(BINS)
+        for ratio, _ in rated:
+            counts[next(index for index, bound in enumerate(BINS) if ratio <= bound)] += 1
+        bounds = [f"to {bound:g}" for bound in BINS[:-1]] + ["more"]
+        histogram = "  ".join(f"{bound}: {count}" for bound, count in zip(bounds, counts, strict=True))
+        slower = [item for item in rated if item[0] > LIMIT]
+        console.print(f"ours / torch {words}: {histogram}", markup=False)
+        console.print(f"  over {LIMIT}: {len(slower)} of {len(rated)} ({100 * len(slower) / len(rated):.1f}%)")
+        for ratio, each in sorted(rated, key=lambda item: -item[0])[:WORST]:
+            times = "  ".join(f"{name} {value:.0f}" for name, value in getattr(each, kind).items())
+            console.print(f"  {ratio:5.2f}  {each.name}  us: {times}", markup=False)
+    for each in passes:
+        if each.error is not None:
+            console.print(f"  wrong: {each.name}: {each.error}", style="red", markup=False)

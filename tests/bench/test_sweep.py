@@ -1,0 +1,118 @@
+"""Random cases beside PyTorch's operators, on the CPU with tiny shapes: what is drawn, checked, written and printed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from apex._bench import sweep
+from apex._bench.command import run_bench
+from apex._bench.sweep_cases import FAMILIES, Draw
+
+CPU = torch.device("cpu")
+
+
+def run(path, families: str, **options) -> int:
+    return run_bench([], output=path, device="cpu", sweep=families, **{"cases": 3, **options})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_of_every_family_are_right(family, tmp_path, capsys):
+    assert run(tmp_path / "r.json", family) == 0
+    printed = capsys.readouterr().out
+    assert f"{family}: " in printed
+    assert "over 1.05: " in printed
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert (written["sweep"], written["cases"], written["seed"]) == (family, 3, 0)
+    assert len(written["passes"]) == (3 if family == "optimizers" else 6)
+    for row in written["passes"]:
+        assert row["error"] is None
+        assert row["events_ratio"] > 0
+        assert "ours" in row["events"]
+
+
+def test_a_case_depends_on_seed_family_and_number_alone():
+    def names(families: list[str], cases: int, seed: int, words: str | None = None) -> list[str]:
+        return [name for _, name, _ in sweep.drawn_cases(families, cases, seed, torch.device("cuda"), words)]
+
+    few, many = names(["softmax"], 5, 1), names(["rope", "softmax"], 40, 1)
+    assert many[40:45] == few
+    assert names(["softmax"], 5, 2) != few
+    assert names(["rope", "softmax"], 40, 1, "SOFTMAX causal") == [
+        name for name in many if name.startswith("softmax causal")
+    ]
+
+
+@pytest.mark.parametrize("layout", ["", "sliced", "oddly sliced", "offset", "transposed"])
+def test_layouts(layout):
+    x = Draw("seed", 1000).tensor((2, 3, 10), torch.float16, CPU, layout)
+    assert x.shape == (2, 3, 10)
+    expected = {"": (30, 10, 1), "sliced": (222, 74, 1), "oddly sliced": (39, 13, 1), "transposed": (10, 20, 1)}
+    assert x.stride() == expected.get(layout, (30, 10, 1))
+    assert x.storage_offset() == (layout == "offset")
+
+
+def test_sizes_stay_within_the_most():
+    for number in range(200):
+        draw = Draw(str(number), 1 << 12)
+        columns = draw.length(32, 20000)
+        assert 1 <= draw.rows(columns) * columns <= 2 * draw.most
+        assert draw.size(16, 4096, 8) % 8 == 0
+
+
+def test_a_wrong_result_is_told_and_has_no_time(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "worst_excess", lambda actual, expected: 7.0)
+    assert run(tmp_path / "r.json", "glu", cases=1) == 1
+    row = json.loads((tmp_path / "r.json").read_text())["passes"][0]
+    assert row["error"] == "error is 7 times the tolerance"
+    assert row["events"] == {}
+    assert "wrong: glu" in capsys.readouterr().out
+
+
+def test_the_file_is_whole_after_every_case(tmp_path, monkeypatch):
+    measured, seen = sweep._measure, []
+
+    def measure(*arguments):
+        if seen:
+            seen.append(len(json.loads((tmp_path / "r.json").read_text())["passes"]))
+            raise KeyboardInterrupt
+        seen.append(0)
+        return measured(*arguments)
+
+    monkeypatch.setattr(sweep, "_measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "r.json", "glu")
+    assert seen == [0, 2]
+
+
+def test_summary_counts_and_orders(capsys):
+    from apex._bench.table import output_console
+
+    passes = [
+        sweep.Pass(f"case {ratio}", "glu", gpu={"ours": 100 * ratio, "torch": 100.0, "torch_foreach": 300.0})
+        for ratio in (0.4, 1.3, 1.05, 2.0)
+    ]
+    sweep.print_summary("glu", passes, 1.0, output_console())
+    printed = capsys.readouterr().out
+    assert "on the GPU: to 0.5: 1  to 0.7: 0  to 0.9: 0  to 1: 0  to 1.05: 1  to 1.2: 0  to 1.5: 1  more: 1" in printed
+    assert "over 1.05: 2 of 4 (50.0%)" in printed
+    assert printed.index("case 2.0") < printed.index("case 1.3") < printed.index("case 0.4")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"sweep": "nrom"}, "no sweep of nrom; known: all, layer_norm"), ({"sweep": "glu"}, "named with --sweep")],
+)
+def test_bad_requests(options, message, capsys):
+    assert run_bench(["norm"] if options["sweep"] == "glu" else [], device="cpu", **options) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_gpu(family, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "GPU_ELEMENTS", 1 << 18)
+    assert run_bench([], output=tmp_path / "r.json", device="cuda", sweep=family, cases=3) == 0
+    assert all(row["gpu_ratio"] > 0 for row in json.loads((tmp_path / "r.json").read_text())["passes"])
