@@ -32,7 +32,7 @@ def test_bytes_moved() -> None:
 
 
 def test_loss_and_gradient_together() -> None:
-    prepared = xentropy._prepare_together(torch.float32, (4, 30), CPU)
+    prepared = xentropy._prepare(torch.float32, (4, 30), xentropy.TOGETHER, CPU)
     (gradient,) = prepared.implementations["ours"]()()
     torch.testing.assert_close(gradient.double(), prepared.expected[0].value)
 

@@ -16,14 +16,11 @@ from ...contrib.fmha import FMHAFun
 from ...contrib.openfold_triton import AttnTri
 from ...ops.attention import reference
 from ..compiling import compiled
+from ..directions import Maker, Random, call, case, exact, leaves_of, long_name
 from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
 
 INF = 1e9
 MOVED = {"fwd": 4, "bwd": 8}  # tensors of the query's size that each direction reads and writes
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Openfold:
     dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
-        return f"openfold {_named(self.dtype)} {self.batch}x{self.heads}x{self.length}x{self.head}"
+        return f"openfold {long_name(self.dtype)} {self.batch}x{self.heads}x{self.length}x{self.head}"
 
     @property
     def elements(self) -> int:
@@ -51,18 +48,19 @@ class Openfold:
         """What is held against the reference: small and exact."""
         return dataclasses.replace(self, batch=3, length=40, dtype=torch.float32)
 
-    def tensors(self, device: torch.device) -> tuple[list[Tensor], Tensor, list[int]]:
-        """Query, key, value, bias and mask, the gradient of the output, and which inputs have gradients."""
-        generator = torch.Generator(device).manual_seed(0)
-        normal = lambda *shape: torch.randn(shape, generator=generator, device=device).to(self.dtype)  # noqa: E731
+    def tensors(self, device: torch.device) -> tuple[list[Tensor], Tensor]:
+        """Query, key, value, bias and mask, and the gradient of the output."""
+        random = Random(device)
+        normal = functools.partial(random.normal, dtype=self.dtype)
         # Heads behind lengths, as projections leave them.
         shape = self.batch, self.length, self.heads, self.head
         query, key, value, gradient = (normal(*shape).transpose(1, 2) for _ in range(4))
         bias = normal(1, self.heads, self.length, self.length)
-        mask = torch.rand(self.batch, 1, 1, self.length, generator=generator, device=device) > 0.1
-        return [query, key, value, bias, mask.to(self.dtype)], gradient, [0, 1, 2, 3]
+        mask = random.uniform(self.batch, 1, 1, self.length) > 0.1
+        leaves = [each.requires_grad_() for each in (query, key, value, bias)]
+        return [*leaves, mask.to(self.dtype)], gradient
 
-    def implementations(self, device: torch.device, all_peers: bool) -> dict[str, Callable[[], Callable[..., Tensor]]]:
+    def implementations(self, device: torch.device, all_peers: bool) -> dict[str, Maker]:
         def by_hand(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(query, key, value, bias + (mask - 1) * INF)
 
@@ -70,7 +68,7 @@ class Openfold:
             logits = query * self.head**-0.5 @ key.transpose(-1, -2) + (mask - 1) * INF + bias
             return torch.softmax(logits, -1) @ value
 
-        makers: dict[str, Callable[[], Callable[..., Tensor]]] = {
+        makers: dict[str, Maker] = {
             OURS: lambda: lambda query, key, value, bias, mask: AttnTri(query, key, value, mask, bias, INF),
             "sdpa": lambda: by_hand,
             "torch": lambda: eager,
@@ -98,7 +96,7 @@ class Packed:
     def __str__(self) -> str:
         lengths = str(self.length) if self.shortest == self.length else f"{self.shortest}-{self.length}"
         dropout = f" dropout {self.dropout}" if self.dropout else ""
-        return f"fmha {_named(self.dtype)} {self.sequences}x{lengths}x{self.heads}x{self.head}{dropout}"
+        return f"fmha {long_name(self.dtype)} {self.sequences}x{lengths}x{self.heads}x{self.head}{dropout}"
 
     @functools.cached_property
     def lengths(self) -> list[int]:
@@ -118,19 +116,17 @@ class Packed:
             self, sequences=3, shortest=40 if even else 9, length=40, dtype=torch.float32, dropout=0.0
         )
 
-    def tensors(self, device: torch.device) -> tuple[list[Tensor], Tensor, list[int]]:
-        generator = torch.Generator(device).manual_seed(0)
-        rows = sum(self.lengths)
-        normal = lambda *shape: torch.randn(shape, generator=generator, device=device).to(self.dtype)  # noqa: E731
+    def tensors(self, device: torch.device) -> tuple[list[Tensor], Tensor]:
+        rows, normal = sum(self.lengths), functools.partial(Random(device).normal, dtype=self.dtype)
         bounds = torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32)
-        qkv = normal(rows, 3, self.heads, self.head)
-        return [qkv, bounds], normal(rows, self.heads, self.head), [0]
+        qkv = normal(rows, 3, self.heads, self.head).requires_grad_()
+        return [qkv, bounds], normal(rows, self.heads, self.head)
 
-    def implementations(self, device: torch.device, all_peers: bool) -> dict[str, Callable[[], Callable[..., Tensor]]]:
+    def implementations(self, device: torch.device, all_peers: bool) -> dict[str, Maker]:
         def ours(qkv: Tensor, bounds: Tensor) -> Tensor:
             return FMHAFun.apply(qkv, bounds, self.dropout, self.length, True, False)
 
-        makers: dict[str, Callable[[], Callable[..., Tensor]]] = {
+        makers: dict[str, Maker] = {
             OURS: lambda: ours,
             "sdpa": lambda: self._by_hand(device),
         }
@@ -195,23 +191,15 @@ CPU_SETTINGS: tuple[Setting, ...] = (
 )
 
 
-def _call(maker: Callable[[], Callable[..., Tensor]], setting: Setting, direction: str, device: torch.device) -> Call:
-    function = maker()
-    inputs, gradient, with_gradients = setting.tensors(device)
-    leaves = [inputs[index].requires_grad_() for index in with_gradients]
-    if direction == "fwd":
-        return lambda: (function(*inputs),)
-    output = function(*inputs)
-    return lambda: torch.autograd.grad(output, leaves, gradient, retain_graph=True)
+def _call(make: Maker, setting: Setting, direction: str, device: torch.device) -> Call:
+    inputs, gradient = setting.tensors(device)
+    return call(make, inputs, leaves_of(inputs), gradient, direction)
 
 
 def _expected(setting: Setting, direction: str, device: torch.device) -> list[Expected]:
-    inputs, gradient, with_gradients = setting.tensors(device)
-    wide = [tensor.double() for tensor in inputs]
-    leaves = [wide[index].requires_grad_() for index in with_gradients]
-    output = setting.exact(*wide)
-    results = [output.detach()] if direction == "fwd" else torch.autograd.grad(output, leaves, gradient.double())
-    return [Expected(result, setting.dtype, setting.length) for result in results]
+    inputs, gradient = setting.tensors(device)
+    terms = [setting.length] * (1 + len(leaves_of(inputs)))
+    return exact(setting.exact, inputs, gradient, direction, setting.dtype, terms)
 
 
 def _prepare(setting: Setting, direction: str, device: torch.device) -> Prepared:
@@ -224,11 +212,11 @@ def _prepare(setting: Setting, direction: str, device: torch.device) -> Prepared
     half = dataclasses.replace(small, dtype=setting.dtype)
     others = {name: half for name in checked if name == "varlen"}
 
-    def check(name: str, maker: Callable[[], Callable[..., Tensor]]) -> Call:
-        return _call(maker, others.get(name, small), direction, device)
-
     return Prepared(
-        {name: functools.partial(check, name, maker) for name, maker in checked.items()},
+        {
+            name: functools.partial(_call, maker, others.get(name, small), direction, device)
+            for name, maker in checked.items()
+        },
         _expected(small, direction, device),
         {name: functools.partial(_call, maker, setting, direction, device) for name, maker in timed.items()},
         {name: _expected(other, direction, device) for name, other in others.items()},
@@ -238,8 +226,7 @@ def _prepare(setting: Setting, direction: str, device: torch.device) -> Prepared
 def _case(setting: Setting, direction: str) -> Case:
     moved = MOVED[direction] * setting.elements + (2 if direction == "bwd" else 1) * setting.bias_elements
     note = "checked in float32, without dropout" if isinstance(setting, Packed) and setting.dropout else None
-    make = functools.partial(_prepare, setting, direction)
-    return Case(f"{setting} {direction}", moved * setting.dtype.itemsize, make, note=note)
+    return case(str(setting), moved * setting.dtype.itemsize, _prepare, setting, direction=direction, note=note)
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:

@@ -6,7 +6,7 @@ Matrix products, not memory, are the limit of most of these cases: their notes c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,8 @@ from ...fused_dense import FusedDenseGeluDense
 from ...mlp import MLP
 from ...ops._tolerance import tensor_core_error
 from ...ops.dense import mlp_forward, reference, wgrad_gemm_accum
-from ..compiling import compiled
+from ..directions import SHORT, Random, exact, prepare, with_peers
 from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
-
-Layers = Callable[[Tensor], Tensor]
 
 # rows, input and output features, features between
 GPU_GELU, CPU_GELU = (torch.float16, 8192, 4096, 16384), (torch.float32, 256, 256, 1024)
@@ -31,20 +29,19 @@ GPU_ACCUMULATION, CPU_ACCUMULATION = (torch.bfloat16, 8192, 4096, 4096), (torch.
 # 3391 and 7403 on weights as of torch.nn.Linear; recorded are 2925 and 6516. So what was recorded is shown beside both
 # cases, and like is compared with like in the one of zero weights.
 UNFILLED = "; nvidia apex was recorded with weights that nobody filled: compare the case of zero weights"
-SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def _tensors(device: torch.device, dtype: torch.dtype, rows: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """A normal input, weights and biases as `torch.nn.Linear` has them, and gradients of a mean over the rows."""
-    generator = torch.Generator(device).manual_seed(0)
+    random = Random(device)
 
     def uniform(shape: tuple[int, ...], bound: float) -> Tensor:
-        return torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator).to(dtype)
+        return torch.empty(shape, device=device).uniform_(-bound, bound, generator=random.generator).to(dtype)
 
     layers = [(sizes[i], sizes[i + 1]) for i in range(len(sizes) - 1)]
     weights = [uniform((outs, ins), ins**-0.5) for ins, outs in layers]
     biases = [uniform((outs,), ins**-0.5) for ins, outs in layers]
-    x, dy = (torch.randn(rows, width, generator=generator, device=device) for width in (sizes[0], sizes[-1]))
+    x, dy = (random.normal(rows, width) for width in (sizes[0], sizes[-1]))
     return x.to(dtype).requires_grad_(), *weights, *biases, (dy / rows**0.5).to(dtype)
 
 
@@ -52,23 +49,6 @@ def _linear(weight: nn.Parameter, bias: nn.Parameter) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
     layer.weight, layer.bias = weight, bias
     return layer
-
-
-def _call(make: Callable[[], Layers], x: Tensor, leaves: Sequence[Tensor], dy: Tensor, direction: str) -> Call:
-    layers = make()
-    if direction == "fwd":
-        return lambda: (layers(x),)
-    output = layers(x)
-    return lambda: torch.autograd.grad(output, leaves, dy, retain_graph=True)
-
-
-def _with_peers(
-    ours: nn.Module, eager: nn.Module, x: Tensor, leaves: Sequence[Tensor], dy: Tensor, direction: str
-) -> dict[str, Callable[[], Call]]:
-    makers: dict[str, Callable[[], Layers]] = {OURS: lambda: ours, "torch": lambda: eager}
-    if x.is_cuda:
-        makers["compile"] = lambda: compiled(eager, x.device)
-    return {name: functools.partial(_call, make, x, leaves, dy, direction) for name, make in makers.items()}
 
 
 def _prepare_gelu(
@@ -83,12 +63,9 @@ def _prepare_gelu(
     for name, parameter in (("weight1", w1), ("bias1", b1), ("weight2", w2), ("bias2", b2)):
         ours.register_parameter(name, parameter)
     eager = nn.Sequential(_linear(w1, b1), nn.GELU("tanh"), _linear(w2, b2))
-    wide = [t.detach().double().requires_grad_(direction == "bwd") for t in (x, w1, b1, w2, b2)]
-    results: Sequence[Tensor] = (reference.dense_gelu_dense(*wide),)
-    if direction == "bwd":
-        results = torch.autograd.grad(results, wide, dy.double())
-    expected = [Expected(result, dtype, max(rows, inner)) for result in results]
-    return Prepared(_with_peers(ours, eager, x, (x, w1, b1, w2, b2), dy, direction), expected)
+    leaves = (x, w1, b1, w2, b2)
+    expected = exact(reference.dense_gelu_dense, leaves, dy, direction, dtype, [max(rows, inner)] * 6)
+    return prepare(with_peers(ours, eager, device), (x,), dy, direction, expected, leaves)
 
 
 def _prepare_mlp(dtype: torch.dtype, rows: int, sizes: list[int], direction: str, device: torch.device) -> Prepared:
@@ -111,12 +88,13 @@ def _prepare_mlp(dtype: torch.dtype, rows: int, sizes: list[int], direction: str
         dx, dweights, dbiases = reference.mlp_backward(dy.double(), wide_x, stored, wide, "relu")
         results = (dx, *dweights, *dbiases)
     expected = [Expected(result, dtype, max(rows, *sizes)) for result in results]
-    return Prepared(_with_peers(ours, eager, x, (x, *ours.weights, *ours.biases), dy, direction), expected)
+    leaves = (x, *ours.weights, *ours.biases)
+    return prepare(with_peers(ours, eager, device), (x,), dy, direction, expected, leaves)
 
 
 def _prepare_accumulation(dtype: torch.dtype, rows: int, ins: int, outs: int, device: torch.device) -> Prepared:
-    generator = torch.Generator(device).manual_seed(0)
-    x, dy = (torch.randn(rows, width, generator=generator, device=device).to(dtype) for width in (ins, outs))
+    random = Random(device)
+    x, dy = (random.normal(rows, width, dtype=dtype) for width in (ins, outs))
     total = torch.zeros(outs, ins, device=device)
 
     def ours() -> tuple[Tensor]:
@@ -126,27 +104,25 @@ def _prepare_accumulation(dtype: torch.dtype, rows: int, ins: int, outs: int, de
     def eager() -> tuple[Tensor]:
         return (total.add_(dy.t().mm(x)),)
 
-    def from_zero(call: Call) -> Call:
-        def run() -> Sequence[Tensor]:
+    def started(call: Call, checked: bool) -> Call:
+        """What is checked starts from zero at every call; what is timed goes on."""
+
+        def from_zero() -> Sequence[Tensor]:
             total.zero_()
             return call()
 
-        return run
+        return from_zero if checked else call
 
     calls: dict[str, Call] = {OURS: ours, "torch": eager}
-    exact = dy.double().t() @ x.double()
+    product = dy.double().t() @ x.double()
     slack = tensor_core_error(rows) if device.type == "cuda" else 0.0
     return Prepared(
-        {name: functools.partial(from_zero, call) for name, call in calls.items()},
+        {name: functools.partial(started, call, True) for name, call in calls.items()},
         # In the inputs' dtype, to which the peer rounds the product before it is added.
-        [Expected(exact, dtype, rows, slack)],
-        timed={name: functools.partial(_same, call) for name, call in calls.items()},
-        expected_of={OURS: [Expected(exact, torch.float32, rows, slack)]},
+        [Expected(product, dtype, rows, slack)],
+        timed={name: functools.partial(started, call, False) for name, call in calls.items()},
+        expected_of={OURS: [Expected(product, torch.float32, rows, slack)]},
     )
-
-
-def _same(call: Call) -> Call:
-    return call
 
 
 def _floating_point(operations: float) -> str:

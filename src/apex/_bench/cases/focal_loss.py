@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +10,8 @@ from torch.nn import functional
 
 from ...contrib.focal_loss import focal_loss
 from ...ops.focal_loss import reference
-from ..compiling import compiled
-from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
+from ..directions import Random, case, exact, long_name, prepare, with_peers
+from ..registry import Case, Family, Prepared, register
 
 ALPHA, GAMMA = 0.25, 2.0
 DTYPES = (torch.bfloat16, torch.float32)
@@ -21,8 +20,6 @@ GPU_SHAPES = ((8, 76725, 80), (8, 76725, 91))
 CPU_SHAPES = ((1, 4096, 80),)
 # The sum of many losses over the number of positives is of order one.
 SUMMED = 100
-
-Loss = Callable[[Tensor], Tensor]
 
 
 def _eager(logits: Tensor, targets: Tensor, positives: Tensor) -> Tensor:
@@ -37,59 +34,39 @@ def _eager(logits: Tensor, targets: Tensor, positives: Tensor) -> Tensor:
     return (losses * (targets != reference.IGNORED)[..., None]).sum() / positives
 
 
-def _call(make: Callable[[], Loss], logits: Tensor, gradient: Tensor, direction: str) -> Call:
-    loss = make()
-    if direction == "fwd":
-        return lambda: (loss(logits),)
-    value = loss(logits)
-    return lambda: torch.autograd.grad(value, logits, gradient, retain_graph=True)
+def _ours(logits: Tensor, targets: Tensor, positives: Tensor) -> Tensor:
+    return focal_loss(logits, targets, positives, logits.shape[-1], ALPHA, GAMMA)
+
+
+def _exact(logits: Tensor, targets: Tensor, positives: Tensor) -> Tensor:
+    return reference.forward(logits, targets, positives, logits.shape[-1], ALPHA, GAMMA, 0.0)
 
 
 def _prepare(dtype: torch.dtype, shape: tuple[int, int, int], direction: str, device: torch.device) -> Prepared:
-    generator = torch.Generator(device).manual_seed(0)
-    classes = shape[-1]
-    logits = (torch.randn(shape, generator=generator, device=device) - 3).to(dtype).requires_grad_()
-    targets = torch.randint(classes, shape[:-1], generator=generator, device=device)
-    chance = torch.rand(shape[:-1], generator=generator, device=device)
+    random = Random(device)
+    logits = (random.normal(*shape) - 3).to(dtype).requires_grad_()
+    targets = random.integers(0, shape[-1], *shape[:-1])
+    chance = random.uniform(*shape[:-1])
     targets[chance < 0.97] = -1
     targets[chance < 0.05] = reference.IGNORED
     positives = (targets >= 0).sum().float()
-    makers: dict[str, Callable[[], Loss]] = {
-        OURS: lambda: lambda logits: focal_loss(logits, targets, positives, classes, ALPHA, GAMMA),
-        "torch": lambda: lambda logits: _eager(logits, targets, positives),
-    }
-    if device.type == "cuda":
-        makers["compile"] = lambda: _compiled(targets, positives, device)
-    wide = logits.detach().double().requires_grad_()
-    loss = reference.forward(wide, targets, positives.double(), classes, ALPHA, GAMMA, 0.0)
-    if direction == "fwd":
-        expected = [Expected(loss.detach(), torch.float32, SUMMED)]
-    else:  # as large as if it were not divided, so that the tolerance means something
-        expected = [Expected(torch.autograd.grad(loss, wide, positives.double())[0], dtype)]
-    calls = {name: functools.partial(_call, make, logits, positives, direction) for name, make in makers.items()}
-    return Prepared(calls, expected)
-
-
-def _compiled(targets: Tensor, positives: Tensor, device: torch.device) -> Loss:
-    function = compiled(_eager, device)
-    return lambda logits: function(logits, targets, positives)
-
-
-def _case(dtype: torch.dtype, shape: tuple[int, int, int], direction: str) -> Case:
-    images, anchors, classes = shape
-    tensors = 1 if direction == "fwd" else 2
-    moved = images * anchors * (tensors * classes * dtype.itemsize + torch.int64.itemsize)
-    name = f"focal_loss {str(dtype).removeprefix('torch.')} {images}x{anchors}x{classes} {direction}"
-    return Case(name, moved, functools.partial(_prepare, dtype, shape, direction))
+    arguments = (logits, targets, positives)
+    # A gradient as large as if it were not divided, so that the tolerance means something.
+    expected = exact(_exact, arguments, positives, direction, torch.float32, (SUMMED, 1))
+    return prepare(with_peers(_ours, _eager, device), arguments, positives, direction, expected)
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     """Classes that fill vectors and classes that do not; a processor gets fewer anchors."""
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
-    dtypes: Sequence[torch.dtype] = DTYPES
-    if quick:
-        shapes, dtypes = shapes[:1], DTYPES[:1]
-    return [_case(dtype, shape, way) for dtype in dtypes for shape in shapes for way in ("fwd", "bwd")]
+    found = []
+    for dtype in DTYPES[:1] if quick else DTYPES:
+        for images, anchors, classes in shapes[:1] if quick else shapes:
+            name = f"focal_loss {long_name(dtype)} {images}x{anchors}x{classes}"
+            for way, tensors in (("fwd", 1), ("bwd", 2)):
+                moved = images * anchors * (tensors * classes * dtype.itemsize + torch.int64.itemsize)
+                found.append(case(name, moved, _prepare, dtype, (images, anchors, classes), direction=way))
+    return found
 
 
 register(Family("focal_loss", "focal loss of a detector's classes", cases))

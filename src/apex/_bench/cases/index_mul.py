@@ -11,29 +11,16 @@ from torch import Tensor
 
 from ...contrib.index_mul_2d import index_mul_2d
 from ...ops.index_mul import reference
-from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
-
-SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+from ..directions import SHORT, Maker, Random, exact, prepare, with_peers
+from ..registry import Call, Case, Expected, Family, Prepared, register
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Problem:
-    """`count` rows of in2 and as many indices, into `in1_rows` rows of in1; the same at every run."""
-
-    in1: Tensor
-    in2: Tensor
-    index: Tensor
-    gradient: Tensor
-
-    @property
-    def leaves(self) -> tuple[Tensor, Tensor]:
-        return self.in1, self.in2
-
-
-@dataclass(frozen=True)
 class Shape:
+    """`count` rows of in2 and as many indices, into `in1_rows` rows of in1."""
+
     dtype: torch.dtype
     in1_rows: int
     count: int
@@ -47,17 +34,6 @@ class Shape:
         """Of the first derivative at most: a force is computed by several passes."""
         rows = self.in1_rows + 2 * self.count if direction == "fwd" else 2 * self.in1_rows + 3 * self.count
         return rows * self.columns * self.dtype.itemsize
-
-    def problem(self, device: torch.device) -> Problem:
-        generator = torch.Generator(device).manual_seed(0)
-
-        def random(rows: int) -> Tensor:
-            return torch.randn(rows, self.columns, generator=generator, device=device).to(self.dtype)
-
-        index = torch.randint(self.in1_rows, (self.count,), generator=generator, device=device)
-        return Problem(
-            random(self.in1_rows).requires_grad_(), random(self.count).requires_grad_(), index, random(self.count)
-        )
 
 
 # NVIDIA apex was recorded with 800000 positions; as many rows are what its floor counts.
@@ -74,42 +50,34 @@ def _eager(in1: Tensor, in2: Tensor, index: Tensor) -> Tensor:
     return in1[index] * in2
 
 
-def _call(product: Product, problem: Problem, direction: str) -> Call:
-    given = problem.in1, problem.in2, problem.index
-    if direction == "fwd":
-        return lambda: (product(*given),)
-    if direction == "bwd":
-        output = product(*given)
-        return lambda: torch.autograd.grad(output, problem.leaves, problem.gradient, retain_graph=True)
-    return lambda: _force_step(product, problem)
-
-
-def _force_step(product: Product, problem: Problem) -> Sequence[Tensor]:
-    """The gradients of a loss that holds a gradient of an energy."""
-    energy = product(problem.in1, problem.in2, problem.index).float().square().mean()
-    (force,) = torch.autograd.grad(energy, problem.in1, create_graph=True)
-    return torch.autograd.grad(energy + force.float().square().sum(), problem.leaves)
-
-
-def _exact(problem: Problem, direction: str) -> list[Tensor]:
-    in1, in2 = (leaf.detach().double().requires_grad_() for leaf in problem.leaves)
-    output = reference.forward(in1, in2, problem.index)
-    if direction == "fwd":
-        return [output.detach()]
-    if direction == "bwd":
-        return list(torch.autograd.grad(output, (in1, in2), problem.gradient.double()))
-    energy = output.square().mean()
+def _force_step(product: Product, in1: Tensor, in2: Tensor, index: Tensor) -> Sequence[Tensor]:
+    """The gradients of a loss that holds a gradient of an energy; in float32 at least."""
+    wide = torch.promote_types(in1.dtype, torch.float32)
+    energy = product(in1, in2, index).to(wide).square().mean()
     (force,) = torch.autograd.grad(energy, in1, create_graph=True)
-    return list(torch.autograd.grad(energy + force.square().sum(), (in1, in2)))
+    return torch.autograd.grad(energy + force.to(wide).square().sum(), (in1, in2))
+
+
+def _force_call(make: Maker, arguments: tuple[Tensor, Tensor, Tensor]) -> Call:
+    return functools.partial(_force_step, make(), *arguments)
 
 
 def _prepare(shape: Shape, direction: str, device: torch.device) -> Prepared:
-    problem = shape.problem(device)
+    random = Random(device)
+    index = random.integers(0, shape.in1_rows, shape.count)
+    in1, in2, gradient = (
+        random.normal(rows, shape.columns, dtype=shape.dtype) for rows in (shape.in1_rows, shape.count, shape.count)
+    )
+    arguments = (in1.requires_grad_(), in2.requires_grad_(), index)
+    makers = with_peers(index_mul_2d, _eager, device, compile=False)
     terms = -(-shape.count // shape.in1_rows)
-    expected = [Expected(value, shape.dtype, terms) for value in _exact(problem, direction)]
-    products: dict[str, Product] = {OURS: index_mul_2d, "torch": _eager}
+    if direction != "force step":
+        expected = exact(reference.forward, arguments, gradient, direction, shape.dtype, [terms] * 3)
+        return prepare(makers, arguments, gradient, direction, expected)
+    wide = [leaf.detach().double().requires_grad_() for leaf in (in1, in2)]
     return Prepared(
-        {name: functools.partial(_call, product, problem, direction) for name, product in products.items()}, expected
+        {name: functools.partial(_force_call, make, arguments) for name, make in makers.items()},
+        [Expected(value, shape.dtype, terms) for value in _force_step(reference.forward, wide[0], wide[1], index)],
     )
 
 
@@ -121,9 +89,7 @@ def _case(shape: Shape, direction: str) -> Case:
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     """Large shapes in both directions, then a small step with second derivatives."""
-    on_gpu = device.type == "cuda"
-    shapes = GPU_SHAPES if on_gpu else CPU_SHAPES
-    steps = GPU_STEPS if on_gpu else CPU_SHAPES[:1]
+    shapes, steps = (GPU_SHAPES, GPU_STEPS) if device.type == "cuda" else (CPU_SHAPES, CPU_SHAPES[:1])
     apart = [_case(shape, way) for shape in (shapes[:1] if quick else shapes) for way in ("fwd", "bwd")]
     return apart if quick else apart + [_case(shape, "force step") for shape in steps]
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...contrib.multihead_attn import EncdecMultiheadAttn, SelfMultiheadAttn
 from ...ops.multihead import Mask, MaskKind, reference
 from ..compiling import compiled
+from ..directions import Random, long_name
 from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
 
 
@@ -34,8 +35,9 @@ class Setting:
 
     def __str__(self) -> str:
         kind = ("encdec" if self.encdec else "self") + (" norm_add" if self.norm_add else "")
-        what = str(self.dtype).removeprefix("torch.")
-        return f"{kind} {what} {self.length}x{self.batch}x{self.width} {self.mask} dropout {self.dropout}"
+        return (
+            f"{kind} {long_name(self.dtype)} {self.length}x{self.batch}x{self.width} {self.mask} dropout {self.dropout}"
+        )
 
     @property
     def bytes_moved(self) -> int:
@@ -108,13 +110,12 @@ class Problem:
 
 def make_problem(setting: Setting, device: torch.device) -> Problem:
     """Normal inputs; a padding mask hides up to half of each sequence's keys, a time mask the future."""
-    generator = torch.Generator(device).manual_seed(0)
+    random = Random(device)
     shape = (setting.length, setting.batch, setting.width)
-    query, key, gradient = (torch.randn(shape, generator=generator, device=device).to(setting.dtype) for _ in range(3))
+    query, key, gradient = (random.normal(*shape, dtype=setting.dtype) for _ in range(3))
     mask = None
     if setting.mask == "padding":
-        length, most = setting.length // 2, setting.length + 1
-        kept = torch.randint(length, most, (setting.batch, 1), generator=generator, device=device)
+        kept = random.integers(setting.length // 2, setting.length + 1, setting.batch, 1)
         mask = torch.arange(setting.length, device=device)[None] >= kept
     elif setting.mask == "time":
         mask = torch.ones(setting.length, setting.length, dtype=torch.bool, device=device).triu(1)
@@ -138,17 +139,15 @@ def _by_hand(problem: Problem, compile: bool) -> Callable[[], Tensor]:
     return lambda: module(problem.query, problem.key, problem.mask)
 
 
-def _step(forward: Callable[[], Tensor], leaves: list[Tensor], gradient: Tensor) -> Call:
-    def step() -> Sequence[Tensor]:
-        output = forward()
-        return (output, *torch.autograd.grad(output, leaves, gradient))
-
-    return step
-
-
 def _call(problem: Problem, implementation: str) -> Call:
     forward = _ours(problem) if implementation == OURS else _by_hand(problem, implementation == "compile")
-    return _step(forward, problem.leaves, problem.gradient)
+    leaves = problem.leaves
+
+    def step() -> Sequence[Tensor]:
+        output = forward()
+        return (output, *torch.autograd.grad(output, leaves, problem.gradient))
+
+    return step
 
 
 def expected_results(problem: Problem) -> list[Expected]:

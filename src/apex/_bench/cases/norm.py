@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,11 +11,15 @@ from torch import Tensor, nn
 
 from ...normalization import FusedLayerNorm, FusedRMSNorm
 from ...ops.norm import reference
-from ..compiling import compiled
-from ..registry import OURS, Call, Case, Expected, Family, MemoryCase, Prepared, register
+from ..directions import Random, case, leaves_of, long_name, prepare, with_peers
+from ..registry import OURS, Case, Expected, Family, MemoryCase, Prepared, register
 
 EPS = 1e-5
-NORMS = ("layer_norm", "rms_norm")
+# Ours and PyTorch's.
+NORMS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
+    "layer_norm": (FusedLayerNorm, nn.LayerNorm),
+    "rms_norm": (FusedRMSNorm, nn.RMSNorm),
+}
 DTYPES = (torch.bfloat16, torch.float32)
 GPU_SHAPES = ((16384, 1024), (16384, 4096), (8192, 8192), (4096, 16384))
 GPU_STEP_SHAPES = ((128, 1024), (1024, 1024), (4096, 1024))
@@ -25,8 +28,6 @@ CPU_STEP_SHAPES = ((128, 1024), (1024, 1024))
 MEMORY_SHAPE = (16384, 4096)
 # Tensors of the input's size that each direction reads and writes; weights are negligible.
 TENSORS_MOVED = {"fwd": 2, "bwd": 3, "step": 5}
-
-Norm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Problem:
     bias: nn.Parameter | None
 
     @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        return (self.input, self.weight) if self.bias is None else (self.input, self.weight, self.bias)
+    def leaves(self) -> list[Tensor]:
+        return leaves_of((self.input, self.weight, self.bias))
 
     def module(self, kind: type[nn.Module], **options: object) -> nn.Module:
         """A norm of class `kind` that holds this problem's parameters."""
@@ -51,30 +52,14 @@ class Problem:
 
 
 def make_problem(norm: str, dtype: torch.dtype, rows: int, columns: int, device: torch.device) -> Problem:
-    """Normal inputs and gradients, weights and biases between 0.5 and 1.5, the same at every run."""
-    generator = torch.Generator(device).manual_seed(0)
-    values, gradient = (torch.randn(rows, columns, generator=generator, device=device).to(dtype) for _ in range(2))
-    weight, bias = (torch.rand(columns, generator=generator, device=device).add(0.5).to(dtype) for _ in range(2))
-    return Problem(
-        values.requires_grad_(), gradient, nn.Parameter(weight), nn.Parameter(bias) if norm == "layer_norm" else None
-    )
+    """Normal inputs and gradients, weights and biases between 0.5 and 1.5."""
+    random = Random(device)
+    values, gradient = (random.normal(rows, columns, dtype=dtype) for _ in range(2))
+    weight, bias = (nn.Parameter(random.weight(columns, dtype)) for _ in range(2))
+    return Problem(values.requires_grad_(), gradient, weight, bias if norm == "layer_norm" else None)
 
 
-def implementations(norm: str, problem: Problem, *, all_peers: bool) -> dict[str, Callable[[], Norm]]:
-    """Functions that make each implementation; `all_peers` adds the ones that bring their own kernels for a GPU."""
-    ours, torchs = (FusedLayerNorm, nn.LayerNorm) if norm == "layer_norm" else (FusedRMSNorm, nn.RMSNorm)
-    makers: dict[str, Callable[[], Norm]] = {
-        OURS: lambda: problem.module(ours),
-        "torch": lambda: problem.module(torchs),
-    }
-    if all_peers:
-        makers["compile"] = lambda: compiled(problem.module(torchs), problem.input.device)
-        if importlib.util.find_spec("liger_kernel") is not None:
-            makers["liger"] = lambda: _liger(problem)
-    return makers
-
-
-def _liger(problem: Problem) -> Norm:
+def _liger(problem: Problem) -> Callable[[Tensor], Tensor]:
     weight, bias = problem.weight, problem.bias
     if bias is None:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # type: ignore[import-not-found]
@@ -101,39 +86,29 @@ def expected_results(problem: Problem, direction: str) -> list[Expected]:
     return [Expected(g, dtype, r) for g, r in zip(gradients, (1, rows, rows), strict=True) if g is not None]
 
 
-def _call(maker: Callable[[], Norm], problem: Problem, direction: str) -> Call:
-    norm = maker()
-    values, leaves, gradient = problem.input, problem.leaves, problem.gradient
-    if direction == "fwd":
-        return lambda: (norm(values),)
-    if direction == "bwd":
-        output = norm(values)
-        return lambda: torch.autograd.grad(output, leaves, gradient, retain_graph=True)
-    return lambda: torch.autograd.grad(norm(values), leaves, gradient)
-
-
 def _prepare(norm: str, dtype: torch.dtype, shape: tuple[int, int], direction: str, device: torch.device) -> Prepared:
     problem = make_problem(norm, dtype, *shape, device)
-    makers = implementations(norm, problem, all_peers=device.type == "cuda" and direction != "step")
-    calls = {name: functools.partial(_call, maker, problem, direction) for name, maker in makers.items()}
-    return Prepared(calls, expected_results(problem, direction))
+    ours, torchs = map(problem.module, NORMS[norm])
+    liger = None if direction == "step" else functools.partial(_liger, problem)
+    makers = with_peers(ours, torchs, device, compile=direction != "step", liger=liger)
+    expected = expected_results(problem, direction)
+    return prepare(makers, (problem.input,), problem.gradient, direction, expected, problem.leaves)
 
 
-def _name(norm: str, dtype: torch.dtype, shape: tuple[int, int], suffix: str) -> str:
-    return f"{norm} {str(dtype).removeprefix('torch.')} {shape[0]}x{shape[1]} {suffix}"
+def _name(norm: str, dtype: torch.dtype, shape: tuple[int, int]) -> str:
+    return f"{norm} {long_name(dtype)} {shape[0]}x{shape[1]}"
 
 
 def _case(norm: str, dtype: torch.dtype, shape: tuple[int, int], direction: str) -> Case:
     moved = TENSORS_MOVED[direction] * shape[0] * shape[1] * dtype.itemsize
-    make = functools.partial(_prepare, norm, dtype, shape, direction)
-    return Case(_name(norm, dtype, shape, direction), moved, make, "wall" if direction == "step" else "device")
+    return case(_name(norm, dtype, shape), moved, _prepare, norm, dtype, shape, direction=direction)
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     """Large shapes in both directions, then steps of small ones; a processor gets smaller shapes."""
     on_gpu = device.type == "cuda"
-    shapes = list(GPU_SHAPES if on_gpu else CPU_SHAPES)
-    step_shapes = list(GPU_STEP_SHAPES if on_gpu else CPU_STEP_SHAPES)
+    shapes: Sequence[tuple[int, int]] = GPU_SHAPES if on_gpu else CPU_SHAPES
+    step_shapes: Sequence[tuple[int, int]] = GPU_STEP_SHAPES if on_gpu else CPU_STEP_SHAPES
     if quick:
         step_shapes = step_shapes[:1]
         shapes = shapes[:1] if on_gpu else step_shapes
@@ -144,7 +119,7 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
 def _memory_steps(norm: str, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:
     """Steps whose norm gets an intermediate that nobody else keeps, and whose output a next layer would keep."""
     problem = make_problem(norm, dtype, *MEMORY_SHAPE, device)
-    ours, torchs = (FusedLayerNorm, nn.LayerNorm) if norm == "layer_norm" else (FusedRMSNorm, nn.RMSNorm)
+    ours, torchs = NORMS[norm]
 
     def step(module: nn.Module) -> None:
         output = module(problem.input + 1)
@@ -163,7 +138,7 @@ def memory_cases(device: torch.device, quick: bool) -> Sequence[MemoryCase]:
     if device.type != "cuda" or quick:
         return ()
     return [
-        MemoryCase(_name(n, d, MEMORY_SHAPE, "memory"), functools.partial(_memory_steps, n, d))
+        MemoryCase(f"{_name(n, d, MEMORY_SHAPE)} memory", functools.partial(_memory_steps, n, d))
         for d in DTYPES
         for n in NORMS
     ]

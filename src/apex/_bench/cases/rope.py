@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,8 +16,8 @@ from ...transformer.functional import (
     fused_apply_rotary_pos_emb_cached,
     fused_apply_rotary_pos_emb_thd,
 )
-from ..compiling import compiled
-from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
+from ..directions import SHORT, Random, has_liger, prepare, with_peers
+from ..registry import Call, Case, Expected, Family, Prepared, register
 
 # Maps the tensors of a problem to the rotated ones.
 Rotate = Callable[..., Sequence[Tensor]]
@@ -40,13 +39,14 @@ class Kind:
 
     @property
     def name(self) -> str:
-        dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.dtype]
         sizes = [str(size) for size in self.shape]
         if self.key_heads:
             sizes[2] += f"+{self.key_heads}"
         layout = "sbhd" if self.kind == "cached" else self.kind
         suffix = " cached" if self.kind == "cached" else ""
-        return f"rope {layout} {dtype} {'x'.join(sizes)}{suffix}" + f" {self.direction}" * (self.direction != "fwd")
+        return f"rope {layout} {SHORT[self.dtype]} {'x'.join(sizes)}{suffix}" + f" {self.direction}" * (
+            self.direction != "fwd"
+        )
 
     @property
     def elements(self) -> int:
@@ -71,17 +71,14 @@ class Problem:
 
 
 def make_problem(kind: Kind, device: torch.device) -> Problem:
-    """Normal inputs, the angles of RoFormer and (packed) sequences of different lengths, the same at every run."""
-    generator = torch.Generator(device).manual_seed(0)
+    """Normal inputs, the angles of RoFormer and (packed) sequences of different lengths."""
+    random = Random(device)
     shapes = [kind.shape]
     if kind.kind == "2d":
         shapes = [(kind.shape[0], kind.shape[1] * kind.shape[2], *kind.shape[3:])]
     elif kind.key_heads:
         shapes.append((*kind.shape[:2], kind.key_heads, kind.shape[3]))
-    tensors, gradients = (
-        tuple(torch.randn(shape, generator=generator, device=device).to(kind.dtype) for shape in shapes)
-        for _ in range(2)
-    )
+    tensors, gradients = (tuple(random.normal(*shape, dtype=kind.dtype) for shape in shapes) for _ in range(2))
     channels = kind.shape[-1]
     tables: tuple[Tensor, ...]
     if kind.kind == "2d":
@@ -176,40 +173,28 @@ def expected_results(problem: Problem) -> list[Expected]:
     ]
 
 
-def _call(maker: Callable[[], Rotate], problem: Problem, copy: bool = False) -> Call:
-    rotate = maker()
-    tensors, gradients, direction = problem.tensors, problem.gradients, problem.kind.direction
-    if copy:  # for what changes its input
-        return lambda: rotate(*(t.detach().clone() for t in tensors))
-    if direction == "fwd":
-        return lambda: rotate(*tensors)
-    if direction == "bwd":
-        outputs = rotate(*tensors)
-        return lambda: torch.autograd.grad(outputs, tensors, gradients, retain_graph=True)
-    return lambda: torch.autograd.grad(rotate(*tensors), tensors, gradients)
-
-
-def _timed_in_place(maker: Callable[[], Rotate], problem: Problem) -> Call:
-    rotate = maker()
-    tensors = [t.detach().clone() for t in problem.tensors]
-    return lambda: rotate(*tensors)
-
-
 def _prepare(kind: Kind, device: torch.device) -> Prepared:
     problem = make_problem(kind, device)
-    makers: dict[str, Callable[[], Rotate]] = {
-        OURS: functools.partial(_ours, problem),
-        "torch": functools.partial(_eager, problem),
-    }
-    if device.type == "cuda" and kind.direction != "step":
-        makers["compile"] = lambda: compiled(_eager(problem), device)
-    calls = {name: functools.partial(_call, maker, problem) for name, maker in makers.items()}
-    timed = dict(calls)
-    if device.type == "cuda" and kind.kind == "qk" and importlib.util.find_spec("liger_kernel") is not None:
-        liger = functools.partial(_liger, problem)
-        calls["liger"] = functools.partial(_call, liger, problem, copy=True)
-        timed["liger"] = functools.partial(_timed_in_place, liger, problem)
-    return Prepared(calls, expected_results(problem), timed)
+    makers = with_peers(_ours(problem), _eager(problem), device, compile=kind.direction != "step")
+    prepared = prepare(makers, problem.tensors, problem.gradients, kind.direction, expected_results(problem))
+    if kind.kind == "qk" and has_liger(device):
+        return _with_liger(prepared, problem)
+    return prepared
+
+
+def _with_liger(prepared: Prepared, problem: Problem) -> Prepared:
+    """Liger-Kernel rotates in place: it is checked on copies, and timed on one that it goes on turning."""
+
+    def check() -> Call:
+        rotate = _liger(problem)
+        return lambda: rotate(*(t.detach().clone() for t in problem.tensors))
+
+    def time() -> Call:
+        rotate, tensors = _liger(problem), [t.detach().clone() for t in problem.tensors]
+        return lambda: rotate(*tensors)
+
+    calls = prepared.implementations
+    return Prepared({**calls, "liger": check}, prepared.expected, {**calls, "liger": time})
 
 
 _BF16, _HALF, _F32 = torch.bfloat16, torch.float16, torch.float32

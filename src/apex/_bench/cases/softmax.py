@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 
@@ -12,12 +10,11 @@ from torch import Tensor
 
 from ...ops.softmax import SoftmaxSpec, reference
 from ...transformer.functional import scaled_masked_softmax, scaled_softmax, scaled_upper_triang_masked_softmax
-from ..compiling import compiled
-from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
+from ..directions import SHORT, Random, case, prepare, with_peers
+from ..registry import Case, Expected, Family, Prepared, register
 
 SCALE = 0.125
 BF16, FP32 = torch.bfloat16, torch.float32
-SHORT = {BF16: "bf16", FP32: "fp32"}
 Shape = tuple[int, ...]
 # Kind, dtype and shape; [b, heads, queries, keys], or with batch and heads in one dimension.
 GPU_SHAPES: Sequence[tuple[str, torch.dtype, Shape]] = (
@@ -53,12 +50,12 @@ def _bytes_moved(kind: str, dtype: torch.dtype, shape: Shape, direction: str) ->
     return round({"fwd": forward, "bwd": backward, "step": forward + backward}[direction])
 
 
-def _mask(kind: str, shape: Shape, device: torch.device, generator: torch.Generator) -> Tensor | None:
+def _mask(kind: str, shape: Shape, random: Random) -> Tensor | None:
     """What the eager code hides: of a causal softmax the future, else a fifth of the keys, or nothing."""
     if kind == "causal_softmax":
-        return reference.causal_mask(shape[-2], shape[-1], device)
+        return reference.causal_mask(shape[-2], shape[-1], random.device)
     if kind == "masked_softmax":
-        return torch.rand(shape[0], 1, *shape[2:], generator=generator, device=device) < 0.2
+        return random.uniform(shape[0], 1, *shape[2:]) < 0.2
     return None
 
 
@@ -97,38 +94,26 @@ def _expected(kind: str, input: Tensor, mask: Tensor | None, gradient: Tensor, d
     return Expected(expected, input.dtype, 1 if direction == "fwd" else keys)
 
 
-def _call(make: Callable[[], Softmax], input: Tensor, gradient: Tensor, direction: str) -> Call:
-    softmax = make()
-    if direction == "fwd":
-        return lambda: (softmax(input),)
-    if direction == "bwd":
-        output = softmax(input)
-        return lambda: torch.autograd.grad(output, input, gradient, retain_graph=True)
-    return lambda: torch.autograd.grad(softmax(input), input, gradient)
-
-
 def _prepare(kind: str, dtype: torch.dtype, shape: Shape, direction: str, device: torch.device) -> Prepared:
-    generator = torch.Generator(device).manual_seed(0)
-    input, gradient = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2))
-    input.requires_grad_()
-    mask = _mask(kind, shape, device, generator)
-
-    def eager(input: Tensor) -> Tensor:
-        return _eager(input, mask)
-
-    makers: dict[str, Callable[[], Softmax]] = {OURS: lambda: _ours(kind, mask), "torch": lambda: eager}
-    if device.type == "cuda" and direction != "step":
-        makers["compile"] = lambda: compiled(eager, device)
-        if kind == "scaled_softmax" and importlib.util.find_spec("liger_kernel") is not None:
-            makers["liger"] = _liger
-    calls = {name: functools.partial(_call, maker, input, gradient, direction) for name, maker in makers.items()}
-    return Prepared(calls, [_expected(kind, input, mask, gradient, direction)])
+    random = Random(device)
+    input, gradient = (random.normal(*shape, dtype=dtype) for _ in range(2))
+    mask = _mask(kind, shape, random)
+    apart = direction != "step"
+    makers = with_peers(
+        _ours(kind, mask),
+        lambda input: _eager(input, mask),
+        device,
+        compile=apart,
+        liger=_liger if apart and kind == "scaled_softmax" else None,
+    )
+    expected = [_expected(kind, input, mask, gradient, direction)]
+    return prepare(makers, (input.requires_grad_(),), gradient, direction, expected)
 
 
 def _case(kind: str, dtype: torch.dtype, shape: Shape, direction: str) -> Case:
-    name = f"{kind} {SHORT[dtype]} {'x'.join(map(str, shape))} {direction}"
-    make = functools.partial(_prepare, kind, dtype, shape, direction)
-    return Case(name, _bytes_moved(kind, dtype, shape, direction), make, "wall" if direction == "step" else "device")
+    name = f"{kind} {SHORT[dtype]} {'x'.join(map(str, shape))}"
+    moved = _bytes_moved(kind, dtype, shape, direction)
+    return case(name, moved, _prepare, kind, dtype, shape, direction=direction)
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:

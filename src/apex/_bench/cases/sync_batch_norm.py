@@ -7,9 +7,8 @@ measures several processes.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...parallel.optimized_sync_batchnorm_kernel import SyncBatchnormFunction
-from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
+from ..directions import Random, case, exact, long_name, prepare, with_peers
+from ..registry import Case, Family, Prepared, register
 
 EPS, MOMENTUM = 1e-5, 0.1
 # images, channels, side of an image
@@ -94,6 +94,10 @@ def _torchs(
     return SyncBatchNorm.apply(x, weight, bias, mean, variance, EPS, MOMENTUM, group, group.size())
 
 
+def _exact(x: Tensor, weight: Tensor, bias: Tensor, *running_and_group: Any) -> Tensor:
+    return functional.batch_norm(x, None, None, weight, bias, training=True, eps=EPS)
+
+
 def _prepare(
     connection: Connection,
     dtype: torch.dtype,
@@ -103,65 +107,34 @@ def _prepare(
     device: torch.device,
 ) -> Prepared:
     images, channels, side = shape
-    generator = torch.Generator(device).manual_seed(0)
-    x, gradient = (
-        torch.randn(images, channels, side, side, generator=generator, device=device)
-        .to(dtype)
-        .to(memory_format=LAYOUTS[layout])
-        for _ in range(2)
-    )
-    weight, bias = (torch.rand(channels, generator=generator, device=device).add(0.5) for _ in range(2))
-    given = [each.requires_grad_() for each in (x, weight, bias)]
-    running = (weight.new_zeros(channels), weight.new_ones(channels))
-    group = connection.group(device)
-    functions: dict[str, Callable[..., Tensor]] = {
-        OURS: _ours,
-        "torch": _torchs if device.type == "cuda" else ByHand.apply,
-    }
-
-    def call(function: Callable[..., Tensor]) -> Call:
-        own = [each.clone() for each in running]
-        if direction == "fwd":
-            return lambda: (function(*given, *own, group),)
-        output = function(*given, *own, group)
-        return lambda: torch.autograd.grad(output, given, gradient, retain_graph=True)
-
-    wide = [each.detach().double().requires_grad_() for each in given]
-    output = functional.batch_norm(wide[0], None, None, wide[1], wide[2], training=True, eps=EPS)
-    if direction == "fwd":
-        expected = [Expected(output.detach(), dtype)]
-    else:
-        gradients = torch.autograd.grad(output, wide, gradient.double())
-        terms = x.numel() // channels
-        expected = [
-            Expected(each, leaf.dtype, terms if leaf.dim() == 1 else 1)
-            for each, leaf in zip(gradients, given, strict=True)
-        ]
-    return Prepared({name: functools.partial(call, function) for name, function in functions.items()}, expected)
-
-
-def _case(connection: Connection, dtype: torch.dtype, shape: tuple[int, int, int], layout: str, direction: str) -> Case:
-    images, channels, side = shape
-    moved = TENSORS_MOVED[direction] * images * channels * side * side * dtype.itemsize
-    kind = str(dtype).removeprefix("torch.")
-    name = f"sync_batch_norm {kind} {layout} {images}x{channels}x{side}x{side} {direction}"
-    return Case(name, moved, functools.partial(_prepare, connection, dtype, shape, layout, direction))
+    random = Random(device)
+    x, gradient = (random.normal(images, channels, side, side, dtype=dtype, layout=LAYOUTS[layout]) for _ in range(2))
+    leaves = [each.requires_grad_() for each in (x, random.weight(channels), random.weight(channels))]
+    running = torch.zeros(channels, device=device), torch.ones(channels, device=device)
+    arguments = (*leaves, *running, connection.group(device))
+    pixels = images * side * side
+    expected = exact(_exact, arguments, gradient, direction, dtype, (1, 1, pixels, pixels))
+    makers = with_peers(_ours, _torchs if device.type == "cuda" else ByHand.apply, device, compile=False)
+    return prepare(makers, arguments, gradient, direction, expected)
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     """Every shape in both layouts and both directions."""
-    gpu = device.type == "cuda"
     if not dist.is_available():
         return []
+    on_gpu = device.type == "cuda"
+    shapes = GPU_SHAPES if on_gpu else CPU_SHAPES
     connection = Connection()
-    shapes = GPU_SHAPES if gpu else CPU_SHAPES
-    return [
-        _case(connection, dtype, shape, layout, direction)
-        for dtype in ((torch.float16, torch.float32) if gpu else (torch.float32,))
-        for shape in (shapes[:1] if quick else shapes)
-        for layout in LAYOUTS
-        for direction in ("fwd", "bwd")
-    ]
+    found = []
+    for dtype in (torch.float16, torch.float32) if on_gpu else (torch.float32,):
+        for shape in shapes[:1] if quick else shapes:
+            images, channels, side = shape
+            size = images * channels * side * side * dtype.itemsize
+            for layout in LAYOUTS:
+                name = f"sync_batch_norm {long_name(dtype)} {layout} {images}x{channels}x{side}x{side}"
+                for way, tensors in TENSORS_MOVED.items():
+                    found.append(case(name, tensors * size, _prepare, connection, dtype, shape, layout, direction=way))
+    return found
 
 
 register(Family("sync_batch_norm", "SyncBatchNorm in a group of one process that exchanges its statistics", cases))

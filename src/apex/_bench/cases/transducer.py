@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...contrib.transducer import TransducerJoint, TransducerLoss
 from ...ops.transducer import JointSpec, reference_joint, reference_loss
-from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
+from ..directions import Random, case, exact, long_name, prepare, with_peers
+from ..registry import Case, Expected, Family, Prepared, register
 
 # Sequences, frames, tokens, and features of the joint or words of the loss.
 Shape = tuple[int, int, int, int]
@@ -29,19 +30,19 @@ def _lengths(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
     return frames, tokens
 
 
-def _eager_losses(x: Tensor, label: Tensor) -> Tensor:
+def _eager_losses(x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor, blank: int) -> Tensor:
     """What one writes without a kernel: log-probabilities, then alpha along the diagonals; sequences of full length."""
     batches, frames, tokens, _ = x.shape
     log_probabilities = x.float().log_softmax(-1)
-    blank = log_probabilities[..., BLANK]
+    blanks = log_probabilities[..., blank]
     labels = log_probabilities[:, :, :-1].gather(3, label.long()[:, None, :, None].expand(-1, frames, -1, 1))[..., 0]
-    skewed_blank = _skew(blank)
+    skewed_blank = _skew(blanks)
     skewed_label = _skew(torch.nn.functional.pad(labels, (0, 1), value=NEVER))
     alpha = torch.nn.functional.pad(x.new_zeros(batches, 1, dtype=torch.float32), (0, tokens - 1), value=NEVER)
     for diagonal in range(frames + tokens - 2):
         moved = torch.nn.functional.pad((alpha + skewed_label[:, diagonal])[:, :-1], (1, 0), value=NEVER)
         alpha = torch.logaddexp(alpha + skewed_blank[:, diagonal], moved)
-    return -(alpha[:, -1] + blank[:, -1, -1])
+    return -(alpha[:, -1] + blanks[:, -1, -1])
 
 
 def _skew(scores: Tensor) -> Tensor:
@@ -53,92 +54,67 @@ def _skew(scores: Tensor) -> Tensor:
     return found.masked_fill((t < 0) | (t >= frames), NEVER)
 
 
-def _torchaudio_losses(x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor) -> Tensor:
+def _torchaudio_losses(x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor, blank: int) -> Tensor:
     from torchaudio.functional import rnnt_loss  # type: ignore[import-not-found, unused-ignore]
 
-    return rnnt_loss(x, label, f_len, y_len, blank=BLANK, reduction="none")
-
-
-def _call(function: Callable[[], Tensor], inputs: Sequence[Tensor], gradient: Tensor, direction: str) -> Call:
-    if direction == "fwd":
-        return lambda: (function(),)
-    value = function()
-    return lambda: torch.autograd.grad(value, inputs, gradient.to(value.dtype), retain_graph=True)
+    return rnnt_loss(x, label, f_len, y_len, blank=blank, reduction="none")
 
 
 def _joint(dtype: torch.dtype, shape: Shape, direction: str, device: torch.device) -> Prepared:
-    generator = torch.Generator(device).manual_seed(0)
+    random = Random(device)
     batches, frames, tokens, features = shape
-    f = torch.randn(batches, frames, features, generator=generator, device=device).to(dtype).requires_grad_()
-    g = torch.randn(batches, tokens, features, generator=generator, device=device).to(dtype).requires_grad_()
-    dh = torch.randn(shape, generator=generator, device=device).to(dtype)
+    f = random.normal(batches, frames, features, dtype=dtype).requires_grad_()
+    g = random.normal(batches, tokens, features, dtype=dtype).requires_grad_()
+    dh = random.normal(*shape, dtype=dtype)
     lengths = _lengths(shape, device)
-    joint = TransducerJoint()
-    functions: dict[str, Callable[[], Tensor]] = {
-        OURS: lambda: joint(f, g, *lengths),
-        "torch": lambda: f[:, :, None] + g[:, None],
-    }
-    if direction == "fwd":
-        h, _ = reference_joint.forward(f.double(), g.double(), *lengths, None, JointSpec(), None, False)
-        expected = [Expected(h.detach(), dtype)]
-    else:
-        df, dg = reference_joint.backward(dh.double(), None, *lengths, None, (frames, tokens), 1.0)
-        expected = [Expected(df, dtype, tokens), Expected(dg, dtype, frames)]
-    calls = {name: functools.partial(_call, function, (f, g), dh, direction) for name, function in functions.items()}
-    return Prepared(calls, expected)
+
+    def by_reference(f: Tensor, g: Tensor, f_len: Tensor, g_len: Tensor) -> Tensor:
+        return reference_joint.forward(f, g, f_len, g_len, None, JointSpec(), None, False)[0]
+
+    makers = with_peers(TransducerJoint(), lambda f, g, *_: f[:, :, None] + g[:, None], device, compile=False)
+    arguments = (f, g, *lengths)
+    expected = exact(by_reference, arguments, dh, direction, dtype, (1, tokens, frames))
+    return prepare(makers, arguments, dh, direction, expected)
 
 
 def _loss(dtype: torch.dtype, shape: Shape, direction: str, device: torch.device) -> Prepared:
-    generator = torch.Generator(device).manual_seed(0)
+    random = Random(device)
     batches, frames, tokens, words = shape
-    x = torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_()
-    label = torch.randint(1, words, (batches, tokens - 1), generator=generator, device=device).int()
+    x = random.normal(*shape, dtype=dtype).requires_grad_()
+    label = random.integers(1, words, batches, tokens - 1).int()
     f_len, g_len = _lengths(shape, device)
     y_len = g_len - 1
     gradient = torch.ones(batches, device=device, dtype=dtype)
-    loss = TransducerLoss()
-    functions: dict[str, Callable[[], Tensor]] = {
-        OURS: lambda: loss(x, label, f_len, y_len, BLANK),
-        "torch": lambda: _eager_losses(x, label),
-    }
+    makers = with_peers(TransducerLoss(), _eager_losses, device, compile=False)
     if importlib.util.find_spec("torchaudio") is not None:
-        functions["torchaudio"] = lambda: _torchaudio_losses(x, label, f_len, y_len)
-    given = x.detach(), label, f_len, y_len, None
-    exact = given[0].double(), *given[1:]
-    losses, saved, _ = reference_loss.forward(*exact, (frames, tokens), BLANK, True)
-    # alpha and beta are sums over as many nodes.
-    if direction == "fwd":
-        expected = [Expected(losses, dtype, frames * tokens)]
-    else:
-        dx = reference_loss.backward(gradient.double(), *exact, BLANK, saved, True)
-        expected = [Expected(dx, dtype, frames * tokens)]
-    calls = {
-        name: functools.partial(_call, function, (x,), gradient, direction) for name, function in functions.items()
-    }
-    return Prepared(calls, expected)
+        makers["torchaudio"] = lambda: _torchaudio_losses
+    wide = (x.detach().double(), label, f_len, y_len, None)
+    losses, saved, _ = reference_loss.forward(*wide, (frames, tokens), BLANK, True)
+    if direction == "bwd":
+        losses = reference_loss.backward(gradient.double(), *wide, BLANK, saved, True)
+    expected = [Expected(losses, dtype, frames * tokens)]  # alpha and beta are sums over as many nodes
+    return prepare(makers, (x, label, f_len, y_len, BLANK), gradient, direction, expected)
 
 
-def _name(op: str, dtype: torch.dtype, shape: Shape, direction: str) -> str:
-    kind = "half" if dtype == torch.float16 else str(dtype).removeprefix("torch.")
-    return f"transducer_{op} {kind} {'x'.join(map(str, shape))} {direction}"
+def _name(op: str, dtype: torch.dtype, shape: Shape) -> str:
+    kind = "half" if dtype == torch.float16 else long_name(dtype)
+    return f"transducer_{op} {kind} {'x'.join(map(str, shape))}"
 
 
 def _joint_case(dtype: torch.dtype, shape: Shape, direction: str) -> Case:
     batches, frames, tokens, features = shape
     moved = batches * (frames * tokens + frames + tokens) * features * dtype.itemsize
-    return Case(_name("joint", dtype, shape, direction), moved, functools.partial(_joint, dtype, shape, direction))
+    return case(_name("joint", dtype, shape), moved, _joint, dtype, shape, direction=direction)
 
 
 def _loss_case(dtype: torch.dtype, shape: Shape, direction: str) -> Case:
-    batches, frames, tokens, words = shape
-    moved = batches * frames * tokens * words * dtype.itemsize * (1 if direction == "fwd" else 2)
-    return Case(_name("loss", dtype, shape, direction), moved, functools.partial(_loss, dtype, shape, direction))
+    moved = math.prod(shape) * dtype.itemsize * (1 if direction == "fwd" else 2)
+    return case(_name("loss", dtype, shape), moved, _loss, dtype, shape, direction=direction)
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     """Sequences of full length, padded: what the padding saves depends on the data. A processor gets smaller ones."""
-    gpu = device.type == "cuda"
-    joints, losses = (GPU_JOINTS, GPU_LOSSES) if gpu else (CPU_JOINTS, CPU_LOSSES)
+    joints, losses = (GPU_JOINTS, GPU_LOSSES) if device.type == "cuda" else (CPU_JOINTS, CPU_LOSSES)
     ways = ("fwd", "bwd")
     return [
         *(_joint_case(dtype, shape, way) for dtype, shape in joints for way in ways),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn import functional
 
 from ...contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from ...ops.xentropy import reference
-from ..compiling import compiled
+from ..directions import Maker, Random, case, has_liger, long_name, prepare, with_peers
 from ..registry import OURS, Call, Case, Expected, Family, MemoryCase, Prepared, register
 
 SMOOTHING = 0.1
@@ -27,26 +26,16 @@ TOGETHER = "fwd+grad(in place)"
 # Tensors of the logits' size that are read and written; losses and labels are negligible.
 TENSORS_MOVED = {"fwd": 1, "bwd": 2, TOGETHER: 3}
 
-Loss = Callable[[Tensor], Tensor]
 
-
-def make_logits(dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Normal logits, uniform labels and gradients of the losses, the same at every run."""
-    generator = torch.Generator(device).manual_seed(0)
-    logits = torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_()
-    labels = torch.randint(0, shape[1], shape[:1], generator=generator, device=device)
-    return logits, labels, torch.rand(shape[0], generator=generator, device=device)
-
-
-def _ours(labels: Tensor, logits: Tensor) -> Tensor:
+def _ours(logits: Tensor, labels: Tensor) -> Tensor:
     return SoftmaxCrossEntropyLoss.apply(logits, labels, SMOOTHING, NO_PADDING, logits.dtype != torch.float32)
 
 
-def _torch(labels: Tensor, logits: Tensor) -> Tensor:
+def _torch(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=SMOOTHING)
 
 
-def _liger(labels: Tensor, logits: Tensor) -> Tensor:
+def _liger(logits: Tensor, labels: Tensor) -> Tensor:
     """The sum of the losses; leaves the gradient in the place of the logits."""
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction  # type: ignore[import-not-found]
 
@@ -54,118 +43,79 @@ def _liger(labels: Tensor, logits: Tensor) -> Tensor:
     return LigerCrossEntropyFunction.apply(logits, labels, None, NO_PADDING, 0.0, SMOOTHING, "sum")[0]
 
 
-def _has_liger(device: torch.device) -> bool:
-    return device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
-
-
-def _losses(labels: Tensor, device: torch.device) -> dict[str, Callable[[], Loss]]:
-    makers: dict[str, Callable[[], Loss]] = {
-        OURS: lambda: functools.partial(_ours, labels),
-        "torch": lambda: functools.partial(_torch, labels),
-    }
-    if device.type == "cuda":
-        makers["compile"] = lambda: compiled(functools.partial(_torch, labels), device)
-    return makers
-
-
-def _call(maker: Callable[[], Loss], logits: Tensor, slopes: Tensor, direction: str) -> Call:
-    loss = maker()
-    if direction == "fwd":
-        return lambda: (loss(logits),)
-    losses = loss(logits)
-    return lambda: torch.autograd.grad(losses, logits, slopes, retain_graph=True)
-
-
-def _expected(logits: Tensor, labels: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses and gradient in float64."""
+def _expected(logits: Tensor, labels: Tensor, slopes: Tensor, direction: str) -> list[Expected]:
+    """Losses, or for other directions than "fwd" their gradient."""
     wide = logits.detach().double()
     losses, log_sums = reference.forward(wide, labels, SMOOTHING, NO_PADDING)
-    return losses, reference.backward(slopes.double(), wide, log_sums, labels, SMOOTHING, NO_PADDING)
+    if direction == "fwd":
+        return [Expected(losses, torch.float32)]
+    gradient = reference.backward(slopes.double(), wide, log_sums, labels, SMOOTHING, NO_PADDING)
+    return [Expected(gradient, logits.dtype)]
 
 
 def _prepare(dtype: torch.dtype, shape: tuple[int, int], direction: str, device: torch.device) -> Prepared:
-    logits, labels, slopes = make_logits(dtype, shape, device)
-    losses, gradient = _expected(logits, labels, slopes)
-    calls = {
-        name: functools.partial(_call, maker, logits, slopes, direction)
-        for name, maker in _losses(labels, device).items()
-    }
-    return Prepared(calls, [Expected(losses, torch.float32)] if direction == "fwd" else [Expected(gradient, dtype)])
+    random = Random(device)
+    logits = random.normal(*shape, dtype=dtype).requires_grad_()
+    labels = random.integers(0, shape[1], shape[0])
+    slopes = random.uniform(shape[0])
+    if direction == TOGETHER:
+        return _prepare_together(logits, labels, slopes)
+    expected = _expected(logits, labels, slopes, direction)
+    return prepare(with_peers(_ours, _torch, device), (logits, labels), slopes, direction, expected)
 
 
-def _together(loss: Loss, logits: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(loss(logits).sum(), logits)
-
-
-def _prepare_together(dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> Prepared:
+def _prepare_together(logits: Tensor, labels: Tensor, slopes: Tensor) -> Prepared:
     """Loss and gradient in one call; a peer that overwrites its logits is checked and timed on a copy."""
-    logits, labels, slopes = make_logits(dtype, shape, device)
-    _, gradient = _expected(logits, labels, torch.ones_like(slopes))
-    makers = {OURS: functools.partial(_ours, labels)}
-    if _has_liger(device):
-        makers["liger"] = functools.partial(_liger, labels)
+    losses = {OURS: _ours, **({"liger": _liger} if has_liger(logits.device) else {})}
 
-    def make(loss: Loss) -> Call:
+    def make(loss: Callable[..., Tensor]) -> Call:
         own = logits.detach().clone().requires_grad_()
-        return functools.partial(_together, loss, own)
+        return lambda: torch.autograd.grad(loss(own, labels).sum(), own)
 
-    calls = {name: functools.partial(make, loss) for name, loss in makers.items()}
-    return Prepared(calls, [Expected(gradient, dtype)], calls)
-
-
-def _name(dtype: torch.dtype, shape: tuple[int, int], direction: str) -> str:
-    return f"xentropy {str(dtype).removeprefix('torch.')} {shape[0]}x{shape[1]} ls{SMOOTHING} {direction}"
+    calls = {name: functools.partial(make, loss) for name, loss in losses.items()}
+    return Prepared(calls, _expected(logits, labels, torch.ones_like(slopes), TOGETHER), calls)
 
 
 def _case(dtype: torch.dtype, shape: tuple[int, int], direction: str) -> Case:
     moved = TENSORS_MOVED[direction] * shape[0] * shape[1] * dtype.itemsize
-    if direction == TOGETHER:
-        make: Callable[[torch.device], Prepared] = functools.partial(_prepare_together, dtype, shape)
-        return Case(_name(dtype, shape, direction), moved, make, note="ours leaves the logits as they are")
-    return Case(_name(dtype, shape, direction), moved, functools.partial(_prepare, dtype, shape, direction))
+    name = f"xentropy {long_name(dtype)} {shape[0]}x{shape[1]} ls{SMOOTHING}"
+    note = "ours leaves the logits as they are" if direction == TOGETHER else None
+    return case(name, moved, _prepare, dtype, shape, direction=direction, note=note)
+
+
+def _linear_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def make_linear(shape: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs and weights that make logits of order one, and labels."""
     rows, features, classes = shape
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    generator = torch.Generator(device).manual_seed(0)
-    values = torch.randn(rows, features, generator=generator, device=device).to(dtype).requires_grad_()
-    weight = torch.randn(classes, features, generator=generator, device=device).mul_(features**-0.5).to(dtype)
-    return values, weight.requires_grad_(), torch.randint(0, classes, (rows,), generator=generator, device=device)
+    random, dtype = Random(device), _linear_dtype(device)
+    values = random.normal(rows, features, dtype=dtype).requires_grad_()
+    weight = random.normal(classes, features).mul_(features**-0.5).to(dtype).requires_grad_()
+    return values, weight, random.integers(0, classes, rows)
 
 
 def _linear_torch(values: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(functional.linear(values, weight), labels)
 
 
-def _linear_liger(values: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def _linear_liger() -> Callable[..., Tensor]:
     from liger_kernel.ops.fused_linear_cross_entropy import (  # type: ignore[import-not-found]
         LigerFusedLinearCrossEntropyFunction,
     )
 
-    return LigerFusedLinearCrossEntropyFunction.apply(values, weight, labels)[0]
+    return lambda values, weight, labels: LigerFusedLinearCrossEntropyFunction.apply(values, weight, labels)[0]
 
 
-def _linear_losses(device: torch.device) -> dict[str, Callable[[], Callable[..., Tensor]]]:
-    makers: dict[str, Callable[[], Callable[..., Tensor]]] = {OURS: lambda: linear_cross_entropy}
-    makers["torch"] = lambda: _linear_torch
-    if device.type == "cuda":
-        makers["compile"] = lambda: compiled(_linear_torch, device)
-    if _has_liger(device):
-        makers["liger"] = lambda: _linear_liger
-    return makers
+def _linear_step(make: Maker, values: Tensor, weight: Tensor, labels: Tensor) -> Call:
+    loss = make()
 
+    def step() -> tuple[Tensor, ...]:
+        found = loss(values, weight, labels)
+        return found.detach(), *torch.autograd.grad(found, (values, weight))
 
-def _linear_step(loss: Callable[..., Tensor], tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    found = loss(*tensors)
-    return found.detach(), *torch.autograd.grad(found, tensors[:2])
-
-
-def _linear_call(
-    maker: Callable[[], Callable[..., Tensor]], tensors: tuple[Tensor, Tensor, Tensor]
-) -> Callable[[], tuple[Tensor, ...]]:
-    return functools.partial(_linear_step, maker(), tensors)
+    return step
 
 
 def _exact_linear(values: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,25 +137,21 @@ def _prepare_linear(shape: tuple[int, int, int], device: torch.device) -> Prepar
     tensors = make_linear(shape, device)
     # The loss owes its error to the logits, which are rounded to this dtype.
     expected = [Expected(value, tensors[0].dtype) for value in _exact_linear(*tensors)]
-    calls = {n: functools.partial(_linear_call, maker, tensors) for n, maker in _linear_losses(device).items()}
-    return Prepared(calls, expected)
+    makers = with_peers(linear_cross_entropy, _linear_torch, device, liger=_linear_liger)
+    return Prepared({n: functools.partial(_linear_step, make, *tensors) for n, make in makers.items()}, expected)
 
 
 def _linear_name(shape: tuple[int, int, int], device: torch.device, suffix: str) -> str:
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
-    return f"linear_xentropy {dtype} {'x'.join(map(str, shape))} {suffix}"
+    return f"linear_xentropy {long_name(_linear_dtype(device))} {'x'.join(map(str, shape))} {suffix}"
 
 
 def _linear_case(shape: tuple[int, int, int], device: torch.device) -> Case:
     rows, features, classes = shape
     # Input and weight are read, their gradients written; three matrix products take far longer than that.
-    moved = 2 * features * (rows + classes) * (2 if device.type == "cuda" else 4)
-    return Case(
-        _linear_name(shape, device, "step"),
-        moved,
-        functools.partial(_prepare_linear, shape),
-        note="bound by three matrix products, not by the bytes of the floor",
-    )
+    moved = 2 * features * (rows + classes) * _linear_dtype(device).itemsize
+    make = functools.partial(_prepare_linear, shape)
+    note = "bound by three matrix products, not by the bytes of the floor"
+    return Case(_linear_name(shape, device, "step"), moved, make, note=note)
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
@@ -223,8 +169,8 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
 
 def _memory_steps(shape: tuple[int, int, int], device: torch.device) -> dict[str, Callable[[], object]]:
     tensors = make_linear(shape, device)
-    makers = {name: maker for name, maker in _linear_losses(device).items() if name != "compile"}
-    return {name: _linear_call(maker, tensors) for name, maker in makers.items()}
+    makers = with_peers(linear_cross_entropy, _linear_torch, device, compile=False, liger=_linear_liger)
+    return {name: _linear_step(make, *tensors) for name, make in makers.items()}
 
 
 def memory_cases(device: torch.device, quick: bool) -> Sequence[MemoryCase]:
