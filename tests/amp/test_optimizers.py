@@ -152,7 +152,7 @@ def test_sparse_gradients() -> None:
 def test_fused_optimizers_write_the_model_themselves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
     model, optimizer = quiet(model, make(name, model.parameters()), opt_level="O5")
-    monkeypatch.setattr("apex.amp._process_optimizer._masters_to_model", lambda self: pytest.fail("an extra pass"))
+    monkeypatch.setattr("apex.amp._optimizer_step.masters_to_model", lambda self: pytest.fail("an extra pass"))
     before = model[0].weight.detach().clone()
     train(model, optimizer, 2)
     assert not torch.equal(before, model[0].weight)

@@ -33,10 +33,10 @@ def test_only_optimizers_that_take_no_flag_wait(name: str, waits: bool) -> None:
     model, optimizer = quiet(model, make(name, model.parameters()), opt_level="O2")
     before = values(model.parameters())
     assert host_knows(optimizer, model) is waits
-    assert (optimizer._amp_stash.noop is None) is waits
+    assert (optimizer._amp_stash.found_inf is None) is waits
     optimizer.step()
     assert_same(before, model.parameters())
-    assert optimizer._amp_stash.noop is None
+    assert optimizer._amp_stash.found_inf is None
     assert not optimizer._amp_stash.already_patched
 
 

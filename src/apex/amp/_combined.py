@@ -15,7 +15,8 @@ from torch import Tensor
 from ..ops._transfer import on_host
 from ..ops.multi_tensor import flat
 from ._combined_ddp import CombinedReduction
-from ._master_params import AmpOptimizerState, NonfiniteCounts
+from ._master_params import AmpOptimizerState
+from ._overflow_messages import NonfiniteCounts
 from .scaler import LossScaler
 
 
@@ -138,20 +139,16 @@ class CombinedGradients:
         self._kinds: list[_Kind] = []
         self._made_for: list[Any] = []
 
-    def renewed(self) -> CombinedGradients:
-        """Buffers for parameters that have changed."""
-        return CombinedGradients(self._stash, self.check, self._reduction)
-
     def after_backward(self, scaler: LossScaler, reduces: bool = False) -> list[NonfiniteCounts]:
         """Unscales the new gradients, or with `reduces` their mean, and adds them to what was there before."""
         self._make()
-        stashed = self._stash.stashed
+        stashed = self._stash.accumulated_grads
         collected = [kind.collect(stashed) for kind in self._kinds]
         present = [each for _, each in collected]
         if reduces and self._reduction is not None and self._reduction.is_needed():
             present = self._reduction.reduce([buffer for buffer, _ in collected], present)
         counted = [kind.unscale(each, stashed, scaler) for kind, each in zip(self._kinds, present, strict=True)]
-        self._stash.stashed = {}
+        self._stash.accumulated_grads = {}
         return counted
 
     def buffers(self) -> list[Tensor]:

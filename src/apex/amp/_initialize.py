@@ -11,15 +11,9 @@ from . import _casting
 from ._amp_state import HALF, _amp_state, warn_or_err, with_digits_of
 from ._checks import checked_optimizers
 from ._containers import applier, to_type
+from ._master_params import cast_states, half_params, innermost, takes_gradients
 from ._models import dtype_before, prepare_model, release_model
-from ._process_optimizer import (
-    cast_states,
-    half_params,
-    innermost,
-    process_optimizer,
-    release_optimizer,
-    takes_gradients,
-)
+from ._process_optimizer import process_optimizer, release_optimizer
 from ._rollback import unchanged_on_failure
 from .amp import init
 

@@ -10,11 +10,17 @@ from torch import Tensor
 
 from ..ops._transfer import Transfer, on_host
 from ._amp_state import _amp_state, maybe_print
-from ._master_params import NonfiniteCounts
 from .scaler import LossScaler
 
 _HINT_AFTER = 4
 _NAMED = 5
+
+
+class NonfiniteCounts(NamedTuple):
+    """Parameters, and how many elements of their gradients are infinite and NaN: int32 [parameters, 2]."""
+
+    params: list[Tensor]
+    counts: Tensor
 
 
 class _Note(NamedTuple):

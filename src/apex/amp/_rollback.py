@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ._amp_state import _amp_state
-from ._process_optimizer import innermost, takes_gradients
+from ._master_params import innermost, takes_gradients
 
 
 @contextlib.contextmanager

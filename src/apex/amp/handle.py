@@ -12,14 +12,13 @@ from torch import Tensor
 from . import _casting
 from ._amp_state import _amp_state, maybe_print
 from ._checks import check_flags, check_loss, checked_optimizers
-from ._master_params import AmpOptimizerState, NonfiniteCounts, after_failure
-from ._overflow_messages import OverflowMessages
-from ._process_optimizer import takes_flag
-from .opt import OptimWrapper
+from ._optimizer_step import restore_grads
+from ._overflow_messages import NonfiniteCounts, OverflowMessages
+from .opt import OptimWrapper, scaled_loss
 from .scaler import LossScaler
 
 _overflow_messages = OverflowMessages()
-_update_scale = LossScaler.update_scale
+_ORIGINAL_UPDATE = LossScaler.update_scale
 
 
 @contextlib.contextmanager
@@ -42,51 +41,44 @@ def scale_loss(
             "amp.scale_loss was called before amp.initialize; first: "
             "model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
         )
-    properties = _amp_state.opt_properties
-    if not properties.enabled:
+    options = _amp_state.opt_properties.options
+    if not options["enabled"]:
         yield loss
         return
     check_loss(loss)
     optimizer_list = checked_optimizers(optimizers)
     scaler = _scaler(loss_id)
     check_flags(delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check)
-    if properties.master_weights:
-        _check_optimizers(optimizer_list)  # a step of an unknown one, a copy perhaps, would leave the model as it is
-    stashes = [_stash_of(optimizer) for optimizer in optimizer_list if hasattr(optimizer, "_amp_stash")]
+    stashes = [optimizer._amp_stash for optimizer in optimizer_list if hasattr(optimizer, "_amp_stash")]
     moves_gradients = any(stash.has_masters or stash.combined is not None for stash in stashes)
-    if not moves_gradients and not scaler.dynamic and scaler.loss_scale() == 1.0:
+    does_nothing = not moves_gradients and not scaler.dynamic and scaler.loss_scale() == 1.0
+    if not does_nothing or options["master_weights"]:
+        # A step of one that amp does not know, a copy perhaps, would leave the model as it is.
+        _check_optimizers(optimizer_list)
+    if does_nothing:
         with _casting.casts(False):
             yield loss.float()
         return
-    _check_optimizers(optimizer_list)
     scaler.to(loss.device)
-    prepared = [optimizer for optimizer in optimizer_list if not _stash_of(optimizer).params_have_scaled_gradients]
+    prepared = [optimizer for optimizer in optimizer_list if not optimizer._amp_stash.params_have_scaled_gradients]
     for optimizer in prepared:
         optimizer._prepare_amp_backward(scaler)
     _overflow_messages.read()
-    try:
-        with _casting.casts(False):
+    with _casting.casts(False):
+        try:
             yield loss.float() * scaler.scale_tensor().reshape(())
-    except BaseException:
-        for optimizer in prepared:
-            after_failure(_stash_of(optimizer))
-        raise
-    if delay_unscale:
-        for optimizer in optimizer_list:
-            _stash_of(optimizer).params_have_scaled_gradients = True
-        return
-    scaler.clear_overflow_state()
-    with torch.no_grad(), _casting.casts(False):
-        counted = []
-        for optimizer in optimizer_list:
-            counted.extend(optimizer._post_amp_backward(scaler))
-            _stash_of(optimizer).params_have_scaled_gradients = False
-        if not delay_overflow_check:
-            _settle(scaler, loss_id, optimizer_list, counted)
-
-
-def _stash_of(optimizer: Any) -> AmpOptimizerState:
-    return optimizer._amp_stash
+        except BaseException:
+            for optimizer in prepared:
+                restore_grads(optimizer._amp_stash)
+            raise
+        for stash in stashes:
+            stash.params_have_scaled_gradients = bool(delay_unscale)
+        if not delay_unscale:
+            scaler.clear_overflow_state()
+            with torch.no_grad():
+                counts = [each for optimizer in optimizer_list for each in optimizer._post_amp_backward(scaler)]
+                if not delay_overflow_check:
+                    _update_scale(scaler, loss_id, optimizer_list, counts)
 
 
 def _scaler(loss_id: int) -> LossScaler:
@@ -106,24 +98,29 @@ def _check_optimizers(optimizers: list[Any]) -> None:
             )
 
 
-def _settle(scaler: LossScaler, loss_id: int, optimizers: list[Any], counted: list[NonfiniteCounts]) -> None:
+def _update_scale(scaler: LossScaler, loss_id: int, optimizers: list[Any], counts: list[NonfiniteCounts]) -> None:
     """Adapts the scale, and has the optimizers skip their next step if gradients overflowed."""
-    if type(scaler).update_scale is not _update_scale:  # a client's own, which may ask other processes
-        waiting, skips = optimizers, scaler.update_scale()
+    stashes = [optimizer._amp_stash for optimizer in optimizers]
+    if type(scaler).update_scale is not _ORIGINAL_UPDATE:  # a client's own, which may ask other processes
+        waiting, skips = stashes, scaler.update_scale()
     else:
         scaler.update_scale_on_device()
         if not scaler.dynamic:
             return
-        for optimizer in filter(takes_flag, optimizers):
-            stash = _stash_of(optimizer)
-            stash.noop = scaler.overflow if stash.noop is None else torch.maximum(stash.noop, scaler.overflow)
-        waiting = [optimizer for optimizer in optimizers if not takes_flag(optimizer)]
+        waiting = []
+        for stash in stashes:
+            if not stash.takes_found_inf:
+                waiting.append(stash)
+            elif stash.found_inf is None:
+                stash.found_inf = scaler.overflow
+            else:
+                stash.found_inf = torch.maximum(stash.found_inf, scaler.overflow)
         skips = bool(waiting) and scaler._has_overflow
     if skips:
-        for optimizer in waiting:
-            _stash_of(optimizer).already_patched = True
+        for stash in waiting:
+            stash.already_patched = True
     if scaler.dynamic:
-        _overflow_messages.note(scaler, loss_id, counted)
+        _overflow_messages.note(scaler, loss_id, counts)
 
 
 @contextlib.contextmanager
@@ -167,18 +164,10 @@ class AmpHandle:
         if not self.is_active():
             yield loss
             return
-        check_loss(loss)
         checked_optimizers(optimizer)
-        scaler = self._default_scaler
-        scaler.to(loss.device)
-        with _casting.casts(False):
-            yield loss * scaler.scale_tensor().reshape(())
-        scaler.clear_overflow_state()
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if grads:
-            with torch.no_grad(), _casting.casts(False):
-                scaler.unscale(grads, grads)
-        if scaler.update_scale():
+        with scaled_loss(loss, optimizer, self._default_scaler) as scaled:
+            yield scaled
+        if self._default_scaler.update_scale():
             _skip_next_step(optimizer)
         self._clear_cache()
 

@@ -15,6 +15,20 @@ from ._checks import check_count, check_loss, checked_optimizers
 from .scaler import LossScaler
 
 
+@contextlib.contextmanager
+def scaled_loss(loss: Tensor, optimizer: Any, scaler: LossScaler) -> Iterator[Tensor]:
+    """Yields the loss times the scale, to be differentiated inside; afterwards unscales all gradients in place."""
+    check_loss(loss)
+    scaler.to(loss.device)
+    with _casting.casts(False):
+        yield loss * scaler.scale_tensor().reshape(())
+        scaler.clear_overflow_state()
+        grads = [param.grad for param in master_params(optimizer) if param.grad is not None]
+        if grads:
+            with torch.no_grad():
+                scaler.unscale(grads, grads)
+
+
 class OptimWrapper:
     """An optimizer with one loss scale per loss; `scale_loss` is called once for each of them before a step."""
 
@@ -36,18 +50,12 @@ class OptimWrapper:
             return
         check_loss(loss)
         scaler = self._cur_loss_scaler()
-        scaler.to(loss.device)
         earlier = None
         if self._loss_idx > 0:
             earlier = [None if p.grad is None else p.grad.detach().clone() for p in master_params(self._optimizer)]
             self._optimizer.zero_grad()
-        with _casting.casts(False):
-            yield loss * scaler.scale_tensor().reshape(())
-        scaler.clear_overflow_state()
-        grads = [p.grad for p in master_params(self._optimizer) if p.grad is not None]
-        if grads:
-            with torch.no_grad(), _casting.casts(False):
-                scaler.unscale(grads, grads)
+        with scaled_loss(loss, self._optimizer, scaler) as scaled:
+            yield scaled
         self._skip_next[self._loss_idx] = scaler.update_scale()
         self._loss_idx += 1
         if earlier is not None:

@@ -1,0 +1,299 @@
+"""What amp does around an optimizer's backward passes and steps: unscaling, skipped steps, masters to the model.
+
+The functions become methods of the optimizer. `scale_loss` calls `prepare_amp_backward` before and `post_amp_backward`
+after the backward pass; the user calls `step` and `zero_grad`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.multi_tensor import scale, zero
+from . import _casting
+from ._amp_state import _amp_state
+from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen
+from ._overflow_messages import NonfiniteCounts, names_of_parameters
+from .scaler import LossScaler
+
+# Before and after the backward pass -----------------------------------------------------------------------------------
+
+
+def prepare_amp_backward(self: Any, scaler: LossScaler) -> None:
+    """Puts unscaled gradients aside, so that a backward pass with another scale does not add to them."""
+    stash: AmpOptimizerState = self._amp_stash
+    if stash.takes_gradients:
+        stash.inner._set_loss_scale(scaler.scale_tensor())
+        return
+    if not stash.saw_first_backward:
+        adopt_changes(stash)
+    if stash.frozen:
+        adopt_frozen(self)
+    stash.accumulated_grads = {}
+    for param in stash.all_fp16_params:
+        if stash.optimizer_unscales and param.grad is not None:
+            stash.accumulated_grads[param] = param.grad
+        param.grad = None  # what was there is in the master's gradient already
+    for param in stash.all_fp32_from_fp32_params:
+        if param.grad is not None:
+            stash.accumulated_grads[param] = param.grad
+            param.grad = None
+
+
+def restore_grads(stash: AmpOptimizerState) -> None:
+    """Puts back the gradients that were put aside, after a backward pass that failed."""
+    for param in stash.model_params if stash.accumulated_grads else ():
+        param.grad = stash.accumulated_grads.get(param)
+    stash.accumulated_grads = {}
+
+
+def post_amp_backward(self: Any, scaler: LossScaler) -> list[NonfiniteCounts]:
+    """Unscales the new gradients, adds them to what was there before, and tells the scaler of overflow."""
+    stash: AmpOptimizerState = self._amp_stash
+    if stash.takes_gradients:
+        inner = stash.inner
+        inner._grad_scale = scaler.scale_tensor().reciprocal()  # zero_grad may have been called since
+        if scaler.dynamic:
+            scaler.note_overflow(inner._found_inf())
+        return []
+    if stash.combined is not None:
+        return stash.combined.after_backward(scaler, reduces=bool(self.combine_ddp))
+    return _unscale(stash, scaler)
+
+
+class _Scales(NamedTuple):
+    """The scales of new gradients, of earlier ones, and of what they become; tensors are float32 [1]."""
+
+    new: Tensor
+    earlier: float | Tensor
+    kept: Tensor
+
+
+def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCounts]:
+    """Gradients with one dtype, device and treatment are unscaled in one pass, without waiting for the device."""
+    lists: dict[Any, list[tuple[Any, ...]]] = {}
+    sparse: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    def add(kind: str, param: Tensor, grad: Tensor, output: Tensor, earlier: Tensor | None = None) -> None:
+        lists.setdefault((kind, grad.dtype, grad.device), []).append((param, grad, output, earlier))
+
+    def add_sparse(param: Tensor, grad: Tensor, target: Tensor, earlier: Tensor | None) -> None:
+        """Unscales the values of a sparse gradient for `target`."""
+        grad = grad.coalesce()
+        values = grad.values().to(target.dtype, copy=True)
+        add("in place", param, values, values)
+        options: Any = {"dtype": values.dtype, "device": values.device, "is_coalesced": True}
+        new = torch.sparse_coo_tensor(grad.indices(), values, grad.shape, check_invariants=False, **options)
+        sparse.append((target, new, earlier))
+
+    scales = _kept_scale(stash.inner, scaler) if stash.optimizer_unscales else None
+    if scales is None:
+        for param, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
+            if param.grad is None:
+                continue
+            if param.grad.layout != torch.strided:
+                add_sparse(param, param.grad, master, master.grad)
+            elif master.grad is None:
+                master.grad = torch.empty_like(master)
+                add("to master", param, param.grad, master.grad)
+            else:
+                add("added", param, param.grad, master.grad, master.grad)
+    for param in stash.all_fp32_from_fp32_params if scales is None else stash.model_params:
+        grad, earlier = param.grad, stash.accumulated_grads.get(param)
+        if grad is None:
+            param.grad = earlier
+            if earlier is not None and scales is not None:
+                add("rescaled", param, earlier, earlier)
+        elif grad.layout != torch.strided:
+            add_sparse(param, grad, param, earlier)
+        else:
+            add("in place" if earlier is None else "added", param, grad, grad, earlier)
+    stash.accumulated_grads = {}
+
+    found = []
+    for (kind, _, device), members in lists.items():
+        params, grads, outputs, earlier_grads = (list(column) for column in zip(*members, strict=True))
+        if kind == "rescaled":
+            assert scales is not None
+            scale(grads, outputs, scales.kept / scales.earlier)
+            continue
+        counts = torch.zeros(len(params), 2, dtype=torch.int32, device=device)
+        if kind == "added":
+            options: Any = {"nonfinite_counts": counts, "checks_sum": scales is not None}
+            scaler.unscale_with_stashed(grads, earlier_grads, outputs, scales, **options)
+        else:
+            override = None if scales is None else scales.new / scales.kept
+            scaler.unscale(grads, outputs, None, kind == "in place", override, nonfinite_counts=counts)
+        found.append(NonfiniteCounts(params, counts))
+    for target, new, before in sparse:
+        target.grad = new if before is None else before + new
+    return found
+
+
+def _kept_scale(inner: Any, scaler: LossScaler) -> _Scales:
+    """The scale of gradients that an optimizer unscales itself, `most_recent_scale`.
+
+    It is the smallest of the backward passes before a step: half precision could not hold the gradients of one loss at
+    the larger scale of another.
+    """
+    new = scaler.scale_tensor()
+    earlier = inner.most_recent_scale if inner.scale_set_by_backward else new
+    inner.most_recent_scale, inner.scale_set_by_backward = new.clamp(max=earlier), True
+    return _Scales(new, earlier, inner.most_recent_scale)
+
+
+# The step -------------------------------------------------------------------------------------------------------------
+
+
+class _Overflow(Exception):
+    """Ends a step from inside of a closure whose gradients overflowed."""
+
+
+def amp_step_of(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The optimizer's `step`, skipped after an overflow; afterwards the model has the values of the masters."""
+
+    @functools.wraps(step)
+    def amp_step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        if closure is not None and not _calls_closure_first(self):
+            return _step_with_closure(self, step, closure, *args, **kwargs)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._amp_stash.already_patched:
+            _check_gradients(self._amp_stash)
+        result = _step(self, step, *((None, *args) if args else ()), **kwargs)
+        return loss if closure is not None else result
+
+    return amp_step
+
+
+def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A step: skipped, turned off on the device by `found_inf`, or as it is."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    inner, found_inf, result = stash.inner, stash.found_inf, None
+    if stash.already_patched:
+        stash.already_patched = False
+        if hasattr(inner, "most_recent_scale"):
+            inner.most_recent_scale, inner.scale_set_by_backward = 1.0, False
+    else:
+        inner._wrote_models = False
+        if found_inf is not None:
+            inner.found_inf, inner.grad_scale = found_inf.reshape(()), None
+        try:
+            with _casting.casts(False):
+                result = step(*args, **kwargs)
+        finally:
+            if found_inf is not None:
+                del inner.found_inf, inner.grad_scale
+        if not inner._wrote_models:
+            masters_to_model(optimizer)
+    stash.found_inf = None
+    for master in stash.all_fp32_from_fp16_params:
+        master.grad = None  # a model's zero_grad does not reach it
+    return result
+
+
+def masters_to_model(self: Any) -> None:
+    """Gives the model's parameters the values of their masters."""
+    stash: AmpOptimizerState = self._amp_stash
+    if stash.all_fp16_params:
+        masters = [master.detach() for master in stash.all_fp32_from_fp16_params]
+        scale(masters, [param.detach() for param in stash.all_fp16_params], 1.0)
+
+
+def _calls_closure_first(optimizer: Any) -> bool:
+    """Whether a step is known to call its closure once, before anything else: then amp can do so in its place."""
+    module = getattr(getattr(type(optimizer), "step", None), "__module__", "")
+    return module.startswith(("torch.optim.", "apex.")) and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def _step_with_closure(
+    optimizer: Any, step: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A step that calls its closure when and as often as it likes (SAM, LBFGS); an overflow in it undoes the step."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    may_skip = any(scaler.dynamic for scaler in _amp_state.loss_scalers)
+    params = [param.detach() for param in stash.all_fp32_params] if may_skip else []
+    before = [param.clone() for param in params]
+    state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()} if may_skip else {}
+    loss = None
+    cast_closure = _casting.cast_as_here(closure)  # a step runs without casts
+
+    def watched() -> Any:
+        nonlocal loss
+        masters_to_model(optimizer)  # the step may have moved the masters
+        with torch.enable_grad():
+            loss = cast_closure()
+        if stash.already_patched or (stash.found_inf is not None and bool(stash.found_inf)):
+            raise _Overflow
+        _check_gradients(stash)
+        return loss
+
+    try:
+        return _step(optimizer, step, watched, *args, **kwargs)
+    except _Overflow:
+        for param, value in zip(params, before, strict=True):
+            param.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        masters_to_model(optimizer)
+        stash.already_patched = True
+        _step(optimizer, step)  # is skipped
+        return loss
+
+
+def _check_gradients(stash: AmpOptimizerState) -> None:
+    """Raises where a step would be of no use, or where `check_combined_tensors` finds gradients that moved."""
+    if stash.combined is not None and stash.combined.check:
+        moved = stash.combined.moved_away()
+        if moved:
+            names = names_of_parameters()
+            called = [names.get(id(param), f"a parameter of shape {tuple(param.shape)}") for param in moved]
+            raise RuntimeError(
+                f"the gradients of {len(moved)} parameter(s) are not in the combined buffer any more: "
+                f"{', '.join(called[:5])}. Change gradients in place (param.grad.mul_(...)) instead of replacing them, "
+                "or call amp.initialize without check_combined_tensors to have them copied back"
+            )
+    if stash.optimizer_unscales or not stash.all_fp16_params:
+        return
+    if all(param.grad is None for param in stash.all_fp32_params) and any(
+        param.grad is not None for param in stash.all_fp16_params
+    ):
+        raise RuntimeError(
+            "optimizer.step() finds gradients on the model's half-precision parameters but none on their float32 "
+            "masters: call backward inside `with amp.scale_loss(loss, optimizer) as scaled_loss`, and let the last "
+            "one before a step be without delay_unscale"
+        )
+
+
+def amp_zero_grad_of(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    """The optimizer's `zero_grad`, which clears the gradients of the model's half-precision parameters as well."""
+
+    @functools.wraps(zero_grad)
+    def amp_zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        stash: AmpOptimizerState = self._amp_stash
+        stash.accumulated_grads = {}
+        stash.params_have_scaled_gradients = False
+        zero_grad(*args, **kwargs)
+        set_to_none = kwargs.get("set_to_none", args[0] if args else None)
+        wants_zeros = not (getattr(stash.inner, "set_grad_none", True) if set_to_none is None else set_to_none)
+        if wants_zeros and stash.combined is not None:
+            stash.combined.zero()
+        # The next backward pass would drop zeros that nobody asked for unread: masters have the sums.
+        asked = set_to_none is not None or stash.combined is not None or stash.optimizer_unscales
+        gradients = []
+        for param in stash.all_fp16_params:  # which are not in the optimizer's groups
+            if param.grad is not None and wants_zeros and asked:
+                param.grad = param.grad.detach()
+                gradients.append(param.grad)
+            else:
+                param.grad = None
+        zero(gradients)
+
+    return amp_zero_grad
