@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from apex.ops import transducer as ops
@@ -25,13 +24,10 @@ def forward(
     """h, and with ReLU or dropout a byte per element: 1 where it passed."""
     if opt not in (0, 1):
         raise ValueError(f"opt={opt} must be 0 or 1")
-    spec = ops.JointSpec(relu, float(dropoutProb) if dropout else 0.0, packedBatch)
-    offset = batchOffset if packOutput else None
-    ops.check_joint(f, g, fLen, gLen, offset, spec)
-    noise = ops.draw_noise(f, g, packOutput, spec)
+    offset, probability = batchOffset if packOutput else None, float(dropoutProb) if dropout else 0.0
     masked = relu or dropout
-    h, mask = ops.joint_forward(f, g, fLen, gLen, offset, spec, noise, masked)
-    return [h] if mask is None else [h, mask]
+    arguments = ops.joint_arguments(f, g, fLen, gLen, offset, relu, probability, packedBatch, masked)
+    return [result for result in ops.JOINT.run(*arguments) if result is not None]
 
 
 # `in` is a word of Python: upstream's name of the first argument cannot be written here.
@@ -48,7 +44,8 @@ def backward(
     """Gradients of f and g from [the gradient of h] or [the gradient of h, the mask], in its dtype."""
     dh, mask = input[0], input[1] if len(input) > 1 else None
     offset = batchOffset if packOutput else None
-    with torch.no_grad():
-        return list(
-            ops.joint_backward(dh, mask, fLen, gLen, offset, (maxFLen, maxGLen), float(scale), (dh.dtype, dh.dtype))
-        )
+    settings = (False, 0.0, float(scale), maxFLen, maxGLen, len(dh), False)
+    df, dg = ops.JOINT.run_backward((dh,), (mask, fLen, gLen, offset), settings, (True, True))
+    assert df is not None
+    assert dg is not None
+    return [df, dg]

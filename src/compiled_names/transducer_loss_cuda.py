@@ -23,8 +23,8 @@ def forward(
         raise ValueError(f"opt={opt} must be -1, 0 or 1")
     offset = batchOffset if packedInput else None
     ops.check_loss(x, label, fLen, yLen, offset, maxFLen, blankIdx)
-    given = x, label, fLen, yLen, offset, maxFLen, blankIdx
-    losses, _, scores = ops.loss_forward(*given, normalize=False, want_nodes=False, want_scores=True)
+    losses, _, _, scores = ops.LOSS.run(x, label, fLen, yLen, offset, maxFLen, blankIdx, False, False, True)
+    assert losses is not None
     assert scores is not None
     return [scores[0], scores[1], losses]
 
@@ -47,6 +47,9 @@ def backward(
     """The gradient of the logits behind x, or (not fuseSoftmaxBackward) of the log-probabilities x themselves."""
     offset = batchOffset if packedInput else None
     ops.check_loss(x, label, fLen, yLen, offset, maxFLen, blankIdx)
-    given = x, label, fLen, yLen, offset, blankIdx
-    nodes = ops.nodes_of_scores(alpha, beta, *given)
-    return ops.loss_backward(lossGrad, *given, nodes, through_softmax=fuseSoftmaxBackward)
+    given = x, label, fLen, yLen, offset
+    shares = ops.shares_of_scores(alpha, beta, *given, blankIdx)
+    settings = (maxFLen, blankIdx, fuseSoftmaxBackward, True, False)
+    (dx,) = ops.LOSS.run_backward((lossGrad,), (*given, None, shares), settings, (True,))
+    assert dx is not None
+    return dx

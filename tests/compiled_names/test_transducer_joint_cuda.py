@@ -5,7 +5,7 @@ import torch
 
 import transducer_joint_cuda
 from apex.ops import _library
-from apex.ops.transducer import JointSpec, reference_joint
+from apex.ops.transducer import joint_arguments, reference
 from tests.harness import Route, assert_close, routes
 
 
@@ -24,14 +24,14 @@ def test_forward_and_backward(relu: bool, packed: bool, route: Route) -> None:
         inputs = [dh, *found[1:]]
         gradients = transducer_joint_cuda.backward(inputs, f_len, g_len, offset, 5, 3, packed, 1.0)
     exact = f.double().cpu(), g.double().cpu(), f_len.cpu(), g_len.cpu(), offset.cpu() if packed else None
-    h, mask = reference_joint.forward(*exact, JointSpec(relu, 0.0, 16), None, True)
+    arguments = joint_arguments(*exact, relu, 0.0, 16, True)
+    h, mask = reference.joint(*arguments)
     assert len(found) == 1 + relu
     assert_close(found[0], h)
     if relu:
         assert torch.equal(found[1].cpu(), mask)
-    for actual, wanted in zip(
-        gradients, reference_joint.backward(dh.double().cpu(), mask, *exact[2:], (5, 3), 1.0), strict=True
-    ):
+    expected = reference.joint_backward(dh.double().cpu(), mask, *exact[2:], *arguments[6:], (True, True))
+    for actual, wanted in zip(gradients, expected, strict=True):
         assert actual.dtype == torch.float16
         assert_close(actual, wanted, reduction=5)
 

@@ -194,6 +194,31 @@ def test_a_model_compiles_checkpoints_and_runs_under_autocast(route: Route) -> N
             torch.testing.assert_close(actual, expected, rtol=0.1, atol=0.05)
 
 
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_have_the_dtypes_of_their_inputs(compiled: bool, route: Route) -> None:
+    f, g, f_len, g_len = joint_tensors(route.device, torch.float32)
+    half = f.detach().half().requires_grad_()
+    joint = TransducerJoint(dropout=True, dropout_prob=0.5)
+    function = torch.compile(joint, fullgraph=True, backend="aot_eager") if compiled else joint
+    with _library.implementation(route.implementation):
+        h = function(half, g, f_len, g_len)
+        h.sum().backward()
+    assert [h.dtype, half.grad.dtype, g.grad.dtype] == [torch.float32, torch.float16, torch.float32]
+
+
+def test_dropout_of_inputs_of_which_one_is_double() -> None:
+    """No kernel takes h, although one takes f: it must not get the noise of a kernel."""
+    f, g, f_len, g_len = joint_tensors()
+    joint = TransducerJoint(dropout=True, dropout_prob=0.5, probe_mask=True)
+    choose = _library.runs_triton
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_library, "runs_triton", lambda family, t: t.dtype == torch.float32 or choose(family, t))
+        h = joint(f.detach().float(), g, f_len, g_len)
+    assert joint.mask_probe[0].shape == h.shape
+    assert h.isfinite().all()
+
+
 def test_functions_take_upstreams_arguments() -> None:
     f, g, f_len, g_len = joint_tensors()
     none = torch.empty(0)

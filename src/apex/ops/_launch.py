@@ -69,6 +69,8 @@ class Kernel:
         integers in `sizes`, never for those of floats.
         """
         device = tensors[0].device  # type: ignore[union-attr]
+        # Of an integer, 1 for an eps, say, Triton would compile a kernel that takes no other number.
+        floats = tuple(map(float, floats))
         dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
         key = (grid, sizes, device, num_warps, num_stages, *dtypes, *constants, *constants.values())
         launch = self._launches.get(key)
@@ -80,8 +82,7 @@ class Kernel:
                 if len(self._launches) >= MOST_LAUNCHES:
                     self._launches.clear()
                 self._launches[key] = launch
-        # Of an integer, 1 for an eps, say, Triton would compile a kernel that takes no other number.
-        launch(*tensors, floats=tuple(map(float, floats)))
+        launch(*tensors, floats=floats)
 
     def bind(
         self,

@@ -382,13 +382,21 @@ class Op:
         results = self.run(*here, *in_dtype)
         wanted = [exact[place] is not None for place in self._gradient_places]
         inputs = [tensor.requires_grad_() for place in self._gradient_places if (tensor := exact[place]) is not None]
-        expected = _as_tuple(self._reference(*exact, *in_double))[: self._outputs]
+        exact_results = _as_tuple(self._reference(*exact, *in_double))
+        expected = exact_results[: self._outputs]
         given: list[Any] = [
             _sample(tuple(output.shape), result.dtype, generator)
             for output, result in zip(expected, results[: self._outputs], strict=True)
             if result is not None
         ]
-        exact_gradients = torch.autograd.grad(expected, inputs, [g.double() for g in given], materialize_grads=True)
+        widened = [g.double() for g in given]
+        if expected[0].requires_grad:
+            exact_gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+                expected, inputs, widened, materialize_grads=True
+            )
+        else:  # a reference whose derivative is written out
+            kept = self._save((*exact, *in_double), exact_results)
+            exact_gradients = self.run_reference_backward(widened, kept, in_double, wanted)
         saved = self._save((*here, *in_dtype), results)
         found = self.run_backward([g.to(device) for g in given], saved, in_dtype, wanted)
         pairs: list[Any] = [*zip(results, expected, strict=False)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from apex.ops import _library, transducer
-from apex.ops.transducer import JointSpec, reference_joint
+from apex.ops import _library
+from apex.ops.transducer import JOINT, joint_arguments, reference
 from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 from tests.ops.transducer import formulas
 
@@ -38,14 +38,25 @@ def offset_and_rows(f_len: Tensor, g_len: Tensor) -> tuple[Tensor, int]:
     return offset, int(offset[-1])
 
 
-def run(f, g, f_len, g_len, offset, spec: JointSpec, noise, dh) -> list[Tensor]:
+def with_noise(arguments: tuple, noise: Tensor | None) -> tuple:
+    """Arguments of the op with this noise in place of what was drawn."""
+    return (*arguments[:5], noise, *arguments[6:])
+
+
+def run(arguments: tuple, dh: Tensor) -> list[Tensor]:
     """h, mask, df, dg."""
-    h, mask = transducer.joint_forward(f, g, f_len, g_len, offset, spec, noise, want_mask=True)
+    h, mask = JOINT.run(*arguments)
     assert mask is not None
-    sizes = (f.shape[1], g.shape[1])
-    with torch.no_grad():
-        kept = h if spec.relu else mask
-        gradients = transducer.joint_backward(dh, kept, f_len, g_len, offset, sizes, spec.scale, (f.dtype, g.dtype))
+    kept = h if arguments[6] else mask
+    return [h, mask, *JOINT.run_backward((dh,), (kept, *arguments[2:5]), arguments[6:], (True, True))]
+
+
+def exact(arguments: tuple, dh: Tensor) -> list[Tensor]:
+    """`run` by the reference in float64."""
+    given = [t.cpu() if isinstance(t, Tensor) else t for t in arguments]
+    given[0], given[1] = given[0].double(), given[1].double()
+    h, mask = reference.joint(*given)
+    gradients = reference.joint_backward(dh.double().cpu(), mask, *given[2:5], *given[6:], (True, True))
     return [h, mask, *gradients]
 
 
@@ -56,13 +67,14 @@ def test_reference_is_the_definition(case, packed: bool) -> None:
     f, g = f.requires_grad_(), g.requires_grad_()
     offset, rows = offset_and_rows(f_len, g_len)
     wanted = formulas.joint(f, g, f_len, g_len, packed)
-    given = f.detach(), g.detach(), f_len, g_len, offset if packed else None
-    h, mask = reference_joint.forward(*given, JointSpec(packed_rows=rows), None, True)
+    at = offset if packed else None
+    arguments = joint_arguments(f.detach(), g.detach(), f_len, g_len, at, packed_rows=rows, want_mask=True)
+    h, mask = reference.joint(*arguments)
     torch.testing.assert_close(h, wanted.detach())
     exists = wanted.detach() != -1
     assert torch.equal(mask, exists.to(torch.uint8))
     dh = torch.randn_like(wanted)
-    found = reference_joint.backward(dh, None, *given[2:], (f.shape[1], g.shape[1]), 1.0)
+    found = reference.joint_backward(dh, None, f_len, g_len, at, *arguments[6:], (True, True))
     for actual, expected in zip(found, torch.autograd.grad(wanted, (f, g), dh), strict=True):
         torch.testing.assert_close(actual, expected)
 
@@ -79,26 +91,18 @@ def test_matches_reference(case, packed: bool, route: Route) -> None:
     dh = torch.randn(shape, device=route.device).to(torch.promote_types(f.dtype, g.dtype))
     keep = (torch.rand(shape, device=route.device) > 0.3).to(torch.uint8)
     before = [t.clone() for t in (f, g, dh)]
-    for spec, noise in (
-        (JointSpec(packed_rows=rows), None),
-        (JointSpec(False, 0.3, rows), keep),
-        (JointSpec(True, 0.3, rows), keep),
-    ):
-        given = f, g, f_len, g_len, at, spec, noise, dh
+    for relu, dropout, noise in ((False, 0.0, None), (False, 0.3, keep), (True, 0.3, keep)):
+        arguments = with_noise(joint_arguments(f, g, f_len, g_len, at, relu, dropout, rows, True), noise)
         with _library.implementation(route.implementation):
-            found = run(*given)
-        exact = [t.cpu().double() if t.is_floating_point() else t.cpu() for t in (f, g, f_len, g_len)]
-        exact_at, exact_noise = (None if t is None else t.cpu() for t in (at, noise))
-        h, mask = reference_joint.forward(*exact, exact_at, spec, exact_noise, True)
-        sizes = (f.shape[1], g.shape[1])
-        wanted = reference_joint.backward(dh.double().cpu(), mask, *exact[2:], exact_at, sizes, spec.scale)
-        assert [t.dtype for t in found] == [dh.dtype, torch.uint8, f.dtype, g.dtype]
+            found = run(arguments, dh)
+        h, mask, df, dg = exact(arguments, dh)
+        assert [t.dtype for t in found] == [dh.dtype, torch.uint8, dh.dtype, dh.dtype]
         assert_close(found[0], h, what="h")
         assert torch.equal(found[1].cpu(), mask)
-        assert_close(found[2], wanted[0], reduction=g.shape[1], what="df")
-        assert_close(found[3], wanted[1], reduction=f.shape[1], what="dg")
+        assert_close(found[2], df, reduction=g.shape[1], what="df")
+        assert_close(found[3], dg, reduction=f.shape[1], what="dg")
     with _library.implementation(route.implementation):
-        assert_equal_bits(found, run(*given))
+        assert_equal_bits(found, run(arguments, dh))
     assert_equal_bits([f, g, dh], before)
 
 
@@ -109,10 +113,8 @@ def test_rows_behind_the_last_sequence_are_padding(relu: bool, route: Route) -> 
     f, g, f_len, g_len = tensors((3, 2, 600, [3, 1], [2, 2], _HALF, _HALF), route.device)
     offset, rows = offset_and_rows(f_len, g_len)
     for dropout in (0.0, 0.5):
-        spec = JointSpec(relu, dropout, rows + 4)
         with _library.implementation(route.implementation):
-            noise = transducer.draw_noise(f, g, True, spec) if dropout else None
-            h, mask = transducer.joint_forward(f, g, f_len, g_len, offset, spec, noise, want_mask=True)
+            h, mask = JOINT.run(*joint_arguments(f, g, f_len, g_len, offset, relu, dropout, rows + 4, True))
         assert torch.equal(h[rows:], torch.full_like(h[rows:], -1.0))
         assert mask is not None
         assert not mask[rows:].any()
@@ -124,16 +126,15 @@ def test_rows_behind_the_last_sequence_are_padding(relu: bool, route: Route) -> 
 def test_dropout_drops_about_as_many_as_asked(packed: bool, route: Route) -> None:
     f, g, f_len, g_len = tensors((6, 16, 96, [6, 5], [16, 10], _F32, _F32), route.device)
     offset, rows = offset_and_rows(f_len, g_len)
-    spec = JointSpec(False, 0.25, rows)
+    given = f, g, f_len, g_len, offset if packed else None
     with _library.implementation(route.implementation):
-        noise, other = (transducer.draw_noise(f, g, packed, spec) for _ in range(2))
-        given = f, g, f_len, g_len, offset if packed else None, spec
-        h, mask = transducer.joint_forward(*given, noise, True)
-        again, _ = transducer.joint_forward(*given, noise)
-        different, _ = transducer.joint_forward(*given, other)
-        nothing = spec._replace(dropout=1.0)
-        dropped, _ = transducer.joint_forward(*given[:5], nothing, transducer.draw_noise(f, g, packed, nothing))
-    plain, _ = reference_joint.forward(*(t if t is None else t.cpu() for t in given[:5]), spec, None, False)
+        arguments, other = (joint_arguments(*given, False, 0.25, rows) for _ in range(2))
+        h, mask = JOINT.run(*arguments)
+        again, _ = JOINT.run(*arguments)
+        different, _ = JOINT.run(*other)
+        dropped, _ = JOINT.run(*joint_arguments(*given, False, 1.0, rows))
+    without = joint_arguments(*(t if t is None else t.cpu() for t in given), packed_rows=rows)
+    plain, _ = reference.joint(*without)
     mask, h = mask.cpu(), h.cpu()
     exists = torch.ones_like(plain, dtype=torch.bool)
     if not packed:
@@ -151,26 +152,24 @@ def test_strided_empty_and_not_a_number(route: Route) -> None:
     f, g = f[:, ::2, ::2], g.transpose(0, 1).contiguous().transpose(0, 1)[:, :, ::2]
     f_len = torch.stack([f_len // 2, f_len], 1)[:, 0]
     f[0, 0, 0] = float("nan")
-    spec = JointSpec(relu=True)
     with _library.implementation(route.implementation):
-        h, _ = transducer.joint_forward(f, g, f_len, g_len, None, spec)
-        with torch.no_grad():
-            dh = torch.randn(6, 4, 2, 6, device=route.device).permute(2, 1, 0, 3)
-            found = transducer.joint_backward(dh, None, f_len, g_len, None, (4, 6), 1.0, (_F32, _F32))
+        h, _ = JOINT.run(*joint_arguments(f, g, f_len, g_len, None, relu=True))
+        dh = torch.randn(6, 4, 2, 6, device=route.device).permute(2, 1, 0, 3)
+        plain = joint_arguments(f, g, f_len, g_len, None)
+        found = JOINT.run_backward((dh,), (None, f_len, g_len, None), plain[6:], (True, True))
         for shape in ((0, 4, 6), (2, 0, 6), (2, 4, 0)):
             empty = torch.empty(shape, device=route.device)
             lengths = torch.zeros(shape[0], dtype=torch.int32, device=route.device)
-            h_empty, _ = transducer.joint_forward(empty, empty, lengths, lengths, None, spec)
+            arguments = joint_arguments(empty, empty, lengths, lengths, None, relu=True)
+            h_empty, _ = JOINT.run(*arguments)
             assert h_empty.shape == (shape[0], shape[1], shape[1], shape[2])
-            df, dg = transducer.joint_backward(
-                h_empty, None, lengths, lengths, None, (shape[1], shape[1]), 1.0, (_F32, _F32)
-            )
+            df, dg = JOINT.run_backward((h_empty,), (None, lengths, lengths, None), arguments[6:], (True, True))
             assert df.shape == dg.shape == shape
-    exact = [t.cpu() for t in (f, g, f_len, g_len)]
-    wanted, _ = reference_joint.forward(*exact, None, spec, None, False)
+    given = [t.cpu() for t in (f, g, f_len, g_len)]
+    wanted, _ = reference.joint(*joint_arguments(*given, None, relu=True))
     assert torch.equal(h.cpu().nan_to_num(7.0), wanted.nan_to_num(7.0))
     assert h[0, 0, :, 0].isnan().all()
-    wanted_gradients = reference_joint.backward(dh.cpu(), None, *exact[2:], None, (4, 6), 1.0)
+    wanted_gradients = reference.joint_backward(dh.cpu(), None, *given[2:], None, *plain[6:], (True, True))
     torch.testing.assert_close([t.cpu() for t in found], list(wanted_gradients))
 
 
@@ -181,10 +180,11 @@ def test_opcheck(route: Route) -> None:
     with _library.implementation(route.implementation):
         joint, backward = torch.ops.apex.transducer_joint.default, torch.ops.apex.transducer_joint_backward.default
         keep = torch.ones(rows, 8, dtype=torch.uint8, device=route.device)
-        opcheck(route, joint, (f, g, f_len, g_len, offset, keep, True, 0.5, rows, True))
-        opcheck(route, joint, (f, g, f_len, g_len, None, None, False, 0.0, 0, False))
+        opcheck(route, joint, (f, g, f_len, g_len, offset, keep, True, 0.5, 2.0, 5, 3, rows, True))
+        opcheck(route, joint, (f, g, f_len, g_len, None, None, False, 0.0, 1.0, 5, 3, 0, False))
         dh = torch.randn(2, 5, 3, 8, device=route.device)
-        opcheck(route, backward, (dh, dh, f_len, g_len, None, 5, 3, 1.5, _F32, _HALF))
+        for wanted in ([True, True], [False, True]):
+            opcheck(route, backward, (dh, dh, f_len, g_len, None, True, 0.0, 1.5, 5, 3, 0, False, wanted))
 
 
 @pytest.mark.gpu
@@ -192,40 +192,40 @@ def test_more_than_two_to_the_31_elements() -> None:
     frames, tokens, features = 1500, 750, 1024
     f, g, _, _ = tensors((frames, tokens, features, [0] * 2, [0] * 2, _HALF, _HALF), "cuda")
     lengths = torch.full((2,), frames, device="cuda"), torch.full((2,), tokens, device="cuda")
-    h, _ = transducer.joint_forward(f, g, *lengths, None, JointSpec())
+    arguments = joint_arguments(f, g, *lengths, None)
+    h, _ = JOINT.run(*arguments)
     assert torch.equal(h[1, -1], f[1, -1] + g[1])
-    with torch.no_grad():
-        df, dg = transducer.joint_backward(h, None, *lengths, None, (frames, tokens), 1.0, (_F32, _F32))
-    torch.testing.assert_close(df[1, -1], h[1, -1].float().sum(0), rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(dg[1, -1], h[1, :, -1].float().sum(0), rtol=1e-5, atol=1e-3)
+    df, dg = JOINT.run_backward((h,), (None, *lengths, None), arguments[6:], (True, True))
+    torch.testing.assert_close(df[1, -1], h[1, -1].float().sum(0).half())
+    torch.testing.assert_close(dg[1, -1], h[1, :, -1].float().sum(0).half())
 
 
 def test_bad_arguments_are_named() -> None:
     f, g, f_len, g_len = tensors((5, 3, 8, [5, 2], [3, 2], _F32, _F32), "cpu")
-    check, spec = transducer.check_joint, JointSpec()
+    check = joint_arguments
     with pytest.raises(ValueError, match=r"got shapes \[2, 5, 8\] and \[2, 3, 7\]"):
-        check(f, g[..., 1:], f_len, g_len, None, spec)
+        check(f, g[..., 1:], f_len, g_len, None)
     with pytest.raises(TypeError, match=r"float64, got torch\.int64"):
-        check(f.long(), g, f_len, g_len, None, spec)
+        check(f.long(), g, f_len, g_len, None)
     with pytest.raises(ValueError, match="g on meta"):
-        check(f, g.to("meta"), f_len, g_len, None, spec)
+        check(f, g.to("meta"), f_len, g_len, None)
     with pytest.raises(ValueError, match=r"dropout_prob=1.5 must be a probability"):
-        check(f, g, f_len, g_len, None, JointSpec(dropout=1.5))
+        check(f, g, f_len, g_len, None, dropout=1.5)
     with pytest.raises(TypeError, match=r"f_len must be int32 or int64, got torch\.float32"):
-        check(f, g, f_len.float(), g_len, None, spec)
+        check(f, g, f_len.float(), g_len, None)
     with pytest.raises(ValueError, match=r"g_len must have one element per sequence, \[2\], got shape \[1\]"):
-        check(f, g, f_len, g_len[:1], None, spec)
+        check(f, g, f_len, g_len[:1], None)
     with pytest.raises(ValueError, match="f_len must be between 0 and 5, got 6"):
-        check(f, g, f_len + 1, g_len, None, spec)
+        check(f, g, f_len + 1, g_len, None)
     with pytest.raises(ValueError, match="f_len is on meta"):
-        check(f, g, f_len.to("meta"), g_len, None, spec)
+        check(f, g, f_len.to("meta"), g_len, None)
     with pytest.raises(ValueError, match="batch_offset must have one int64 per sequence"):
-        check(f, g, f_len, g_len, f_len.float(), spec)
+        check(f, g, f_len, g_len, f_len.float())
     with pytest.raises(ValueError, match="batch_offset is on meta"):
-        check(f, g, f_len, g_len, f_len.to("meta"), spec)
+        check(f, g, f_len, g_len, f_len.to("meta"))
     with pytest.raises(ValueError, match="packed_batch=-1"):
-        check(f, g, f_len, g_len, f_len, JointSpec(packed_rows=-1))
+        check(f, g, f_len, g_len, f_len, packed_rows=-1)
     with pytest.raises(ValueError, match=r"batch_offset=\[5, 2\] must be the running sum .*, \[15, 19\]"):
-        check(f, g, f_len, g_len, f_len, JointSpec(packed_rows=19))
+        check(f, g, f_len, g_len, f_len, packed_rows=19)
     with pytest.raises(ValueError, match="more rows than the 18 that are packed"):
-        check(f, g, f_len, g_len, torch.tensor([15, 19]), JointSpec(packed_rows=18))
+        check(f, g, f_len, g_len, torch.tensor([15, 19]), packed_rows=18)

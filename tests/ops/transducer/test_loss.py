@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import Tensor
 
 from apex.ops import _library, transducer
-from apex.ops.transducer import config, launches, reference_loss
+from apex.ops.transducer import LOSS, config, op_loss, reference
 from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 from tests.ops.transducer import formulas
 
@@ -43,17 +45,18 @@ def tensors(case, device: str, packed: bool = False) -> tuple[Tensor, Tensor, Te
 
 def run(x, label, f_len, y_len, offset, grad, frames: int, blank: int) -> list[Tensor]:
     """Losses, alpha, beta and the gradient of x."""
-    given = x, label, f_len, y_len, offset
-    losses, saved, scores = transducer.loss_forward(*given, frames, blank, want_scores=True)
-    gradient = transducer.loss_backward(grad.to(x.dtype), *given, blank, saved)
+    given, settings = (x, label, f_len, y_len, offset), (frames, blank, True, True, True)
+    losses, sums, shares, scores = LOSS.run(*given, *settings)
+    (gradient,) = LOSS.run_backward((grad.to(x.dtype),), (*given, sums, shares), settings, (True,))
     return [losses, *scores.unbind(0), gradient]
 
 
 def exact(x, label, f_len, y_len, offset, grad, frames: int, blank: int) -> list[Tensor]:
     """`run` by the reference in float64."""
     given = [t if t is None else t.cpu() for t in (x.double(), label, f_len, y_len, offset)]
-    losses, saved, scores = reference_loss.forward(*given, (frames, label.shape[1] + 1), blank, True)
-    gradient = reference_loss.backward(grad.double().cpu(), *given, blank, saved, True)
+    settings = (frames, blank, True, True, True)
+    losses, sums, shares, scores = reference.loss(*given, *settings)
+    gradient = reference.loss_backward(grad.double().cpu(), *given, sums, shares, *settings, (True,))
     return [losses, *scores.unbind(0), gradient]
 
 
@@ -120,11 +123,9 @@ def test_matches_reference_at_larger_sizes(
 @pytest.mark.parametrize("route", routes())
 def test_blocks_of_tokens_walk_one_after_the_other(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "WALK_TOKENS", 2)
-    launches._loss_walk_plan.cache_clear()
     given = *tensors((2, 4, 6, [2, 1], [4, 2], 0, _F32), route.device), 2, 0
     with _library.implementation(route.implementation):
         found = run(*given)
-    launches._loss_walk_plan.cache_clear()
     for actual, wanted in zip(found, exact(*given), strict=True):
         assert_close(actual, wanted, reduction=60)
 
@@ -202,7 +203,7 @@ def test_beta_alone_strided_and_empty(route: Route) -> None:
     strided = x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
     lengths = torch.stack([f_len, f_len], 1)[:, 0], y_len.int()
     with _library.implementation(route.implementation):
-        losses, *_ = transducer.loss_forward(x, label, f_len, y_len, None, 3, 1, want_nodes=False)
+        losses, *_ = LOSS.run(x, label, f_len, y_len, None, 3, 1, True, False, False)
         found = run(strided, label.long().t().contiguous().t(), *lengths, None, grad[:1].expand(2), 3, 1)
         none = torch.empty(0, dtype=torch.int32, device=route.device)
         empty = run(x[:0], label[:0], none, none, None, grad[:0], 3, 1)
@@ -215,15 +216,16 @@ def test_beta_alone_strided_and_empty(route: Route) -> None:
 
 @pytest.mark.gpu
 def test_log_probabilities_and_logits_of_one_shape_in_turn() -> None:
-    """Launches are planned once per shape; log-probabilities lack a tensor that logits have."""
+    """Launches are cached by shape; log-probabilities lack a tensor that logits have."""
     x, label, f_len, y_len, _, grad = tensors((3, 2, 8, [3, 2], [2, 1], 1, _F32), "cuda")
     given = label, f_len, y_len, None
     found = []
     for _ in range(2):
-        for normalize, logits in ((True, x), (False, x.log_softmax(-1))):
-            _, saved, _ = transducer.loss_forward(logits, *given, 3, 1, normalize=normalize)
-            assert (saved.sums is not None) == normalize
-            found.append(transducer.loss_backward(grad, logits, *given, 1, saved))
+        for softmax, logits in ((True, x), (False, x.log_softmax(-1))):
+            _, sums, shares, _ = LOSS.run(logits, *given, 3, 1, softmax, True, False)
+            assert (sums is not None) == softmax
+            saved = logits, *given, sums, shares
+            found += LOSS.run_backward((grad,), saved, (3, 1, True, True, False), (True,))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
 
@@ -233,9 +235,11 @@ def test_opcheck(route: Route) -> None:
     x, label, f_len, y_len, offset, grad = tensors((2, 1, 4, [2, 1], [1, 1], 0, _F32), route.device, packed=True)
     given = x, label, f_len, y_len, offset
     with _library.implementation(route.implementation):
-        opcheck(route, torch.ops.apex.transducer_loss.default, (*given, 2, 0, True))
-        _, saved, _ = transducer.loss_forward(*given, 2, 0)
-        opcheck(route, torch.ops.apex.transducer_loss_backward.default, (grad, *given, 0, *saved))
+        for settings in ((2, 0, True, True, True), (2, 0, False, True, False)):
+            opcheck(route, torch.ops.apex.transducer_loss.default, (*given, *settings))
+            _, sums, shares, _ = LOSS.run(*given, *settings)
+            backward = torch.ops.apex.transducer_loss_backward.default
+            opcheck(route, backward, (grad, *given, sums, shares, *settings, [True]))
 
 
 @pytest.mark.parametrize("route", routes(interpreter=False))
@@ -250,8 +254,9 @@ def test_more_than_two_to_the_31_elements() -> None:
     x = torch.randn(2, frames, tokens, words, device="cuda", dtype=_HALF)
     label = torch.randint(1, words, (2, tokens - 1), device="cuda")
     lengths = torch.tensor([frames, 9], device="cuda"), torch.tensor([tokens - 1, 5], device="cuda")
-    losses, saved, _ = transducer.loss_forward(x, label, *lengths, None, frames, 0)
-    dx = transducer.loss_backward(torch.ones(2, device="cuda"), x, label, *lengths, None, 0, saved)
+    given, settings = (x, label, *lengths, None), (frames, 0, True, True, False)
+    losses, sums, shares, _ = LOSS.run(*given, *settings)
+    (dx,) = LOSS.run_backward((torch.ones(2, device="cuda"),), (*given, sums, shares), settings, (True,))
     small = x[1:, :9, :6].contiguous(), label[1:, :5], lengths[0][1:], lengths[1][1:], None, torch.ones(1), 9, 0
     wanted = exact(*small)
     torch.testing.assert_close(losses[1:].double().cpu(), wanted[0], rtol=1e-3, atol=0)
@@ -289,14 +294,13 @@ def test_bad_arguments_are_named() -> None:
 def test_a_triton_without_gather_leaves_the_loss_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     x, label, f_len, y_len, _, _ = tensors(CASES[2], "cpu")
-    given = (x, label, f_len, y_len, None, CASES[2][0], CASES[2][5])
-    expected = transducer.loss_forward(*given)[0]
-    monkeypatch.setattr("apex.ops.transducer.loss.can_walk", lambda: False)
+    given = (x, label, f_len, y_len, None, CASES[2][0], CASES[2][5], True, True, False)
+    expected = LOSS.run(*given)[0]
+    monkeypatch.setattr(op_loss, "kernels", types.SimpleNamespace(tl=None))
     with _library.implementation("triton"), pytest.raises(RuntimeError, match=r"needs Triton 3\.3"):
-        transducer.loss_forward(*given)
-    monkeypatch.setattr("apex.ops.transducer.loss.triton_loss_forward", lambda *_: pytest.fail("launched"))
+        LOSS.run(*given)
     monkeypatch.setattr(_library, "runs_triton", lambda *_: True)
-    assert_equal_bits(transducer.loss_forward(*given)[0], expected)
+    assert_equal_bits(LOSS.run(*given)[0], expected)
 
 
 @pytest.mark.usefixtures("poisoned_memory")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...contrib.transducer import TransducerJoint, TransducerLoss
-from ...ops.transducer import JointSpec, reference_joint, reference_loss
+from ...ops.transducer import reference
 from ..directions import Random, case, exact, long_name, prepare, with_peers
 from ..registry import Case, Expected, Family, Prepared, register
 
@@ -69,7 +69,7 @@ def _joint(dtype: torch.dtype, shape: Shape, direction: str, device: torch.devic
     lengths = _lengths(shape, device)
 
     def by_reference(f: Tensor, g: Tensor, f_len: Tensor, g_len: Tensor) -> Tensor:
-        return reference_joint.forward(f, g, f_len, g_len, None, JointSpec(), None, False)[0]
+        return reference.joint(f, g, f_len, g_len, None, None, False, 0.0, 1.0, frames, tokens, 0, False)[0]
 
     makers = with_peers(TransducerJoint(), lambda f, g, *_: f[:, :, None] + g[:, None], device, compile=False)
     arguments = (f, g, *lengths)
@@ -89,9 +89,10 @@ def _loss(dtype: torch.dtype, shape: Shape, direction: str, device: torch.device
     if importlib.util.find_spec("torchaudio") is not None:
         makers["torchaudio"] = lambda: _torchaudio_losses
     wide = (x.detach().double(), label, f_len, y_len, None)
-    losses, saved, _ = reference_loss.forward(*wide, (frames, tokens), BLANK, True)
+    settings = (frames, BLANK, True, True, False)
+    losses, sums, shares, _ = reference.loss(*wide, *settings)
     if direction == "bwd":
-        losses = reference_loss.backward(gradient.double(), *wide, BLANK, saved, True)
+        losses = reference.loss_backward(gradient.double(), *wide, sums, shares, *settings, (True,))
     expected = [Expected(losses, dtype, frames * tokens)]  # alpha and beta are sums over as many nodes
     return prepare(makers, (x, label, f_len, y_len, BLANK), gradient, direction, expected)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...ops.transducer import PADDING, reference_loss
+from ...ops.transducer import PADDING, reference
 
 
 def _accumulate(tensor: Tensor, gradient: Tensor) -> Tensor:
@@ -18,9 +18,9 @@ def transducer_loss_reference(
     x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor, blank_idx: int, loss_grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """alpha, beta, the gradient of the padded logits x (added to `x.grad`), and the losses in the dtype of x."""
-    given = x.detach(), label, f_len, y_len, None
-    losses, saved, scores = reference_loss.forward(*given, (x.shape[1], x.shape[2]), blank_idx, True)
-    gradient = reference_loss.backward(loss_grad, *given, blank_idx, saved, True)
+    given, settings = (x.detach(), label, f_len, y_len, None), (x.shape[1], blank_idx, True, True, True)
+    losses, sums, shares, scores = reference.loss(*given, *settings)
+    gradient = reference.loss_backward(loss_grad, *given, sums, shares, *settings, (True,))
     return scores[0], scores[1], _accumulate(x, gradient), losses
 
 

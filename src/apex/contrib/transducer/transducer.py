@@ -145,25 +145,18 @@ class TransducerLossFunc(torch.autograd.Function):
     ):
         wants_scores = debug_list is not None and len(debug_list) == 0
         offset = batch_offset if packed_input else None
-        losses, scores = ops.loss_forward_and_save(
-            ctx,
-            x,
-            label,
-            f_len,
-            y_len,
-            offset,
-            integer("max_f_len", max_f_len),
-            integer("blank_idx", blank_idx),
-            wants_scores,
-        )
+        sizes = integer("max_f_len", max_f_len), integer("blank_idx", blank_idx)
+        given = x, label, f_len, y_len, offset, *sizes
+        ops.check_loss(*given)
+        arguments = (*given, True, ctx.needs_input_grad[0], wants_scores)
+        results = ops.LOSS.run_or_trace(*arguments)
         if wants_scores:
-            assert scores is not None
-            debug_list += [scores[0], scores[1]]
-        return losses
+            debug_list += results[3].unbind(0)
+        return ops.LOSS.save(ctx, arguments, results)
 
     @staticmethod
     def backward(ctx, loss_grad):  # type: ignore[override]
-        dx = ops.loss_backward_from_saved(ctx, loss_grad)
+        (dx,) = ops.LOSS.backward_from_saved(ctx, loss_grad)
         return dx, None, None, None, None, None, None, None, None, None, None
 
 
@@ -187,15 +180,16 @@ class TransducerJointFunc(torch.autograd.Function):
         dropout_prob,
         mask_probe,
     ):
-        spec = ops.JointSpec(bool(relu), float(dropout_prob) if dropout else 0.0, integer("packed_batch", packed_batch))
-        wants_mask = mask_probe is not None and (relu or dropout)
-        offset = batch_offset if pack_output else None
-        h, mask = ops.joint_forward_and_save(ctx, f, g, f_len, g_len, offset, spec, bool(wants_mask))
+        wants_mask = mask_probe is not None and bool(relu or dropout)
+        offset, rows = batch_offset if pack_output else None, integer("packed_batch", packed_batch)
+        probability = float(dropout_prob) if dropout else 0.0
+        arguments = ops.joint_arguments(f, g, f_len, g_len, offset, bool(relu), probability, rows, wants_mask)
+        results = ops.JOINT.run_or_trace(*arguments)
         if wants_mask:
-            mask_probe.append(mask)
-        return h
+            mask_probe.append(results[1])
+        return ops.JOINT.save(ctx, arguments, results)
 
     @staticmethod
     def backward(ctx, loss_grad):  # type: ignore[override]
-        df, dg = ops.joint_backward_from_saved(ctx, loss_grad)
+        df, dg = ops.JOINT.backward_from_saved(ctx, loss_grad)
         return df, dg, None, None, None, None, None, None, None, None, None, None, None

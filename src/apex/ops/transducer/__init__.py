@@ -1,40 +1,7 @@
 """Speech transducers (RNN-T): the joint of encoder and predictor, and the loss over all alignments."""
 
-from . import library_ops, reference_joint, reference_loss  # noqa: F401  registers torch.ops.apex.transducer_*
-from .joint import (
-    FAMILY,
-    check_joint,
-    draw_noise,
-    joint_backward,
-    joint_backward_from_saved,
-    joint_forward,
-    joint_forward_and_save,
-)
-from .loss import (
-    check_loss,
-    loss_backward,
-    loss_backward_from_saved,
-    loss_forward,
-    loss_forward_and_save,
-    nodes_of_scores,
-)
-from .spec import PADDING, JointSpec, LossNodes
+from .op_joint import FAMILY, JOINT, joint_arguments
+from .op_loss import LOSS, check_loss, shares_of_scores
+from .reference import PADDING
 
-__all__ = [
-    "FAMILY",
-    "PADDING",
-    "JointSpec",
-    "LossNodes",
-    "check_joint",
-    "check_loss",
-    "draw_noise",
-    "joint_backward",
-    "joint_backward_from_saved",
-    "joint_forward",
-    "joint_forward_and_save",
-    "loss_backward",
-    "loss_backward_from_saved",
-    "loss_forward",
-    "loss_forward_and_save",
-    "nodes_of_scores",
-]
+__all__ = ["FAMILY", "JOINT", "LOSS", "PADDING", "check_loss", "joint_arguments", "shares_of_scores"]

@@ -16,6 +16,7 @@ WORD = 1 << 16
 SUM_BLOCK = 256
 SUM_PARTS = 8
 WALK_TOKENS = 512
+FILL_PROGRAMS = 64
 
 
 class Tile(NamedTuple):

@@ -1,6 +1,6 @@
-"""Triton kernels of a transducer's joint, h = dropout(relu(f + g)).
+"""Triton kernels of a transducer's joint, h = dropout(relu(f + g)), and what fills the end of packed tensors.
 
-`spec.py` explains letters and layouts. A tile is TOKENS x FEATURES elements of one frame of one sequence.
+`op_joint.py` explains letters and layouts. A tile is TOKENS x FEATURES elements of one frame of one sequence.
 """
 
 import triton
@@ -11,14 +11,14 @@ from .._philox import four_words
 
 
 @triton.jit
-def sequence(f_len, g_len, batch_offset, batch, T, U, MORE: tl.constexpr, PACKED: tl.constexpr):
+def sequence(f_len, g_len, batch_offset, batch, T, U, MORE: tl.constexpr):
     """Frames and tokens (g_len + MORE) of a sequence, its first row, and the rows from one frame to the next.
 
     The first row is -1, and nothing may be read or written, where a packed sequence has not the rows it needs.
     """
     frames = tl.minimum(tl.load(f_len + batch).to(tl.int32), T)
     tokens = tl.minimum(tl.load(g_len + batch).to(tl.int32) + MORE, U)
-    if PACKED:
+    if batch_offset is not None:
         first = tl.load(batch_offset + batch - 1, mask=batch > 0, other=0).to(tl.int64)
         stride = tokens.to(tl.int64)
         first = tl.where(first + frames * stride > tl.load(batch_offset + batch), -1, first)
@@ -29,11 +29,11 @@ def sequence(f_len, g_len, batch_offset, batch, T, U, MORE: tl.constexpr, PACKED
 
 
 @triton.jit
-def _finish(
-    f_row, g_tile, word, noise, h, mask, t, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
-    PACKED: tl.constexpr, RELU: tl.constexpr, DROPOUT: tl.constexpr, WRITE_MASK: tl.constexpr,
-):  # fmt: skip
+def _write_frame(f_row, g_tile, word, tensors, lengths, sizes, t, u, c, PACKED: tl.constexpr, RELU: tl.constexpr):
     """Writes the tile of frame t."""
+    noise, h, mask = tensors
+    frames, tokens, first, stride = lengths
+    T, U, H, threshold, scale = sizes
     exists = (t < frames) & (u < tokens)
     stored = exists & (c < H) if PACKED else (t < T) & (u < U) & (c < H)
     place = (first + t * stride + u) * H + c
@@ -41,25 +41,25 @@ def _finish(
     if RELU:
         values = tl.where(values <= 0.0, 0.0, values)
     kept = exists
-    if DROPOUT == "seed":
-        kept = exists & (word.to(tl.int32) >= threshold)
-    elif DROPOUT == "bytes":
-        kept = exists & (tl.load(noise + place, mask=stored, other=0) != 0)
-    if DROPOUT != "none":
+    if noise is not None:
+        if noise.dtype.element_ty == tl.int64:
+            kept = exists & (word.to(tl.int32) >= threshold)
+        else:
+            kept = exists & (tl.load(noise + place, mask=stored, other=0) != 0)
         values = tl.where(kept, values * scale, 0.0)
     values = tl.where(exists, values, -1.0)
     tl.store(h + place, values.to(h.dtype.element_ty), mask=stored)
-    if WRITE_MASK:
+    if mask is not None:
         bits = values > 0.0 if RELU else kept & (c < H)
         tl.store(mask + place, bits.to(tl.uint8), mask=stored)
 
 
 @triton.jit
-def _four_frames(
-    f, g, word_a, word_b, word_c, word_d, noise, h, mask, batch, t, u, c, frames, tokens, first, stride, T, U, H,
-    threshold, scale, PACKED: tl.constexpr, RELU: tl.constexpr, DROPOUT: tl.constexpr, WRITE_MASK: tl.constexpr,
-):  # fmt: skip
+def _four_frames(f, g, words, tensors, batch, lengths, sizes, t, u, c, PACKED: tl.constexpr, RELU: tl.constexpr):
     """Writes the tiles of the frames t to t + 3."""
+    word_a, word_b, word_c, word_d = words
+    frames, tokens = lengths[0], lengths[1]
+    T, U, H = sizes[0], sizes[1], sizes[2]
     column = (batch * T + t) * H + c
     f_a = tl.load(f + column, mask=(t < frames) & (c < H), other=0.0).to(tl.float32)
     f_b = tl.load(f + column + H, mask=(t + 1 < frames) & (c < H), other=0.0).to(tl.float32)
@@ -67,29 +67,25 @@ def _four_frames(
     f_d = tl.load(f + column + 3 * H, mask=(t + 3 < frames) & (c < H), other=0.0).to(tl.float32)
     # After f: Triton 3.6 needs 140 registers in place of 86 the other way round.
     g_tile = tl.load(g + (batch * U + u) * H + c, mask=(u < tokens) & (c < H), other=0.0).to(tl.float32)
-    _finish(f_a, g_tile, word_a, noise, h, mask, t, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
-            PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
-    _finish(f_b, g_tile, word_b, noise, h, mask, t + 1, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
-            PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
-    _finish(f_c, g_tile, word_c, noise, h, mask, t + 2, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
-            PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
-    _finish(f_d, g_tile, word_d, noise, h, mask, t + 3, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
-            PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
+    _write_frame(f_a, g_tile, word_a, tensors, lengths, sizes, t, u, c, PACKED, RELU)
+    _write_frame(f_b, g_tile, word_b, tensors, lengths, sizes, t + 1, u, c, PACKED, RELU)
+    _write_frame(f_c, g_tile, word_c, tensors, lengths, sizes, t + 2, u, c, PACKED, RELU)
+    _write_frame(f_d, g_tile, word_d, tensors, lengths, sizes, t + 3, u, c, PACKED, RELU)
 
 
 @kernel
 @triton.jit
 def transducer_joint_forward(
     f, g, f_len, g_len, batch_offset, noise, h, mask, T, U, H, threshold, scale,
-    PACKED: tl.constexpr, RELU: tl.constexpr, DROPOUT: tl.constexpr, WRITE_MASK: tl.constexpr,
-    FRAMES: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+    RELU: tl.constexpr, FRAMES: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """h of four or eight frames that share a tile of g; padding is -1.
 
-    DROPOUT: "none", by a "seed", or by "bytes", zero where dropped. Of a seed one call of Philox makes four words,
-    which decide eight frames: 16 bits are compared with the threshold. Seven rounds are enough for random bits of the
-    quality of ten (Salmon et al. 2011).
+    `noise` is absent without dropout; else an int64, a seed, or a byte per element, zero where dropped. Of a seed one
+    call of Philox makes four words, which decide eight frames: 16 bits are compared with the threshold. Seven rounds
+    are enough for random bits of the quality of ten (Salmon et al. 2011).
     """
+    PACKED: tl.constexpr = batch_offset is not None
     program = tl.program_id(0)
     features, blocks = tl.cdiv(H, FEATURES), tl.cdiv(U, TOKENS)
     groups = tl.cdiv(T, FRAMES)
@@ -100,37 +96,36 @@ def transducer_joint_forward(
     program = program // blocks
     batch = (program // groups).to(tl.int64)
     t = (program % groups) * FRAMES
-    frames, tokens, first, stride = sequence(f_len, g_len, batch_offset, batch, T, U, 0, PACKED)
+    frames, tokens, first, stride = sequence(f_len, g_len, batch_offset, batch, T, U, 0)
     if PACKED:
         works = (t < frames) & (first_token < tokens) & (first >= 0)
     else:
         works = t < T  # always: padding is written too
+    tensors = (noise, h, mask)
+    lengths = (frames, tokens, first, stride)
+    sizes = (T, U, H, threshold, scale)
     if works:
-        if DROPOUT == "seed":
+        if FRAMES == 8:  # by a seed
             place = ((batch * groups + t // FRAMES) * U + u) * H + c
             word_a, word_b, word_c, word_d = four_words(tl.load(noise), place, 7)
-            _four_frames(f, g, word_a & 0xFFFF, word_b & 0xFFFF, word_c & 0xFFFF, word_d & 0xFFFF, noise, h, mask,
-                         batch, t, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
-                         PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
-            _four_frames(f, g, word_a >> 16, word_b >> 16, word_c >> 16, word_d >> 16, noise, h, mask,
-                         batch, t + 4, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
-                         PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
+            words = (word_a & 0xFFFF, word_b & 0xFFFF, word_c & 0xFFFF, word_d & 0xFFFF)
+            _four_frames(f, g, words, tensors, batch, lengths, sizes, t, u, c, PACKED, RELU)
+            words = (word_a >> 16, word_b >> 16, word_c >> 16, word_d >> 16)
+            _four_frames(f, g, words, tensors, batch, lengths, sizes, t + 4, u, c, PACKED, RELU)
         else:
-            _four_frames(f, g, 0, 0, 0, 0, noise, h, mask,
-                         batch, t, u, c, frames, tokens, first, stride, T, U, H, threshold, scale,
-                         PACKED, RELU, DROPOUT, WRITE_MASK)  # fmt: skip
+            _four_frames(f, g, (0, 0, 0, 0), tensors, batch, lengths, sizes, t, u, c, PACKED, RELU)
 
 
 @kernel
 @triton.jit
 def transducer_joint_backward(
     dh, kept, f_len, g_len, batch_offset, df, dg, B, T, U, H, chunks, chunk, scale,
-    PACKED: tl.constexpr, MASKED: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums dh once for both gradients: a program walks a chunk of frames with a tile of dh.
 
     df is (blocks of tokens) x B x T x H and dg (chunks of frames) x B x U x H: sums to be added up where there are
-    several. MASKED: elements whose `kept` is not positive count for nothing.
+    several. Elements whose `kept`, where there is one, is not positive count for nothing.
     """
     program = tl.program_id(0)
     features, blocks = tl.cdiv(H, FEATURES), tl.cdiv(U, TOKENS)
@@ -142,7 +137,7 @@ def transducer_joint_backward(
     program = program // blocks
     part = program % chunks
     batch = (program // chunks).to(tl.int64)
-    frames, tokens, first, stride = sequence(f_len, g_len, batch_offset, batch, T, U, 0, PACKED)
+    frames, tokens, first, stride = sequence(f_len, g_len, batch_offset, batch, T, U, 0)
     begin = part * chunk
     end = tl.minimum(begin + chunk, T)
     last = tl.maximum(tl.minimum(end, tl.where(first >= 0, frames, 0)), begin)
@@ -154,7 +149,7 @@ def transducer_joint_backward(
     total = tl.zeros([TOKENS, FEATURES], tl.float32)
     for t in tl.range(begin, last, num_stages=STAGES):
         values = tl.load(dh + (t * step + tile), mask=counted, other=0.0).to(tl.float32)
-        if MASKED:
+        if kept is not None:
             positive = tl.load(kept + (t * step + tile), mask=counted, other=0).to(tl.float32) > 0.0
             values = tl.where(positive, values, 0.0)
         total += values
@@ -176,3 +171,23 @@ def transducer_joint_sum(parts, result, count, many, PARTS: tl.constexpr, BLOCK:
         total += tl.sum(tl.load(parts + (part * count + index), mask=(part < many) & (index < count), other=0.0), 0)
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(result + index, total.to(result.dtype.element_ty), mask=index < count)
+
+
+@kernel
+@triton.jit
+def transducer_fill_rest(
+    batch_offset, target, last, high, low, value, COLUMNS: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Writes `value` behind the last sequence, whose end is `batch_offset[last]`, up to high * 2**LOW + low elements.
+
+    Mostly there is nothing to write; how much there is the host does not know. Its numbers are floats, so that one
+    launch serves all numbers of rows.
+    """
+    total = (tl.cast(high, tl.int64) << LOW) + tl.cast(low, tl.int64)
+    end = tl.load(batch_offset + tl.cast(last, tl.int64)).to(tl.int64) * COLUMNS
+    at = end + tl.program_id(0) * BLOCK
+    fill = tl.zeros([BLOCK], tl.float32) + value
+    while at < total:
+        element = at + tl.arange(0, BLOCK)
+        tl.store(target + element, fill.to(target.dtype.element_ty), mask=element < total)
+        at += tl.num_programs(0) * BLOCK

@@ -1,6 +1,6 @@
 """Triton kernels of the transducer loss.
 
-`spec.py` explains letters and layouts, `reference_loss.py` alpha and beta. Three kernels make a loss: `words` reads the
+`op_joint.py` explains letters and layouts, `reference.py` alpha and beta. Three kernels make a loss: `words` reads the
 logits once, `walk` goes over the lattices, `shares` puts alpha and beta together for the backward pass.
 
 Rows of logits are read in tiles of GROUPS x ROWS x LANES elements: LANES neighbours are the threads of a warp with 16
@@ -107,17 +107,16 @@ def _next_labels(label, batch, u, tokens, U, V):
 @triton.jit
 def transducer_loss_words(
     x, label, f_len, y_len, batch_offset, sums, words, B, T, U, V, blank, places, step, sign,
-    PACKED: tl.constexpr, NORMALIZE: tl.constexpr, WHOLE: tl.constexpr,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    WHOLE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Per node: the logarithm of the sum of exponentials, and the probabilities of blank and of the next label.
 
     The logarithms are zero where there is no node; the probabilities (2 x B x places, packed) are not written there.
-    Without NORMALIZE x has log-probabilities, and only those two are read. WHOLE: a row is one tile. Labels that are no
+    Without `sums` x has log-probabilities, and only those two are read. WHOLE: a row is one tile. Labels that are no
     words and packed sequences without the rows they need have NaN for a probability, and so for a loss.
     """
     batch, t, token = _node(tl.program_id(0), T, U, ROWS)
-    frames, tokens, first, stride = sequence(f_len, y_len, batch_offset, batch, T, U, 1, PACKED)
+    frames, tokens, first, stride = sequence(f_len, y_len, batch_offset, batch, T, U, 1)
     u = token + tl.arange(0, ROWS)
     node = (batch * T + t) * U + u
     if (t < frames) & (token < tokens):
@@ -128,7 +127,7 @@ def transducer_loss_words(
         blank_score = tl.load(x + row + blank, mask=present, other=float("nan")).to(tl.float32)
         label_score = tl.load(x + row + labels, mask=present & has_label & is_word, other=float("nan")).to(tl.float32)
         label_score = tl.where(has_label, label_score, NEVER)
-        if NORMALIZE:
+        if sums is not None:
             word = tl.arange(0, GROUPS)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
             start = x + row[None, :, None]
             if WHOLE:
@@ -157,7 +156,7 @@ def transducer_loss_words(
         place = words + batch * places + (t + u).to(tl.int64) * step + sign * u
         tl.store(place, _packed_power(blank_score), mask=exists)
         tl.store(place + (batch * 0 + B) * places, _packed_power(label_score), mask=exists)
-    elif NORMALIZE:
+    elif sums is not None:
         tl.store(sums + node, tl.zeros([ROWS], tl.float32), mask=u < U)
 
 
@@ -324,19 +323,19 @@ def transducer_loss_shares(
 @triton.jit
 def transducer_loss_backward(
     grad, x, label, f_len, y_len, batch_offset, sums, shares, dx, B, T, U, V, blank,
-    PACKED: tl.constexpr, SOFTMAX: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    SOFTMAX: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the logits, or without SOFTMAX of the log-probabilities; zero where there is no node."""
     batch, t, token = _node(tl.program_id(0), T, U, ROWS)
-    frames, tokens, first, stride = sequence(f_len, y_len, batch_offset, batch, T, U, 1, PACKED)
-    if PACKED:
+    frames, tokens, first, stride = sequence(f_len, y_len, batch_offset, batch, T, U, 1)
+    if batch_offset is not None:
         works = (t < frames) & (token < tokens) & (first >= 0)
     else:
         works = t < T  # always: padding is written too
     if works:
         u = token + tl.arange(0, ROWS)
         exists = (u < tokens) & (t < frames)
-        stored = exists if PACKED else u < U
+        stored = exists if batch_offset is not None else u < U
         labels, has_label, _ = _next_labels(label, batch, u, tokens, U, V)
         node = (batch * T + t) * U + u
         factor = tl.load(grad + batch).to(tl.float32)
