@@ -58,6 +58,10 @@ def next_power_of_2(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
+# Decorates a rule of a family's config.py, a function of a few numbers and a device's facts. Its answers are kept,
+# because a rule takes the host 1 to 5 us, as long as a launch.
+launch_rule = functools.lru_cache(maxsize=1024)
+
 # Triton's interpreter runs one program after the other; few programs keep it quick, and more than one keeps the
 # persistent kernels honest about the rows they skip.
 INTERPRETER = DeviceFacts("Triton interpreter", "interpreter", multiprocessors=3, warp_size=32, shared_memory=96 * 1024)

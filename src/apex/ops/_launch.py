@@ -77,12 +77,12 @@ class Kernel:
         if launch is None:
             names = self.function.arg_names
             values = tuple(constants[name] for name in names[len(names) - len(constants) :])
-            launch = BoundLaunch(self, grid, (*sizes, *floats), values, device, num_warps, num_stages, len(sizes))
+            launch = BoundLaunch(self, grid, (*sizes, *floats), values, device, num_warps, num_stages)
             if _recorder is None:
                 if len(self._launches) >= MOST_LAUNCHES:
                     self._launches.clear()
                 self._launches[key] = launch
-        launch(*tensors, floats=floats)
+        launch.start(tensors, (*sizes, *floats, *launch.constants))
 
     def bind(
         self,
@@ -101,9 +101,8 @@ class Kernel:
 class BoundLaunch:
     """Call it with the kernel's tensors, whose dtypes must be the same every time; None stands for an absent one.
 
-    `floats` replaces the bound numbers behind the first `sizes` for one call. They must all be floats: Triton compiles
-    a kernel for the values of its integers, never for those of its floats. `stream` is what `stream_here` says, where
-    the caller knows.
+    `floats` replaces the bound numbers for one call. They must all be floats: Triton compiles a kernel for the values
+    of its integers, never for those of its floats. `stream` is what `stream_here` says, where the caller knows.
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class BoundLaunch:
         device: torch.device,
         num_warps: int,
         num_stages: int,
-        sizes: int = 0,
     ) -> None:
         self.kernel = kernel
         self.grid = grid
@@ -125,8 +123,7 @@ class BoundLaunch:
         self.num_warps = num_warps
         self.num_stages = num_stages
         self._head: tuple[int, ...] = grid + (1,) * (3 - len(grid))
-        self._sizes = numbers[:sizes]
-        self._tail = (*numbers, *constants)
+        self.tail = (*numbers, *constants)
         # For tensors that all start at a multiple of 16 bytes: Triton specialises on that.
         self._run: Callable[..., None] | None = None
         self._absent = 0
@@ -136,8 +133,11 @@ class BoundLaunch:
     def __call__(
         self, *tensors: Tensor | None, floats: tuple[float, ...] | None = None, stream: int | None = None
     ) -> None:
+        self.start(tensors, self.tail if floats is None else (*floats, *self.constants), stream)
+
+    def start(self, tensors: tuple[Tensor | None, ...], tail: tuple[Any, ...], stream: int | None = None) -> None:
+        """Launches the kernel with these tensors, and numbers and constants in place of the bound ones."""
         run = self._run
-        tail = (*self._sizes, *floats, *self.constants) if floats else self._tail
         if run is None or _recorder is not None:
             self._launch_first(tensors, tail)
             return
@@ -150,7 +150,7 @@ class BoundLaunch:
             index = self._index
             if current_device() != index:
                 with torch.cuda.device(index):
-                    self(*tensors, floats=floats)
+                    self.start(tensors, tail)
                 return
             stream = current_stream(index)
         run(*self._head, stream, *self._middle, *addresses, *tail)

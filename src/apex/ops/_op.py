@@ -26,10 +26,13 @@ import torch
 from torch import Tensor
 
 from . import _library
+from ._library import TOO_WIDE
 from ._tolerance import TOLERANCES, excess
 
 Results = Tensor | tuple[Tensor | None, ...]
 Gradients = Tensor | None | tuple[Tensor | None, ...]
+Found = tuple[Tensor | None, ...]
+Values = Sequence[Any]
 
 _CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -101,8 +104,8 @@ class Op:
         self._checks = checks
         self._gradient_places = [self.arguments.index(name) for name in self.gradients]
         self._loose = [i for i, name in enumerate(self.arguments[: self.tensors]) if name not in strided]
-        self._loose_gradients = [i for i, name in enumerate(self.results[:outputs]) if name not in strided]
-        self._loose_saved = [i for i, name in enumerate(self.saves) if name not in strided]
+        backward_tensors = (*self.results[:outputs], *self.saves)
+        self._loose_backward = [i for i, name in enumerate(backward_tensors) if name not in strided]
         names = (*self.arguments, *self.results)
         self._save = save or self._save_by_name
         self._saved_places = [] if save else [names.index(name) for name in self.saves]
@@ -116,10 +119,18 @@ class Op:
 
     def __call__(self, *arguments: Any) -> Any:
         """The outputs, differentiable; the arguments were checked."""
-        if not self._runs_kernels(arguments, self.tensors) or not (self._takes is None or self._takes(*arguments)):
-            if self._reference_backward and self._needs_grad(arguments) and _library.is_eager(arguments[0]):
-                return self._node(*arguments)
-            return self._public(_as_tuple(self._reference(*arguments)))
+        if self.runs_kernels(*arguments):
+            return self.with_kernels(*arguments)
+        if self._reference_backward and self._needs_grad(arguments) and _library.is_eager(arguments[0]):
+            return self._node(*arguments)
+        return self._public(_as_tuple(self._reference(*arguments)))
+
+    def runs_kernels(self, *arguments: Any) -> bool:
+        """Whether kernels take the arguments, or PyTorch's operators."""
+        return self._fit(arguments, self.tensors) and (self._takes is None or self._takes(*arguments))
+
+    def with_kernels(self, *arguments: Any) -> Any:
+        """The outputs, differentiable, where `runs_kernels` has said so."""
         if torch.compiler.is_compiling():
             return self._public(_as_tuple(self._library_op(*arguments)))
         if not arguments[0].numel():
@@ -148,7 +159,7 @@ class Op:
 
     def run(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         """All results, without autograd."""
-        if self._runs_kernels(arguments, self.tensors) and arguments[0].numel():
+        if self._fit(arguments, self.tensors) and arguments[0].numel():
             return self._launch(*arguments)
         return self.run_reference(*arguments)
 
@@ -166,26 +177,16 @@ class Op:
     def _launch(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         return _as_tuple(self._forward(*_contiguous(arguments, self._loose)))
 
-    def run_backward(
-        self,
-        gradients: Sequence[Tensor],
-        saved: Sequence[Tensor | None],
-        settings: Sequence[Any],
-        wanted: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
+    def run_backward(self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]) -> Found:
         """The gradients that are wanted, None for the others, without autograd."""
-        if gradients[0].numel() and self._runs_kernels((*gradients, *saved), len(gradients) + len(saved)):
-            tensors = (*_contiguous(gradients, self._loose_gradients), *_contiguous(saved, self._loose_saved))
-            return _as_tuple(self._backward(*tensors, *settings, wanted))
+        tensors = (*gradients, *saved)
+        if self._fit(tensors, len(tensors)) and tensors[0].numel():
+            return _as_tuple(self._backward(*_contiguous(tensors, self._loose_backward), *settings, wanted))
         return self.run_reference_backward(gradients, saved, settings, wanted)
 
     def run_reference_backward(
-        self,
-        gradients: Sequence[Tensor],
-        saved: Sequence[Tensor | None],
-        settings: Sequence[Any],
-        wanted: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
+        self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]
+    ) -> Found:
         """`run_backward` without kernels."""
         if self._reference_backward is not None:
             with torch.no_grad():
@@ -209,18 +210,16 @@ class Op:
         if wanted is None:
             needed = ctx.needs_input_grad
             wanted = [needed[place] for place in self._gradient_places]
-        # Under create_graph=True the gradients themselves must be differentiable.
-        again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        compute = self.second_derivative if again else self.run_or_trace_backward
+        compute = self.run_backward
+        if torch.compiler.is_compiling():
+            compute = self.run_or_trace_backward
+        elif torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
+            compute = self.second_derivative
         return compute(gradients, ctx.saved_tensors, ctx.settings, wanted)
 
     def run_or_trace_backward(
-        self,
-        gradients: Sequence[Tensor],
-        saved: Sequence[Tensor | None],
-        settings: Sequence[Any],
-        wanted: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
+        self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]
+    ) -> Found:
         """`run_backward` for code that torch.compile may trace."""
         if not torch.compiler.is_compiling():
             return self.run_backward(gradients, saved, settings, wanted)
@@ -231,11 +230,12 @@ class Op:
         """Largest error on `device`, forward and backward, as a multiple of its tolerance: above 1 is wrong."""
         return max(self._error(case, dtype, device) for case in self._checks for dtype in _CHECKED_DTYPES)
 
-    def _runs_kernels(self, tensors: Sequence[Any], count: int) -> bool:
+    def _fit(self, tensors: Values, count: int) -> bool:
+        """Whether kernels take the device and the dtypes of the first `count` values."""
         if not _library.runs_triton(self.family, tensors[0]):
             return False
         for tensor in tensors[1:count]:  # noqa: SIM110  half the time of a generator
-            if tensor is not None and tensor.dtype in _library.TOO_WIDE:
+            if tensor is not None and tensor.dtype in TOO_WIDE:
                 return False
         return True
 
@@ -254,13 +254,8 @@ class Op:
         return tuple(by_name.get(name) for name in self.arguments)
 
     def _differentiate(
-        self,
-        gradients: Sequence[Tensor],
-        saved: Sequence[Tensor | None],
-        settings: Sequence[Any],
-        wanted: Sequence[bool],
-        create_graph: bool,
-    ) -> tuple[Tensor | None, ...]:
+        self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool], create_graph: bool
+    ) -> Found:
         """The gradients by autograd through the reference."""
         with torch.enable_grad(), torch._C._PreserveDispatchKeyGuard():
             # Inside an operator's implementation autograd is left out.
@@ -283,13 +278,7 @@ class Op:
         remaining = iter(found)
         return tuple(next(remaining) if needed else None for needed in wanted)
 
-    def second_derivative(
-        self,
-        gradients: Sequence[Tensor],
-        saved: Sequence[Tensor | None],
-        settings: Sequence[Any],
-        wanted: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
+    def second_derivative(self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]) -> Found:
         """The gradients so that they can be differentiated again (create_graph=True), or the reason why not."""
         reason = None if self._once is None else self._once(*settings)
         if reason is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .._device import DeviceFacts, next_power_of_2
+from .._device import DeviceFacts, launch_rule, next_power_of_2
 
 # Rows up to this length are held in registers by the backward kernel, with their weight and bias gradients.
 BACKWARD_ROWS_LIMIT = 8192
@@ -54,6 +54,7 @@ def _warps(threads: int, device: DeviceFacts) -> int:
     return max(1, min(threads, device.max_threads) // device.warp_size)
 
 
+@launch_rule
 def forward_config(
     rows: int, row_length: int, element_size: int, subtract_mean: bool, device: DeviceFacts
 ) -> ForwardConfig:
@@ -75,6 +76,7 @@ def forward_config(
     return ForwardConfig(0, chunk, _warps(threads, device))
 
 
+@launch_rule
 def backward_config(
     rows: int, row_length: int, element_size: int, bias_grad: bool, device: DeviceFacts
 ) -> BackwardConfig:

@@ -80,9 +80,9 @@ def _norm(
     arguments = (input, weight, bias, _row_length(shape), eps, subtract_mean, memory_efficient, out_dtype, input.dtype)
     if memory_efficient and torch.is_grad_enabled():
         return NORM.differentiable(*arguments)
-    if (numel < config.NATIVE_BELOW and _library.requested() == "auto") or not _library.runs_triton(FAMILY, input):
+    if (numel < config.NATIVE_BELOW and _library.requested() == "auto") or not NORM.runs_kernels(*arguments):
         return reference.torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
-    return NORM(*arguments)
+    return NORM.with_kernels(*arguments)
 
 
 def forward_and_save(
@@ -106,14 +106,18 @@ def checked_shape(
     input: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> tuple[int, ...]:
     """`normalized_shape` as a tuple, after every argument was found fit."""
-    check_tensors(input=input)
-    shape = (int(normalized_shape),) if isinstance(normalized_shape, numbers.Integral) else tuple(normalized_shape)  # type: ignore[arg-type]
-    if type(input.numel()) is Tensor:  # torch.jit.trace: sizes are tensors too; PyTorch's operator checks them
+    if not isinstance(input, Tensor):
+        check_tensors(input=input)
+    if type(normalized_shape) is torch.Size or not isinstance(normalized_shape, numbers.Integral):
+        shape = tuple(normalized_shape)  # type: ignore[arg-type]
+    else:
+        shape = (int(normalized_shape),)
+    if torch.jit.is_tracing():  # under which sizes are tensors; PyTorch's operator checks them
         return shape
-    if not shape or input.shape[-len(shape) :] != shape:
+    sizes, device = input.shape, input.device
+    if not shape or sizes[-len(shape) :] != shape:
         raise ValueError(
-            f"normalized_shape={list(shape)} must be the trailing dimensions of the input, whose shape is "
-            f"{list(input.shape)}"
+            f"normalized_shape={list(shape)} must be the trailing dimensions of the input, whose shape is {list(sizes)}"
         )
     if not input.is_floating_point():
         raise TypeError(f"a norm needs a floating-point input, got {input.dtype}")
@@ -124,8 +128,8 @@ def checked_shape(
             raise TypeError(f"{name} must be a tensor, got {type(parameter).__name__}")
         if parameter.shape != shape:
             raise ValueError(f"{name} has shape {list(parameter.shape)}, expected normalized_shape={list(shape)}")
-        if parameter.device != input.device:
-            raise ValueError(f"{name} is on {parameter.device}, the input on {input.device}")
+        if parameter.device != device:
+            raise ValueError(f"{name} is on {parameter.device}, the input on {device}")
         if not parameter.is_floating_point():
             raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
     if bias is not None and weight is None:
@@ -171,9 +175,10 @@ def launch_forward(
     input_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     rows = input.numel() // row_length
-    chosen = config.forward_config(rows, row_length, input.dtype.itemsize, subtract_mean, facts(input.device))
-    output = torch.empty(input.shape, dtype=out_dtype, device=input.device)
-    statistics = torch.empty((2 if subtract_mean else 1, rows), dtype=torch.float32, device=input.device)
+    device = input.device
+    chosen = config.forward_config(rows, row_length, input_dtype.itemsize, subtract_mean, facts(device))
+    output = torch.empty_like(input, dtype=out_dtype)
+    statistics = torch.empty(1 + subtract_mean, rows, dtype=torch.float32, device=device)
     tensors = (input, weight, bias, output, statistics)
     flags = {"SUBTRACT_MEAN": subtract_mean, "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
     if chosen.rows_per_program:
@@ -218,19 +223,19 @@ def launch_backward(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias; the weight's and the bias's are summed over programs last."""
-    rows = saved.numel() // row_length
-    device = facts(saved.device)
+    rows, where = saved.numel() // row_length, saved.device
+    device = facts(where)
     has_bias = bias is not None
     param_grads = weight is not None and (wanted[1] or wanted[2])
     chosen = config.backward_config(rows, row_length, saved.dtype.itemsize, has_bias and param_grads, device)
     group = chosen.group if param_grads else 0
-    dx = torch.empty(saved.shape, dtype=input_dtype, device=saved.device)
+    dx = torch.empty_like(saved, dtype=input_dtype)
     partials = tickets = dweight = dbias = None
     if param_grads:
         dweight = torch.empty_like(weight)  # type: ignore[arg-type]
         dbias = torch.empty_like(bias) if bias is not None else None
         sums = chosen.programs + -(-chosen.programs // group) if group else chosen.programs
-        partials, tickets = partial_sums(sums * row_length * (1 + has_bias), saved.device)
+        partials, tickets = partial_sums(sums * row_length * (1 + has_bias), where)
     given = (dy, saved, weight, bias, statistics)
     sizes, limit = (rows, row_length), (math.sqrt(row_length),)
     flags = {
@@ -284,7 +289,7 @@ def launch_backward(
             **warps,
         )
     else:
-        row_means = torch.empty((2, rows), dtype=torch.float32, device=saved.device)
+        row_means = torch.empty(2, rows, dtype=torch.float32, device=where)
         kernels_backward.norm_backward_row_means(
             (rows,), (*given, row_means), (row_length,), limit, **flags, BLOCK=4096, num_warps=2 * chosen.num_warps
         )
