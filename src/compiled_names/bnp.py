@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex.ops.batch_norm import BatchNormSpec, backward, forward, normalise
+from apex.ops.batch_norm import BatchNormSpec, Channels, backward, forward, normalise
 from apex.parallel._consecutive_groups import consecutive_exchange
 
 _OCCUPANCY = 2
@@ -39,9 +39,9 @@ def _train(
     x, z, scale, bias, running_mean, running_var, mean_out, inverse_out, bn_group: int, spec: BatchNormSpec
 ) -> Tensor:
     exchange = consecutive_exchange("bn_group", bn_group)
-    output, mean, variance = forward(x, z, running_mean, running_var, scale, bias, spec, exchange)
-    mean_out.copy_(mean)
-    inverse_out.copy_((variance + spec.eps).rsqrt())
+    output, channels = forward(x, z, Channels(running_mean, running_var, scale, bias), spec, exchange)
+    mean_out.copy_(channels.mean)
+    inverse_out.copy_((channels.variance + spec.eps).rsqrt())
     return output
 
 
@@ -49,9 +49,8 @@ def _gradients(
     x, dy, output, scale, bias, mean, inverse, bn_group: int, spec: BatchNormSpec, has_z: bool
 ) -> tuple[Any, Any, Tensor, Tensor]:
     exchange = consecutive_exchange("bn_group", bn_group)
-    variance = inverse.square().reciprocal() - spec.eps
-    tensors = (dy, x, output, mean, variance, scale, bias, spec)
-    dx, dz, dscale, dbias = backward(*tensors, exchange, wants_z=has_z)
+    channels = Channels(mean, inverse.square().reciprocal() - spec.eps, scale, bias)
+    dx, dz, dscale, dbias = backward(dy, x, output, channels, spec, exchange, wants_z=has_z)
     return dx, dz, dscale.to(scale.dtype), dbias.to(bias.dtype)
 
 
@@ -97,7 +96,7 @@ def bn_fwd_eval_nhwc(
 ) -> Tensor:
     """Batch norm by the running statistics, then ReLU with `fuse_relu`."""
     spec = _spec(x, scale, momentum, epsilon, fuse_relu, training=False)
-    return normalise(x, None, running_mean, running_inv_var, scale, bias, spec)
+    return normalise(x, None, Channels(running_mean, running_inv_var, scale, bias), spec)
 
 
 def bn_bwd_nhwc(
@@ -176,7 +175,7 @@ def bn_addrelu_fwd_eval_nhwc(
 ) -> Tensor:
     """Batch norm by the running statistics, plus `z`, then ReLU."""
     spec = _spec(x, scale, momentum, epsilon, True, training=False)
-    return normalise(x, z, running_mean, running_inv_var, scale, bias, spec)
+    return normalise(x, z, Channels(running_mean, running_inv_var, scale, bias), spec)
 
 
 def bn_addrelu_bwd_nhwc(

@@ -31,9 +31,10 @@ def forward(
     """The output; moves the running statistics, and writes mean and one over the deviation of the batch."""
     exchange = consecutive_exchange("bn_group", bn_group)
     spec = batch_norm.BatchNormSpec(epsilon, momentum)
-    output, mean, variance = batch_norm.forward(x, None, running_mean, running_var, scale, bias, spec, exchange)
-    minibatch_mean.copy_(mean)
-    minibatch_inv_var.copy_((variance + epsilon).rsqrt())
+    running = batch_norm.Channels(running_mean, running_var, scale, bias)
+    output, channels = batch_norm.forward(x, None, running, spec, exchange)
+    minibatch_mean.copy_(channels.mean)
+    minibatch_inv_var.copy_((channels.variance + epsilon).rsqrt())
     return output
 
 
@@ -50,8 +51,7 @@ def backward(
 ) -> list[Tensor]:
     """[gradient of x, of scale, of bias]."""
     exchange = consecutive_exchange("bn_group", bn_group)
-    variance = minibatch_inv_var.square().reciprocal() - epsilon
-    tensors = (dy, x, None, minibatch_mean, variance, scale, None, batch_norm.BatchNormSpec(epsilon))
-    dx, _, dscale, dbias = batch_norm.backward(*tensors, exchange)
+    channels = batch_norm.Channels(minibatch_mean, minibatch_inv_var.square().reciprocal() - epsilon, scale)
+    dx, _, dscale, dbias = batch_norm.backward(dy, x, None, channels, batch_norm.BatchNormSpec(epsilon), exchange)
     assert dx is not None  # wanted
     return [dx, dscale.to(scale.dtype), dbias.to(scale.dtype)]

@@ -9,7 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from apex.ops.batch_norm import BatchNormSpec, gradient_sums, input_gradient, normalise, statistics
+from apex.ops.batch_norm import (
+    BatchNormSpec,
+    Channels,
+    GradientSums,
+    gradient_sums,
+    input_gradient,
+    normalise,
+    statistics,
+)
 from apex.ops.batch_norm.reference import combine
 
 # One over the deviation is given, and the callers' eps is in it. What is left of ours changes no variance and keeps
@@ -43,7 +51,7 @@ def batchnorm_forward(
     input: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None, shift: Tensor | None
 ) -> Tensor:
     """The output, in the dtype of the input."""
-    return normalise(input, None, mean, _variance(inv_std), weight, shift, _FIRST)
+    return normalise(input, None, _channels(mean, inv_std, weight, shift), _FIRST)
 
 
 def batchnorm_forward_c_last(
@@ -56,7 +64,7 @@ def batchnorm_forward_c_last(
     fuse_relu: bool,
 ) -> Tensor:
     """The output plus `z`, then ReLU with `fuse_relu`."""
-    return normalise(input, z, mean, _variance(inv_std), weight, shift, _LAST._replace(relu=fuse_relu))
+    return normalise(input, z, _channels(mean, inv_std, weight, shift), _LAST._replace(relu=fuse_relu))
 
 
 def reduce_bn(grad_output: Tensor, input: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None) -> list[Tensor]:
@@ -109,19 +117,18 @@ def relu_bw_c_last(
     shift: Tensor | None,
 ) -> Tensor:
     """The gradient behind the mask of ReLU, which follows the norm and the addend `z`."""
-    output = normalise(input, z, mean, _variance(inv_std), weight, shift, _LAST._replace(relu=True))
+    output = normalise(input, z, _channels(mean, inv_std, weight, shift), _LAST._replace(relu=True))
     return torch.where(output > 0, grad_output, 0)
 
 
-def _variance(inv_std: Tensor) -> Tensor:
-    return inv_std.square().reciprocal()
+def _channels(mean: Tensor, inv_std: Tensor, weight: Tensor | None, shift: Tensor | None = None) -> Channels:
+    return Channels(mean, inv_std.square().reciprocal(), weight, shift)
 
 
 def _reduce(
     grad_output: Tensor, input: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None, spec: BatchNormSpec
 ) -> list[Tensor]:
-    given = (mean, _variance(inv_std), weight, None)
-    _, sum_dy, sum_dy_xhat, _ = gradient_sums(grad_output, input, None, *given, spec)
+    _, sum_dy, sum_dy_xhat, _ = gradient_sums(grad_output, input, None, _channels(mean, inv_std, weight), spec)
     if weight is None:
         return [sum_dy, sum_dy_xhat / inv_std, mean.new_empty(0), mean.new_empty(0)]
     return [sum_dy, sum_dy_xhat / inv_std, sum_dy_xhat.to(weight.dtype), sum_dy.to(weight.dtype)]
@@ -139,5 +146,5 @@ def _backward(
     spec: BatchNormSpec,
 ) -> Tensor:
     total = count.sum().clamp(min=1)
-    means = (sum_dy / total, sum_dy_xmu * inv_std / total)
-    return input_gradient(grad_output, input, None, mean, _variance(inv_std), weight, None, *means, 1.0, spec)
+    means = GradientSums(sum_dy / total, sum_dy_xmu * inv_std / total, 1.0)
+    return input_gradient(grad_output, input, None, _channels(mean, inv_std, weight), means, spec)

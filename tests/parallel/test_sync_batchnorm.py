@@ -13,7 +13,7 @@ from torch import nn
 
 import apex.parallel
 from apex.ops import _library
-from apex.ops.batch_norm import BatchNormSpec, batch_norm_with_statistics
+from apex.ops.batch_norm import BatchNormSpec, Channels, batch_norm_with_statistics
 from apex.parallel import SyncBatchNorm, convert_syncbn_model, optimized_sync_batchnorm, sync_batchnorm
 from apex.parallel._statistics import GroupExchange
 from apex.parallel.optimized_sync_batchnorm_kernel import SyncBatchnormFunction
@@ -247,7 +247,8 @@ def test_hooks_may_give_saved_tensors_another_layout(
     def apply(x, z):
         if not averaged:
             return norm(x, z)
-        rest = (None, None, norm.weight, norm.bias, BatchNormSpec(relu=True), GroupExchange(alone, 1))
+        channels = Channels(None, None, norm.weight, norm.bias)
+        rest = (channels, BatchNormSpec(relu=True), GroupExchange(alone, 1))
         return batch_norm_with_statistics(x, z, *rest)[0]
 
     x, z = (torch.randn(3, 4, 2, 5, device=route.device).to(memory_format=torch.channels_last) for _ in range(2))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..ops._checks import check_floats
-from ..ops.batch_norm import BatchNormSpec, average_factor, batch_norm_with_statistics
+from ..ops.batch_norm import BatchNormSpec, Channels, average_factor, batch_norm_with_statistics
 from ._statistics import exchange_of, process_count
 
 
@@ -74,7 +74,8 @@ class SyncBatchNorm(_BatchNorm):
         if exchange is None and by_batch and input.numel() == channels:
             raise ValueError(f"input has shape {list(input.shape)}; training needs more than one value per channel")
         spec = BatchNormSpec(self.eps, momentum, by_batch, self.fuse_relu, channel_dim)
-        output, _ = batch_norm_with_statistics(input, z, mean, variance, weight, bias, spec, exchange, wanted=False)
+        running = Channels(mean, variance, weight, bias)
+        output, _ = batch_norm_with_statistics(input, z, running, spec, exchange, wanted=False)
         if batches is not None:
             batches.add_(1)
         return output

@@ -38,11 +38,11 @@ class SyncBatchnormFunction(torch.autograd.Function):
         fuse_relu: bool = False,
     ) -> Tensor:
         spec = batch_norm.BatchNormSpec(eps, momentum, track_running_stats, fuse_relu, -1 if channel_last else 1)
-        running = (running_mean, running_variance)
-        batch_norm.check(input, *running, weight, bias, z, spec)
+        running = batch_norm.Channels(running_mean, running_variance, weight, bias)
+        batch_norm.check(input, running, z, spec)
         exchange = exchange_of(process_group) if track_running_stats else None
-        output, mean, variance = batch_norm.forward(input, z, *running, weight, bias, spec, exchange)
-        batch_norm.save(ctx, input, z, output, mean, variance, weight, bias, spec, exchange)
+        output, channels = batch_norm.forward(input, z, running, spec, exchange)
+        batch_norm.save(ctx, input, z, output, channels, spec, exchange)
         return output
 
     @staticmethod

@@ -32,9 +32,12 @@ class SyncBatchnormFunction(torch.autograd.Function):
         process_group: dist.ProcessGroup | None,
         world_size: int,
     ) -> Tensor:
-        spec, given = batch_norm.BatchNormSpec(eps), (running_mean, running_variance, weight, bias)
-        output = batch_norm.normalise(input, None, *given, spec)
-        batch_norm.save(ctx, input, None, output, *given, spec, exchange_of(process_group))
+        spec, channels = (
+            batch_norm.BatchNormSpec(eps),
+            batch_norm.Channels(running_mean, running_variance, weight, bias),
+        )
+        output = batch_norm.normalise(input, None, channels, spec)
+        batch_norm.save(ctx, input, None, output, channels, spec, exchange_of(process_group))
         return output
 
     @staticmethod

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from apex.ops import _library
-from apex.ops.batch_norm import BatchNormSpec, backward, forward
+from apex.ops.batch_norm import BatchNormSpec, Channels, backward, forward
 
 # shape, channels last, dtype, dtype of the parameters, addend
 _CASES = [
@@ -40,6 +40,6 @@ def record() -> None:
             running = torch.empty(channels, device="meta")
             spec = BatchNormSpec(relu=True)
             for exchange in (None, _Alone()):
-                y, mean, variance = forward(x, x if addend else None, running, running, weight, weight, spec, exchange)
-                given = (mean, variance, weight, weight, spec, exchange)
-                backward(y, x, y if addend else None, *given, wants_z=addend)
+                given = Channels(running, running, weight, weight)
+                y, found = forward(x, x if addend else None, given, spec, exchange)
+                backward(y, x, y if addend else None, found, spec, exchange, wants_z=addend)

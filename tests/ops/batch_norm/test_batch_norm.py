@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from apex.ops import _library
-from apex.ops.batch_norm import BatchNormSpec, backward, batch_norm, config, forward, op, passes, reference
+from apex.ops.batch_norm import BatchNormSpec, Channels, backward, batch_norm, config, forward, op, passes, reference
 from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -216,14 +216,15 @@ def test_more_than_two_to_the_31_elements(last: bool) -> None:
     assert x.numel() > 2**31
     weight, bias = (torch.rand(channels, device="cuda") for _ in range(2))
     spec = BatchNormSpec(relu=True)
-    output, mean, variance = forward(x, None, None, None, weight, bias, spec)
+    output, found = forward(x, None, Channels(None, None, weight, bias), spec)
+    mean, variance = found[:2]
     end = slice(positions - 4, positions)
     values = x[-1, :, end].double()
     assert_close(mean[-1], x[:, -1].mean(dtype=F64), what="mean")
     factor = (variance.double() + 1e-5).rsqrt()
     expected = (values - mean.double()[:, None]) * (factor * weight)[:, None] + bias.double()[:, None]
     assert_close(output[-1, :, end], expected.relu(), what="output")
-    dx, _, dweight, dbias = backward(x, x, None, mean, variance, weight, bias, spec)
+    dx, _, dweight, dbias = backward(x, x, None, found, spec)
     gradient = torch.where(output[-1, :, end] > 0, values, 0.0)
     normalised = (values - mean.double()[:, None]) * factor[:, None]
     count = x.numel() // channels
@@ -367,13 +368,12 @@ def test_the_reference_is_torchs_norm_and_its_gradients_are_the_derivatives(relu
     expected = expected.relu() if relu else expected
     if training:
         mean, variance = reference.combine(reference.rank_statistics(x, 1)[None])
-    output = reference.normalise(x, z, mean, variance, weight, bias, spec)
+    channels = Channels(mean, variance, weight, bias)
+    output = reference.normalise(x, z, channels, spec)
     assert_close(output, expected)
     dy = torch.randn_like(x)
     wanted = torch.autograd.grad(expected, leaves, dy)
-    for actual, right in zip(
-        reference.gradients(dy, x, output, mean, variance, weight, bias, spec), wanted, strict=True
-    ):
+    for actual, right in zip(reference.gradients(dy, x, output, channels, spec), wanted, strict=True):
         assert_close(actual, right)
 
 
@@ -527,9 +527,11 @@ def test_what_is_left_to_torch() -> None:
 def test_tiles_cover_everything(last: bool) -> None:
     for positions, channels in ((49, 2048), (3136, 96), (1, 5), (100352, 256)):
         tiles = config.tiling(config.Geometry(1, positions, channels, last), 2048)
-        assert tiles.rows * tiles.chunks >= positions == tiles.steps * tiles.align
-        assert tiles.channel_block * tiles.channel_blocks >= channels
-        assert tiles.rows * tiles.channel_block <= 2048
+        steps, _, chunks, *_ = tiles.sizes
+        rows, channel_block = tiles.constants["R"], tiles.constants["C_BLOCK"]
+        assert rows * chunks >= positions == steps * tiles.constants["ALIGN"]
+        assert channel_block * tiles.channel_blocks >= channels
+        assert rows * channel_block <= 2048
 
 
 ONES = torch.ones(6)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from apex.ops import _library
-from apex.ops.batch_norm import BatchNormSpec, backward, forward, passes, rank_statistics, statistics
+from apex.ops.batch_norm import BatchNormSpec, Channels, backward, forward, passes, rank_statistics, statistics
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -85,9 +85,9 @@ def test_ranks_with_batches_of_different_sizes(route: Route, addend: bool, avera
             others = parts[:rank] + parts[rank + 1 :]
             exchange = Given(*(rank_statistics(each[0], 1) for each in others))
             own_z = own_z if addend else None
-            output, mean, variance = forward(own, own_z, None, None, weight, bias, spec, exchange)
+            output, channels = forward(own, own_z, Channels(None, None, weight, bias), spec, exchange)
             outputs.append(output)
-            given = (mean, variance, weight, bias, spec)
+            given = (channels, spec)
             sums = [_sums_of(*each, *given, addend) for each in others]
             exchange = Given(*sums)
             exchange.averaged_ranks = averaged_ranks
@@ -108,7 +108,6 @@ def test_ranks_with_batches_of_different_sizes(route: Route, addend: bool, avera
             assert_close(found[2], whole / 3, reduction=72)
 
 
-def _sums_of(x, z, dy, mean, variance, weight, bias, spec, addend):
-    given = (mean, variance, weight, bias, spec)
-    output = passes.normalise(x, z, *given) if addend else None
-    return passes.gradient_sums(dy, x, output, *given, for_ranks=True)[3]
+def _sums_of(x, z, dy, channels, spec, addend):
+    output = passes.normalise(x, z, channels, spec) if addend else None
+    return passes.gradient_sums(dy, x, output, channels, spec, for_ranks=True)[3]

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...ops._checks import check_floats
 from ...ops._library import autocast_dtype
 from ...ops._transfer import HOST
-from ...ops.batch_norm import BatchNormSpec, BatchStatistics, average_factor, batch_norm_with_statistics
+from ...ops.batch_norm import BatchNormSpec, BatchStatistics, Channels, average_factor, batch_norm_with_statistics
 from ...parallel._consecutive_groups import consecutive_exchange, consecutive_group
 
 
@@ -72,7 +72,8 @@ class GroupBatchNorm2d(_BatchNorm):
         running = (self.running_mean, self.running_var) if tracked or not training else (None, None)
         spec = BatchNormSpec(self.eps, factor, training)
         exchange = consecutive_exchange("group_size", self.group_size) if self.training else None
-        output, batch = batch_norm_with_statistics(input, None, *running, self.weight, self.bias, spec, exchange)
+        channels = Channels(*running, self.weight, self.bias)
+        output, batch = batch_norm_with_statistics(input, None, channels, spec, exchange)
         if batch is not None:
             self._batch = batch
         if tracked and self.momentum is None and self.num_batches_tracked is not None:

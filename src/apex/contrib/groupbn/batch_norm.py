@@ -13,6 +13,7 @@ from ...ops._library import once_differentiable
 from ...ops.batch_norm import (
     BatchNormSpec,
     BatchStatistics,
+    Channels,
     average_factor,
     batch_norm_with_statistics,
     forward,
@@ -42,11 +43,11 @@ def _forward(ctx: Any, x, z, s, b, rm, riv, mini_m, mini_riv, mom, epsilon, fuse
     exchange = exchange if is_train else None
     spec = BatchNormSpec(epsilon, mom, is_train, fuse_relu, 1 if channels_last else -1)
     x = check_and_convert_channels_last(x, channels_last)
-    y, mean, variance = forward(x, z, rm, riv, s, b, spec, exchange)
+    y, channels = forward(x, z, Channels(rm, riv, s, b), spec, exchange)
     if is_train:
-        mini_m.copy_(mean)
-        mini_riv.copy_((variance + epsilon).rsqrt())
-    save(ctx, x, z, y, mean, variance, s, b, spec, exchange)
+        mini_m.copy_(channels.mean)
+        mini_riv.copy_((channels.variance + epsilon).rsqrt())
+    save(ctx, x, z, y, channels, spec, exchange)
     return y
 
 
@@ -146,8 +147,8 @@ class BatchNorm2d_NHWC(_BatchNorm):
             z = None if z is None else check_and_convert_channels_last(z, True)
         spec = BatchNormSpec(self.eps, factor, training, self.fuse_relu, 1 if self.torch_channels_last else -1)
         exchange = consecutive_exchange("bn_group", self.bn_group) if training else None
-        running = (self.running_mean, self.running_var)
-        output, batch = batch_norm_with_statistics(x, z, *running, self.weight, self.bias, spec, exchange)
+        running = Channels(self.running_mean, self.running_var, self.weight, self.bias)
+        output, batch = batch_norm_with_statistics(x, z, running, spec, exchange)
         if batch is not None:
             self._batch = batch
         if training and self.momentum is None and self.num_batches_tracked is not None:

@@ -11,13 +11,15 @@ from .op import (
     saved_gradients,
 )
 from .passes import FAMILY, Exchange, gradient_sums, input_gradient, normalise, rank_statistics, statistics
-from .reference import BatchNormSpec, BatchStatistics
+from .reference import BatchNormSpec, BatchStatistics, Channels, GradientSums
 
 __all__ = [
     "FAMILY",
     "BatchNormSpec",
     "BatchStatistics",
+    "Channels",
     "Exchange",
+    "GradientSums",
     "average_factor",
     "backward",
     "batch_norm",

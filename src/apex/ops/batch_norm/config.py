@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from .._device import next_power_of_2
+from .._device import launch_rule, next_power_of_2
 
 # Elements below which PyTorch's operators run. On an H200, 32 x 2048 x 7 x 7 values with ReLU take 24 and 24 us forward
 # and backward with ours and 20 and 29 with PyTorch's, for which the host has less to do; 32 x 512 x 28 x 28 take 37 and
@@ -56,29 +56,15 @@ class Geometry(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Tiles of `rows` positions and `channel_block` channels, by the names of the kernels' legend."""
+    """How a tensor is cut into tiles; `sizes` and `constants`, by the kernels' legend, are what every kernel takes."""
 
-    steps: int
-    channels: int
-    chunks: int
     units: int
     channel_blocks: int
-    last: bool
-    align: int
-    rows: int
-    channel_block: int
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The integers that every kernel takes first."""
-        return self[:5]
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """The constants that every kernel takes."""
-        return {"LAST": self.last, "ALIGN": self.align, "R": self.rows, "C_BLOCK": self.channel_block}
+    sizes: tuple[int, ...]
+    constants: dict[str, Any]
 
 
+@launch_rule
 def tiling(geometry: Geometry, elements: int) -> Tiling:
     """Tiles of at most `elements`, long where memory is contiguous: along the channels if those are last."""
     images, positions, channels, last = geometry
@@ -93,9 +79,9 @@ def tiling(geometry: Geometry, elements: int) -> Tiling:
         # The power of two that divides the positions of an image matters where they are contiguous.
         align = math.gcd(positions, WIDEST)
     chunks = -(-positions // rows)
-    return Tiling(
-        positions // align, channels, chunks, images * chunks, -(-channels // block), last, align, rows, block
-    )
+    units, blocks = images * chunks, -(-channels // block)
+    constants = {"LAST": last, "ALIGN": align, "R": rows, "C_BLOCK": block}
+    return Tiling(units, blocks, (positions // align, channels, chunks, units, blocks), constants)
 
 
 def backward_pace(geometry: Geometry, itemsize: int) -> Pace:
@@ -113,6 +99,7 @@ def pitch(channels: int) -> int:
     return -(-(2 * channels + 1) // WIDEST) * WIDEST
 
 
+@launch_rule
 def finish_block(parts: int) -> tuple[int, int]:
     """Partial results and channels that a program has in hand which puts results together."""
     together = min(FINISH_TILE, next_power_of_2(parts))

@@ -15,7 +15,7 @@ from .. import _library
 from .._checks import check_per_channel
 from . import config, reference
 from .passes import FAMILY, Exchange, gradient_sums, input_gradient, normalise, statistics, values_per_channel
-from .reference import BatchNormSpec, BatchStatistics
+from .reference import BatchNormSpec, BatchStatistics, Channels, GradientSums
 
 
 def batch_norm(
@@ -40,51 +40,37 @@ def batch_norm(
     are float32 (float64 for float64), whatever the dtype of the input, which is that of the output.
     """
     spec = BatchNormSpec(float(eps), float(momentum), bool(training), bool(relu), channel_dim)
-    return batch_norm_with_statistics(input, z, running_mean, running_var, weight, bias, spec, wanted=False)[0]
+    running = Channels(running_mean, running_var, weight, bias)
+    return batch_norm_with_statistics(input, z, running, spec, wanted=False)[0]
 
 
 def batch_norm_with_statistics(
     input: Tensor,
     z: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    running: Channels,
     spec: BatchNormSpec,
     exchange: Exchange | None = None,
     wanted: bool = True,
 ) -> tuple[Tensor, BatchStatistics | None]:
     """The same over the ranks of `exchange`; in training, where they are `wanted`, with the statistics of the batch."""
-    check(input, running_mean, running_var, weight, bias, z, spec)
+    check(input, running, z, spec)
     if exchange is None:
-        tensors = (input, z, running_mean, running_var, weight, bias, spec)
         if not input.numel() or (spec.training and input.numel() == input.shape[spec.channel_dim]):
-            return reference.norm(*tensors)
+            return reference.norm(input, z, running, spec)
         if not runs_kernels(input, z, spec):
-            return reference.torch_norm(*tensors, wanted and spec.training)
-    found = None
+            return reference.torch_norm(input, z, running, spec, wanted and spec.training)
+    found, (mean, variance, weight, bias) = None, running
     if spec.training:
-        mean, variance = statistics(input, spec, running_mean, running_var, exchange)
+        mean, variance = statistics(input, spec, mean, variance, exchange)
         found = BatchStatistics(mean, variance, False)
-    else:
-        assert running_mean is not None  # checked
-        assert running_var is not None
-        mean, variance = running_mean, running_var
     if torch.is_grad_enabled():
         return _apply_node(input, z, weight, bias, mean, variance, spec, exchange), found
-    return normalise(input, z, mean, variance, weight, bias, spec), found
+    return normalise(input, z, Channels(mean, variance, weight, bias), spec), found
 
 
-def check(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    z: Tensor | None,
-    spec: BatchNormSpec,
-) -> None:
+def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpec) -> None:
     """Raises for arguments that do not fit each other."""
+    running_mean, running_var, weight, bias = running
     if spec.channel_dim not in (1, -1):
         raise ValueError(f"channel_dim={spec.channel_dim} is not known; 1 for [N, C, ...] and -1 for [N, ..., C] are")
     if input.dim() < 2:
@@ -97,8 +83,8 @@ def check(
         raise ValueError("running_mean and running_var must be given together, or neither of them")
     if running_mean is None and not spec.training:
         raise ValueError("running_mean and running_var are needed where training is False")
-    per_channel = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    check_per_channel(input, input.shape[spec.channel_dim], **per_channel)
+    channels = input.shape[spec.channel_dim]
+    check_per_channel(input, channels, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     if z is not None:
         if z.shape != input.shape:
             raise ValueError(f"z has shape {list(z.shape)}, the input {list(input.shape)}")
@@ -140,32 +126,20 @@ def average_factor(momentum: float | None, num_batches_tracked: Tensor | None) -
 
 
 def forward(
-    input: Tensor,
-    z: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    spec: BatchNormSpec,
-    exchange: Exchange | None = None,
-) -> tuple[Tensor, Any, Any]:
-    """The output, and the mean and biased variance by which it was normalised, without autograd."""
-    mean, variance = running_mean, running_var
+    input: Tensor, z: Tensor | None, running: Channels, spec: BatchNormSpec, exchange: Exchange | None = None
+) -> tuple[Tensor, Channels]:
+    """The output, and what it was normalised by, without autograd."""
+    channels = running
     if spec.training:
-        mean, variance = statistics(input, spec, running_mean, running_var, exchange)
-    assert mean is not None  # without statistics of the batch there must be others
-    assert variance is not None
-    return normalise(input, z, mean, variance, weight, bias, spec), mean, variance
+        channels = Channels(*statistics(input, spec, running.mean, running.variance, exchange), *running[2:])
+    return normalise(input, z, channels, spec), channels
 
 
 def backward(
     dy: Tensor,
     input: Tensor,
     output: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    channels: Channels,
     spec: BatchNormSpec,
     exchange: Exchange | None = None,
     *,
@@ -176,26 +150,21 @@ def backward(
 
     ReLU's mask is taken from `output`; None stands for that of a norm without an addend, which is computed again.
     """
-    given = (mean, variance, weight, bias)
     dz, sum_dy, sum_dy_xhat, rank_stats = gradient_sums(
-        dy, input, output, *given, spec, keep_dz=wants_z, for_ranks=exchange is not None
+        dy, input, output, channels, spec, keep_dz=wants_z, for_ranks=exchange is not None
     )
-    sums: tuple[Tensor, Tensor | None, float] = (
-        sum_dy,
-        sum_dy_xhat,
-        1 / max(1, values_per_channel(input, spec.channel_dim)),
-    )
+    sums = GradientSums(sum_dy, sum_dy_xhat, 1 / max(1, values_per_channel(input, spec.channel_dim)))
     if exchange is not None and rank_stats is not None:
         if wants_input or exchange.averaged_ranks:  # else a rank's own sums are all that it needs
             exchange.add_up(rank_stats)
         if exchange.averaged_ranks:
             sum_dy, sum_dy_xhat = (rank_stats[:-1] / exchange.averaged_ranks).chunk(2)
-        sums = (rank_stats, None, 0.0)
+        sums = GradientSums(rank_stats, None, 0.0)
     dx = None
     if wants_input and dz is not None:  # the mask was applied: no need to ask the output again
-        dx = input_gradient(dz, input, None, *given, *sums, spec._replace(relu=False))
+        dx = input_gradient(dz, input, None, channels, sums, spec._replace(relu=False))
     elif wants_input:
-        dx = input_gradient(dy, input, output, *given, *sums, spec)
+        dx = input_gradient(dy, input, output, channels, sums, spec)
     return dx, dz, sum_dy_xhat, sum_dy
 
 
@@ -204,33 +173,33 @@ def save(
     input: Tensor,
     z: Tensor | None,
     output: Tensor,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    channels: Channels,
     spec: BatchNormSpec,
     exchange: Exchange | None,
 ) -> None:
     """Keeps what `saved_gradients` needs."""
     # Without an addend ReLU's mask is computed again, so that the output need not be kept or read.
     kept = output if spec.relu and z is not None else None
-    ctx.save_for_backward(input, kept, mean, variance, weight, bias)
+    ctx.save_for_backward(input, kept, *channels)
     ctx.spec, ctx.exchange, ctx.z_dtype = spec, exchange, None if z is None else z.dtype
 
 
 def saved_gradients(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Gradients of input, addend, weight and bias, None where they are not wanted; for every autograd Function."""
-    input, output, mean, variance, weight, bias = ctx.saved_tensors
-    tensors = (dy, input, output, mean, variance, weight, bias, ctx.spec)
+    input, output, *given = ctx.saved_tensors
+    channels = Channels(*given)
+    tensors = (dy, input, output, channels, ctx.spec)
     found: tuple[Tensor | None, ...]
     if torch.is_grad_enabled() and ctx.exchange is None:  # create_graph=True: they must be differentiable themselves
         found = reference.gradients(*tensors)
     else:
         found = backward(*tensors, ctx.exchange, wants_input=wanted[0], wants_z=wanted[1])
-    dtypes = (input.dtype, ctx.z_dtype, *(None if each is None else each.dtype for each in (weight, bias)))
+    dtypes = (input.dtype, ctx.z_dtype, *[None if each is None else each.dtype for each in channels[2:]])
     return tuple(
-        gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
-        for gradient, dtype, needed in zip(found, dtypes, wanted, strict=True)
+        [
+            gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
+            for gradient, dtype, needed in zip(found, dtypes, wanted, strict=True)
+        ]
     )
 
 
@@ -239,8 +208,9 @@ class BatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, input, z, weight, bias, mean, variance, spec, exchange):  # type: ignore[no-untyped-def, override]
-        output = normalise(input, z, mean, variance, weight, bias, spec)
-        save(ctx, input, z, output, mean, variance, weight, bias, spec, exchange)
+        channels = Channels(mean, variance, weight, bias)
+        output = normalise(input, z, channels, spec)
+        save(ctx, input, z, output, channels, spec, exchange)
         return output
 
     @staticmethod

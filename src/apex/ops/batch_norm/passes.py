@@ -19,7 +19,7 @@ from .._device import facts
 from .._tolerance import excess
 from .._workspace import partial_sums
 from . import config, reference
-from .reference import BatchNormSpec
+from .reference import BatchNormSpec, Channels, GradientSums
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
 
@@ -74,11 +74,11 @@ def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
 
 def _measure(x: Tensor, channel_dim: int) -> tuple[Tensor, int, int, int]:
     """Statistics of parts of a dense input: `partials`, how many parts, the channels, and how far parts lie apart."""
-    pace, geometry = config.FORWARD_PACE, _geometry(x, channel_dim)
+    pace, geometry, device = config.FORWARD_PACE, _geometry(x, channel_dim), x.device
     tiles = config.tiling(geometry, pace.elements)
-    programs = config.measure_programs(tiles.units, tiles.channel_blocks, facts(x.device).multiprocessors, pace)
-    pitch = config.pitch(tiles.channels)
-    partials, _ = partial_sums(programs * pitch, x.device)
+    programs = config.measure_programs(tiles.units, tiles.channel_blocks, facts(device).multiprocessors, pace)
+    pitch = config.pitch(geometry.channels)
+    partials, _ = partial_sums(programs * pitch, device)
     kernels.batch_norm_measure(
         (programs * tiles.channel_blocks,),
         (x, partials),
@@ -87,7 +87,7 @@ def _measure(x: Tensor, channel_dim: int) -> tuple[Tensor, int, int, int]:
         UNROLL=pace.unroll,
         num_warps=config.WARPS,
     )
-    return partials, programs, tiles.channels, pitch
+    return partials, programs, geometry.channels, pitch
 
 
 def _combine(
@@ -125,32 +125,24 @@ def _launch_statistics(partials, mean, variance, running_mean, running_var, part
     )
 
 
-def normalise(
-    input: Tensor,
-    z: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    spec: BatchNormSpec,
-) -> Tensor:
+def normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:
     """The output, given mean and variance of every channel: those of a batch or running ones."""
     if not _takes_kernels(input):
-        return reference.normalise(input, z, mean, variance, weight, bias, spec)
+        return reference.normalise(input, z, channels, spec)
     if torch.compiler.is_compiling():
         flags = (spec.eps, spec.relu, spec.channel_dim)
-        return torch.ops.apex.batch_norm_normalise(input, z, mean, variance, weight, bias, *flags)
+        return torch.ops.apex.batch_norm_normalise(input, z, *channels, *flags)
     x = _dense(input, spec.channel_dim)
     y = torch.empty_like(x)
     tiles = config.tiling(_geometry(x, spec.channel_dim), config.APPLY_TILE)
     kernels.batch_norm_apply(
         (tiles.units * tiles.channel_blocks,),
-        (x, _like(x, z), _contiguous(weight), _contiguous(bias), mean.contiguous(), variance.contiguous(), y),
+        (x, _like(x, z), *_kernel_channels(channels), y),
         tiles.sizes,
-        (float(spec.eps),),
+        (spec.eps,),
         HAS_Z=z is not None,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
+        HAS_WEIGHT=channels.weight is not None,
+        HAS_BIAS=channels.bias is not None,
         RELU=spec.relu,
         **tiles.constants,
         num_warps=config.WARPS,
@@ -162,10 +154,7 @@ def gradient_sums(
     dy: Tensor,
     input: Tensor,
     output: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    channels: Channels,
     spec: BatchNormSpec,
     *,
     keep_dz: bool = False,
@@ -176,15 +165,14 @@ def gradient_sums(
     The addend's gradient is `dy` behind the ReLU mask. The sums are the gradients of bias and weight.
     """
     write_dz = keep_dz and spec.relu
-    given = (mean, variance, weight, bias)
     if not _takes_kernels(input):
-        dz, sum_dy, sum_dy_xhat = reference.gradient_sums(dy, input, output, *given, spec)
+        dz, sum_dy, sum_dy_xhat = reference.gradient_sums(dy, input, output, channels, spec)
     elif torch.compiler.is_compiling():
         flags = (spec.eps, spec.relu, spec.channel_dim, write_dz)
-        dz, sum_dy, sum_dy_xhat = torch.ops.apex.batch_norm_gradient_sums(dy, input, output, *given, *flags)
+        dz, sum_dy, sum_dy_xhat = torch.ops.apex.batch_norm_gradient_sums(dy, input, output, *channels, *flags)
         dz = dz if write_dz else dy
     else:
-        return _launch_sums(dy, input, output, *given, spec, keep_dz, for_ranks)
+        return _launch_sums(dy, input, output, channels, spec, keep_dz, for_ranks)
     rank_stats = (
         torch.cat((sum_dy, sum_dy_xhat, sum_dy.new_full((1,), values_per_channel(input, spec.channel_dim))))
         if for_ranks
@@ -193,27 +181,26 @@ def gradient_sums(
     return dz if keep_dz else None, sum_dy, sum_dy_xhat, rank_stats
 
 
-def _launch_sums(dy, input, output, mean, variance, weight, bias, spec, keep_dz, for_ranks):  # type: ignore[no-untyped-def]
+def _launch_sums(dy, input, output, channels, spec, keep_dz, for_ranks):  # type: ignore[no-untyped-def]
     x = _dense(input, spec.channel_dim)
-    dy = _like(x, dy)
+    dy, device = _like(x, dy), x.device
     geometry = _geometry(x, spec.channel_dim)
     pace = config.backward_pace(geometry, dy.element_size())
     tiles = config.tiling(geometry, pace.elements)
-    programs = config.measure_programs(tiles.units, tiles.channel_blocks, facts(x.device).multiprocessors, pace)
-    channels, write_dz = tiles.channels, keep_dz and spec.relu
+    programs = config.measure_programs(tiles.units, tiles.channel_blocks, facts(device).multiprocessors, pace)
+    count, write_dz = geometry.channels, keep_dz and spec.relu
     dz = torch.empty_like(dy) if write_dz else None
-    sum_dy = torch.empty(channels, dtype=torch.float32, device=x.device)
+    sum_dy = torch.empty(count, dtype=torch.float32, device=device)
     sum_dy_xhat = torch.empty_like(sum_dy)
-    rank_stats = torch.empty(2 * channels + 1, dtype=torch.float32, device=x.device) if for_ranks else None
-    partials, _ = partial_sums(programs * 2 * channels, x.device)
-    per_channel = (_contiguous(weight), _contiguous(bias), mean.contiguous(), variance.contiguous())
+    rank_stats = torch.empty(2 * count + 1, dtype=torch.float32, device=device) if for_ranks else None
+    partials, _ = partial_sums(programs * 2 * count, device)
     kernels.batch_norm_measure_backward(
         (programs * tiles.channel_blocks,),
-        (x, dy, _like(x, output), *per_channel, dz, partials),
+        (x, dy, _like(x, output), *_kernel_channels(channels), dz, partials),
         (*tiles.sizes, programs),
-        (float(spec.eps),),
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
+        (spec.eps,),
+        HAS_WEIGHT=channels.weight is not None,
+        HAS_BIAS=channels.bias is not None,
         MASK=_mask(spec, output),
         WRITE_DZ=write_dz,
         **tiles.constants,
@@ -222,10 +209,10 @@ def _launch_sums(dy, input, output, mean, variance, weight, bias, spec, keep_dz,
     )
     part_block, channel_block = config.finish_block(programs)
     kernels.batch_norm_sums(
-        (-(-channels // channel_block),),
+        (-(-count // channel_block),),
         (partials, sum_dy, sum_dy_xhat, rank_stats),
-        (programs, channels),
-        (float(geometry.images * geometry.positions),),
+        (programs, count),
+        (geometry.images * geometry.positions,),
         RANK_STATS=for_ranks,
         P_BLOCK=part_block,
         C_BLOCK=channel_block,
@@ -235,39 +222,26 @@ def _launch_sums(dy, input, output, mean, variance, weight, bias, spec, keep_dz,
 
 
 def input_gradient(
-    dy: Tensor,
-    input: Tensor,
-    output: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    sum_dy: Tensor,
-    sum_dy_xhat: Tensor | None,
-    inverse_count: float,
-    spec: BatchNormSpec,
+    dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, sums: GradientSums, spec: BatchNormSpec
 ) -> Tensor:
-    """The input's gradient, given the sums over everything that was normalised together and one over its values.
-
-    Without `sum_dy_xhat`, `sum_dy` are the rank statistics of all ranks, added up, which have everything.
-    """
-    given = (mean, variance, weight, bias)
+    """The input's gradient."""
     if not _takes_kernels(input):
-        return reference.input_gradient(dy, input, output, *given, sum_dy, sum_dy_xhat, inverse_count, spec)
+        return reference.input_gradient(dy, input, output, channels, sums, spec)
     if torch.compiler.is_compiling():
-        flags = (inverse_count, spec.eps, spec.training, spec.relu, spec.channel_dim)
-        return torch.ops.apex.batch_norm_input_gradient(dy, input, output, *given, sum_dy, sum_dy_xhat, *flags)
+        flags = (spec.eps, spec.training, spec.relu, spec.channel_dim)
+        return torch.ops.apex.batch_norm_input_gradient(dy, input, output, *channels, *sums, *flags)
+    sum_dy, sum_dy_xhat, inverse_count = sums
     x = _dense(input, spec.channel_dim)
     dx, geometry = torch.empty_like(x), _geometry(x, spec.channel_dim)
     tiles = config.tiling(geometry, config.APPLY_BACKWARD_TILE[geometry.last])
-    per_channel = (_contiguous(weight), _contiguous(bias), mean.contiguous(), variance.contiguous())
+    of_channels = _kernel_channels(channels)
     kernels.batch_norm_apply_backward(
         (tiles.units * tiles.channel_blocks,),
-        (x, _like(x, dy), _like(x, output), *per_channel, sum_dy.contiguous(), _contiguous(sum_dy_xhat), dx),
+        (x, _like(x, dy), _like(x, output), *of_channels, sum_dy.contiguous(), _contiguous(sum_dy_xhat), dx),
         tiles.sizes,
-        (float(spec.eps), float(inverse_count)),
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
+        (spec.eps, inverse_count),
+        HAS_WEIGHT=channels.weight is not None,
+        HAS_BIAS=channels.bias is not None,
         MASK=_mask(spec, output),
         BATCH=spec.training,
         RANK_STATS=sum_dy_xhat is None,
@@ -323,6 +297,12 @@ def _contiguous(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.contiguous()
 
 
+def _kernel_channels(channels: Channels) -> tuple[Tensor | None, ...]:
+    """Weight, bias, mean and variance, in the order of the kernels."""
+    mean, variance, weight, bias = channels
+    return _contiguous(weight), _contiguous(bias), mean.contiguous(), variance.contiguous()
+
+
 def self_check(device: torch.device) -> float:
     """Largest error, as a multiple of its tolerance, forward and backward, in three dtypes and both layouts."""
     shape, spec, worst = (3, 72, 9, 7), BatchNormSpec(relu=True), 0.0
@@ -339,17 +319,16 @@ def self_check(device: torch.device) -> float:
 
 def _largest_error(tensors: tuple[Tensor | None, ...], spec: BatchNormSpec, device: torch.device) -> float:
     x, z, dy, weight, bias = _unless_none(tensors, lambda each: each.to(device))
-    mean, variance = statistics(x, spec)
-    y = normalise(x, z, mean, variance, weight, bias, spec)
-    given = (mean, variance, weight, bias)
-    dz, dbias, dweight, _ = gradient_sums(dy, x, None if z is None else y, *given, spec, keep_dz=z is not None)
+    channels = Channels(*statistics(x, spec), weight, bias)
+    y = normalise(x, z, channels, spec)
+    dz, dbias, dweight, _ = gradient_sums(dy, x, None if z is None else y, channels, spec, keep_dz=z is not None)
     count = values_per_channel(x, spec.channel_dim)
     masked, plain = (dy, spec) if dz is None else (dz, spec._replace(relu=False))
-    dx = input_gradient(masked, x, None, *given, dbias, dweight, 1 / count, plain)
+    dx = input_gradient(masked, x, None, channels, GradientSums(dbias, dweight, 1 / count), plain)
     x, z, gradient, weight, bias = _unless_none(tensors, Tensor.double)
-    exact = reference.combine(reference.rank_statistics(x, spec.channel_dim)[None])
-    right = reference.gradients(gradient, x, y.cpu(), *exact, weight, bias, spec)
-    pairs = [(y, reference.normalise(x, z, *exact, weight, bias, spec), 1), (dx, right[0], 1)]
+    exact = Channels(*reference.combine(reference.rank_statistics(x, spec.channel_dim)[None]), weight, bias)
+    right = reference.gradients(gradient, x, y.cpu(), exact, spec)
+    pairs = [(y, reference.normalise(x, z, exact, spec), 1), (dx, right[0], 1)]
     pairs += [(dweight, right[2], count), (dbias, right[3], count)] + ([] if dz is None else [(dz, right[1], 1)])
     return max(excess(actual.cpu(), wanted, reduction=terms) for actual, wanted, terms in pairs)
 
@@ -372,13 +351,14 @@ FAMILY = _library.register_family(
 # What torch.compile puts into a graph in place of launches. Results are laid out as PyTorch would lay out the input.
 def _normalise(input, z, mean, variance, weight, bias, eps, relu, channel_dim):  # type: ignore[no-untyped-def]
     spec = BatchNormSpec(eps, relu=relu, channel_dim=channel_dim)
-    return _like(torch.empty_like(input), normalise(input, z, mean, variance, weight, bias, spec))
+    channels = Channels(mean, variance, weight, bias)
+    return _like(torch.empty_like(input), normalise(input, z, channels, spec))
 
 
 def _gradient_sums(dy, input, output, mean, variance, weight, bias, eps, relu, channel_dim, write_dz):  # type: ignore[no-untyped-def]
     spec = BatchNormSpec(eps, relu=relu, channel_dim=channel_dim)
-    tensors = (dy, input, output, mean, variance, weight, bias, spec)
-    dz, sum_dy, sum_dy_xhat, _ = gradient_sums(*tensors, keep_dz=write_dz)
+    channels = Channels(mean, variance, weight, bias)
+    dz, sum_dy, sum_dy_xhat, _ = gradient_sums(dy, input, output, channels, spec, keep_dz=write_dz)
     return dy.new_empty(0) if dz is None else _like(torch.empty_like(input), dz), sum_dy, sum_dy_xhat
 
 
@@ -391,8 +371,8 @@ def _gradient_sums_fake(dy, input, output, mean, variance, weight, bias, eps, re
 def _input_gradient(dy, input, output, mean, variance, weight, bias, sum_dy, sum_dy_xhat, inverse_count, *flags):  # type: ignore[no-untyped-def]
     eps, training, relu, channel_dim = flags
     spec = BatchNormSpec(eps, 0.0, training, relu, channel_dim)
-    given = (mean, variance, weight, bias, sum_dy, sum_dy_xhat, inverse_count, spec)
-    return _like(torch.empty_like(input), input_gradient(dy, input, output, *given))
+    channels, sums = Channels(mean, variance, weight, bias), GradientSums(sum_dy, sum_dy_xhat, inverse_count)
+    return _like(torch.empty_like(input), input_gradient(dy, input, output, channels, sums, spec))
 
 
 _library.register_op(

@@ -7,7 +7,7 @@ norm by PyTorch's own operator.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,18 @@ class BatchNormSpec(NamedTuple):
     channel_dim: int = 1
 
 
+class Channels(NamedTuple):
+    """What the channels are normalised by: mean and biased variance, then, where there are any, weight and bias.
+
+    The statistics are None where running ones are asked for and there are none.
+    """
+
+    mean: Any
+    variance: Any
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
 class BatchStatistics(NamedTuple):
     """Mean of every channel of a batch and how far it spreads: the biased variance, or one over its root with eps."""
 
@@ -37,6 +49,17 @@ class BatchStatistics(NamedTuple):
     def inverse_deviation(self, eps: float) -> Tensor:
         """One over the standard deviation, eps added to the variance."""
         return self.spread if self.inverted else (self.spread + eps).rsqrt()
+
+
+class GradientSums(NamedTuple):
+    """Sums per channel over everything that was normalised together, and one over the number of its values.
+
+    Without `sum_dy_xhat`, `sum_dy` are the rank statistics of all ranks, added up, which have everything.
+    """
+
+    sum_dy: Tensor
+    sum_dy_xhat: Tensor | None
+    inverse_count: float
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -77,16 +100,9 @@ def combine(
     return mean, deviations / count.clamp(min=1)
 
 
-def normalise(
-    input: Tensor,
-    z: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    spec: BatchNormSpec,
-) -> Tensor:
+def normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:
     """The output in the input's dtype, given the statistics to normalise by."""
+    mean, variance, weight, bias = channels
     dtype, channel_dim = compute_dtype(input, weight, bias), spec.channel_dim
     centred = input.to(dtype) - _spread(mean, input, channel_dim, dtype)
     values = centred * _spread(_scale(variance, weight, spec.eps, dtype), input, channel_dim, dtype)
@@ -100,45 +116,27 @@ def normalise(
 
 
 def gradient_sums(
-    dy: Tensor,
-    input: Tensor,
-    output: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    spec: BatchNormSpec,
+    dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, spec: BatchNormSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`dy` behind the ReLU mask; per channel its sum, and its sum times the normalised input.
 
     The mask is taken from `output`; None stands for that of a norm without an addend, which is computed again.
     """
-    dy = _masked(dy, input, output, mean, variance, weight, bias, spec)
+    dy = _masked(dy, input, output, channels, spec)
     dtype, channel_dim = compute_dtype(dy, input), spec.channel_dim
     wide, dimensions = dy.to(dtype), _other_dimensions(input, channel_dim)
-    centred = input.to(dtype) - _spread(mean, input, channel_dim, dtype)
-    inverse_deviation = _scale(variance, None, spec.eps, dtype)
+    centred = input.to(dtype) - _spread(channels.mean, input, channel_dim, dtype)
+    inverse_deviation = _scale(channels.variance, None, spec.eps, dtype)
     return dy, wide.sum(dimensions), (wide * centred).sum(dimensions) * inverse_deviation
 
 
 def input_gradient(
-    dy: Tensor,
-    input: Tensor,
-    output: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    sum_dy: Tensor,
-    sum_dy_xhat: Tensor | None,
-    inverse_count: float,
-    spec: BatchNormSpec,
+    dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, sums: GradientSums, spec: BatchNormSpec
 ) -> Tensor:
-    """The input's gradient, given the sums over everything that was normalised together and one over its values.
-
-    Without `sum_dy_xhat`, `sum_dy` are rank statistics that were added up, which have everything.
-    """
-    dy = _masked(dy, input, output, mean, variance, weight, bias, spec)
+    """The input's gradient."""
+    dy = _masked(dy, input, output, channels, spec)
+    mean, variance, weight, _ = channels
+    sum_dy, sum_dy_xhat, inverse_count = sums
     dtype, channel_dim = compute_dtype(dy, input, weight), spec.channel_dim
     scale = _scale(variance, weight, spec.eps, dtype)
     gradient = dy.to(dtype) * _spread(scale, input, channel_dim, dtype)
@@ -156,55 +154,32 @@ def input_gradient(
 
 
 def gradients(
-    dy: Tensor,
-    input: Tensor,
-    output: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    spec: BatchNormSpec,
+    dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, spec: BatchNormSpec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of input, addend, weight and bias of a norm of one process, which can be differentiated again."""
     if spec.training:
-        mean, variance = combine(rank_statistics(input, spec.channel_dim)[None])
+        channels = Channels(*combine(rank_statistics(input, spec.channel_dim)[None]), *channels[2:])
     output = None if output is None else output.detach()
-    dz, sum_dy, sum_dy_xhat = gradient_sums(dy, input, output, mean, variance, weight, bias, spec)
-    inverse_count = input.shape[spec.channel_dim] / max(1, input.numel())
-    plain = spec._replace(relu=False)
-    dx = input_gradient(dz, input, None, mean, variance, weight, bias, sum_dy, sum_dy_xhat, inverse_count, plain)
+    dz, sum_dy, sum_dy_xhat = gradient_sums(dy, input, output, channels, spec)
+    sums = GradientSums(sum_dy, sum_dy_xhat, input.shape[spec.channel_dim] / max(1, input.numel()))
+    dx = input_gradient(dz, input, None, channels, sums, spec._replace(relu=False))
     return dx, dz, sum_dy_xhat, sum_dy
 
 
 def norm(
-    input: Tensor,
-    z: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    spec: BatchNormSpec,
+    input: Tensor, z: Tensor | None, running: Channels, spec: BatchNormSpec
 ) -> tuple[Tensor, BatchStatistics | None]:
     """A whole norm for autograd, of inputs with one value per channel or none, which PyTorch's operator refuses too."""
     if not spec.training:
-        assert running_mean is not None  # checked
-        assert running_var is not None
-        return normalise(input, z, running_mean, running_var, weight, bias, spec), None
+        return normalise(input, z, running, spec), None
     rank_stats = rank_statistics(input, spec.channel_dim)[None]
-    mean, variance = combine(rank_stats, running_mean, running_var, spec.momentum)
+    mean, variance = combine(rank_stats, running.mean, running.variance, spec.momentum)
     found = BatchStatistics(mean.detach(), variance.detach(), False)
-    return normalise(input, z, mean, variance, weight, bias, spec), found
+    return normalise(input, z, Channels(mean, variance, *running[2:]), spec), found
 
 
 def torch_norm(
-    input: Tensor,
-    z: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    spec: BatchNormSpec,
-    wanted: bool,
+    input: Tensor, z: Tensor | None, running: Channels, spec: BatchNormSpec, wanted: bool
 ) -> tuple[Tensor, BatchStatistics | None]:
     """PyTorch's operator, which takes parameters in float32 beside any input, and in its dtype otherwise.
 
@@ -215,11 +190,10 @@ def torch_norm(
     rounds_within = values.is_cpu or not keeps_float32(values, spec.training)
     if input.dtype != wide and (z is not None or (torch.is_grad_enabled() and rounds_within)):
         plain = spec._replace(relu=False)  # rounded once, behind the sum
-        output, found = torch_norm(input.to(wide), z, running_mean, running_var, weight, bias, plain, wanted)
+        output, found = torch_norm(input.to(wide), z, running, plain, wanted)
         output = output.to(input.dtype)
         return output.relu_() if spec.relu else output, found
-    weight, bias = _cast(weight, wide), _cast(bias, wide)
-    mean, variance = _cast(running_mean, wide), _cast(running_var, wide)
+    mean, variance, weight, bias = (_cast(each, wide) for each in running)
     if input.dtype != wide:  # without parameters to tell, statistics would be rounded to the dtype of the input
         weight = values.new_ones(values.shape[1], dtype=wide) if weight is None else weight
         bias = values.new_zeros(values.shape[1], dtype=wide) if bias is None else bias
@@ -233,9 +207,9 @@ def torch_norm(
     else:
         output = torch.batch_norm(values, weight, bias, mean, variance, *flags)
     if spec.training:
-        for running, updated in ((running_mean, mean), (running_var, variance)):
-            if running is not None and updated is not None and updated is not running:
-                running.copy_(updated)
+        for before, updated in zip(running[:2], (mean, variance), strict=True):
+            if before is not None and updated is not before:
+                before.copy_(updated)
     # In place: no derivative of a batch norm asks for its output.
     if z is not None:
         output = output.add_((z if spec.channel_dim == 1 else z.movedim(-1, 1)).to(output.dtype))
@@ -262,21 +236,12 @@ def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if parameter is None else parameter.to(dtype).contiguous()
 
 
-def _masked(
-    dy: Tensor,
-    input: Tensor,
-    output: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    spec: BatchNormSpec,
-) -> Tensor:
+def _masked(dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:
     """`dy` behind the ReLU mask, where there is ReLU."""
     if not spec.relu:
         return dy
     if output is None:
-        output = normalise(input, None, mean, variance, weight, bias, spec)
+        output = normalise(input, None, channels, spec)
     return torch.where(output > 0, dy, 0)
 
 
