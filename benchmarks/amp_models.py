@@ -57,15 +57,15 @@ class Bottleneck(nn.Module):
         return self.norm3(self.convolution3(y), self.shortcut(x))
 
 
-def resnet50(norm: Callable[[int, bool], nn.Module] = NormReLU) -> nn.Module:
+def resnet50(norm: Callable[[int, bool], nn.Module] = NormReLU, first: int = 64) -> nn.Module:
     """A network of ResNet-50's shape; `norm` makes a batch norm, with ReLU or without, for so many channels."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), norm(64, True), nn.MaxPool2d(3, 2, 1)]
-    inputs = 64
-    for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
+    layers: list[nn.Module] = [nn.Conv2d(3, first, 7, 2, 3, bias=False), norm(first, True), nn.MaxPool2d(3, 2, 1)]
+    inputs = first
+    for width, count in ((first, 3), (2 * first, 4), (4 * first, 6), (8 * first, 3)):
         for index in range(count):
-            layers.append(Bottleneck(norm, inputs, width, 2 if index == 0 and width > 64 else 1))
+            layers.append(Bottleneck(norm, inputs, width, 2 if index == 0 and width > first else 1))
             inputs = 4 * width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
 
 
 class Block(nn.Module):

@@ -1,0 +1,338 @@
+"""Whole training steps: apex O5, captured and compiled, beside torch.amp and torch.compile.
+
+    python benchmarks/steps.py --models gpt-6x384 resnet50 --limit 550
+    python benchmarks/steps.py --tiny --models llama --columns torch.amp O5  # on a CPU, to try the script
+
+Every column is a process of its own, which trains the same network from the same weights on the same four batches with
+AdamW. Each warms up alone, compiling and capturing; its loss after `--warmup` steps is noted. Then all columns take
+turns, one round each at a time, so that a drift of the machine hits all alike. A figure is the median of the rounds.
+
+Memory is what the process holds of the device while it trains, after what warming up left over was given back: the
+blocks of a captured graph count, which `max_memory_allocated` does not see when it is replayed.
+
+The result file is written after every column and every round, and keeps what it has of other models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from step_models import PROBLEMS, Batch, problem
+from torch import Tensor
+
+Step = Callable[..., Tensor]
+
+
+class Kind(NamedTuple):
+    """`mode` is torch.compile's, None where nothing is compiled."""
+
+    ours: bool
+    mode: str | None = None
+    graph: bool = False
+
+
+COLUMNS = {
+    "torch.amp": Kind(ours=False),
+    "compile": Kind(ours=False, mode="default"),
+    "reduce-overhead": Kind(ours=False, mode="reduce-overhead"),
+    "O5": Kind(ours=True),
+    "O5+graph": Kind(ours=True, graph=True),
+    "O5+compile": Kind(ours=True, mode="default"),
+    "O5+compile+graph": Kind(ours=True, mode="default", graph=True),
+    # Last, because tuning matrix products takes minutes.
+    "max-autotune": Kind(ours=False, mode="max-autotune"),
+    "max-autotune-no-cudagraphs": Kind(ours=False, mode="max-autotune-no-cudagraphs"),
+    "O5+max-autotune+graph": Kind(ours=True, mode="max-autotune-no-cudagraphs", graph=True),
+}
+RESULTS = Path(__file__).parent / "results"
+
+
+def prepare(column: str, model: str, device: str, tiny: bool) -> tuple[Step, list[Batch]]:
+    """A training step that takes a batch and returns the loss, and the batches."""
+    kind = COLUMNS[column]
+    torch.backends.cudnn.benchmark = True
+    network, batches = problem(model, device, kind.ours, tiny)
+    options: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.01}
+    step = _apex_step(network, kind, options, tiny) if kind.ours else _torch_step(network, kind, options, device, tiny)
+    return (captured(step) if kind.graph else step), batches
+
+
+def _compiled(network: torch.nn.Module, mode: str | None, tiny: bool) -> Any:
+    if mode is None:
+        return network
+    # Generated C++ takes longer to build than a test may. A graph break would be an error: none is timed unseen.
+    how = {"backend": "aot_eager"} if tiny else {"mode": mode}
+    return torch.compile(network, fullgraph=True, **how)
+
+
+def _torch_step(network: torch.nn.Module, kind: Kind, options: dict[str, Any], device: str, tiny: bool) -> Step:
+    optimizer = torch.optim.AdamW(network.parameters(), **options, fused=True)
+    network = _compiled(network, kind.mode, tiny)
+
+    def step(*batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = network(*batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _apex_step(network: torch.nn.Module, kind: Kind, options: dict[str, Any], tiny: bool) -> Step:
+    from apex import amp
+    from apex.optimizers import FusedAdam
+
+    optimizer = FusedAdam(network.parameters(), **options, adam_w_mode=True, capturable=kind.graph)
+    network, optimizer = amp.initialize(network, optimizer, opt_level="O5", verbosity=0)
+    network = _compiled(network, kind.mode, tiny)
+
+    def step(*batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = network(*batch)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def captured(step: Step) -> Step:
+    """The step in one CUDA graph; on a CPU the step itself."""
+    try:
+        from apex import graphs
+    except ImportError:
+        return _captured_here(step) if torch.cuda.is_available() else step
+    return graphs.capture(step)
+
+
+def _captured_here(step: Step, warm_up: int = 4) -> Step:
+    """The first calls run on a stream of their own, the next one is captured, the others are replayed."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    calls = 0
+    held: list[Tensor] = []
+    loss = torch.empty(0)
+
+    def call(*batch: Tensor) -> Tensor:
+        nonlocal calls, loss
+        calls += 1
+        if calls <= warm_up:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                loss = step(*batch)
+            torch.cuda.current_stream().wait_stream(stream)
+            return loss
+        if not held:
+            held.extend(tensor.clone() for tensor in batch)
+            with torch.cuda.graph(graph):
+                loss = step(*held)
+        for place, tensor in zip(held, batch, strict=True):
+            place.copy_(tensor)
+        graph.replay()
+        return loss
+
+    return call
+
+
+def compete(column: str, model: str, arguments: argparse.Namespace) -> None:
+    """One column: a line of JSON when it is warm, then one for every line that comes in."""
+    device = arguments.device
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    start = time.perf_counter()
+    step, batches = prepare(column, model, device, arguments.tiny)
+    count = len(batches)
+    loss = torch.empty(0)
+    for index in range(arguments.warmup):
+        loss = step(*batches[index % count])
+    known: dict[str, Any] = {"loss": float(loss), "warm_up_seconds": round(time.perf_counter() - start, 1)}
+    del loss
+    if device == "cuda":
+        known["allocated_mebibytes"] = round(torch.cuda.max_memory_allocated() / 2**20)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    print(json.dumps(known), flush=True)
+    for _ in sys.stdin:
+        step(*batches[0])
+        wait()
+        start = time.perf_counter()
+        for index in range(arguments.steps):
+            step(*batches[index % count])
+        wait()
+        answer = {"milliseconds": 1e3 * (time.perf_counter() - start) / arguments.steps}
+        if device == "cuda":
+            answer["mebibytes"] = round(torch.cuda.max_memory_reserved() / 2**20)
+        print(json.dumps(answer), flush=True)
+
+
+class Column:
+    """A process that trains when it is told to, and its figures so far."""
+
+    def __init__(self, name: str, model: str, arguments: argparse.Namespace) -> None:
+        command = [sys.executable, __file__, "--child", name, "--models", model, "--device", arguments.device]
+        command += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  open as long as the process runs
+        self._process = subprocess.Popen(
+            [*command, *(["--tiny"] if arguments.tiny else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self.rounds: list[float] = []
+        self.figures: dict[str, Any] = {}
+
+    @property
+    def runs(self) -> bool:
+        return "error" not in self.figures
+
+    def listen(self, deadline: float) -> dict[str, Any]:
+        """What it says next, also noted in `figures`; an error where it says nothing before the deadline."""
+        assert self._process.stdout is not None
+        timer = threading.Timer(max(0.0, deadline - time.monotonic()), self._process.kill)
+        timer.start()
+        line = next((line for line in self._process.stdout if line.startswith("{")), None)
+        timer.cancel()
+        if line is None:
+            self._process.wait()
+            self._errors.seek(0)
+            late = time.monotonic() >= deadline
+            answer = {"error": "out of time" if late else self._errors.read()[-2000:]}
+        else:
+            answer = json.loads(line)
+        self.figures |= answer
+        return answer
+
+    def run_round(self, deadline: float) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        answer = self.listen(deadline)
+        if "milliseconds" in answer:
+            self.rounds.append(round(answer["milliseconds"], 4))
+            self.figures |= {"milliseconds": statistics.median(self.rounds), "rounds": self.rounds}
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def measure(model: str, arguments: argparse.Namespace, deadline: float, note: Callable[[dict[str, Any]], None]) -> None:
+    """All columns of a model; `note` is told the figures whenever there are new ones."""
+    names, columns = arguments.columns, {}
+
+    def tell() -> None:
+        note({name: column.figures for name, column in columns.items() if column.figures})
+
+    try:
+        for index, name in enumerate(names):
+            if time.monotonic() >= deadline:
+                break
+            for ahead in names[index : index + arguments.at_once]:
+                if ahead not in columns:
+                    columns[ahead] = Column(ahead, model, arguments)
+            column = columns[name]
+            column.listen(deadline)
+            if column.runs:
+                column.run_round(deadline)  # a first figure, should time run out; others may be warming up beside it
+            tell()
+        for column in columns.values():
+            column.rounds.clear()
+        for _ in range(arguments.rounds):
+            for column in columns.values():
+                if column.runs and time.monotonic() < deadline:
+                    column.run_round(deadline)
+            tell()
+    finally:
+        for column in columns.values():
+            column.end()
+
+
+def write(path: Path, environment: dict[str, Any], settings: dict[str, Any], results: dict[str, Any]) -> None:
+    """The result file, which keeps what it has of other models."""
+    known = json.loads(path.read_text())["models"] if path.exists() else {}
+    for model, columns in results.items():
+        known[model] = {**environment, "settings": settings, "columns": columns}
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"models": known}, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def print_tables(results: dict[str, dict[str, Any]]) -> None:
+    """Per model: each column, and its time and memory beside the quickest and the smallest of torch's."""
+    from apex._cli.console import make_console, make_table, print_table
+
+    console = make_console()
+    for model, columns in results.items():
+        timed = {name: figures for name, figures in columns.items() if "milliseconds" in figures}
+        of_torch = [figures for name, figures in timed.items() if not COLUMNS[name].ours]
+        quickest = min(of_torch, key=lambda figures: figures["milliseconds"], default=None)
+        table = make_table(
+            console, model, "column", *(heads := ("ms", "min", "max", "x torch", "MiB", "x MiB", "loss")), right=heads
+        )
+        for name, figures in columns.items():
+            if name not in timed:
+                table.add_row(name, (figures.get("error") or "-").strip().splitlines()[-1])
+                continue
+            cells = [f"{figures['milliseconds']:.2f}", *(f"{end(figures['rounds']):.2f}" for end in (min, max))]
+            for key, text in (("milliseconds", ""), ("mebibytes", f"{figures.get('mebibytes', '-')}")):
+                ratio = f"{figures[key] / quickest[key]:.2f}" if quickest and key in figures else "-"
+                cells += [text, ratio] if text else [ratio]
+            table.add_row(name, *cells, f"{figures['loss']:.4f}")
+        print_table(console, table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
+    parser.add_argument("--steps", type=int, default=20, help="steps per round")
+    parser.add_argument("--rounds", type=int, default=7, help="how often the columns take turns")
+    parser.add_argument("--warmup", type=int, default=20, help="steps before them, after which the loss is noted")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        help="columns that warm up together: quicker, and noisier where torch.compile tunes",
+    )
+    parser.add_argument("--limit", type=float, default=86400.0, help="seconds after which nothing more is measured")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script")
+    parser.add_argument("--output", type=Path, help="the result file; by default one in benchmarks/results")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        compete(arguments.child, arguments.models[0], arguments)
+        return
+    deadline = time.monotonic() + arguments.limit
+    from apex._bench.environment import describe, device_name, device_stem
+
+    device = torch.device(arguments.device)
+    path = arguments.output or RESULTS / f"{device_stem(device_name(device))}-steps.json"
+    settings = {name: getattr(arguments, name) for name in ("steps", "rounds", "warmup", "at_once", "tiny")}
+    environment, results = describe(device), {}
+
+    def note(model: str, columns: dict[str, Any]) -> None:
+        results[model] = columns
+        write(path, environment, settings, results)
+
+    for model in arguments.models:
+        if time.monotonic() < deadline:
+            measure(model, arguments, deadline, lambda columns, model=model: note(model, columns))  # type: ignore[misc]
+    print_tables(results)
+
+
+if __name__ == "__main__":
+    main()
