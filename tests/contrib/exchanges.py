@@ -9,7 +9,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from apex.contrib.optimizers._zero import collectives
+from apex._distributed import collectives
 
 
 class Exchange(NamedTuple):
@@ -32,12 +32,12 @@ class Exchange(NamedTuple):
 def listed() -> Iterator[list[Exchange]]:
     """Collectives that are begun inside."""
     found: list[Exchange] = []
-    begun = collectives.begun
+    start = collectives.start
 
     def noted(what: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         flat = [tensor for arg in args for tensor in (arg if isinstance(arg, list) else [arg])]
         found.append(Exchange(what, flat, kwargs["group"]))
-        return begun(what, collective, *args, **kwargs)
+        return start(what, collective, *args, **kwargs)
 
-    with mock.patch.object(collectives, "begun", noted):
+    with mock.patch.object(collectives, "start", noted):
         yield found

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from apex._distributed.collectives import reduce_scatter
 from apex.contrib.optimizers._lamb import communicators, reductions
-from apex.contrib.optimizers._zero.collectives import reduce_scatter
+from apex.contrib.optimizers._zero import shard_reducer
 from tests.contrib.exchanges import Exchange, listed
 from tests.contrib.lamb_problem import HYPER, backward, distributed_step, made, parameters, share
 from tests.parallel.processes import Check
@@ -88,22 +89,14 @@ def scale_while_reducing(rank: int) -> None:
     """Where the backend can, as NCCL, the factor goes with the message."""
     found: dict[bool, list[Tensor]] = {}
     for fuse in (True, False):
-        factors: list[bool] = []
-
-        def scattered(bucket: Tensor, shard: Tensor, group: Any, factor: Any, factors: list[bool] = factors) -> Any:
-            factors.append(factor is not None)
-            if factor is not None:
-                bucket.mul_(factor)
-            return reduce_scatter(shard, bucket, group, True, "a test")
-
         params = parameters()
         optimizer = made(params, clip_after_ar=False, fuse_scale=fuse)
         with (
-            mock.patch.object(reductions, "_scattered", scattered),
-            mock.patch.object(reductions.Reductions, "_can_scale_while_reducing", return_value=True),
+            mock.patch.object(shard_reducer, "reduce_scatter", wraps=reduce_scatter) as scattered,
+            mock.patch.object(reductions, "can_multiply_while_reducing", return_value=True),
         ):
             distributed_step(optimizer, params, 0)
-        assert set(factors) == {fuse}
+        assert {call.args[-1] is not None for call in scattered.call_args_list} == {fuse}
         found[fuse] = params
     assert HYPER["max_grad_norm"]
     for one, other in zip(found[True], found[False], strict=True):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from apex._distributed.collectives import all_gather
 from apex.contrib.optimizers._lamb.reductions import Reductions
-from apex.contrib.optimizers._zero.collectives import all_gather
 from apex.contrib.optimizers._zero.groups import Groups
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.optimizers import FusedLAMB
@@ -39,7 +39,7 @@ def busy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def never_in_place(self: Reductions, *arguments: Any, **options: Any) -> None:
         made(self, *arguments, **options)
         if not options["full"]:
-            self._in_place = False
+            self._gets_all = False
             for arena in self.arenas:
                 arena.gradient_shard = arena.new_shard(arena.dtypes.gradients)
 

@@ -159,6 +159,7 @@ def different_models_are_an_error(rank: int) -> None:
         (nn.Linear(2, 3), r"parameter weight of shape \(2, 3\), .*rank 1 has parameter weight of shape \(3, 2\)"),
         (nn.Linear(3, 2, bias=False), r"parameter bias of shape \(2,\), .*rank 1 has no more"),
         (nn.Linear(3, 2).half(), r"torch.float32, rank 1 has parameter weight of shape \(2, 3\), torch.float16"),
+        (nn.ReLU(), r"and 0 with 0\. .*parameter weight of shape \(2, 3\), .*rank 1 has no more"),
     ):
         message = rf"models of rank 0 and rank 1 differ: 2 parameters with 8 elements.*{named}"
         with pytest.raises(RuntimeError, match=message):

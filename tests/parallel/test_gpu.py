@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from apex import amp
+from apex._distributed.comparison import checksum
 from apex.optimizers import FusedAdam
 from apex.parallel import DistributedDataParallel, Reducer, check_replicas
-from apex.parallel._comparison import checksum
 
 pytestmark = pytest.mark.gpu
 

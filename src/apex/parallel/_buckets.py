@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._failures import explained
+from .._distributed.collectives import Work, start
+from .._distributed.reducer import from_first_rank
 from ..ops._transfer import on_host
-from ..ops.multi_tensor import flat, scale
-from ._holders import HOLDERS_ARE_KNOWN, holders_of, only_param_has_gradient
+from ..ops.multi_tensor import scale
+from ..ops.multi_tensor.flat import FlatBuffer, offsets_of
+from ._storage_uses import USES_ARE_KNOWN, gradient_is_unshared, storage_uses
 
 # Elements from which a call of its own for a tensor costs less than passing over it twice.
 _LARGE = 1 << 14
@@ -86,29 +88,27 @@ class Bucket:
     With `retain` all gradients become views, and each pass has a buffer of its own.
     """
 
-    _buffer: Tensor
+    _buffer: FlatBuffer | None = None
     # The end of it, with an element for each parameter.
     _present: Tensor
 
     def __init__(self, params: Sequence[Tensor], names: Sequence[str], arithmetic: Arithmetic, retain: bool) -> None:
         self.params = list(params)
         self.names = list(names)
-        self._work: Any = None
-        # Whether the buffer is that of the pass under way, and the gradients that have moved there.
+        # Whether the buffer is that of the pass under way, and the gradients that have moved there for good.
         self._is_open = False
-        self._taken: set[int] = set()
+        self.taken: set[int] = set()
         # The mean of the last pass, where it is to be kept.
         self.retained: Tensor | None = None
         self._retain = retain
         self._before, self._after = arithmetic.factors(dist.get_world_size(), self.params[0].dtype)
         self._buffer_dtype = arithmetic.travels_as(self.params[0].dtype)
         self._offsets, self.size = self._layout()
-        self._places: list[Tensor] = []
-        self._own_holders = 0
+        self._own_uses = 0
         # Of the pass under way: parameters without a gradient here, and those whose gradient is not in its place.
         self._missing: list[int] = []
         self._outside: list[int] = []
-        self._gives_views = HOLDERS_ARE_KNOWN and self._buffer_dtype == self.params[0].dtype and not retain
+        self._gives_views = USES_ARE_KNOWN and self._buffer_dtype == self.params[0].dtype and not retain
         # Large gradients on the host; elsewhere one call for all of a bucket costs less.
         early = self._gives_views and on_host(self.params[0])
         self.takes_early = [early and param.numel() >= _LARGE for param in self.params]
@@ -129,19 +129,15 @@ class Bucket:
         if self._is_inside(index):
             if self._before != 1.0:
                 self._places[index].mul_(self._before)
-        elif param.grad is not None and only_param_has_gradient(param):
+        elif param.grad is not None and gradient_is_unshared(param):
             multiply([param.grad], [self._places[index]], self._before)
             self._moves_in(index)
         else:
             return
-        self._taken.add(index)
-
-    def has_taken(self, index: int) -> bool:
-        """Whether a gradient must not change any more."""
-        return self._work is not None or index in self._taken
+        self.taken.add(index)
 
     @torch.no_grad()
-    def start(self, group: Any, on_own_stream: bool = False) -> None:
+    def start(self, group: Any, on_own_stream: bool = False) -> Work:
         """Sends the gradients that there are.
 
         Those that can become views of the buffer do so now, and their memory is free for others; with `on_own_stream`
@@ -150,7 +146,7 @@ class Bucket:
         self._open()
         self._missing, self._outside, gradients, places = [], [], [], []
         for index, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
-            if index in self._taken:
+            if index in self.taken:
                 continue
             self._check_shape(index)
             gradient = param.grad
@@ -175,14 +171,11 @@ class Bucket:
         self._present.fill_(1)
         for index in self._missing:
             self._present[index] = 0
-        with explained(f"sending {self}"):
-            self._work = dist.all_reduce(self._buffer, group=group, async_op=True)
+        return start(f"the reduction of {self}", dist.all_reduce, self._flat.values, group=group)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for the sum and gives it to the parameters."""
-        with explained(f"the reduction of {self}"):
-            self._work.wait()
+        """Gives the sum, which has arrived, to the parameters."""
         self._end()
         # Only who lacks a gradient has to ask the device whether others have it.
         others = self._present.tolist() if self._missing else []
@@ -191,26 +184,25 @@ class Bucket:
             self._give_retained()
         elif self._gives_views:
             if self._after != 1.0:
-                self._buffer[: self.size].mul_(self._after)
+                self._flat.values[: self.size].mul_(self._after)
             self._write([index for index in self._outside if not self._moves_in(index)], 1.0)
         else:
             self._write(self._outside, self._after)
 
-    def abandon(self) -> None:
-        """Forgets what is under way, without waiting for processes that may never send."""
-        if self._work is not None:
-            self._places = []
+    def abandon(self, is_under_way: bool) -> None:
+        """Forgets a pass that failed; the buffer too, if it is under way, for which others may never send theirs."""
+        if is_under_way:
+            self._buffer = None
         self._end()
 
     def _end(self) -> None:
-        self._work = None
         self._is_open = False
-        self._taken = set()
+        self.taken = set()
 
     def _layout(self) -> tuple[list[int], int]:
         """Where gradients start in the buffer, and what they take: a retained buffer has nothing in between."""
         if not self._retain:
-            return flat.offsets_of(self.params)
+            return offsets_of(self.params)
         offsets = list(itertools.accumulate((param.numel() for param in self.params), initial=0))
         return offsets[:-1], offsets[-1]
 
@@ -227,35 +219,35 @@ class Bucket:
 
     def _is_inside(self, index: int) -> bool:
         """Whether a parameter's gradient is in its place already."""
-        gradient, place = self.params[index].grad, self._places[index]
-        return (
-            gradient is not None
-            and gradient.layout == torch.strided
-            and gradient.data_ptr() == place.data_ptr()
-            and gradient.stride() == place.stride()
-            and gradient.dtype == place.dtype
-        )
+        return self._buffer is not None and self._buffer.holds(index, self.params[index].grad)
+
+    @property
+    def _flat(self) -> FlatBuffer:
+        assert self._buffer is not None
+        return self._buffer
+
+    @property
+    def _places(self) -> list[Tensor]:
+        return self._flat.views
 
     def _open(self) -> None:
         """Makes a buffer where there is none, or where anybody looks at it but this bucket and gradients inside."""
         if self._is_open:
             return
         self._is_open = True
-        inside = sum(map(self._is_inside, range(len(self._places))))
-        if self._places and not self._retain and holders_of(self._buffer) == self._own_holders + inside:
-            return
-        self._buffer = torch.zeros(self.size + len(self.params), dtype=self._buffer_dtype, device=self.params[0].device)
-        self._present = self._buffer[self.size :]
-        self._places = self._views_of(self._buffer)
-        self._own_holders = holders_of(self._buffer)
-
-    def _views_of(self, buffer: Tensor) -> list[Tensor]:
-        return [flat.view_like(buffer, offset, param) for offset, param in zip(self._offsets, self.params, strict=True)]
+        if self._buffer is not None and not self._retain:
+            inside = sum(map(self._is_inside, range(len(self.params))))
+            if storage_uses(self._buffer.values) == self._own_uses + inside:
+                return
+        size = self.size + len(self.params)
+        self._buffer = FlatBuffer(self.params, self._offsets, size, self._buffer_dtype)
+        self._present = self._buffer.values[self.size :]
+        self._own_uses = storage_uses(self._buffer.values)
 
     def _moves_in(self, index: int) -> bool:
         """Makes a gradient the view of its place, where nobody can notice; returns whether it is now."""
         param = self.params[index]
-        if param.grad is not None and not only_param_has_gradient(param):
+        if param.grad is not None and not gradient_is_unshared(param):
             return False
         param.grad = self._places[index].data  # a tensor of its own, by which the buffer is seen to be in use
         return True
@@ -271,11 +263,13 @@ class Bucket:
 
     def _give_retained(self) -> None:
         """All gradients become views of the mean."""
-        mean, dtype = self._buffer[: self.size], self.params[0].dtype
+        mean, dtype = self._flat.values[: self.size], self.params[0].dtype
         if self._after != 1.0:
             mean.mul_(self._after)
-        self.retained = mean.to(dtype)
-        places = self._places if mean.dtype == dtype else self._views_of(self.retained)
+        self.retained, places = mean, self._places
+        if mean.dtype != dtype:
+            copy = FlatBuffer(self.params, self._offsets, self.size, dtype)
+            self.retained, places = copy.values.copy_(mean), copy.views
         for index in self._outside:
             self.params[index].grad = places[index]
 
@@ -326,14 +320,11 @@ def _halved(bucket: list[int], params: Sequence[Tensor]) -> list[list[int]]:
     return [*parts, bucket]
 
 
-def agree(buckets: list[list[int]], count: int, device: torch.device) -> list[list[int]]:
-    """The buckets that rank 0 has planned for its `count` parameters."""
+def agree(buckets: list[list[int]], device: torch.device) -> list[list[int]]:
+    """The buckets that rank 0 has planned."""
     order = [index for bucket in buckets for index in bucket]
     numbers = [number for number, bucket in enumerate(buckets) for _ in bucket]
-    encoded = torch.tensor([order, numbers], dtype=torch.int64, device=device).reshape(2, count)
-    with explained("agreeing on the order of gradients with rank 0"):
-        dist.broadcast(encoded, 0)
     agreed: dict[int, list[int]] = {}
-    for index, number in zip(*encoded.tolist(), strict=True):
+    for index, number in zip(*from_first_rank([order, numbers], device), strict=True):
         agreed.setdefault(number, []).append(index)
     return list(agreed.values())

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from .._distributed.collectives import on_stream
+from .._distributed.reducer import BucketReducer, Sent
 from ._buckets import Arithmetic, Bucket, agree, plan
 
 
-class Reduction:
+class Reduction(BucketReducer):
     """Sums gradients over all processes; those of a backward pass while it is still going on.
 
     The first pass only notes the order in which gradients arrive; buckets are made from it, those of rank 0 in all
@@ -36,8 +36,6 @@ class Reduction:
         self.params = [param for _, param in named_params]
         self.signature = signature_of(self.params)
         self.buckets: list[Bucket] = []
-        # For each bucket, the indices of its parameters.
-        self.members: list[list[int]] = []
         self._index = {param: index for index, param in enumerate(self.params)}
         self._arithmetic = arithmetic
         self._message_size = message_size
@@ -48,29 +46,33 @@ class Reduction:
         self._delay = delay
         self._groups = groups
         self._streams = streams
-        self._arrived: list[int] = []
+        super().__init__()
         if delay:
             self._make_buckets(plan(self.params, range(len(self.params)), None, None))
-        self._start_pass()
 
     @property
     def is_planned(self) -> bool:
         """Whether buckets have been made."""
         return bool(self.buckets)
 
-    def _start_pass(self) -> None:
-        self._arrived = []
-        self._waiting_for = [set(indices) for indices in self.members]
-        self._started = 0
+    @property
+    def members(self) -> list[list[int]]:
+        """For each bucket, the indices of its parameters."""
+        return list(map(list, self._members))
+
+    def _start_round(self) -> None:
+        super()._start_round()
+        # Parameters in the order in which their gradients have arrived.
+        self._arrived: list[int] = []
 
     def _make_buckets(self, members: list[list[int]]) -> None:
-        self.members = members
         # For each parameter, its bucket and which one of it it is.
         self._place_of = {
             index: (number, position)
             for number, indices in enumerate(members)
             for position, index in enumerate(indices)
         }
+        self._set_buckets(members)
         self.buckets = [
             Bucket(
                 [self.params[index] for index in indices],
@@ -83,9 +85,10 @@ class Reduction:
 
     def plan(self) -> None:
         """Makes buckets from the order in which gradients have arrived in rank 0."""
-        members = plan(self.params, self._arrived, self._message_size, self._triggers)
-        self._make_buckets(agree(members, len(self.params), self.params[0].device))
-        self._waiting_for = [set(indices) for indices in self.members]
+        arrived = self._arrived
+        members = plan(self.params, arrived, self._message_size, self._triggers)
+        self._make_buckets(agree(members, self.params[0].device))
+        self._arrived = arrived
 
     def arrived(self, param: Tensor, final: bool = False) -> None:
         """Notes that a backward pass has added to a parameter's gradient; sends what can be sent.
@@ -104,18 +107,17 @@ class Reduction:
             return
         number, position = self._place_of[index]
         bucket = self.buckets[number]
-        if bucket.has_taken(position):
+        if number in self._sent or position in bucket.taken:
             raise RuntimeError(
                 f"the gradient of {self.names[index]} changed after it had been sent to the other processes: one "
                 "backward pass has added to it several times (a shared parameter under reentrant checkpointing?). Use "
                 "delay_allreduce=True, or use_reentrant=False"
             )
         self._arrived.append(index)
-        self._waiting_for[number].discard(index)
+        self._note(index, (number,))
         if final and bucket.takes_early[position]:
             bucket.take(position)
-        while self._started < len(self.buckets) and not self._waiting_for[self._started]:
-            self._send_next()
+        self._send_complete()
 
     def finish_pass(self) -> None:
         """Sends the rest, and waits for everything; does nothing if no gradient has arrived."""
@@ -132,41 +134,26 @@ class Reduction:
 
     def reduce_all(self) -> None:
         """Reduces what has not been sent, whatever gradients there are, and waits."""
-        if not self.buckets:
-            return
-        while self._started < len(self.buckets):
-            self._send_next()
-        for bucket in self.buckets:
-            bucket.finish()
-        self._start_pass()
+        self._send_rest()
+        self.finish()
+        self._start_round()
 
     def abandon_pass(self) -> None:
         """Forgets a pass that has failed."""
-        for bucket in self.buckets:
-            bucket.abandon()
-        self._start_pass()
+        under_way = {sent.bucket for sent in self._under_way}
+        for number, bucket in enumerate(self.buckets):
+            bucket.abandon(number in under_way)
+        self._under_way.clear()
+        self._start_round()
 
-    def _send_next(self) -> None:
-        number = self._started
-        self._started += 1
-        stream = self._streams[number % len(self._streams)]
+    def _start(self, bucket: int) -> Sent:
+        stream = self._streams[bucket % len(self._streams)]
+        group = self._groups[bucket % len(self._groups)]
         with on_stream(stream):
-            self.buckets[number].start(self._groups[number % len(self._groups)], on_own_stream=stream is not None)
+            return Sent(bucket, self.buckets[bucket].start(group, on_own_stream=stream is not None))
 
-
-@contextlib.contextmanager
-def on_stream(stream: Any) -> Iterator[None]:
-    """Queues what is inside on `stream`, after what is queued on the current one; None is the current one."""
-    if stream is None:
-        yield
-        return
-    current = torch.accelerator.current_stream(stream.device)
-    stream.wait_stream(current)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(current)
+    def _receive(self, sent: Sent) -> None:
+        self.buckets[sent.bucket].finish()
 
 
 def signature_of(params: Sequence[Tensor]) -> list[Any]:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from .._distributed.comparison import check_same_everywhere
 from .._failures import explained
 from ._buckets import Arithmetic, multiply
-from ._comparison import check_same_everywhere
 from ._flat import (
     apply_flat_dist_call,
     broadcast_from_first,

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._distributed.comparison import checksum, gathered, ranks_of
 from .._failures import explained
 from ..ops._transfer import HOST
-from ._comparison import checksum, gathered, ranks_of
 from .distributed import DistributedDataParallel
 
 

@@ -384,17 +384,17 @@ def order(rank: int) -> None:
     optimizer = DistributedFusedAdam(net.parameters(), bucket_cap_mb=0.0001)
     optimizer.init_params(net.parameters())  # first ones first: the wrong way round
     sync = optimizer._gradients
-    places = [[numbers for numbers, _ in sorted(sync._number.items(), key=lambda item: item[1])]]
+    places = [list(sync._order)]
     for step in range(2):
         optimizer.zero_grad()
         net(batch(step, 0, rank)).backward()
         optimizer.step()
-        places.append([numbers for numbers, _ in sorted(sync._number.items(), key=lambda item: item[1])])
+        places.append(list(sync._order))
     if dist.get_world_size() > 1:
         assert places[0] != places[1] == places[2]
         number = {key: place for place, key in enumerate(places[1])}
         last, first = (
-            max(number[0, bucket] for bucket in buckets_of(sync, layer.weight)) for layer in (net.last, net.first)
+            max(number[bucket] for bucket in buckets_of(sync, layer.weight)) for layer in (net.last, net.first)
         )
         assert last < first
 

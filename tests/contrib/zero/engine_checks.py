@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apex.contrib.optimizers._zero import collectives as module_of_collectives
+from apex._distributed import collectives as module_of_collectives
+from apex._distributed.collectives import all_gather, all_reduce, reduce_scatter
 from apex.contrib.optimizers._zero.arena import Arena, Dtypes
-from apex.contrib.optimizers._zero.collectives import all_gather, all_reduce, reduce_scatter
 from apex.contrib.optimizers._zero.gradients import GradientSync
 from apex.contrib.optimizers._zero.groups import Groups
 from apex.contrib.optimizers._zero.parameters import ParameterSync

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._distributed.collectives import all_reduce
 from ..._env import processes_on_machine
 from ...optimizers._buckets import check_parameter
 from ...optimizers._checks import check_options
@@ -18,7 +19,6 @@ from ._lamb.reductions import Reductions
 from ._lamb.shards import Shards, make_arena
 from ._lamb.update import Owned, Update
 from ._zero import formats
-from ._zero.collectives import all_reduce
 from ._zero.groups import take_params_of_first
 from ._zero.hooks import Listener
 from ._zero.parameters import ParameterSync

@@ -12,12 +12,12 @@ from ...ops.multi_tensor import rules
 from ...ops.multi_tensor.op import number, update
 from ...optimizers._base import state_dtype
 from ...optimizers._checks import check_options
-from ._given import Given, GivenOptimizer
+from ._explicit_grads import ExplicitGradsOptimizer, Member
 
 _NAMES = ("params", "grads", "exp_avg", "exp_avg_sq", "", "output_params")
 
 
-class FusedAdam(GivenOptimizer):
+class FusedAdam(ExplicitGradsOptimizer):
     """Adam with the second moment uncorrected under the root, and the decay within the step.
 
     p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * (m / (sqrt(v) + eps) + weight_decay * p), with sqrt(v + eps) if
@@ -78,13 +78,13 @@ class FusedAdam(GivenOptimizer):
         if stash is not None and hasattr(stash, "grads"):
             grads, output_params, grad_norms = stash.grads, stash.output_params, stash.grad_norms
             scale = stash.scale * self._amp_scale_adjustment
-        given = self._given(grads, output_params)
-        for group, norm, members in zip(self.param_groups, self._norms(grad_norms, given), given, strict=True):
+        by_group = self._members(grads, output_params)
+        for group, norm, members in zip(self.param_groups, self._norms(grad_norms, by_group), by_group, strict=True):
             self._update(group, members, _combined_scale(scale, norm, group["max_grad_norm"]))
         return loss
 
-    def _update(self, group: dict[str, Any], members: list[Given], scale: float | Tensor) -> None:
-        alike: dict[Any, list[Given]] = {}
+    def _update(self, group: dict[str, Any], members: list[Member], scale: float | Tensor) -> None:
+        alike: dict[Any, list[Member]] = {}
         for member in members:
             state = self.state[member.param]
             if not state:

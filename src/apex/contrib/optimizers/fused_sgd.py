@@ -13,12 +13,12 @@ from ...ops.multi_tensor import rules
 from ...ops.multi_tensor.op import number, update
 from ...optimizers._base import momentum_dtype
 from ...optimizers._checks import check_options
-from ._given import Given, GivenOptimizer
+from ._explicit_grads import ExplicitGradsOptimizer, Member
 
 _NAMES = ("params", "grads", "momentum_buffer", "", "", "output_params")
 
 
-class FusedSGD(GivenOptimizer):
+class FusedSGD(ExplicitGradsOptimizer):
     """SGD with momentum, dampening, Nesterov's momentum and weight decay, as in `torch.optim.SGD`.
 
     With `wd_after_momentum` the decay is added to the update instead of the gradient. `materialize_master_grads` is
@@ -88,13 +88,13 @@ class FusedSGD(GivenOptimizer):
         if hasattr(self, "_amp_stash"):
             raise RuntimeError("apex.contrib.optimizers.FusedSGD is not for amp; apex.optimizers.FusedSGD is")
         loss = self._run_closure(closure)
-        given = self._given(grads, output_params)
-        for group, members in zip(self.param_groups, given, strict=True):
+        by_group = self._members(grads, output_params)
+        for group, members in zip(self.param_groups, by_group, strict=True):
             self._update(group, members, 1 / number(scale))
         return loss
 
-    def _update(self, group: dict[str, Any], members: list[Given], factor: float | Tensor) -> None:
-        alike: dict[Any, list[Given]] = {}
+    def _update(self, group: dict[str, Any], members: list[Member], factor: float | Tensor) -> None:
+        alike: dict[Any, list[Member]] = {}
         for member in members:
             first = self.state[member.param].get("momentum_buffer") is None
             alike.setdefault((first, member.output is None), []).append(member)

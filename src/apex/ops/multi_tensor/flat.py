@@ -6,7 +6,7 @@ is zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -64,20 +64,50 @@ def view_like(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
     return buffer.as_strided(like.shape, strides, buffer.storage_offset() + offset).data
 
 
-@torch.no_grad()
-def combine(tensors: Sequence[Tensor], copy_values: bool = True) -> tuple[Tensor, list[Tensor]]:
-    """Moves tensors of one dtype and device to a new flat buffer; returns it and the views that they became.
+class FlatBuffer:
+    """A flat buffer of zeros, `values`, and `views` of it that are shaped and strided like some tensors of one device.
 
-    They keep their values, or become zero without `copy_values`.
+    The tensors start at `offsets` in a buffer of `size` elements; where none are given, at those of `offsets_of`.
     """
-    offsets, total = offsets_of(tensors)
-    buffer = torch.zeros(total, dtype=tensors[0].dtype, device=tensors[0].device)
-    views = [view_like(buffer, offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True)]
-    if copy_values:
-        torch._foreach_copy_(views, [tensor.detach() for tensor in tensors])
-    for tensor, view in zip(tensors, views, strict=True):
-        tensor.data = view
-    return buffer, views
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        offsets: Sequence[int] | None = None,
+        size: int = 0,
+        dtype: torch.dtype | None = None,
+        allocate: Callable[..., Tensor] = torch.zeros,
+    ) -> None:
+        if offsets is None:
+            offsets, size = offsets_of(tensors)
+        self.values = allocate(size, dtype=dtype or tensors[0].dtype, device=tensors[0].device)
+        self.views = [view_like(self.values, offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True)]
+
+    def holds(self, index: int, tensor: Tensor | None) -> bool:
+        """Whether a tensor is the view of its place, or one like it."""
+        view = self.views[index]
+        return (
+            tensor is not None
+            and tensor.layout == torch.strided
+            and tensor.data_ptr() == view.data_ptr()
+            and tensor.stride() == view.stride()
+            and tensor.dtype == view.dtype
+        )
+
+    @torch.no_grad()
+    def adopt(self, tensors: Sequence[Tensor], copy_values: bool = True) -> None:
+        """Moves the tensors to the buffer: they keep their values, or become zero without `copy_values`."""
+        if copy_values:
+            torch._foreach_copy_(self.views, [tensor.detach() for tensor in tensors])
+        for tensor, view in zip(tensors, self.views, strict=True):
+            tensor.data = view
+
+
+def combine(tensors: Sequence[Tensor], copy_values: bool = True) -> tuple[Tensor, list[Tensor]]:
+    """Moves tensors of one dtype and device to a new flat buffer; returns it and the views that they became."""
+    buffer = FlatBuffer(tensors)
+    buffer.adopt(tensors, copy_values)
+    return buffer.values, buffer.views
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...._distributed.collectives import all_reduce
 from ....ops.multi_tensor import rules
-from .._zero.collectives import all_reduce
 from .._zero.groups import Groups
 from .lists import FixedLists
 

@@ -146,6 +146,21 @@ class Arena:
         # `.data`: with a version counter of its own, as if the views had nothing to do with each other.
         return buffer.as_strided(param.shape, param.stride(), offset).data
 
+    def copy_gradients(self, number: int, places: Sequence[Tensor]) -> list[Tensor]:
+        """Copies what there is of a bucket's gradients to the places of its pieces; returns those that stay as is."""
+        sources, filled, missing = [], [], []
+        for piece, place in zip(self.layout.pieces[number], places, strict=True):
+            gradient = self.gradients[piece.param]
+            if gradient is None:
+                missing.append(place)
+            else:
+                whole = flat(gradient)
+                sources.append(whole if piece.size == len(whole) else whole[piece.start : piece.stop])
+                filled.append(place)
+        if sources:
+            torch._foreach_copy_(filled, sources)
+        return missing
+
     def flat_params(self) -> list[Tensor]:
         """Each parameter's elements in the order of its memory."""
         return [flat(param.detach()) for param in self.params]

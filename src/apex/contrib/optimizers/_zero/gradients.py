@@ -1,11 +1,10 @@
 """From gradients of parameters to sums over all processes, bucket by bucket, while backward passes go on.
 
 A round sends every bucket of every arena once, in the same order in all processes, whatever their backward passes
-produced: the order of the layout at first, then that in which the first round's buckets became complete. A bucket goes
-out when the gradients of all its parameters, and all buckets before it, are there; at the end of the backward pass the
-others follow, with zeros for what is missing. So a pass is a round. Nothing waits for other processes before its end:
-they may have got less far, and wait for this one in a collective of their own. Sums of several rounds add up. Gradients
-that are added to before they are sent add up in the dtype that they travel in.
+produced: the order of the layout at first, then that in which the first round's buckets became complete. A backward
+pass is a round: at its end buckets that lack gradients are sent with zeros in their place. Nothing waits for other
+processes before that: they may have got less far, and wait for this one in a collective of their own. Sums of several
+rounds add up. Gradients that are added to before they are sent add up in the dtype that they travel in.
 
 With one process nothing is sent and nothing copied: the gradients themselves are what `local` returns.
 """
@@ -13,42 +12,21 @@ With one process nothing is sent and nothing copied: the gradients themselves ar
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ...._failures import explained
+from ...._distributed.reducer import Sent
 from ....ops._transfer import on_host
 from ....ops.multi_tensor.flat import flat
-from ....parallel._reduction import on_stream
 from .arena import Arena, laid_out_like
-from .collectives import Done, Work, all_reduce, reduce_scatter
 from .groups import Groups
-from .layout import Piece
-
-# What is said where other processes do not answer.
-_ADDING = "adding up a bucket of gradients"
+from .shard_reducer import ShardReducer, check_dense
 
 _dtype = operator.attrgetter("dtype")
 _grad_of = operator.attrgetter("grad")
-
-
-@dataclass
-class _Sent:
-    """A bucket under way."""
-
-    arena: Arena
-    number: int
-    bucket: Tensor
-    shard: Tensor
-    work: Work
-    # Whether `shard` is to be added to the sums of earlier rounds.
-    adds: bool
 
 
 class _Unit(Protocol):
@@ -62,7 +40,7 @@ class _Unit(Protocol):
     def size(self) -> int: ...
 
 
-class GradientSync:
+class GradientSync(ShardReducer):
     """The gradients of some arenas.
 
     A bucket that is under way takes its whole size in memory, unless `contiguous`: then gradients are views of a buffer
@@ -70,54 +48,31 @@ class GradientSync:
     """
 
     def __init__(self, groups: Groups, *, average: bool = True, in_flight: int = 2, contiguous: bool = False) -> None:
-        self.groups = groups
-        self.average = average
+        super().__init__(groups, average)
         self.in_flight = in_flight
         self.contiguous = contiguous
-        self.arenas: list[Arena] = []
         # Whether a round has been completed since gradients were cleared, and nothing arrived after it.
         self.is_complete = False
         # Grows whenever gradients change.
         self.version = 0
         # How many rounds have ended.
         self.rounds = 0
-        # All buckets in the order in which they are sent, and the number of the next one.
-        self._order: list[tuple[int, int]] = []
-        self._next = 0
-        self._missing: list[int] = []
-        self._seen: list[set[int]] = []
-        self._number: dict[tuple[int, int], int] = {}
-        # Buckets in the order in which they became complete, until all processes have agreed on one.
-        self._completed: list[int] | None = []
-        self._under_way: deque[_Sent] = deque()
+        # Whether all processes have agreed on the order in which buckets are sent.
+        self._has_order = False
         # Buckets that have been sent, and gradients that are sums made here: these may be added to in place.
         self._filled: set[int] = set()
         self._own: set[tuple[int, int]] = set()
         self._zeros: Tensor | None = None
-        self._stream: Any = None
 
     # Arenas and buffers -----------------------------------------------------------------------------------------------
 
     def add(self, arena: Arena) -> None:
         """Takes care of one more arena; between two rounds, in all processes."""
         self.finish()
-        place = len(self.arenas)
-        self.arenas.append(arena)
-        self._seen.append(set())
-        for bucket in range(len(arena.layout.bucket_sizes)):
-            self._number[place, bucket] = len(self._order)
-            self._order.append((place, bucket))
-        self._completed = []
-        self._start_round()
+        self._has_order = False
+        self._add(arena)
         if self.contiguous:
             self.make_buffer(arena)
-
-    def make_buffer(self, arena: Arena) -> None:
-        """Gives an arena its whole buffer, which gradients then are views of."""
-        if arena.gradient_buffer is None:
-            buffer = arena.allocate(arena.layout.size, dtype=arena.dtypes.gradients, device=arena.device)
-            arena.gradient_buffer = buffer
-            arena.gradient_views = [arena.view(buffer, index) for index in range(len(arena.params))]
 
     def clear(self) -> None:
         """Forgets all gradients."""
@@ -142,23 +97,19 @@ class GradientSync:
         gradient = param.grad
         if gradient is None:
             return
-        if gradient.layout != torch.strided:
-            raise RuntimeError(
-                f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; only dense ones are divided "
-                "among processes: use sparse=False in embeddings"
-            )
+        check_dense(gradient)
         if not arena.layout.sizes[index]:
             param.grad = None  # nothing that another round would be for
             return
-        numbers = () if self.groups.is_one else [self._number[place, n] for n in arena.layout.buckets_of[index]]
-        if self._next and any(number < self._next for number in numbers):
-            self._send_rest()  # a part of it, or all, is gone: this belongs to the next round
+        buckets = () if self.groups.is_one else self._buckets_of(place, index)
+        if not self._sent.isdisjoint(buckets):
+            self._end_round()  # a part of it, or all, is gone: this belongs to the next round
         param.grad = None
         self.is_complete = False
         self.version += 1
         gradient = laid_out_like(gradient.detach() if gradient.requires_grad else gradient, param)
         if arena.gradient_buffer is not None:
-            while any(sent.number in numbers for sent in self._under_way):
+            while any(sent.bucket in buckets for sent in self._under_way):
                 self._finish_first()
             view = arena.gradient_views[index]
             if view.data_ptr() != gradient.data_ptr():
@@ -184,161 +135,99 @@ class GradientSync:
     def arrived(self, place: int, index: int) -> None:
         """Takes the gradient that a backward pass has finished with; sends what is complete."""
         self.take(place, index)
-        buckets = self.arenas[place].layout.buckets_of[index]
-        if self.groups.is_one or not buckets or index in self._seen[place]:
+        if self.groups.is_one or not self.arenas[place].layout.sizes[index]:
             return
-        self._seen[place].add(index)
-        for bucket in buckets:
-            number = self._number[place, bucket]
-            self._missing[number] -= 1
-            if self._completed is not None and not self._missing[number]:
-                self._completed.append(number)
-        while self._next < len(self._order) and not self._missing[self._next]:
-            self._send()
-        if self._next == len(self._order):
+        self.has_begun = True
+        self._note(index, self._buckets_of(place, index))
+        self._send_complete()
+        if self._all_sent:
             self.end_round()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether gradients of the present round have arrived."""
-        return any(self._seen)
 
     # Rounds -----------------------------------------------------------------------------------------------------------
 
     def _start_round(self) -> None:
-        self._next = 0
-        for seen in self._seen:
-            seen.clear()
-        self._missing = [len(self.arenas[place].layout.pieces[bucket]) for place, bucket in self._order]
+        super()._start_round()
+        # Whether gradients of this round have arrived.
+        self.has_begun = False
 
     def end_round(self) -> None:
         """Takes every gradient that there is, and sends what has not been sent; all processes must."""
         self.take_all()
-        self._send_rest()
+        self._end_round()
 
-    def _send_rest(self) -> None:
+    def _end_round(self) -> None:
         """Ends a round, with zeros for what is missing."""
-        while self._next < len(self._order):
-            while len(self._under_way) >= self.in_flight:
-                self._finish_first()
-            self._send()
-        if self._completed is not None:
-            self._agree_on_order(self._completed)
+        self._send_rest(self.in_flight)
+        if not self._has_order:
+            self.finish()
+            self._agree_on_order(self.arenas[0].device, self.groups.process_group, self.groups.root)
+            self._has_order = True
         self._start_round()
         self.is_complete = True
         self.rounds += 1
-
-    def _agree_on_order(self, completed: list[int]) -> None:
-        """Sends buckets, from now on, in the order in which the first round completed them in the first process."""
-        self.finish()
-        completed = list(dict.fromkeys([*completed, *range(len(self._order))]))
-        order = torch.tensor(completed, dtype=torch.int64, device=self.arenas[0].device)
-        with explained("agreeing on the order of gradients with the first process"):
-            dist.broadcast(order, self.groups.root, group=self.groups.process_group)
-        agreed = order.tolist()
-        new = {number: place for place, number in enumerate(agreed)}
-        self._order = [self._order[number] for number in agreed]
-        self._number = {key: new[number] for key, number in self._number.items()}
-        self._filled = {new[number] for number in self._filled}
-        self._completed = None
 
     def synchronize(self) -> None:
         """Sends what there is unless all has been, and waits."""
         self.take_all()
         if not self.is_complete and not self.groups.is_one:
-            self._send_rest()
+            self._end_round()
         self.finish()
 
     @torch.no_grad()
-    def _send(self) -> None:
-        place, number = self._order[self._next]
+    def _start(self, bucket: int) -> Sent:
+        place, number = self._buckets[bucket]
         arena = self.arenas[place]
         while self._under_way and self._is_done(self._under_way[0]):
             self._finish_first()
         if arena.gradient_buffer is not None:
             # What the last round sent is in the buffer until it has arrived.
-            while any(sent.number == self._next for sent in self._under_way):
+            while any(sent.bucket == bucket for sent in self._under_way):
                 self._finish_first()
-        bucket = self._filled_bucket(place, number)
+        values = self._filled_bucket(arena, number)
+        self._let_go(place, number)
         shard = arena.shard(self.shards(arena), number)
-        adds = self._next in self._filled
-        if adds:
-            shard = torch.empty_like(shard)
-        self._filled.add(self._next)
-        self._under_way.append(_Sent(arena, self._next, bucket, shard, self._reduce(bucket, shard), adds))
-        self._next += 1
+        # Sums of further rounds are added to those that are there.
+        result = torch.empty_like(shard) if bucket in self._filled else shard
+        self._filled.add(bucket)
+        return Sent(bucket, self._reduce(bucket, values, result), values, result)
 
-    def _filled_bucket(self, place: int, number: int) -> Tensor:
+    def _filled_bucket(self, arena: Arena, number: int) -> Tensor:
         """A bucket with the gradients that there are, and zeros elsewhere."""
-        arena = self.arenas[place]
-        pieces = arena.layout.pieces[number]
-        if arena.gradient_buffer is not None:
-            for piece in pieces:
-                # A backward pass that is not over would add to what is under way.
-                gradient = arena.params[piece.param].grad
-                if gradient is not None and gradient.data_ptr() == arena.gradient_views[piece.param].data_ptr():
-                    arena.params[piece.param].grad = None
-            self._let_go(place, pieces)
-            return arena.bucket(arena.gradient_buffer, number)
-        bucket = torch.zeros(arena.layout.bucket_sizes[number], dtype=arena.dtypes.gradients, device=arena.device)
-        sources, places = [], []
-        for piece, view in zip(pieces, arena.layout.cut(bucket, number), strict=True):
-            gradient = arena.gradients[piece.param]
-            if gradient is not None:
-                whole = flat(gradient)
-                sources.append(whole if piece.size == len(whole) else whole[piece.start : piece.stop])
-                places.append(view)
-        if sources:
-            torch._foreach_copy_(places, sources)
-        self._let_go(place, pieces)
-        return bucket
+        if arena.gradient_buffer is None:
+            values = torch.zeros(arena.layout.bucket_sizes[number], dtype=arena.dtypes.gradients, device=arena.device)
+            arena.copy_gradients(number, arena.layout.cut(values, number))
+            return values
+        for piece in arena.layout.pieces[number]:
+            # A backward pass that is not over would add to what is under way.
+            gradient = arena.params[piece.param].grad
+            if gradient is not None and gradient.data_ptr() == arena.gradient_views[piece.param].data_ptr():
+                arena.params[piece.param].grad = None
+        return arena.bucket(arena.gradient_buffer, number)
 
-    def _let_go(self, place: int, pieces: Sequence[Piece]) -> None:
-        """Forgets gradients of which no part is left to be sent."""
+    def _let_go(self, place: int, number: int) -> None:
+        """Forgets gradients of a bucket of which no part is left to be sent."""
         arena = self.arenas[place]
-        for piece in pieces:
-            if all(self._number[place, bucket] <= self._next for bucket in arena.layout.buckets_of[piece.param]):
+        for piece in arena.layout.pieces[number]:
+            if self._sent.issuperset(self._buckets_of(place, piece.param)):
                 arena.gradients[piece.param] = None
                 self._own.discard((place, piece.param))
 
-    def _reduce(self, bucket: Tensor, shard: Tensor) -> Work:
-        groups = self.groups
-        if groups.ranks == 1:
-            shard.copy_(bucket)
-        if groups.replicas == 1:
-            if groups.ranks == 1:
-                return Done()
-            return reduce_scatter(shard, bucket, groups.distributed, self.average, _ADDING)
-        # Two collectives, of which the second needs the first: on a stream of their own, so that nothing else waits.
-        if self._stream is None and not on_host(bucket):
-            self._stream = torch.Stream(bucket.device)
-        with on_stream(self._stream):
-            if groups.ranks > 1:
-                first = reduce_scatter(shard, bucket, groups.distributed, self.average, _ADDING)
-                if on_host(bucket):
-                    return _Then(first, shard, groups.redundant, self.average)
-                first.wait()
-            return all_reduce(shard, groups.redundant, _ADDING, self.average)
-
-    def _is_done(self, sent: _Sent) -> bool:
+    def _is_done(self, sent: Sent) -> bool:
         """Whether a bucket has arrived; a device is not asked while its work is recorded into a graph."""
-        asks = on_host(sent.bucket) or not torch.cuda.is_current_stream_capturing()
+        asks = on_host(self.arenas[0].params[0]) or not torch.cuda.is_current_stream_capturing()
         return asks and sent.work.is_completed()
 
-    def finish(self) -> None:
-        """Waits for what is under way."""
-        while self._under_way:
-            self._finish_first()
-
     @torch.no_grad()
-    def _finish_first(self) -> None:
-        sent = self._under_way.popleft()
-        sent.work.wait()
-        if sent.adds:
-            bucket = self._order[sent.number][1]
-            sent.arena.shard(self.shards(sent.arena), bucket).add_(sent.shard)
-        if sent.arena.gradient_buffer is not None:
-            sent.bucket.zero_()  # further rounds add to it
+    def _receive(self, sent: Sent) -> None:
+        assert sent.values is not None
+        assert sent.result is not None
+        place, number = self._buckets[sent.bucket]
+        arena = self.arenas[place]
+        shard = arena.shard(self.shards(arena), number)
+        if sent.result.data_ptr() != shard.data_ptr():
+            shard.add_(sent.result)
+        if arena.gradient_buffer is not None:
+            sent.values.zero_()  # further rounds add to it
 
     @torch.no_grad()
     def multiply(self, factor: Tensor, drop: Tensor | None) -> None:
@@ -434,17 +323,3 @@ class GradientSync:
 def _multiplied(gradient: Tensor, factor: Tensor, drop: Tensor | None) -> Tensor:
     product = (gradient * factor).to(gradient.dtype)
     return product if drop is None else product.masked_fill_(drop.reshape(()) != 0, 0.0)
-
-
-class _Then:
-    """A mean over replicas after a reduce-scatter, for the host, where nothing runs by itself."""
-
-    def __init__(self, first: Work, shard: Tensor, group: Any, average: bool) -> None:
-        self._first, self._shard, self._group, self._average = first, shard, group, average
-
-    def wait(self) -> None:
-        self._first.wait()
-        all_reduce(self._shard, self._group, _ADDING, self._average).wait()
-
-    def is_completed(self) -> bool:
-        return False

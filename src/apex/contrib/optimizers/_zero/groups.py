@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ....parallel._comparison import check_same_everywhere, check_same_order
+from ...._distributed.comparison import check_same_everywhere, check_same_order
 from ....parallel._flat import broadcast_from_first
 
 # By world group: optimizers share it, because a communicator takes memory on every device.

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from ...._distributed.collectives import all_reduce
 from ...._failures import explained
 from ....ops.multi_tensor import l2norm, max_norm
-from .collectives import all_reduce
 from .gradients import GradientSync
 
 _MEASURING = "measuring the norm of all gradients"

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...._distributed.collectives import Done, Work, all_gather
 from . import upper_bytes
 from .arena import Arena
-from .collectives import Done, Work, all_gather
 from .groups import Groups
 
 _Key = tuple[int, int]

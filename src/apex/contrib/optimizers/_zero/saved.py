@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...._distributed.collectives import all_gather
 from ...._failures import explained
 from ....ops.multi_tensor.flat import flat
 from .arena import Arena
-from .collectives import all_gather
 from .layout import LocalPiece
 from .state import PARAM
 

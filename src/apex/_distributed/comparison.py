@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._failures import explained
+from ..ops._transfer import HOST
 
 # Words that are looked at in one go; 16 bytes of memory for each.
 _CHUNK = 1 << 22
@@ -25,12 +26,11 @@ def check_same_everywhere(
 
     `options` are compared too; `what` is what errors say differs.
     """
-    if not named_params:
-        return
     described = [(name, tuple(param.shape), str(param.dtype), param.requires_grad) for name, param in named_params]
     elements = sum(param.numel() for _, param in named_params)
     facts = [len(described), elements, zlib.crc32(repr((described, options)).encode())]
-    found = gathered(torch.tensor(facts, dtype=torch.int64, device=named_params[0][1].device), what, group)
+    device = _common_device([param for _, param in named_params], group)
+    found = gathered(torch.tensor(facts, dtype=torch.int64, device=device), what, group)
     other = next((index for index, each in enumerate(found) if each != found[0]), None)
     if other is None:
         return
@@ -43,6 +43,13 @@ def check_same_everywhere(
         f"elements, and {found[other][0]} with {found[other][1]}. "
         f"{_difference(ranks[0], everything[0], ranks[other], everything[other])}"
     )
+
+
+def _common_device(params: Sequence[Tensor], group: Any) -> torch.device:
+    """A device of the kind that all processes of a group choose, also one that has no parameters."""
+    kinds = (dist.group.WORLD if group is None else group)._device_types
+    chosen = kinds[0] if kinds and HOST not in kinds else HOST
+    return next((param.device for param in params if param.device.type == chosen.type), chosen)
 
 
 def _difference(rank: int, mine: Any, other_rank: int, others: Any) -> str:

@@ -15,7 +15,7 @@ from ...optimizers._checkpoints import check_saved
 from ...optimizers._checks import check_options
 
 
-class Given(NamedTuple):
+class Member(NamedTuple):
     """A parameter, its gradient, and the tensor that gets a copy of the updated parameter, if any."""
 
     param: Tensor
@@ -23,7 +23,7 @@ class Given(NamedTuple):
     output: Tensor | None
 
 
-def _check(members: list[Given]) -> None:
+def _check(members: list[Member]) -> None:
     """Raises for what cannot be updated, before anything is."""
     check(([member.param for member in members], [member.gradient for member in members]), ("params", "grads"))
     copied = [member for member in members if member.output is not None]
@@ -31,7 +31,7 @@ def _check(members: list[Given]) -> None:
     check(([member.param for member in copied], outputs), ("params", "output_params"))
 
 
-class GivenOptimizer(torch.optim.Optimizer):
+class ExplicitGradsOptimizer(torch.optim.Optimizer):
     """Base of the optimizers that FP16_Optimizer drives."""
 
     # As in FusedOptimizer.
@@ -54,7 +54,7 @@ class GivenOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             return closure()
 
-    def _given(self, grads: Any, output_params: Any) -> list[list[Given]]:
+    def _members(self, grads: Any, output_params: Any) -> list[list[Member]]:
         """What is to be updated, by group: parameters that have a gradient, given or their own."""
         gradients, outputs = (
             self._by_group(tensors, name) for tensors, name in ((grads, "grads"), (output_params, "output_params"))
@@ -70,7 +70,7 @@ class GivenOptimizer(torch.optim.Optimizer):
                     raise RuntimeError(
                         f"{type(self).__name__} does not support sparse gradients; torch.optim.SparseAdam does"
                     )
-                members.append(Given(param, gradient, output))
+                members.append(Member(param, gradient, output))
             _check(members)
             found.append(members)
         return found
@@ -89,10 +89,10 @@ class GivenOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{name} has lists of {list(map(len, lists))} tensors, the parameter groups {sizes}")
         return lists
 
-    def _norms(self, grad_norms: Any, given: list[list[Given]]) -> Iterator[Any]:
+    def _norms(self, grad_norms: Any, by_group: list[list[Member]]) -> Iterator[Any]:
         """The norm of each group's gradients, before unscaling: as given, or computed where it is wanted and is not."""
-        norms = [None] * len(given) if grad_norms is None else list(grad_norms)
-        for group, norm, members in zip(self.param_groups, norms, given, strict=True):
+        norms = [None] * len(by_group) if grad_norms is None else list(grad_norms)
+        for group, norm, members in zip(self.param_groups, norms, by_group, strict=True):
             if group.get("max_grad_norm", 0) > 0 and norm is None and members:
                 norm = l2norm([member.gradient for member in members])[0]
             yield norm

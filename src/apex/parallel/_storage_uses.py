@@ -13,10 +13,10 @@ from ..ops._transfer import HOST
 
 # Missing in some older PyTorch that was built without CUDA; nothing is taken for unseen then.
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-HOLDERS_ARE_KNOWN = _use_count is not None
+USES_ARE_KNOWN = _use_count is not None
 
 
-def holders_of(tensor: Tensor) -> int:
+def storage_uses(tensor: Tensor) -> int:
     """How many tensors have this one's memory, it included, and a constant; -1 where this cannot be told."""
     return -1 if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
 
@@ -24,7 +24,7 @@ def holders_of(tensor: Tensor) -> int:
 def _seen(param: Tensor) -> tuple[int, int]:
     gradient = param.grad
     assert gradient is not None
-    return sys.getrefcount(gradient), holders_of(gradient)
+    return sys.getrefcount(gradient), storage_uses(gradient)
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def _unseen() -> tuple[int, int]:
     return _seen(param)
 
 
-def only_param_has_gradient(param: Tensor) -> bool:
+def gradient_is_unshared(param: Tensor) -> bool:
     """Whether nobody would notice if `param.grad` became another tensor with the same values."""
     if _use_count is None or type(param.grad) is not Tensor or param.grad.requires_grad:
         return False

@@ -1,0 +1,6 @@
+"""What everything that runs in several processes shares.
+
+collectives  all-reduce, reduce-scatter and all-gather, asynchronous, on any backend
+reducer      gradients in buckets: which are complete, and the order in which all processes send them
+comparison   whether all processes have the same parameters, in the same order
+"""

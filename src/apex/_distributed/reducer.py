@@ -1,0 +1,113 @@
+"""Gradients reduced in buckets while a backward pass goes on, in the same order in all processes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._failures import explained
+from .collectives import Work
+
+
+@dataclass
+class Sent:
+    """A bucket that is being reduced: its values, and where the result arrives if not in them."""
+
+    bucket: int
+    work: Work
+    values: Tensor | None = None
+    result: Tensor | None = None
+
+
+class BucketReducer:
+    """Sends each bucket once in a round, as soon as its gradients, and all buckets before it, are there.
+
+    A round is a backward pass, or what has added up in several. Buckets that lack gradients at its end are sent
+    without: processes may have gradients of different parameters, and all must send all buckets in the same order.
+
+    A subclass says which parameters buckets have (`_set_buckets`) and when gradients are there (`_note`), fills and
+    sends a bucket (`_start`) and takes the result (`_receive`).
+    """
+
+    def __init__(self) -> None:
+        # The parameters of each bucket, and the buckets in the order in which they are sent.
+        self._members: list[Collection[int]] = []
+        self._order: list[int] = []
+        self._under_way: deque[Sent] = deque()
+        self._start_round()
+
+    def _set_buckets(self, members: Iterable[Collection[int]], order: Iterable[int] | None = None) -> None:
+        self._members = list(members)
+        self._order = list(range(len(self._members)) if order is None else order)
+        self._start_round()
+
+    def _start_round(self) -> None:
+        self._sent: set[int] = set()
+        self._waiting_for = [set(members) for members in self._members]
+        # Buckets that wait for nothing, in the order in which their last gradient arrived.
+        self._complete: dict[int, None] = {}
+
+    def _start(self, bucket: int) -> Sent:
+        raise NotImplementedError
+
+    def _receive(self, sent: Sent) -> None:
+        raise NotImplementedError
+
+    def _note(self, param: int, buckets: Iterable[int]) -> None:
+        """The gradient of a parameter, which is in these buckets, is there."""
+        for bucket in buckets:
+            self._waiting_for[bucket].discard(param)
+            if not self._waiting_for[bucket]:
+                self._complete.pop(bucket, None)
+                self._complete[bucket] = None
+
+    @property
+    def _all_sent(self) -> bool:
+        return len(self._sent) == len(self._order)
+
+    def _send_complete(self) -> None:
+        """Sends buckets that wait for nothing, up to the first that does."""
+        while not self._all_sent and not self._waiting_for[self._order[len(self._sent)]]:
+            self._send_next()
+
+    def _send_rest(self, in_flight: int | None = None) -> None:
+        """Sends the buckets that are left; `in_flight` at most are under way at a time."""
+        while not self._all_sent:
+            while in_flight is not None and len(self._under_way) >= in_flight:
+                self._finish_first()
+            self._send_next()
+
+    def _send_next(self) -> None:
+        bucket = self._order[len(self._sent)]
+        self._sent.add(bucket)
+        self._under_way.append(self._start(bucket))
+
+    def finish(self) -> None:
+        """Waits for what is under way."""
+        while self._under_way:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        sent = self._under_way[0]
+        sent.work.wait()
+        self._under_way.popleft()
+        self._receive(sent)
+
+    def _agree_on_order(self, device: torch.device, group: Any, root: int) -> None:
+        """From now on buckets are sent in the order in which this round completed them in the first process."""
+        order = dict.fromkeys([*self._complete, *self._order])
+        self._order = from_first_rank(list(order), device, group, root)
+
+
+def from_first_rank(numbers: list[Any], device: torch.device, group: Any = None, root: int = 0) -> list[Any]:
+    """Integers, or lists of as many integers, as the first process has them."""
+    values = torch.tensor(numbers, dtype=torch.int64, device=device)
+    with explained("agreeing on the order of gradients with the first process"):
+        dist.broadcast(values, root, group=group)
+    return values.tolist()
