@@ -16,12 +16,13 @@ from ...optimizers._checks import check_options
 from ._lamb import state as states
 from ._lamb.communicators import make_communicators, processes_of_machine, processes_that_divide
 from ._lamb.reductions import Reductions
-from ._lamb.shards import Shards, make_arena
-from ._lamb.update import Owned, Update
+from ._lamb.shards import make_arena, make_state
+from ._lamb.update import Update
 from ._zero import formats
 from ._zero.groups import take_params_of_first
 from ._zero.hooks import Listener
 from ._zero.parameters import ParameterSync
+from ._zero.state import ArenaState
 
 
 class DistributedFusedLAMB(torch.optim.Optimizer):
@@ -113,7 +114,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         self._param_order = dict(param_order) if param_order else None
         self._listener: Listener | None = None
         self._viewed: list[tuple[int, Tensor]] = []
-        self._states: list[Shards] = []
+        self._states: list[ArenaState] = []
         self._reductions: Reductions | None = None
         self._update: Update | None = None
         defaults = {
@@ -216,14 +217,14 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
             owners, params = zip(*members, strict=True)
             arena = make_arena(params, owners, self._groups, self._num_buckets)
             self._parameters.add(arena)
-            self._states.append(Shards(arena, self._e5m2_allgather))
+            self._states.append(make_state(arena, self._e5m2_allgather))
             if self._verbose:
                 layout = arena.layout
                 print(
                     f"DistributedFusedLAMB: {len(params)} parameters of {params[0].dtype} in {layout.size} elements, "
                     f"{len(layout.bucket_sizes)} buckets, {layout.shard_size} elements here"
                 )
-        arenas = [shards.arena for shards in self._states]
+        arenas = [state.arena for state in self._states]
         if self._set_flat_param_view:
             self._viewed = [(param.data_ptr(), param) for arena in arenas for param in arena.params]
         overlap = self._overlap_reductions and self._clip_after_ar
@@ -367,8 +368,6 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         ]
         scaled = [bool(self._use_nvlamb or group["weight_decay"]) for group in self.param_groups]
         self._updates()(hyper, (bool(self._adam_w_mode),), scaled, self._overflow_buf, self._factor(loss_scale))
-        for shards in self._states:
-            shards.after_update()
 
     def _common_rate(self) -> float | Tensor | None:
         """The learning rate that a client wrote to `_lr`, if it did."""
@@ -393,13 +392,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
 
     def _updates(self) -> Update:
         if self._update is None:
-            reductions = self._prepare()
-            pieces: list[Owned] = []
-            count = 0
-            for shards in self._states:
-                pieces.extend(shards.pieces(reductions.local(shards.arena), count))
-                count += len(shards.arena.params)
-            self._update = Update(pieces, count, self._states[0].arena.device, self._groups)
+            self._update = Update(self._states, self._prepare(), self._groups)
         return self._update
 
     def param_sync(self) -> None:

@@ -2,7 +2,7 @@
 
 communicators  process groups: machines repeat the state that the processes of one machine divide
 reductions     from gradients, which stay with their parameters, to means over all processes, and their norm
-shards         masters and moments of this process, and what is sent of them
+shards         the layout of parameters, and what is sent of their masters
 update         LAMB of the shards of this process, with norms of whole parameters
 state          state dicts
 lists          tensors that rules walk over

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from ...._distributed.reducer import Sent
 from ....ops.multi_tensor import l2norm, rules, scale, zero
 from .._zero.arena import Arena, laid_out_like
 from .._zero.shard_reducer import ShardReducer, check_dense
+from .._zero.weights import pick
 from .communicators import Communicators
 from .lists import FixedLists
 
@@ -193,20 +195,21 @@ class Reductions(ShardReducer):
 
     # What the optimizer reads -----------------------------------------------------------------------------------------
 
-    def local(self, arena: Arena) -> list[Tensor]:
-        """The mean's elements of `arena.owned`."""
-        shards = [
-            arena.shard_of_bucket(arena.bucket(self._buffer(arena), number))
-            if self._gets_all
-            else arena.shard(self.shards(arena), number)
-            for number in range(len(arena.layout.bucket_sizes))
-        ]
-        return [shards[piece.bucket][piece.offset : piece.offset + piece.size] for piece in arena.owned]
+    def has_fixed(self, arena: Arena) -> bool:
+        """Whether `of_units` gives the same tensors every time: it does."""
+        return True
+
+    def of_units(self, arena: Arena, units: Sequence[Any]) -> list[Tensor]:
+        """The mean's elements of stretches of this rank's shards."""
+        if not self._gets_all:
+            return pick(self.shards(arena), units)
+        buckets = range(len(arena.layout.bucket_sizes))
+        return pick([arena.shard_of_bucket(arena.bucket(self._buffer(arena), n)) for n in buckets], units)
 
     def _norm_of_mean(self) -> Tensor:
         """From the shards of the processes that divide the state."""
         if self._measured is None:
-            local = [self.local(arena) for arena in self.arenas]
+            local = [self.of_units(arena, arena.owned) for arena in self.arenas]
             self._measured = [FixedLists((None, pieces)) for pieces in local if pieces]
         totals = [lists.here().measured_total(rules.SQUARE_SUM, {}) for lists in self._measured]
         device = self.arenas[0].device

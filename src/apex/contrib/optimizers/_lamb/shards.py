@@ -1,4 +1,4 @@
-"""What this process holds of some parameters: their masters and moments, and what is sent of them."""
+"""How DistributedFusedLAMB lays parameters out, and what it sends of their masters."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ....optimizers._base import state_dtype
 from .._zero.arena import ALIGNMENT, Arena, Dtypes
 from .._zero.groups import Groups
 from .._zero.layout import round_up
-from .._zero.state import PARAM
-from .update import Owned
+from .._zero.state import ArenaState
+from .._zero.weights import Stored, Unit
 
 
 def make_arena(params: Sequence[Tensor], owners: Sequence[int], groups: Groups, buckets: int) -> Arena:
@@ -24,91 +24,41 @@ def make_arena(params: Sequence[Tensor], owners: Sequence[int], groups: Groups, 
     return Arena(params, owners, Dtypes(state_dtype(params[0]), dtype, dtype), groups, size * dtype.itemsize)
 
 
-class Shards:
-    """`master`, `exp_avg` and `exp_avg_sq` are flat shards of an arena, which the masters are copied from.
-
-    With `in_bytes` parameters are sent as 8-bit floats.
-    """
-
-    # Of the state, in checkpoints that any number of processes can load.
-    names = ("exp_avg", "exp_avg_sq")
+class Masters(Stored):
+    """A flat shard of masters, which are always sent; with `in_bytes` as 8-bit floats."""
 
     def __init__(self, arena: Arena, in_bytes: bool) -> None:
-        self.arena = arena
-        self.master = arena.new_shard(arena.dtypes.state)
-        self.exp_avg = arena.new_shard(arena.dtypes.state)
-        self.exp_avg_sq = arena.new_shard(arena.dtypes.state)
-        flats = arena.flat_params()
-        for piece in arena.owned:
-            self.master[piece.flat : piece.flat + piece.size].copy_(flats[piece.param][piece.start : piece.stop])
-        numbers = range(len(arena.layout.bucket_sizes))
-        self._bytes: Tensor | None = None
-        if in_bytes:
-            self._bytes = arena.new_shard(torch.float8_e5m2)
-            arena.outgoing = [arena.shard(self._bytes, number) for number in numbers]
-            # Parameters may be views of a buffer, but what arrives has another dtype than it.
-            arena.parameter_buffer = None
-        elif arena.parameter_buffer is not None:
-            buffer = arena.parameter_buffer
-            arena.outgoing = [arena.shard_of_bucket(arena.bucket(buffer, number)) for number in numbers]
-        elif arena.dtypes.parameters == arena.dtypes.state:
-            arena.outgoing = [arena.shard(self.master, number) for number in numbers]
-        else:
-            sent = arena.new_shard(arena.dtypes.parameters)
-            arena.outgoing = [arena.shard(sent, number) for number in numbers]
-        self.fill_outgoing()
+        super().__init__(arena)
+        self._bytes = arena.new_shard(torch.float8_e5m2) if in_bytes else None
+        self.connect()
+
+    def connect(self) -> None:
+        if self._bytes is None:
+            super().connect()
+            return
+        # Parameters may be views of a buffer, but what arrives has another dtype than it.
+        self.arena.parameter_buffer = None
+        self._outgoing = None
+        numbers = range(len(self.arena.layout.bucket_sizes))
+        self.arena.outgoing = [self.arena.shard(self._bytes, number) for number in numbers]
+        self.end()
 
     @property
-    def _updates_outgoing(self) -> bool:
-        """Whether the update writes what is sent, beside the masters."""
-        return self._bytes is None and bool(self.arena.outgoing) and not self._sends_masters
+    def _writes_params(self) -> bool:
+        return False
 
-    @property
-    def _sends_masters(self) -> bool:
-        return bool(self.arena.outgoing) and self.arena.outgoing[0].data_ptr() == self.master.data_ptr()
-
-    def fill_outgoing(self) -> None:
-        """Copies the masters to what is sent."""
-        if not self._sends_masters:
-            for number, sent in enumerate(self.arena.outgoing):
-                sent.copy_(self.arena.shard(self.master, number))
-
-    def after_update(self) -> None:
-        """Brings what is sent up to date where the update did not."""
+    def end(self) -> None:
         if self._bytes is not None:
-            self._bytes.copy_(self.master)
+            self._bytes.copy_(self.values)
 
-    def read(self, name: str) -> Tensor:
-        """A flat shard, not to be changed: of the masters, `PARAM`, or of one of `names`."""
-        return self.master if name == PARAM else getattr(self, name)
+    def addresses(self) -> list[int]:
+        return []  # masters stay where they are, and so does what is sent
 
-    def write(self, name: str, values: Tensor) -> None:
-        """Takes the values of a flat shard."""
-        self.read(name).copy_(values)
-        if name == PARAM:
-            self.fill_outgoing()
 
-    def shards(self) -> dict[str, Tensor]:
-        """All flat shards."""
-        return {name: self.read(name) for name in (PARAM, *self.names)}
-
-    def pieces(self, gradients: Sequence[Tensor], first: int) -> list[Owned]:
-        """What is updated, with the gradients of `arena.owned`; parameters are numbered from `first`."""
-        found = []
-        for piece, gradient in zip(self.arena.owned, gradients, strict=True):
-            place = slice(piece.flat, piece.flat + piece.size)
-            copy = None
-            if self._updates_outgoing:
-                copy = self.arena.outgoing[piece.bucket][piece.offset : piece.offset + piece.size]
-            found.append(
-                Owned(
-                    first + piece.param,
-                    self.arena.owners[piece.param],
-                    self.master[place],
-                    gradient,
-                    self.exp_avg[place],
-                    self.exp_avg_sq[place],
-                    copy,
-                )
-            )
-        return found
+def make_state(arena: Arena, in_bytes: bool) -> ArenaState:
+    """Masters and moments of an arena; a unit is a piece of one parameter, whose length LAMB measures."""
+    units = [
+        Unit(arena.owners[piece.param], piece.param, piece.bucket, piece.offset, piece.flat, piece.size)
+        for piece in arena.owned
+    ]
+    return ArenaState(arena, ("exp_avg", "exp_avg_sq"), Masters(arena, in_bytes), units)

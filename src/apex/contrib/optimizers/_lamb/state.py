@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .shards import Shards
+from .._zero.state import PARAM, ArenaState
 
 # The original's names, and those of the flat shards that they stand for.
-NAMES = {"fp32_p": "master", "fp32_m": "exp_avg", "fp32_v": "exp_avg_sq"}
+NAMES = {"fp32_p": PARAM, "fp32_m": "exp_avg", "fp32_v": "exp_avg_sq"}
 
 
-def layout_of(shards: Sequence[Shards]) -> list[int]:
+def layout_of(shards: Sequence[ArenaState]) -> list[int]:
     """What a flat shard depends on: processes, then buckets and sizes of the parameters of each dtype."""
     found = [shards[0].arena.groups.ranks]
     for each in shards:
@@ -22,11 +22,11 @@ def layout_of(shards: Sequence[Shards]) -> list[int]:
     return found
 
 
-def saved(step: Tensor, shards: Sequence[Shards], param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def saved(step: Tensor, shards: Sequence[ArenaState], param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Copies: a step that is taken later does not change them."""
     found: dict[str, Any] = {"step": step.clone()}
     for name, own in NAMES.items():
-        found[name] = torch.cat([getattr(each, own) for each in shards])
+        found[name] = torch.cat([each.read(own) for each in shards])
     found["param_groups"] = [
         {name: value for name, value in group.items() if name != "params"} for group in param_groups
     ]
@@ -50,7 +50,9 @@ class StepCount:
 
 
 @torch.no_grad()
-def load(state: dict[str, Any], step: Tensor, shards: Sequence[Shards], param_groups: Sequence[dict[str, Any]]) -> None:
+def load(
+    state: dict[str, Any], step: Tensor, shards: Sequence[ArenaState], param_groups: Sequence[dict[str, Any]]
+) -> None:
     """Loads what `saved` returned, on as many processes and with the same options; all or nothing.
 
     The original's has no groups and no layout.
@@ -65,19 +67,17 @@ def load(state: dict[str, Any], step: Tensor, shards: Sequence[Shards], param_gr
             f"here they are {layout}. The number of processes and the dwu_* arguments must be the same: use "
             "torch.distributed.checkpoint to change them"
         )
-    for name, own in NAMES.items():
-        expected = sum(getattr(each, own).numel() for each in shards)
+    for name in NAMES:
+        expected = sum(each.arena.layout.shard_size for each in shards)
         if state[name].shape != (expected,):
             raise ValueError(f"{name} has shape {tuple(state[name].shape)}; ({expected},) is expected")
     groups = state.get("param_groups")
     if groups is not None and len(groups) != len(param_groups):
         raise ValueError(f"the state has {len(groups)} parameter groups, the optimizer {len(param_groups)}")
     for name, own in NAMES.items():
-        parts = state[name].split([getattr(each, own).numel() for each in shards])
+        parts = state[name].split([each.arena.layout.shard_size for each in shards])
         for each, part in zip(shards, parts, strict=True):
-            getattr(each, own).copy_(part)
-    for each in shards:
-        each.fill_outgoing()
+            each.write(own, part)
     step.copy_(torch.as_tensor(state["step"], dtype=step.dtype, device=step.device).reshape(step.shape))
     for group, values in zip(param_groups, groups or (), strict=groups is not None):
         group.update(values)

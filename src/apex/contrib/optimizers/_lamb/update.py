@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,48 +11,27 @@ from torch import Tensor
 from ...._distributed.collectives import all_reduce
 from ....ops.multi_tensor import rules
 from .._zero.groups import Groups
-from .lists import FixedLists
-
-
-@dataclass(frozen=True)
-class Owned:
-    """A piece of parameter `param`, a member of parameter group `group`; `copy` gets what is updated, if given."""
-
-    param: int
-    group: int
-    master: Tensor
-    gradient: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    copy: Tensor | None
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Pieces of one kind are updated in one pass."""
-        return self.group, self.master.dtype, self.gradient.dtype, None if self.copy is None else self.copy.dtype
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Pieces of one kind, and the rows of their parameters in a table of lengths."""
-
-    group: int
-    params: tuple[int, ...]
-    rows: Tensor
-    lists: FixedLists
+from .._zero.state import ArenaState
+from .reductions import Reductions
 
 
 class Update:
-    """The update of all pieces that this process owns, of `params` parameters that `groups` divide."""
+    """The update of all that this process owns of the parameters of `states`, which `groups` divide."""
 
-    def __init__(self, pieces: Sequence[Owned], params: int, device: torch.device, groups: Groups) -> None:
-        self._device = device
-        self._params = params
+    def __init__(self, states: Sequence[ArenaState], gradients: Reductions, groups: Groups) -> None:
+        self._states = states
+        self._gradients = gradients
         self._groups = groups
-        kinds: dict[tuple[Any, ...], list[Owned]] = {}
-        for piece in pieces:
-            kinds.setdefault(piece.kind, []).append(piece)
-        self._batches = [_batch(members) for members in kinds.values()]
+        self._device = states[0].arena.device
+        # For each state and parameter group, the numbers of the parameters that its pieces are of.
+        self._params: list[tuple[int, list[int]]] = []
+        self._count = 0
+        for state in states:
+            self._params += [
+                (group, [self._count + unit.param for unit in units]) for group, units in state.units.items()
+            ]
+            self._count += len(state.arena.params)
+        self._rows = [torch.tensor(each, dtype=torch.int64, device=self._device) for _, each in self._params]
         # By the groups whose steps are scaled: which lengths of pieces make up that of a parameter.
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
@@ -66,21 +44,21 @@ class Update:
         grad_scale: Tensor | None,
     ) -> None:
         """One step, unless `noop` is not 0, with the hyperparameters of each group and whether its steps are scaled."""
+        batches = [(group, lists) for state in self._states for group, lists in state.lists(self._gradients).items()]
         squares = []
-        for batch in self._batches:
-            numbers = hyper[batch.group]
-            if not scaled[batch.group]:
-                batch.lists.here().apply(rules.LAMB_UNSCALED, numbers, flags, noop=noop, grad_scale=grad_scale)
-                continue
-            found = batch.lists.here().apply(rules.LAMB_MOMENTS, numbers, flags, noop=noop, grad_scale=grad_scale)
-            assert found is not None
-            squares.append(found[:, :2])
-        if not any(scaled):
-            return
-        whole = self._whole(squares, tuple(index for index, wanted in enumerate(scaled) if wanted))
-        for batch in self._batches:
-            if scaled[batch.group]:
-                batch.lists.here().apply(rules.LAMB_STEP, hyper[batch.group], flags, noop=noop, whole=whole[batch.rows])
+        for group, lists in batches:
+            rule = rules.LAMB_MOMENTS if scaled[group] else rules.LAMB_UNSCALED
+            found = lists.apply(rule, hyper[group], flags, noop=noop, grad_scale=grad_scale)
+            if scaled[group]:
+                assert found is not None
+                squares.append(found[:, :2])
+        if any(scaled):
+            whole = self._whole(squares, tuple(index for index, wanted in enumerate(scaled) if wanted))
+            for (group, lists), rows in zip(batches, self._rows, strict=True):
+                if scaled[group]:
+                    lists.apply(rules.LAMB_STEP, hyper[group], flags, noop=noop, whole=whole[rows])
+        for state in self._states:
+            state.weights.end()
 
     def _whole(self, squares: list[Tensor], scaled: tuple[int, ...]) -> Tensor:
         """Squared lengths of parameters and of their steps, float32 [parameters, 2], from those of pieces."""
@@ -96,28 +74,14 @@ class Update:
         """For each parameter the rows of its pieces, int64 [parameters, at least 1]; the row after all is of none."""
         table = self._tables.get(scaled)
         if table is None:
-            rows: list[list[int]] = [[] for _ in range(self._params)]
+            rows: list[list[int]] = [[] for _ in range(self._count)]
             count = 0
-            for batch in self._batches:
-                if batch.group in scaled:
-                    for param in batch.params:
-                        rows[param].append(count)
-                        count += 1
+            for group, params in self._params:
+                for param in params if group in scaled else ():
+                    rows[param].append(count)
+                    count += 1
             width = max([1, *map(len, rows)])
             padded = [number for row in rows for number in (*row, *[count] * (width - len(row)))]
-            table = torch.tensor(padded, dtype=torch.int64, device=self._device).reshape(self._params, width)
+            table = torch.tensor(padded, dtype=torch.int64, device=self._device).reshape(self._count, width)
             self._tables[scaled] = table
         return table
-
-
-def _batch(members: list[Owned]) -> _Batch:
-    slots: list[list[Tensor] | None] = [
-        [piece.master for piece in members],
-        [piece.gradient for piece in members],
-        [piece.exp_avg for piece in members],
-        [piece.exp_avg_sq for piece in members],
-    ]
-    copies = [piece.copy for piece in members if piece.copy is not None]
-    params = tuple(piece.param for piece in members)
-    rows = torch.tensor(params, dtype=torch.int64, device=members[0].master.device)
-    return _Batch(members[0].group, params, rows, FixedLists(slots, copies or None))

@@ -29,6 +29,7 @@ from .pending import is_pending, postpone, release
 from .scaled import ScaledState
 from .state import ArenaState, start_from
 from .steps import Steps
+from .weights import weights_of
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -228,7 +229,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.with_scaled_states:
             return ScaledState(arena, self._state_names())
         stores = self.store_params or (self.store_param_remainders and arena.dtypes != self._dtypes)
-        return ArenaState(arena, self._state_names(), stores, self.store_param_remainders and not stores)
+        weights = weights_of(arena, stores, self.store_param_remainders and not stores)
+        return ArenaState(arena, self._state_names(), weights)
 
     def _arena_added(self, arena: Arena) -> None:
         """For subclasses that show buckets in their state."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from ....ops.multi_tensor.tables import current_stream
 from ....ops.multi_tensor.torch_lists import TorchLists
 from ....ops.multi_tensor.triton_lists import TritonLists
 from .arena import Arena, laid_out_like
-from .gradients import GradientSync
-from .weights import Unit, Weights, pick, units_of, weights_of
+from .weights import Unit, Weights, pick, units_of
 
 # Gets the number of a parameter group and the lists of its tensors: weights, gradients, then state.
 Apply = Callable[[int, Lists], None]
@@ -30,6 +29,13 @@ def in_slots(
 ) -> list[list[Tensor] | None]:
     """The lists of a rule; gradients may be laid out in any dense way."""
     return [weights, list(map(flat, gradients)), *state, *(None for _ in range(SLOTS - 2 - len(state)))]
+
+
+class Gradients(Protocol):
+    """`GradientSync`, or the reductions of LAMB."""
+
+    def has_fixed(self, arena: Arena) -> bool: ...
+    def of_units(self, arena: Arena, units: Sequence[Unit]) -> list[Tensor]: ...
 
 
 class _Known(NamedTuple):
@@ -51,14 +57,17 @@ class ArenaState:
     The lists of tensors that a rule walks over are kept from step to step, for as long as nothing moves but gradients.
     """
 
-    def __init__(self, arena: Arena, names: Sequence[str], store_params: bool, store_remainders: bool) -> None:
+    def __init__(
+        self, arena: Arena, names: Sequence[str], weights: Weights, units: Sequence[Unit] | None = None
+    ) -> None:
         self.arena = arena
         self.names = tuple(names)
-        self.weights: Weights = weights_of(arena, store_params, store_remainders)
+        self.weights = weights
         self.moments = {name: arena.new_shard(arena.dtypes.state) for name in names}
-        self._units: dict[int, list[Unit]] = {}
-        for unit in units_of(arena):
-            self._units.setdefault(unit.owner, []).append(unit)
+        # What rules walk over, by parameter group.
+        self.units: dict[int, list[Unit]] = {}
+        for unit in units_of(arena) if units is None else units:
+            self.units.setdefault(unit.owner, []).append(unit)
         self._lists: dict[int, _Known] = {}
 
     def connect(self) -> None:
@@ -66,19 +75,22 @@ class ArenaState:
         self.weights.connect()
         self._lists.clear()
 
-    def apply(self, gradients: GradientSync, function: Apply, noop: Tensor | None = None) -> None:
+    def apply(self, gradients: Gradients, function: Apply, noop: Tensor | None = None) -> None:
         """Calls `function` for every parameter group; it is to do nothing where `noop` is set."""
         self.weights.begin(skips=noop is not None)
-        where = (current_stream(self.arena.device), self.weights.addresses())
         keeps = gradients.has_fixed(self.arena) and self.weights.are_fixed
-        for owner, units in self._units.items():
-            lists = self._lists_of(owner, units, gradients, where)
+        for owner, lists in self.lists(gradients).items():
             function(owner, lists)
             if isinstance(lists, TorchLists) and not keeps:
                 lists.slots = ()  # lets go of the tensors
         self.weights.end()
 
-    def _lists_of(self, owner: int, units: list[Unit], gradients: GradientSync, where: tuple[int, list[int]]) -> Lists:
+    def lists(self, gradients: Gradients) -> dict[int, Lists]:
+        """The lists of each parameter group; between `weights.begin` and `weights.end`."""
+        where = (current_stream(self.arena.device), self.weights.addresses())
+        return {owner: self._lists_of(owner, units, gradients, where) for owner, units in self.units.items()}
+
+    def _lists_of(self, owner: int, units: list[Unit], gradients: Gradients, where: tuple[int, list[int]]) -> Lists:
         """The lists of a parameter group: as they are, with other gradients, or, where weights have moved, new ones."""
         known = self._lists.get(owner)
         if known is not None and known.where != where:

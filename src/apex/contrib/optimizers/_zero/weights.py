@@ -157,13 +157,15 @@ class InPlace(Weights):
 
 
 class Stored(Weights):
+    _outgoing: Storage | None = None
+
     def __init__(self, arena: Arena) -> None:
         super().__init__(arena)
         self.values = self.gather(arena.new_shard(arena.dtypes.state))
 
     def connect(self) -> None:
         arena = self.arena
-        self._outgoing: Storage | None = None
+        self._outgoing = None
         if self._writes_params:
             arena.outgoing = []
         elif arena.dtypes.state == arena.dtypes.parameters and arena.parameter_buffer is None:
