@@ -42,3 +42,29 @@ def processes_on_machine() -> int | None:
     """How many processes torchrun started on this machine, if it did."""
     number = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(number) if number.isdecimal() else None
+
+
+def gpus_per_infiniband_block() -> int | None:
+    """How many neighbouring ranks InfiniBand connects, if `NUM_GPUS_PER_IB_BLOCK` says so."""
+    number = os.environ.get("NUM_GPUS_PER_IB_BLOCK")
+    if number is not None and not (number.isdecimal() and int(number)):
+        raise ValueError(f"NUM_GPUS_PER_IB_BLOCK must be a positive integer, got {number!r}")
+    return None if number is None else int(number)
+
+
+def nccl_socket_interfaces() -> str | None:
+    """The network interfaces that `NCCL_SOCKET_IFNAME` names."""
+    return os.environ.get("NCCL_SOCKET_IFNAME")
+
+
+def nccl_network() -> str | None:
+    """The network that `NCCL_NET` names."""
+    return os.environ.get("NCCL_NET")
+
+
+def set_nccl_network(name: str | None) -> None:
+    """Sets `NCCL_NET`, which NCCL reads when a communicator is made; None removes it."""
+    if name is None:
+        os.environ.pop("NCCL_NET", None)
+    else:
+        os.environ["NCCL_NET"] = name

@@ -1,0 +1,1 @@
+"""How the process groups of a split model are laid out and made."""

@@ -1,0 +1,440 @@
+"""The process groups of a model that is split over processes, and this process's place in them.
+
+`initialize_model_parallel` makes them once, on whatever backend the default process group has; everything else here
+answers questions about them. Ranks are ordered with tensor-parallel neighbours first, then those that share a sequence
+(context), then replicas (data), then pipeline stages; `_layout.py` has the lists.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ._groups.layout import Sizes, check_stages, groups_of, mesh_of, ranks_of, sizes_of
+from ._groups.making import Groups, device_mesh_of, make_groups
+from ._groups.nccl_network import init_nccl_net as init_nccl_net
+from ._groups.nccl_network import new_nccl_ib_group as new_nccl_ib_group
+from ._groups.nccl_network import new_nccl_socket_group as new_nccl_socket_group
+from ._groups.nccl_network import new_process_group as new_process_group
+from ._groups.nccl_network import set_nccl_ib_envs as set_nccl_ib_envs
+from ._groups.nccl_network import set_nccl_socket_envs as set_nccl_socket_envs
+
+
+class ExperimentalWarning(Warning):
+    """What is used is an experiment of PyTorch's."""
+
+
+@dataclass
+class _State:
+    """All that `initialize_model_parallel` and the setters keep; a new one forgets everything."""
+
+    groups: Groups = field(default_factory=Groups)
+    sizes: Sizes | None = None
+    mesh: torch.Tensor | None = None
+    device_mesh: Any = None
+    mpi_group: Any = None
+    virtual_rank: int | None = None
+    virtual_size: int | None = None
+    split_rank: int | None = None
+    # What the setters say in place of the groups.
+    rank_overrides: dict[str, int | None] = field(default_factory=dict)
+    size_overrides: dict[str, int | None] = field(default_factory=dict)
+
+
+_state = _State()
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size_: int = 1,
+    pipeline_model_parallel_size_: int = 1,
+    virtual_pipeline_model_parallel_size_: int | None = None,
+    pipeline_model_parallel_split_rank_: int | None = None,
+    use_fp8_: bool = False,
+    init_mpi_proc_group: bool = False,
+    *,
+    default_backend: str | None = None,
+    p2p_backend: str | None = None,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    device_mesh: Any = None,
+) -> None:
+    """Makes all process groups of a model that is split over the processes of the default group.
+
+    Sizes larger than the number of processes become that number. `default_backend` and `p2p_backend` (pipelines) are
+    the default group's unless given. Every `context_parallel_size` ranks share a sequence. `expert_model_parallel_size`
+    splits experts over ranks that hold the same part of everything else. With `use_fp8_` there is a group to agree on
+    the largest magnitudes.
+
+    `device_mesh` gives sizes and ranks instead: a `DeviceMesh` over all processes with dimensions named "tp", "pp",
+    "dp" or "cp", in any order, whose own groups are used.
+    """
+    global _state
+    if not dist.is_initialized():
+        raise AssertionError("torch.distributed is not initialized: call torch.distributed.init_process_group first")
+    if model_parallel_is_initialized():
+        raise AssertionError("model parallel groups exist already: call destroy_model_parallel first")
+    world = dist.get_world_size()
+    if device_mesh is None:
+        tensor, pipeline = min(tensor_model_parallel_size_, world), min(pipeline_model_parallel_size_, world)
+        sizes = sizes_of(world, tensor, pipeline, context_parallel_size, expert_model_parallel_size)
+        mesh = mesh_of(sizes)
+    else:
+        mesh = ranks_of(device_mesh, world)
+        stages, _, context, tensor = mesh.shape
+        sizes = sizes_of(world, tensor, stages, context, expert_model_parallel_size)
+    check_stages(sizes.pipeline, virtual_pipeline_model_parallel_size_, pipeline_model_parallel_split_rank_)
+    for backend in (default_backend, p2p_backend):
+        _check_backend(backend)
+    if init_mpi_proc_group and not dist.is_mpi_available():
+        raise RuntimeError("init_mpi_proc_group=True needs a PyTorch that was built with MPI")
+
+    state = _State(sizes=sizes, mesh=mesh, split_rank=pipeline_model_parallel_split_rank_)
+    if virtual_pipeline_model_parallel_size_ is not None:
+        state.virtual_rank, state.virtual_size = 0, virtual_pipeline_model_parallel_size_
+    kinds = groups_of(mesh, sizes.expert, pipeline_model_parallel_split_rank_)
+    if not use_fp8_:
+        del kinds["amax_reduction"]
+    state.groups = make_groups(kinds, default_backend, p2p_backend, device_mesh)
+    if init_mpi_proc_group:
+        state.mpi_group = dist.new_group(backend="mpi")
+        state.groups.made.append(state.mpi_group)
+    _state = state
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend == "ucc":
+        check_torch_ucc_availability()
+        warnings.warn("`ucc` backend support is experimental", ExperimentalWarning, stacklevel=3)
+
+
+def check_torch_ucc_availability() -> None:
+    """An ImportError unless PyTorch has UCC."""
+    if not dist.is_ucc_available():
+        raise ImportError("UCC backend requires pytorch source build with UCC installed and enabled")
+
+
+def destroy_model_parallel() -> None:
+    """Destroys the groups and forgets everything, as if `initialize_model_parallel` had never been called."""
+    global _state
+    state, _state = _state, _State()
+    if dist.is_initialized():
+        for group in state.groups.made:
+            dist.destroy_process_group(group)
+
+
+def is_unitialized() -> bool:
+    """Whether there are no groups yet."""
+    return "data" not in _state.groups.by_kind
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether there are groups."""
+    return not is_unitialized()
+
+
+def get_device_mesh() -> Any:
+    """The ranks as a DeviceMesh with the dimensions "pp", "dp", "tp" (and "cp" before "tp", if sequences are split)."""
+    assert _state.mesh is not None, "model parallel groups do not exist: call initialize_model_parallel first"
+    if _state.device_mesh is None:
+        _state.device_mesh = device_mesh_of(_state.mesh, _state.groups)
+    return _state.device_mesh
+
+
+def get_rank_info() -> tuple[int, int, int, int | None]:
+    """This process's place: (data, tensor, pipeline, virtual pipeline); zeros before there are groups."""
+    if is_unitialized():
+        return (0, 0, 0, 0)
+    return (
+        get_data_parallel_rank(),
+        get_tensor_model_parallel_rank(),
+        get_pipeline_model_parallel_rank(),
+        get_virtual_pipeline_model_parallel_rank(),
+    )
+
+
+def _group(kind: str, name: str) -> Any:
+    group = _state.groups.by_kind.get(kind)
+    assert group is not None, f"{name} is not initialized, or this rank is not in it"
+    return group
+
+
+def _size(kind: str, name: str) -> int:
+    override = _state.size_overrides.get(kind)
+    return dist.get_world_size(_group(kind, name)) if override is None else override
+
+
+def _rank(kind: str, name: str) -> int:
+    override = _state.rank_overrides.get(kind)
+    return dist.get_rank(_group(kind, name)) if override is None else override
+
+
+def get_model_parallel_group() -> Any:
+    """The ranks that hold one copy of the model together."""
+    return _group("model", "model parallel group")
+
+
+def get_tensor_model_parallel_group() -> Any:
+    """The ranks that hold the parts of the same layers."""
+    return _group("tensor", "tensor model parallel group")
+
+
+def get_pipeline_model_parallel_group() -> Any:
+    """The ranks that hold the stages of one pipeline."""
+    return _group("pipeline", "pipeline model parallel group")
+
+
+def get_data_parallel_group(with_context_parallel: bool = False) -> Any:
+    """The ranks that hold the same parameters and see other samples, or also other parts of the same samples."""
+    return _group("data_with_context" if with_context_parallel else "data", "data parallel group")
+
+
+def get_context_parallel_group() -> Any:
+    """The ranks that share a sequence."""
+    return _group("context", "context parallel group")
+
+
+def get_expert_model_parallel_group() -> Any:
+    """The ranks that hold different experts of the same layers."""
+    return _group("expert", "expert model parallel group")
+
+
+def get_expert_data_parallel_group() -> Any:
+    """The ranks that hold the same experts."""
+    return _group("expert_data", "expert data parallel group")
+
+
+def get_embedding_group() -> Any:
+    """The stages that hold the word embeddings: first and last, and the one at which the decoder begins."""
+    return _group("embedding", "embedding group")
+
+
+def get_position_embedding_group() -> Any:
+    """The stages that hold position embeddings: the first, and the one at which the decoder begins."""
+    return _group("position_embedding", "position embedding group")
+
+
+def get_encoder_relative_position_embedding_group() -> Any:
+    """The stages of the encoder."""
+    return _group("encoder_relative_position_embedding", "encoder relative position embedding group")
+
+
+def get_decoder_relative_position_embedding_group() -> Any:
+    """The stages of the decoder."""
+    return _group("decoder_relative_position_embedding", "decoder relative position embedding group")
+
+
+def get_amax_reduction_group() -> Any:
+    """The ranks that agree on the largest magnitudes of fp8 tensors: all of one pipeline stage."""
+    return _group("amax_reduction", "FP8 amax reduction group")
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """How many ranks hold the parts of the same layers."""
+    return _size("tensor", "tensor model parallel group")
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Which part of its layers this process holds."""
+    return _rank("tensor", "tensor model parallel group")
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """How many stages the pipeline has."""
+    return _size("pipeline", "pipeline model parallel group")
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """This process's stage."""
+    return _rank("pipeline", "pipeline model parallel group")
+
+
+def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+    """How many ranks hold the same parameters."""
+    return dist.get_world_size(get_data_parallel_group(with_context_parallel))
+
+
+def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+    """Which of the ranks with the same parameters this process is."""
+    return dist.get_rank(get_data_parallel_group(with_context_parallel))
+
+
+def get_context_parallel_world_size() -> int:
+    """How many ranks share a sequence."""
+    return dist.get_world_size(get_context_parallel_group())
+
+
+def get_context_parallel_rank() -> int:
+    """Which part of a sequence this process sees."""
+    return dist.get_rank(get_context_parallel_group())
+
+
+def get_expert_model_parallel_world_size() -> int:
+    """Over how many ranks experts are split."""
+    return dist.get_world_size(get_expert_model_parallel_group())
+
+
+def get_expert_model_parallel_rank() -> int:
+    """Which part of the experts this process holds."""
+    return dist.get_rank(get_expert_model_parallel_group())
+
+
+def get_expert_data_parallel_world_size() -> int:
+    """How many ranks hold the same experts."""
+    return dist.get_world_size(get_expert_data_parallel_group())
+
+
+def get_expert_data_parallel_rank() -> int:
+    """Which of the ranks with the same experts this process is."""
+    return dist.get_rank(get_expert_data_parallel_group())
+
+
+def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
+    """Has `get_tensor_model_parallel_world_size` say this; None takes it back."""
+    _state.size_overrides["tensor"] = world_size
+
+
+def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Has `get_pipeline_model_parallel_world_size` say this; None takes it back."""
+    _state.size_overrides["pipeline"] = world_size
+
+
+def set_tensor_model_parallel_rank(rank: int | None) -> None:
+    """Has `get_tensor_model_parallel_rank` say this; None takes it back."""
+    _state.rank_overrides["tensor"] = rank
+
+
+def set_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Has `get_pipeline_model_parallel_rank` say this; None takes it back."""
+    _state.rank_overrides["pipeline"] = rank
+
+
+def _member(kind: str, place: int) -> int:
+    ranks = _state.groups.ranks.get(kind)
+    assert ranks is not None, f"{kind} parallel group is not initialized"
+    return ranks[place % len(ranks)]
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """The global rank of the first of this process's tensor-parallel group."""
+    return _member("tensor", 0)
+
+
+def get_data_parallel_src_rank() -> int:
+    """The global rank of the first of this process's data-parallel group."""
+    return _member("data", 0)
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """The global rank of the first stage."""
+    return _member("pipeline", 0)
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """The global rank of the last stage."""
+    return _member("pipeline", -1)
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """The global rank of the next stage; the first stage's for the last."""
+    return _member("pipeline", get_pipeline_model_parallel_rank() + 1)
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """The global rank of the stage before; the last stage's for the first."""
+    return _member("pipeline", get_pipeline_model_parallel_rank() - 1)
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """Which chunk of this stage is being built or run; None without interleaving."""
+    return _state.virtual_rank
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Says which chunk of this stage is being built or run."""
+    _state.virtual_rank = rank
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """How many chunks a stage has; None without interleaving."""
+    return _state.virtual_size
+
+
+def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
+    """Says how many chunks a stage has."""
+    _state.virtual_size = size
+
+
+def get_pipeline_model_parallel_split_rank() -> int | None:
+    """The stage at which the decoder begins; None in a model that is no encoder-decoder."""
+    return _state.split_rank
+
+
+def set_pipeline_model_parallel_split_rank(pipeline_model_parallel_split_rank: int | None) -> None:
+    """Says at which stage the decoder begins."""
+    _state.split_rank = pipeline_model_parallel_split_rank
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = False) -> bool:
+    """Whether this is the first stage and, unless that is ignored, its first chunk."""
+    if not ignore_virtual and _state.virtual_size is not None and _state.virtual_rank != 0:
+        return False
+    return get_pipeline_model_parallel_rank() == 0
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = False) -> bool:
+    """Whether this is the last stage and, unless that is ignored, its last chunk."""
+    if not ignore_virtual and _state.virtual_size is not None and _state.virtual_rank != _state.virtual_size - 1:
+        return False
+    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
+
+
+def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
+    """Whether stage `rank`, this one's by default, belongs to the encoder; True where nothing is split."""
+    if get_pipeline_model_parallel_world_size() == 1 or _state.split_rank is None:
+        return True
+    return (get_pipeline_model_parallel_rank() if rank is None else rank) < _state.split_rank
+
+
+def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
+    """Whether stage `rank`, this one's by default, belongs to the decoder; True where nothing is split."""
+    if get_pipeline_model_parallel_world_size() == 1 or _state.split_rank is None:
+        return True
+    return (get_pipeline_model_parallel_rank() if rank is None else rank) >= _state.split_rank
+
+
+def is_pipeline_stage_at_split() -> bool:
+    """Whether this is the encoder's last stage and the next one the decoder's first."""
+    rank = get_pipeline_model_parallel_rank()
+    return is_pipeline_stage_before_split(rank) and is_pipeline_stage_after_split(rank + 1)
+
+
+def is_rank_in_embedding_group(ignore_virtual: bool = False) -> bool:
+    """Whether this rank holds word embeddings, in the chunk that is being built or run unless that is ignored."""
+    ranks = _state.groups.ranks.get("embedding", [])
+    rank = dist.get_rank() if ranks else None
+    if rank not in ranks:
+        return False
+    if ignore_virtual:
+        return True
+    if rank == ranks[0]:
+        return is_pipeline_first_stage()
+    return is_pipeline_last_stage() if rank == ranks[-1] else True
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    """Whether this rank holds position embeddings."""
+    return "position_embedding" in _state.groups.ranks
+
+
+def is_rank_in_encoder_relative_position_embedding_group() -> bool:
+    """Whether this rank is a stage of the encoder."""
+    return "encoder_relative_position_embedding" in _state.groups.ranks
+
+
+def is_rank_in_decoder_relative_position_embedding_group() -> bool:
+    """Whether this rank is a stage of the decoder."""
+    return "decoder_relative_position_embedding" in _state.groups.ranks
