@@ -196,8 +196,8 @@ class stackedRNN(_Network):
         for layer in self.rnns:
             layer.prepare_hidden(sequence[0])  # type: ignore[operator]
         states: list[Any]
-        if not collect_hidden and _sequences.has_fused(self.rnns):
-            outputs = _sequences.run_fused(self.rnns, sequence, self.dropout if self.training else 0.0)
+        if not collect_hidden and self._has_fused():
+            outputs = _sequences.run_fused(list(self.rnns), sequence, self.dropout if self.training else 0.0)
             states = [torch.stack(parts) for parts in self._hidden_by_kind()]
         else:
             outputs, states = self._step_by_step(sequence, collect_hidden)
@@ -208,12 +208,17 @@ class stackedRNN(_Network):
 
     def flatten_parameters(self) -> None:
         """Puts the weights where cuDNN wants them; otherwise it would copy them in every call."""
-        _sequences.flatten(self.rnns)
+        if self._has_fused():
+            _sequences.flatten(list(self.rnns))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> stackedRNN:
         super()._apply(fn, recurse)
         self.flatten_parameters()
         return self
+
+    def _has_fused(self) -> bool:
+        """Whether a function of PyTorch computes whole sequences. A subclass of a layer may compute something else."""
+        return all(type(layer) is RNNCell for layer in self.rnns) and _sequences.has_fused(list(self.rnns))
 
     def _step_by_step(self, sequence: Tensor, collect_hidden: bool) -> tuple[Tensor, list[Any]]:
         outputs, collected = [], []

@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._sequences import has_sequence
 from .RNNBackend import RNNCell
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
+@has_sequence(torch.rnn_relu, "RNN_RELU")
 def RNNReLUCell(
     input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
@@ -28,6 +30,7 @@ def RNNReLUCell(
     return torch.relu(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
 
 
+@has_sequence(torch.rnn_tanh, "RNN_TANH")
 def RNNTanhCell(
     input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
@@ -35,6 +38,7 @@ def RNNTanhCell(
     return torch.tanh(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
 
 
+@has_sequence(torch.gru, "GRU")
 def GRUCell(
     input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
@@ -42,6 +46,7 @@ def GRUCell(
     return torch.gru_cell(input, hidden, w_ih, w_hh, b_ih, b_hh)
 
 
+@has_sequence(torch.lstm, "LSTM", projects=True)
 def LSTMCell(
     input: Tensor,
     hidden: Sequence[Tensor],
@@ -93,10 +98,6 @@ class mLSTMRNNCell(RNNCell):
 
     def _weights(self) -> tuple[Tensor, ...]:
         return self.w_ih, self.w_hh, self.w_mih, self.w_mhh
-
-    def forward(self, input: Tensor) -> tuple[Tensor, ...]:
-        """One step from the state that the cell keeps; returns the new h and c."""
-        return super().forward(input)
 
     def new_like(self, new_input_size: int | None = None) -> mLSTMRNNCell:
         """A new layer of the same kind and sizes, but for the input's if it is given."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from .cells import GRUCell, LSTMCell, RNNReLUCell, RNNTanhCell, mLSTMCell, mLSTMRNNCell
 from .RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
 
@@ -53,7 +50,7 @@ def LSTM(
 ) -> Network:
     """Long short-term memory; an `output_size` other than `hidden_size` projects each layer's output to it."""
     cell = RNNCell(4, input_size, hidden_size, LSTMCell, 2, bias, output_size)
-    return toRNNBackend(cell, num_layers, bidirectional, dropout=dropout, batch_first=batch_first)
+    return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
 
 
 def GRU(
@@ -72,7 +69,8 @@ def GRU(
             f"output_size is {output_size}, but a GRU adds its old output to its new state, so that both need the size "
             f"hidden_size ({hidden_size}); put a linear layer behind it for another size"
         )
-    return _one_state(3, GRUCell, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
+    cell = RNNCell(3, input_size, hidden_size, GRUCell, 1, bias)
+    return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
 
 
 def ReLU(
@@ -86,9 +84,8 @@ def ReLU(
     output_size: int | None = None,
 ) -> Network:
     """The plain recurrent network with max(x, 0); `output_size` as in `LSTM`."""
-    return _one_state(
-        1, RNNReLUCell, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, output_size
-    )
+    cell = RNNCell(1, input_size, hidden_size, RNNReLUCell, 1, bias, output_size)
+    return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
 
 
 def Tanh(
@@ -102,9 +99,8 @@ def Tanh(
     output_size: int | None = None,
 ) -> Network:
     """The plain recurrent network with tanh; `output_size` as in `LSTM`."""
-    return _one_state(
-        1, RNNTanhCell, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, output_size
-    )
+    cell = RNNCell(1, input_size, hidden_size, RNNTanhCell, 1, bias, output_size)
+    return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
 
 
 def mLSTM(
@@ -119,20 +115,4 @@ def mLSTM(
 ) -> Network:
     """Multiplicative LSTM (https://arxiv.org/abs/1609.07959); `output_size` as in `LSTM`."""
     cell = mLSTMRNNCell(input_size, hidden_size, bias=bias, output_size=output_size)
-    return toRNNBackend(cell, num_layers, bidirectional, dropout=dropout, batch_first=batch_first)
-
-
-def _one_state(
-    gates: int,
-    cell: Callable[..., Any],
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool,
-    batch_first: bool,
-    dropout: float,
-    bidirectional: bool,
-    output_size: int | None = None,
-) -> Network:
-    layer = RNNCell(gates, input_size, hidden_size, cell, 1, bias, output_size)
-    return toRNNBackend(layer, num_layers, bidirectional, dropout=dropout, batch_first=batch_first)
+    return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
