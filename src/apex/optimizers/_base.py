@@ -13,7 +13,7 @@ import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, MethodType
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -37,26 +37,33 @@ _profiler_runs = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _Range = torch._C._profiler._RecordFunctionFast
 
 
-class Skip:
-    """What keeps a step from happening, and by what gradients are multiplied: tensors on the device, or None.
+class Options(TypedDict, total=False):
+    """What every fused optimizer takes by keyword; `FusedOptimizer` says what they mean."""
 
-    The update is computed with gradients times `inverse_scale`. What is left in `.grad` after a step that happened is
-    multiplied by `unscale`.
+    master_weights: bool
+    stochastic_rounding: bool
+    capturable: bool
+
+
+class LossScaling(NamedTuple):
+    """Loss scaling in a step: tensors on the device, or None.
+
+    A step in which `found_inf` is not 0 changes nothing. The update is computed with gradients times `inverse_scale`.
+    What is left in `.grad` after a step that happened is multiplied by `unscale`.
     """
 
-    def __init__(
-        self, noop: Tensor | None = None, inverse_scale: Tensor | None = None, unscale: Tensor | None = None
-    ) -> None:
-        self.noop = noop
-        self.inverse_scale = inverse_scale
-        self.unscale = unscale
+    found_inf: Tensor | None = None
+    inverse_scale: Tensor | None = None
+    unscale: Tensor | None = None
 
-    def on(self, device: torch.device) -> Skip:
+    def on(self, device: torch.device) -> LossScaling:
         """The same on another device."""
-        tensors = (self.noop, self.inverse_scale, self.unscale)
-        if all(tensor is None or tensor.device == device for tensor in tensors):
-            return self
-        return Skip(*(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in tensors))
+        return LossScaling(*(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `apply` that say so."""
+        return {"noop": self.found_inf, "grad_scale": self.inverse_scale}
 
 
 def unrecorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +190,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Names of the state tensors in the order of the rule's slots."""
         raise NotImplementedError
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         """One step of one bucket; `step` counts from 1, and is a float64 tensor where it lives on the device."""
         raise NotImplementedError
 
@@ -205,7 +212,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _before_plan(self, index: int, group: dict[str, Any]) -> None:
         """Called when a group's buckets are about to be made anew: parameters came or went, got other memory, ..."""
 
-    def _before_update(self, skip: Skip) -> None:
+    def _before_update(self, scaling: LossScaling) -> None:
         """Called once per step, when every group's buckets are ready (`self._ready`): for norms over all gradients."""
 
     # PyTorch puts it around the step of every class that has one of its own.
@@ -216,7 +223,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimization step; returns the closure's loss."""
         loss = self._run_closure(closure)
-        self._step(self._skip_from_scaler())
+        self._step(self._loss_scaling())
         return loss
 
     def _run_closure(self, closure: Callable[[], Any] | None) -> Any:
@@ -225,38 +232,38 @@ class FusedOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             return closure()
 
-    def _step(self, skip: Skip) -> None:
+    def _step(self, scaling: LossScaling) -> None:
         if torch.compiler.is_compiling():
-            self._step_outside_graph(skip)
+            self._step_outside_graph(scaling)
         else:
-            self._step_now(skip)
+            self._step_now(scaling)
 
     # A compiled training step calls out to Python here: the kernels take addresses, which a graph does not have.
     @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
-    def _step_outside_graph(self, skip: Skip) -> None:
-        self._step_now(skip)
+    def _step_outside_graph(self, scaling: LossScaling) -> None:
+        self._step_now(scaling)
 
     @unrecorded
-    def _step_now(self, skip: Skip) -> None:
+    def _step_now(self, scaling: LossScaling) -> None:
         self._check_capture()
         if len(self.state) != len(self._states) or not all(map(operator.is_, self.state.values(), self._states)):
             self._plans.clear()
         seen = self._look()
         ready = [(index, group, self._plan(index, group, seen)) for index, group in enumerate(self.param_groups)]
         self._ready = [(group, bucket) for _, group, plan in ready for bucket in plan.buckets]
-        self._before_update(skip)
+        self._before_update(scaling)
         for index, group, plan in ready:
             if not plan.buckets:
                 continue
             seed = self._next_seed(group)
-            step = self._next_step(index, group, plan.buckets[0].device, skip)
+            step = self._next_step(index, group, plan.buckets[0].device, scaling)
             for bucket in plan.buckets:
-                there = skip.on(bucket.device)
+                there = scaling.on(bucket.device)
                 count = step.to(bucket.device) if isinstance(step, Tensor) else step
                 rounds = seed is not None and bucket.params[0].dtype == torch.bfloat16
                 self._update(group, bucket, count, there, seed if rounds else None)
                 if there.unscale is not None:
-                    _unscale_gradients(bucket.gradients(), there.unscale, there.noop)
+                    _unscale_gradients(bucket.gradients(), there.unscale, there.found_inf)
                 bucket.release()
         self._ready = []
         if self._model_params:
@@ -309,25 +316,25 @@ class FusedOptimizer(torch.optim.Optimizer):
             state[MASTER] = param.detach().to(torch.float32, copy=True)
         return state, kind
 
-    def _next_step(self, index: int, group: dict[str, Any], device: torch.device, skip: Skip) -> Any:
+    def _next_step(self, index: int, group: dict[str, Any], device: torch.device, scaling: LossScaling) -> Any:
         """Counts a step: `group["step"]`, which skipped steps do not count in, wherever it is known."""
         if self.capturable:
             count = group.get("step", 0)
             if not isinstance(count, Tensor):
                 count = torch.full((1,), int(count), dtype=torch.int32, device=device)
             group["step"] = count
-            count += 1 if skip.noop is None else (skip.noop == 0).to(device, torch.int32).reshape(1)
+            count += 1 if scaling.found_inf is None else (scaling.found_inf == 0).to(device, torch.int32).reshape(1)
             return count.to(torch.float64).reshape(())
-        if skip.noop is None and index in self._skipped:
+        if scaling.found_inf is None and index in self._skipped:
             self._settle_skipped(index, group)
         group["step"] = int(group.get("step", 0)) + 1
-        if skip.noop is None:
+        if scaling.found_inf is None:
             return group["step"]
         skipped = self._skipped.get(index)
         if skipped is None:
-            skipped = self._skipped[index] = torch.zeros((), dtype=torch.float64, device=skip.noop.device)
+            skipped = self._skipped[index] = torch.zeros((), dtype=torch.float64, device=scaling.found_inf.device)
         step = group["step"] - skipped
-        skipped += skip.noop.reshape(()) != 0
+        skipped += scaling.found_inf.reshape(()) != 0
         return step
 
     def _settle_skipped(self, index: int, group: dict[str, Any]) -> None:
@@ -341,7 +348,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         count = group["rounding_count"] = group.get("rounding_count", 0) + 1
         return (count * 0x9E3779B1) & 0xFFFFFF
 
-    def _skip_from_scaler(self, grad_scaler: Any = None) -> Skip:
+    def _loss_scaling(self, grad_scaler: Any = None) -> LossScaling:
         """Flag and factor that torch.amp.GradScaler left on the optimizer, or that `grad_scaler` has."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if grad_scaler is not None:
@@ -354,7 +361,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             found = sum(flags[1:], flags[0]) if flags else None
         inverse = None if scale is None else scale.double().reciprocal().to(torch.float32).reshape(1)
         # The sum of no flags, where no parameter has a gradient, is the number 0.
-        return Skip(found if isinstance(found, Tensor) else None, inverse, inverse)
+        return LossScaling(found if isinstance(found, Tensor) else None, inverse, inverse)
 
     # Gradients, groups, checkpoints -----------------------------------------------------------------------------------
 
@@ -427,9 +434,17 @@ def _unscale_gradients(gradients: list[Tensor], factor: Tensor, noop: Tensor | N
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, ignored, factor)
 
 
-def compiled_function(name: str) -> Callable[..., Any]:
-    """A function of `amp_C`: subclasses of the original optimizers call these through attributes."""
-    return getattr(importlib.import_module("amp_C"), name)
+def adam_hyperparameters(group: dict[str, Any], step: Any, **more: Any) -> dict[str, Any]:
+    """What rules with Adam's two moments take: of a parameter group, at a step that counts from 1."""
+    beta1, beta2 = group["betas"]
+    options = {name: group[name] for name in ("lr", "eps", "weight_decay")}
+    correction = bool(group.get("bias_correction", False))
+    return {**options, "beta1": beta1, "beta2": beta2, "step": step, "bias_correction": correction, **more}
+
+
+def compiled_function(name: str) -> property:
+    """An attribute that is a function of `amp_C`, for subclasses that were written for the original optimizers."""
+    return property(lambda self: getattr(importlib.import_module("amp_C"), name))
 
 
 def state_dtype(param: Tensor) -> torch.dtype:

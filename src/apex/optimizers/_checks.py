@@ -52,6 +52,13 @@ def check_options(options: Mapping[str, Any]) -> None:
             _flag(name, value)
 
 
+def check_nesterov(options: Mapping[str, Any]) -> None:
+    """Raises for Nesterov's momentum where there is no momentum, or a dampened one."""
+    momentum, dampening = options["momentum"], options["dampening"]
+    if options["nesterov"] and (momentum <= 0 or dampening != 0):
+        raise ValueError(f"nesterov needs a momentum and no dampening, not {momentum=} and {dampening=}")
+
+
 def _number(name: str, value: Any) -> float:
     """The value of a number; 0 in place of one on a device, which is not waited for."""
     if isinstance(value, Tensor):

@@ -221,8 +221,7 @@ class NpuFusedOptimizerBase(FusedOptimizer):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._combined = CombinedTensors()
-        super().__init__(*args, **options)
-        self.set_grad_none = False
+        super().__init__(*args, **{"set_grad_none": False, **options})
 
     def _look(self) -> Sequence[Seen]:
         return self._combined.update(self.param_groups)

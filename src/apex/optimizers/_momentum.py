@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base import FusedOptimizer, Skip
+from ._base import FusedOptimizer, LossScaling
 from ._buckets import Bucket
-from ._checks import check_options
+from ._checks import check_nesterov, check_options
 
 BUFFER = "momentum_buffer"
 FRESH = "fresh"
@@ -36,12 +36,8 @@ class MomentumOptimizer(FusedOptimizer):
         materialize_master_grads: bool,
         **options: bool,
     ) -> None:
-        momentum = defaults["momentum"]
         check_options(defaults)
-        if defaults["nesterov"] and (momentum <= 0 or defaults["dampening"] != 0):
-            raise ValueError(
-                f"nesterov needs a momentum and no dampening, not {momentum=} and dampening={defaults['dampening']}"
-            )
+        check_nesterov(defaults)
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
         self.most_recent_scale: float | Tensor = 1.0
@@ -64,21 +60,21 @@ class MomentumOptimizer(FusedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimization step; returns the closure's loss."""
         loss = self._run_closure(closure)
-        self._step(self._with_recent_scale(self._skip_from_scaler()))
+        self._step(self._with_recent_scale(self._loss_scaling()))
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
         return loss
 
-    def _with_recent_scale(self, skip: Skip) -> Skip:
+    def _with_recent_scale(self, scaling: LossScaling) -> LossScaling:
         scale = self.most_recent_scale
         if not isinstance(scale, Tensor):
             if scale == 1.0:
-                return skip
+                return scaling
             scale = torch.full((1,), scale, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
         inverse = scale.double().reciprocal().to(torch.float32).reshape(1)
-        if skip.inverse_scale is not None:
-            inverse = inverse.to(skip.inverse_scale.device) * skip.inverse_scale
-        return Skip(skip.noop, inverse, skip.unscale)
+        if scaling.inverse_scale is not None:
+            inverse = inverse.to(scaling.inverse_scale.device) * scaling.inverse_scale
+        return LossScaling(scaling.found_inf, inverse, scaling.unscale)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return (BUFFER,) if group["momentum"] else ()
@@ -95,13 +91,13 @@ class MomentumOptimizer(FusedOptimizer):
             return state, None
         return state, FRESH if fresh else id(self._undampened[param]) if param in self._undampened else None
 
-    def _first(self, bucket: Bucket, skip: Skip) -> bool | Tensor:
+    def _first(self, bucket: Bucket, scaling: LossScaling) -> bool | Tensor:
         """Whether this is the bucket's first step; a number on the device where only that knows."""
         if bucket.kind is None:
             return False
         flag = self._undampened.get(bucket.params[0])
         if flag is None and bucket.kind == FRESH:
-            if skip.noop is None and not self.capturable:
+            if scaling.found_inf is None and not self.capturable:
                 bucket.kind = None
                 return True
             flag = torch.ones((), dtype=torch.float64, device=bucket.device)
@@ -109,10 +105,10 @@ class MomentumOptimizer(FusedOptimizer):
         return False if flag is None else flag
 
     @staticmethod
-    def _note_first(first: bool | Tensor, skip: Skip) -> None:
+    def _note_first(first: bool | Tensor, scaling: LossScaling) -> None:
         """After the step: it was the first, unless it was skipped."""
         if isinstance(first, Tensor):
-            first.mul_(0.0 if skip.noop is None else skip.noop.reshape(()) != 0)
+            first.mul_(0.0 if scaling.found_inf is None else scaling.found_inf.reshape(()) != 0)
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 

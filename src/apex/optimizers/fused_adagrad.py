@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
-from ._base import FusedOptimizer, Skip, compiled_function, state_dtype
+from ._base import FusedOptimizer, LossScaling, Options, compiled_function, state_dtype
 from ._buckets import Bucket
 
 
@@ -30,25 +31,14 @@ class FusedAdagrad(FusedOptimizer):
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
         super().__init__(
-            params,
-            {"lr": lr, "eps": eps, "weight_decay": weight_decay},
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
-            set_grad_none=set_grad_none,
+            params, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, set_grad_none=set_grad_none, **options
         )
 
-    @property
-    def multi_tensor_adagrad(self) -> Callable[..., Any]:
-        """`amp_C.multi_tensor_adagrad`, for subclasses written for the original."""
-        return compiled_function("multi_tensor_adagrad")
+    multi_tensor_adagrad = compiled_function("multi_tensor_adagrad")
 
     def state_dict(self) -> dict[str, Any]:
         """The state, with the options without which `torch.optim.Adagrad` could not go on from it."""
@@ -66,7 +56,7 @@ class FusedAdagrad(FusedOptimizer):
         start = group.get("initial_accumulator_value", 0)
         return torch.full_like(param, start, dtype=state_dtype(param), memory_format=torch.preserve_format)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         decoupled = bool(self.adagrad_w_mode)
         lr = group["lr"]
         if group.get("lr_decay"):
@@ -75,7 +65,6 @@ class FusedAdagrad(FusedOptimizer):
             rules.ADAGRAD,
             {"lr": lr, "eps": group["eps"], "weight_decay": group["weight_decay"], "decoupled": decoupled},
             (decoupled,),
-            noop=skip.noop,
-            grad_scale=skip.inverse_scale,
+            **scaling.arguments,
             seed=seed,
         )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..ops.multi_tensor import rules
-from ._base import FusedOptimizer, Skip
+from ._base import FusedOptimizer, LossScaling, adam_hyperparameters, compiled_function
 from ._buckets import Bucket
 
 
@@ -75,39 +74,20 @@ class FusedAdam(FusedOptimizer):
                 "apex.contrib.optimizers.FusedAdam does"
             )
         loss = self._run_closure(closure)
-        self._step(self._skip_from_scaler(**scaler))
+        self._step(self._loss_scaling(**scaler))
         return loss
 
-    @property
-    def multi_tensor_adam(self) -> Callable[..., Any]:
-        """`amp_C.multi_tensor_adam`, which subclasses of the original call."""
-        return importlib.import_module("amp_C").multi_tensor_adam
+    multi_tensor_adam = compiled_function("multi_tensor_adam")
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         decoupled = bool(self.adam_w_mode)
         bucket.lists.apply(
             rules.ADAM_AMSGRAD if group["amsgrad"] else rules.ADAM,
-            hyperparameters(group, step, decoupled),
+            adam_hyperparameters(group, step, decoupled=decoupled),
             (decoupled, bool(group["amsgrad"])),
-            noop=skip.noop,
-            grad_scale=skip.inverse_scale,
+            **scaling.arguments,
             seed=seed,
         )
-
-
-def hyperparameters(group: dict[str, Any], step: Any, decoupled: bool) -> dict[str, Any]:
-    """What Adam's rules take: of a parameter group, at a step that counts from 1."""
-    beta1, beta2 = group["betas"]
-    return {
-        "lr": group["lr"],
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": group["eps"],
-        "weight_decay": group["weight_decay"],
-        "step": step,
-        "bias_correction": bool(group["bias_correction"]),
-        "decoupled": decoupled,
-    }

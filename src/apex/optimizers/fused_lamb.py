@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..ops.multi_tensor import lamb_step, rules
-from ._base import FusedOptimizer, Skip, compiled_function
+from ._base import FusedOptimizer, LossScaling, Options, adam_hyperparameters, compiled_function
 from ._buckets import Bucket
 from ._norms import clipped_together
 
@@ -41,10 +42,7 @@ class FusedLAMB(FusedOptimizer):
         set_grad_none: bool = True,
         max_grad_norm: float | None = 1.0,
         use_nvlamb: bool = False,
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         if amsgrad:
             raise RuntimeError(f"{type(self).__name__} does not support the AMSGrad variant")
@@ -60,50 +58,26 @@ class FusedLAMB(FusedOptimizer):
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
         # What this step's gradients are multiplied by, the loss scale included.
-        self._clipping: Skip | None = None
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
-            set_grad_none=set_grad_none,
-        )
+        self._clipping: LossScaling | None = None
+        super().__init__(params, defaults, set_grad_none=set_grad_none, **options)
 
-    @property
-    def multi_tensor_lamb(self) -> Callable[..., Any]:
-        """`amp_C.multi_tensor_lamb`, for subclasses written for the original."""
-        return compiled_function("multi_tensor_lamb")
+    multi_tensor_lamb = compiled_function("multi_tensor_lamb")
 
-    @property
-    def multi_tensor_l2norm(self) -> Callable[..., Any]:
-        """`amp_C.multi_tensor_l2norm`, for subclasses written for the original."""
-        return compiled_function("multi_tensor_l2norm")
+    multi_tensor_l2norm = compiled_function("multi_tensor_l2norm")
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq")
 
-    def _before_update(self, skip: Skip) -> None:
+    def _before_update(self, scaling: LossScaling) -> None:
         limit = self.defaults["max_grad_norm"]
-        self._clipping = clipped_together([bucket for _, bucket in self._ready], skip, limit) if limit else None
+        self._clipping = clipped_together([bucket for _, bucket in self._ready], scaling, limit) if limit else None
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         if self._clipping is not None:
-            skip = self._clipping.on(bucket.device)
-        beta1, beta2 = group["betas"]
+            scaling = self._clipping.on(bucket.device)
         flags = (bool(self.adam_w_mode),)
-        hyper = {
-            "lr": group["lr"],
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "step": step,
-            "bias_correction": bool(group["bias_correction"]),
-            "grad_averaging": bool(group["grad_averaging"]),
-        }
-        scaling: dict[str, Any] = {"noop": skip.noop, "grad_scale": skip.inverse_scale}
+        hyper = adam_hyperparameters(group, step, grad_averaging=bool(group["grad_averaging"]))
         if not (self.use_nvlamb or group["weight_decay"]):
-            bucket.lists.apply(rules.LAMB_UNSCALED, hyper, flags, seed=seed, **scaling)
+            bucket.lists.apply(rules.LAMB_UNSCALED, hyper, flags, seed=seed, **scaling.arguments)
             return
-        lamb_step(bucket.lists, hyper, flags, seed=seed, **scaling)
+        lamb_step(bucket.lists, hyper, flags, seed=seed, **scaling.arguments)

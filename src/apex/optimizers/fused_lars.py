@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import required
+from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
-from ._base import Skip, compiled_function
+from ._base import LossScaling, Options, compiled_function
 from ._buckets import Bucket
 from ._momentum import MomentumOptimizer
 
@@ -42,10 +42,7 @@ class FusedLARS(MomentumOptimizer):
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -64,22 +61,16 @@ class FusedLARS(MomentumOptimizer):
             defaults,
             wd_after_momentum=wd_after_momentum,
             materialize_master_grads=materialize_master_grads,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
             set_grad_none=set_grad_none,
+            **options,
         )
 
-    @property
-    def multi_tensor_lars(self) -> Callable[..., Any]:
-        """`amp_C.multi_tensor_lars`, for subclasses written for the original."""
-        return compiled_function("multi_tensor_lars")
+    multi_tensor_lars = compiled_function("multi_tensor_lars")
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         adapts = not group["is_skipped"]
-        scaling: dict[str, Any] = {"noop": skip.noop, "grad_scale": skip.inverse_scale}
-        norms = bucket.lists.apply(rules.LARS_NORMS, {}, **scaling) if adapts else None
-        first = self._first(bucket, skip)
+        norms = bucket.lists.apply(rules.LARS_NORMS, {}, **scaling.arguments) if adapts else None
+        first = self._first(bucket, scaling)
         hyper: dict[str, Any] = {
             "lr": group["lr"],
             "weight_decay": group["weight_decay"],
@@ -94,6 +85,6 @@ class FusedLARS(MomentumOptimizer):
             (bool(group["nesterov"]), bool(self.wd_after_momentum), adapts),
             whole=norms,
             seed=seed,
-            **scaling,
+            **scaling.arguments,
         )
-        self._note_first(first, skip)
+        self._note_first(first, scaling)

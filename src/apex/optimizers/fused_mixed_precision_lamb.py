@@ -67,7 +67,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     ) -> Any:
         """One optimization step; returns the closure's loss. Takes a `torch.amp.GradScaler` as `grad_scaler`."""
         loss = self._run_closure(closure)
-        self._step(self._skip_from_scaler(**scaler))
+        self._step(self._loss_scaling(**scaler))
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

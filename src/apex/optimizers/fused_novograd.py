@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..ops._transfer import HOST
 from ..ops.multi_tensor import rules
-from ._base import LOW_PRECISION, FusedOptimizer, Skip, compiled_function
+from ._base import LOW_PRECISION, FusedOptimizer, LossScaling, Options, adam_hyperparameters, compiled_function
 from ._buckets import Bucket
 from ._checkpoints import check_saved
 
@@ -50,10 +51,7 @@ class FusedNovoGrad(FusedOptimizer):
         norm_type: int = 2,
         init_zero: bool = False,
         set_grad_none: bool = True,
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant")
@@ -68,47 +66,27 @@ class FusedNovoGrad(FusedOptimizer):
             "init_zero": init_zero,
         }
         self.moment_mode = 0 if reg_inside_moment else 1
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
-            set_grad_none=set_grad_none,
-        )
+        super().__init__(params, defaults, set_grad_none=set_grad_none, **options)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         super()._check_options(options)
         if options["norm_type"] not in (0, 2):
             raise ValueError(f"norm_type={options['norm_type']!r} is neither 2 (L2) nor 0 (largest absolute value)")
 
-    @property
-    def multi_tensor_novograd(self) -> Callable[..., Any]:
-        """`amp_C.multi_tensor_novograd`, for subclasses written for the original."""
-        return compiled_function("multi_tensor_novograd")
+    multi_tensor_novograd = compiled_function("multi_tensor_novograd")
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return ("exp_avg",)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
-        beta1, beta2 = group["betas"]
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         squares = group["norm_type"] == 2
         inside = self.moment_mode == 0
-        scaling: dict[str, Any] = {"noop": skip.noop, "grad_scale": skip.inverse_scale}
         averages = self._averages(group, bucket)
-        bucket.lists.measured_average(rules.SQUARE_SUM if squares else rules.MAXIMUM, averages, 1 - beta2, **scaling)
-        hyper = {
-            "lr": group["lr"],
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "step": step,
-            "bias_correction": bool(group["bias_correction"]),
-            "grad_averaging": bool(group["grad_averaging"]),
-            "inside": inside,
-        }
-        bucket.lists.apply(rules.NOVOGRAD, hyper, (inside, squares), whole=averages, seed=seed, **scaling)
+        bucket.lists.measured_average(
+            rules.SQUARE_SUM if squares else rules.MAXIMUM, averages, 1 - group["betas"][1], **scaling.arguments
+        )
+        hyper = adam_hyperparameters(group, step, grad_averaging=bool(group["grad_averaging"]), inside=inside)
+        bucket.lists.apply(rules.NOVOGRAD, hyper, (inside, squares), whole=averages, seed=seed, **scaling.arguments)
 
     # The average of each parameter's norm -----------------------------------------------------------------------------
 

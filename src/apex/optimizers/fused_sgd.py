@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import required
+from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
-from ._base import Skip, compiled_function, momentum_dtype
+from ._base import LossScaling, Options, compiled_function, momentum_dtype
 from ._buckets import Bucket
 from ._momentum import BUFFER, MomentumOptimizer
 
@@ -35,10 +35,7 @@ class FusedSGD(MomentumOptimizer):
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -52,35 +49,29 @@ class FusedSGD(MomentumOptimizer):
             defaults,
             wd_after_momentum=wd_after_momentum,
             materialize_master_grads=materialize_master_grads,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
             set_grad_none=set_grad_none,
+            **options,
         )
 
-    @property
-    def multi_tensor_sgd(self) -> Callable[..., Any]:
-        """`amp_C.multi_tensor_sgd`, for subclasses written for the original."""
-        return compiled_function("multi_tensor_sgd")
+    multi_tensor_sgd = compiled_function("multi_tensor_sgd")
 
     def _initial_state(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:
         if self.master_weights:
             return super()._initial_state(name, param, group)
         return torch.zeros_like(param, dtype=momentum_dtype(param), memory_format=torch.preserve_format)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         hyper: dict[str, Any] = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
         if not bucket.names:
-            bucket.lists.apply(rules.PLAIN_SGD, hyper, noop=skip.noop, grad_scale=skip.inverse_scale, seed=seed)
+            bucket.lists.apply(rules.PLAIN_SGD, hyper, **scaling.arguments, seed=seed)
             return
-        first = self._first(bucket, skip)
+        first = self._first(bucket, scaling)
         hyper |= {"momentum": group["momentum"], "dampening": group["dampening"], "first": first}
         bucket.lists.apply(
             rules.SGD,
             hyper,
             rules.sgd_flags(group["nesterov"], self.wd_after_momentum, [bucket.states[0][BUFFER]]),
-            noop=skip.noop,
-            grad_scale=skip.inverse_scale,
+            **scaling.arguments,
             seed=seed,
         )
-        self._note_first(first, skip)
+        self._note_first(first, scaling)

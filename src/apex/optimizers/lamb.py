@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
-from ._base import Skip
+from ._base import LossScaling, Options, adam_hyperparameters
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
 
@@ -35,44 +36,26 @@ class Lamb(NpuFusedOptimizerBase):
         eps: float = 1e-6,
         weight_decay: float = 0,
         adam: bool = False,
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         self.adam = adam
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
-        )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **options)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return "exp_avg", "exp_avg_sq"
 
-    def _clipped(self, skip: Skip) -> Skip:
-        """`skip` with what gradients are multiplied by before they are used."""
-        return skip
+    def _clipped(self, scaling: LossScaling) -> LossScaling:
+        """`scaling` with what gradients are multiplied by before they are used."""
+        return scaling
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
-        beta1, beta2 = group["betas"]
-        hyper = {
-            "lr": group["lr"],
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "step": step,
-            "bias_correction": False,
-        }
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+        hyper = adam_hyperparameters(group, step)
         lists, flags = bucket.lists, (True,)
-        factor = self._clipped(skip).on(bucket.device).inverse_scale
+        factor = self._clipped(scaling).on(bucket.device).inverse_scale
         if self.adam:
-            lists.apply(rules.LAMB_UNSCALED, hyper, flags, noop=skip.noop, grad_scale=factor, seed=seed)
+            lists.apply(rules.LAMB_UNSCALED, hyper, flags, noop=scaling.found_inf, grad_scale=factor, seed=seed)
             return
-        squares = lists.apply(rules.LAMB_MOMENTS, hyper, flags, noop=skip.noop, grad_scale=factor)
+        squares = lists.apply(rules.LAMB_MOMENTS, hyper, flags, noop=scaling.found_inf, grad_scale=factor)
         assert squares is not None
         squares[:, 0].clamp_(max=LONGEST_WEIGHT**2)
-        lists.apply(rules.LAMB_STEP, hyper, flags, noop=skip.noop, whole=squares, seed=seed)
+        lists.apply(rules.LAMB_STEP, hyper, flags, noop=scaling.found_inf, whole=squares, seed=seed)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
-from ._base import Skip
+from ._base import LossScaling, Options
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
 
@@ -25,22 +26,13 @@ class NpuFusedAdadelta(NpuFusedOptimizerBase):
         rho: float = 0.9,
         eps: float = 1e-6,
         weight_decay: float = 0,
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            params,
-            {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay},
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
-        )
+        super().__init__(params, {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay}, **options)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return "square_avg", "acc_delta"
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         hyper = {name: group[name] for name in ("lr", "rho", "eps", "weight_decay")}
-        bucket.lists.apply(rules.ADADELTA, hyper, noop=skip.noop, grad_scale=skip.inverse_scale, seed=seed)
+        bucket.lists.apply(rules.ADADELTA, hyper, **scaling.arguments, seed=seed)

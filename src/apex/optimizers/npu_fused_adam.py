@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ._base import Skip
+from ._base import LossScaling, Options
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
 from ._parameter_steps import ParameterSteps
@@ -26,10 +27,7 @@ class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):
         eps: float = 1e-8,
         weight_decay: float = 0,
         amsgrad: bool = False,
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params,
@@ -39,10 +37,8 @@ class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):
             adam_w_mode=self._decoupled,
             weight_decay=weight_decay,
             amsgrad=amsgrad,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
+            **options,
         )
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
-        super()._update(group, bucket, self._step_of(bucket, step), skip, seed)
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+        super()._update(group, bucket, self._step_of(bucket, step), scaling, seed)

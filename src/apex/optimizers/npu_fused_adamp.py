@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
 from ..ops.multi_tensor.rows import RowLists, make_row_lists, projection_thresholds, rows_are_stretches
-from ._base import Skip
+from ._base import LossScaling, Options
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
 from ._parameter_steps import ParameterSteps
@@ -39,10 +40,7 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
         delta: float = 0.1,
         wd_ratio: float = 0.1,
         nesterov: bool = False,
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -53,13 +51,7 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
             "wd_ratio": wd_ratio,
             "nesterov": nesterov,
         }
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
-        )
+        super().__init__(params, defaults, **options)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return "exp_avg", "exp_avg_sq"
@@ -68,7 +60,7 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
         # Rows that are no stretches of memory are nothing that a kernel could walk along.
         return super()._kind(param, state), rows_are_stretches(param)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         rows = bucket.lists
         assert isinstance(rows, RowLists)
         limits = bucket.kept.get(_THRESHOLDS)
@@ -78,8 +70,7 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
         hyper = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
         hyper["step"] = self._step_of(bucket, step)
         nesterov = bool(group["nesterov"])
-        scaling: dict[str, Any] = {"noop": skip.noop, "grad_scale": skip.inverse_scale}
-        found = rows.apply(rules.ADAMP_MEASURE, hyper, (nesterov,), **scaling)
+        found = rows.apply(rules.ADAMP_MEASURE, hyper, (nesterov,), **scaling.arguments)
         assert found is not None
         whole = rows.project(
             found,
@@ -90,4 +81,4 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
             ratio=group["wd_ratio"],
         )
         rule = rules.ADAMP_NESTEROV if nesterov else rules.ADAMP
-        rows.apply(rule, hyper, (nesterov,), whole=whole, seed=seed, **scaling)
+        rows.apply(rule, hyper, (nesterov,), whole=whole, seed=seed, **scaling.arguments)

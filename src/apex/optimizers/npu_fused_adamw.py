@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ._base import Options
 from .npu_fused_adam import NpuFusedAdam
 
 
@@ -22,19 +24,6 @@ class NpuFusedAdamW(NpuFusedAdam):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

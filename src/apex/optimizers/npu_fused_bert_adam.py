@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import required
+from typing_extensions import Unpack
 
 from ..ops._transfer import HOST
 from ..ops.multi_tensor import rules
-from ._base import Skip
+from ._base import LossScaling, Options
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
 from ._norms import clipped, global_norm
@@ -85,10 +86,7 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, ParameterSteps):
         e: float = 1e-6,
         weight_decay: float = 0.01,
         max_grad_norm: float = -1,
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -102,13 +100,7 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, ParameterSteps):
             "max_grad_norm": max_grad_norm,
         }
         self.global_grad_norm: Tensor | None = None
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
-        )
+        super().__init__(params, defaults, **options)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """Raises for hyperparameters of a group that are not usable; -1 stands for a limit or a warmup left out."""
@@ -146,17 +138,17 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, ParameterSteps):
         self.global_grad_norm = total.reshape(1)
         return self.global_grad_norm
 
-    def _before_update(self, skip: Skip) -> None:
-        self.global_grad_norm = global_norm([bucket for _, bucket in self._ready], skip) if self._clips else None
+    def _before_update(self, scaling: LossScaling) -> None:
+        self.global_grad_norm = global_norm([bucket for _, bucket in self._ready], scaling) if self._clips else None
 
     def _rate(self, group: dict[str, Any], step: Any) -> Any:
         if group["t_total"] == -1:
             return group["lr"]
         return group["lr"] * SCHEDULES[group["schedule"]]((step - 1) / group["t_total"], group["warmup"])
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         if group["max_grad_norm"] > 0:
-            skip = clipped(skip, self.global_grad_norm, group["max_grad_norm"]).on(bucket.device)
+            scaling = clipped(scaling, self.global_grad_norm, group["max_grad_norm"]).on(bucket.device)
         step = self._step_of(bucket, step)
         hyper = {
             "lr": self._rate(group, step),
@@ -167,4 +159,4 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, ParameterSteps):
             "step": step,
             "bias_correction": False,
         }
-        bucket.lists.apply(rules.ADAM, hyper, (True,), noop=skip.noop, grad_scale=skip.inverse_scale, seed=seed)
+        bucket.lists.apply(rules.ADAM, hyper, (True,), **scaling.arguments, seed=seed)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ._base import Skip
+from ._base import LossScaling, Options
 from ._norms import clipped_together
 from .lamb import Lamb
 
@@ -23,29 +24,16 @@ class NpuFusedLamb(Lamb):
         weight_decay: float = 0,
         adam: bool = False,
         use_global_grad_norm: bool = False,
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            adam,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, adam, **options)
         self.use_global_grad_norm = use_global_grad_norm
         # What this step's gradients are multiplied by, the loss scale included.
-        self._clipping: Skip | None = None
+        self._clipping: LossScaling | None = None
 
-    def _before_update(self, skip: Skip) -> None:
+    def _before_update(self, scaling: LossScaling) -> None:
         buckets = [bucket for _, bucket in self._ready]
-        self._clipping = clipped_together(buckets, skip, 1.0) if self.use_global_grad_norm else None
+        self._clipping = clipped_together(buckets, scaling, 1.0) if self.use_global_grad_norm else None
 
-    def _clipped(self, skip: Skip) -> Skip:
-        return self._clipping or skip
+    def _clipped(self, scaling: LossScaling) -> LossScaling:
+        return self._clipping or scaling

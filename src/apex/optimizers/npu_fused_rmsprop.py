@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
-from ._base import Skip
+from ._base import LossScaling, Options
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
 
@@ -22,6 +24,8 @@ class NpuFusedRMSprop(NpuFusedOptimizerBase):
 
     # TensorFlow has epsilon below the root.
     _epsilon_below_root = False
+    # Defaults of a subclass's own.
+    _more_defaults: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,
@@ -32,11 +36,7 @@ class NpuFusedRMSprop(NpuFusedOptimizerBase):
         weight_decay: float = 0,
         momentum: float = 0,
         centered: bool = False,
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
-        **more: Any,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -45,15 +45,9 @@ class NpuFusedRMSprop(NpuFusedOptimizerBase):
             "weight_decay": weight_decay,
             "momentum": momentum,
             "centered": centered,
-            **more,
+            **self._more_defaults,
         }
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
-        )
+        super().__init__(params, defaults, **options)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         buffer = ("momentum_buffer",) if group["momentum"] > 0 else ()
@@ -63,13 +57,6 @@ class NpuFusedRMSprop(NpuFusedOptimizerBase):
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return {name: group[name] for name in ("lr", "alpha", "eps", "weight_decay", "momentum")}
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         flags = (bool(group["centered"]), group["momentum"] > 0, self._epsilon_below_root)
-        bucket.lists.apply(
-            _RULES[flags[0] + flags[1]],
-            self._hyper(group),
-            flags,
-            noop=skip.noop,
-            grad_scale=skip.inverse_scale,
-            seed=seed,
-        )
+        bucket.lists.apply(_RULES[flags[0] + flags[1]], self._hyper(group), flags, **scaling.arguments, seed=seed)

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ._base import state_dtype
+from ._base import Options, state_dtype
 from .npu_fused_rmsprop import NpuFusedRMSprop
 
 
@@ -32,25 +33,10 @@ class NpuFusedRMSpropTF(NpuFusedRMSprop):
         centered: bool = False,
         decoupled_decay: bool = False,
         lr_in_momentum: bool = True,
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            alpha,
-            eps,
-            weight_decay,
-            momentum,
-            centered,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
-            decoupled_decay=decoupled_decay,
-            lr_in_momentum=lr_in_momentum,
-        )
+        self._more_defaults = {"decoupled_decay": decoupled_decay, "lr_in_momentum": lr_in_momentum}
+        super().__init__(params, lr, alpha, eps, weight_decay, momentum, centered, **options)
 
     def _initial_state(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:
         if name == "square_avg":

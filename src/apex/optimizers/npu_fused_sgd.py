@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import required
+from typing_extensions import Unpack
 
+from ._base import Options
 from ._combined import NpuFusedOptimizerBase
 from .fused_sgd import FusedSGD
 
@@ -22,19 +24,6 @@ class NpuFusedSGD(NpuFusedOptimizerBase, FusedSGD):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
-        )
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **options)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...ops.multi_tensor import rules
-from ...optimizers._base import FusedOptimizer, Skip
+from ...optimizers._base import FusedOptimizer, LossScaling
 from ...optimizers._buckets import Bucket
 
 # The name under which a parameter's state has its average, between a step and the next one.
@@ -117,13 +117,15 @@ class FusedAdamSWA(FusedOptimizer):
     ) -> Any:
         """One optimization step; returns the closure's loss. Gradients are multiplied by `grad_clip_scale`."""
         loss = self._run_closure(closure)
-        skip = self._skip_from_scaler()
+        scaling = self._loss_scaling()
         if grad_clip_scale is not None:
-            skip = Skip(skip.noop, self._combined(skip.inverse_scale, grad_clip_scale), skip.unscale)
-        if skip.noop is not None and self.swa_param_groups[0]["n_averaged"] == 0:
+            scaling = LossScaling(
+                scaling.found_inf, self._combined(scaling.inverse_scale, grad_clip_scale), scaling.unscale
+            )
+        if scaling.found_inf is not None and self.swa_param_groups[0]["n_averaged"] == 0:
             # An overflow, of which the host does not hear, must not leave averages without a start.
             self._start_averages(list(self._averages))
-        self._step(skip)
+        self._step(scaling)
         self._average_the_rest()
         self.swa_param_groups[0]["n_averaged"] += 1
         return loss
@@ -158,7 +160,7 @@ class FusedAdamSWA(FusedOptimizer):
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return "exp_avg", "exp_avg_sq", _AVERAGE
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, skip: Skip, seed: int | None) -> None:
+    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         beta1, beta2 = group["betas"]
         decoupled = self.adam_math_mode is AdamMathType.ApexAdamW
         hyper = {
@@ -176,8 +178,7 @@ class FusedAdamSWA(FusedOptimizer):
             rules.ADAM_AVERAGE,
             hyper,
             (decoupled, False, self.swa_param_groups[0]["n_averaged"] == 0),
-            noop=skip.noop,
-            grad_scale=skip.inverse_scale,
+            **scaling.arguments,
         )
 
     def state_dict(self) -> dict[str, Any]:

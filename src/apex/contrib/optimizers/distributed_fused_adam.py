@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...ops.multi_tensor import Lists, rules
+from ...optimizers._base import adam_hyperparameters
 from ...optimizers._checks import check_options
-from ...optimizers.fused_adam import hyperparameters
 from ._zero import formats
 from ._zero.arena import Arena, Dtypes
 from ._zero.groups import Groups, own_world
@@ -162,7 +162,7 @@ class DistributedFusedAdam(ZeroOptimizer):
         decoupled = bool(self.adam_w_mode)
         lists.apply(
             rules.ADAM_AMSGRAD if self.amsgrad else rules.ADAM,
-            hyperparameters(group, step, decoupled),
+            adam_hyperparameters(group, step, decoupled=decoupled),
             (decoupled, self.amsgrad),
             noop=noop,
             grad_scale=scale,

@@ -12,7 +12,7 @@ from torch.optim.optimizer import required
 from ...ops.multi_tensor import rules
 from ...ops.multi_tensor.op import number, update
 from ...optimizers._base import momentum_dtype
-from ...optimizers._checks import check_options
+from ...optimizers._checks import check_nesterov, check_options
 from ._explicit_grads import ExplicitGradsOptimizer, Member
 
 _NAMES = ("params", "grads", "momentum_buffer", "", "", "output_params")
@@ -49,8 +49,7 @@ class FusedSGD(ExplicitGradsOptimizer):
             "nesterov": nesterov,
         }
         check_options(defaults)
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError(f"nesterov needs a momentum (is {momentum}) and no dampening (is {dampening})")
+        check_nesterov(defaults)
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
         super().__init__(params, defaults)
