@@ -336,6 +336,19 @@ def test_copies_have_weights_of_their_own(level: str) -> None:
     torch.testing.assert_close(twin(x).float(), model(x).float(), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_copy_that_is_cast_takes_inputs_of_its_own_type(level: str) -> None:
+    model, _ = prepared(level)
+    x = batch(0)[0]
+    twin = copy.deepcopy(model)
+    rounded = twin(x)  # still in half precision
+    twin.float().eval()
+    plain = small_model().eval()
+    plain.load_state_dict(twin.state_dict())
+    assert torch.equal(twin(x), plain(x))
+    torch.testing.assert_close(model(x), rounded)
+
+
 @levels
 def test_whole_models_can_be_pickled(level: str) -> None:
     model, optimizer = prepared(level)

@@ -6,6 +6,7 @@ what they saw before.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
@@ -134,10 +135,13 @@ class CastForward:
 
     __name__ = "forward"
 
-    def __init__(self, model: nn.Module, casts: ForwardCasts, own: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, casts: ForwardCasts, own: Callable[..., Any] | None = None, is_copy: bool = False
+    ) -> None:
         self.model = weakref.ref(model)
         self.casts = casts
         self.own = own
+        self.is_copy = is_copy
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -150,10 +154,16 @@ class CastForward:
         return functools.partial(type(model).forward, model)  # looked up now: a lazy or sharded model changes its class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.casts.run(self.__wrapped__, args, kwargs)
+        casts = self.casts
+        if self.is_copy and casts.inputs is not None and not self._has_weights_of(casts.inputs):
+            casts = dataclasses.replace(casts, inputs=None)  # a copy that was cast since, as by `.float()`
+        return casts.run(self.__wrapped__, args, kwargs)
+
+    def _has_weights_of(self, dtype: torch.dtype) -> bool:
+        return any(param.dtype == dtype for param in self.model().parameters())  # type: ignore[union-attr]
 
     def __reduce__(self) -> Any:
-        return CastForward, (self.model(), self.casts, self.own)
+        return CastForward, (self.model(), self.casts, self.own, True)
 
     def replicate(self) -> nn.Module:
         """Takes the place of the model's `_replicate_for_data_parallel`, whose result shares its attributes."""
