@@ -1,0 +1,140 @@
+"""Upstream's autograd Functions of multihead attention, which take their arguments by position.
+
+Sequences are [length, batch, embedding]. `mask` is [queries, keys] with `use_time_mask`, else [batch, keys]; nonzero
+hides a key, or with an additive mask the values are added to the logits. There is dropout only if `is_training`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops import multihead
+from ...ops._library import once_differentiable
+from ...ops.multihead import explicit
+
+# Step by step, with a backward pass from what each step left.
+
+
+class SelfAttnFunc(torch.autograd.Function):
+    """(use_time_mask, is_training, heads, scale, inputs, input_weights, output_weights, input_biases, output_biases,
+    mask, is_additive_mask, dropout_prob): self attention with both projections; biases may be None."""
+
+    @staticmethod
+    def forward(ctx, use_time_mask, is_training, heads, scale, *arguments) -> Tensor:  # type: ignore[override]
+        *given, mask, is_additive_mask, dropout_prob = arguments
+        dropout = dropout_prob if is_training else 0.0
+        tensors = explicit.in_autocast_dtype(*given)
+        cover = multihead.make_mask(mask, use_time_mask, is_additive_mask)
+        outputs, packed, core = explicit.self_forward(*tensors, heads=heads, scale=scale, mask=cover, dropout=dropout)
+        ctx.save_for_backward(*tensors[:3], packed, core.context, core.probabilities, core.dropped, core.noise)
+        ctx.settings = heads, scale, dropout, given[3] is not None
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, output_grads: Tensor):  # type: ignore[override]
+        gradients = explicit.self_backward(output_grads, *ctx.saved_tensors, *ctx.settings)
+        return None, None, None, None, *gradients, None, None, None
+
+
+class EncdecAttnFunc(torch.autograd.Function):
+    """(use_time_mask, is_training, heads, scale, inputs_q, inputs_kv, input_weights_q, input_weights_kv,
+    output_weights, input_biases_q, input_biases_kv, output_biases, mask, dropout_prob): attention of `inputs_q` to
+    `inputs_kv` with all projections; biases may be None."""
+
+    @staticmethod
+    def forward(ctx, use_time_mask, is_training, heads, scale, *arguments) -> Tensor:  # type: ignore[override]
+        *given, mask, dropout_prob = arguments
+        dropout = dropout_prob if is_training else 0.0
+        tensors = explicit.in_autocast_dtype(*given)
+        cover = multihead.make_mask(mask, use_time_mask, additive=False)
+        outputs, projected, packed, core = explicit.encdec_forward(
+            *tensors, heads=heads, scale=scale, mask=cover, dropout=dropout
+        )
+        results = projected, packed, core.context, core.probabilities, core.dropped, core.noise
+        ctx.save_for_backward(*tensors[:5], *results)
+        ctx.settings = heads, scale, dropout, given[5] is not None
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, output_grads: Tensor):  # type: ignore[override]
+        gradients = explicit.encdec_backward(output_grads, *ctx.saved_tensors, *ctx.settings)
+        return None, None, None, None, *gradients, None, None
+
+
+# Through PyTorch's fused attention, which has its own derivative; the logits are never stored.
+
+
+class _FastFunction(torch.autograd.Function):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        wanted = [leaf for leaf in ctx.leaves if leaf is not None and leaf.requires_grad]
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        found = iter(torch.autograd.grad(ctx.output, wanted, gradient, retain_graph=keep))
+        gradients = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in ctx.leaves]
+        return None, None, None, *gradients, *(None,) * (len(ctx.needs_input_grad) - 3 - len(gradients))
+
+
+def _forward_with_graph(
+    ctx: Any, compute: Callable[..., Tensor], tensors: Sequence[Tensor | None], **options: Any
+) -> Tensor:
+    """compute(*tensors, **options), keeping the graph that leads back to those that want a gradient."""
+    wanted = ctx.needs_input_grad[3 : 3 + len(tensors)]
+    leaves = [None if t is None else t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
+    with torch.enable_grad():
+        ctx.output = compute(*leaves, **options)
+    ctx.leaves = leaves
+    return ctx.output.detach()
+
+
+class FastSelfAttnFunc(_FastFunction):
+    """(use_time_mask, is_training, heads, inputs, input_weights, output_weights, input_biases, output_biases, pad_mask,
+    mask_additive, dropout_prob): as `SelfAttnFunc` with the scale of the head's size."""
+
+    @staticmethod
+    def forward(ctx, use_time_mask, is_training, heads, *arguments) -> Tensor:  # type: ignore[override]
+        *tensors, pad_mask, mask_additive, dropout_prob = arguments
+        mask = multihead.make_mask(pad_mask, use_time_mask, mask_additive)
+        dropout = dropout_prob if is_training else 0.0
+        return _forward_with_graph(ctx, multihead.self_attention, tensors, heads=heads, mask=mask, dropout=dropout)
+
+
+def _fast_forward(ctx, compute, use_time_mask, is_training, heads, *arguments) -> Tensor:  # type: ignore[no-untyped-def]
+    *tensors, pad_mask, dropout_prob = arguments
+    mask = multihead.make_mask(pad_mask, use_time_mask, additive=False)
+    dropout = dropout_prob if is_training else 0.0
+    return _forward_with_graph(ctx, compute, tensors, heads=heads, mask=mask, dropout=dropout)
+
+
+class FastSelfAttnNormAddFunc(_FastFunction):
+    """(use_time_mask, is_training, heads, inputs, lyr_nrm_gamma_weights, lyr_nrm_beta_weights, input_weights,
+    output_weights, pad_mask, dropout_prob): `inputs` + dropout(`FastSelfAttnFunc` of their layer norm)."""
+
+    @staticmethod
+    def forward(ctx, *arguments) -> Tensor:  # type: ignore[override]
+        return _fast_forward(ctx, multihead.self_attention_norm_add, *arguments)
+
+
+class FastEncdecAttnFunc(_FastFunction):
+    """(use_time_mask, is_training, heads, inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights,
+    pad_mask, dropout_prob): as `EncdecAttnFunc` with the scale of the head's size and without biases."""
+
+    @staticmethod
+    def forward(ctx, *arguments) -> Tensor:  # type: ignore[override]
+        return _fast_forward(ctx, multihead.encdec_attention, *arguments)
+
+
+class FastEncdecAttnNormAddFunc(_FastFunction):
+    """(use_time_mask, is_training, heads, inputs_q, inputs_kv, lyr_nrm_gamma_weights, lyr_nrm_beta_weights,
+    input_weights_q, input_weights_kv, output_weights, pad_mask, dropout_prob):
+    `inputs_q` + dropout(`FastEncdecAttnFunc` of their layer norm to `inputs_kv`)."""
+
+    @staticmethod
+    def forward(ctx, *arguments) -> Tensor:  # type: ignore[override]
+        return _fast_forward(ctx, multihead.encdec_attention_norm_add, *arguments)
