@@ -27,7 +27,7 @@ class FusedLayerNormAffineFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
         return norm.forward_and_save(
-            ctx, input, weight, bias, normalized_shape, eps, memory_efficient, subtract_mean=True, out_dtype=input.dtype
+            ctx, input, weight, bias, normalized_shape, eps, memory_efficient, True, input.dtype
         )
 
     @staticmethod
@@ -41,15 +41,7 @@ class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
     @staticmethod
     def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
         return norm.forward_and_save(
-            ctx,
-            input,
-            weight,
-            bias,
-            normalized_shape,
-            eps,
-            memory_efficient,
-            subtract_mean=True,
-            out_dtype=weight.dtype,
+            ctx, input, weight, bias, normalized_shape, eps, memory_efficient, True, weight.dtype
         )
 
 
@@ -58,9 +50,7 @@ class FusedLayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, input, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
-        return norm.forward_and_save(
-            ctx, input, None, None, normalized_shape, eps, memory_efficient, subtract_mean=True, out_dtype=input.dtype
-        )
+        return norm.forward_and_save(ctx, input, None, None, normalized_shape, eps, memory_efficient, True, input.dtype)
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[override]
@@ -73,15 +63,7 @@ class FusedRMSNormAffineFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
         return norm.forward_and_save(
-            ctx,
-            input,
-            weight,
-            None,
-            normalized_shape,
-            eps,
-            memory_efficient,
-            subtract_mean=False,
-            out_dtype=input.dtype,
+            ctx, input, weight, None, normalized_shape, eps, memory_efficient, False, input.dtype
         )
 
     @staticmethod
@@ -95,15 +77,7 @@ class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
     @staticmethod
     def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
         return norm.forward_and_save(
-            ctx,
-            input,
-            weight,
-            None,
-            normalized_shape,
-            eps,
-            memory_efficient,
-            subtract_mean=False,
-            out_dtype=weight.dtype,
+            ctx, input, weight, None, normalized_shape, eps, memory_efficient, False, weight.dtype
         )
 
 
@@ -113,7 +87,7 @@ class FusedRMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
         return norm.forward_and_save(
-            ctx, input, None, None, normalized_shape, eps, memory_efficient, subtract_mean=False, out_dtype=input.dtype
+            ctx, input, None, None, normalized_shape, eps, memory_efficient, False, input.dtype
         )
 
     @staticmethod
@@ -172,11 +146,7 @@ def mixed_dtype_fused_layer_norm_affine(
 
 
 def fused_rms_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    normalized_shape: NormalizedShape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
+    input: Tensor, weight: Tensor, normalized_shape: NormalizedShape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """RMS norm with a weight, in the input's dtype."""
     input, weight = _cast_for_autocast(input, weight)
@@ -192,11 +162,7 @@ def fused_rms_norm(
 
 
 def mixed_dtype_fused_rms_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    normalized_shape: NormalizedShape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
+    input: Tensor, weight: Tensor, normalized_shape: NormalizedShape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """RMS norm with a weight, in the weight's dtype."""
     check_tensors(weight=weight)
@@ -226,9 +192,15 @@ class _Norm(nn.Module):
 
     normalized_shape: tuple[int, ...]
     weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    _has_bias = False
 
     def __init__(
-        self, normalized_shape: NormalizedShape, eps: float, elementwise_affine: bool, memory_efficient: bool
+        self,
+        normalized_shape: NormalizedShape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
     ) -> None:
         super().__init__()
         if isinstance(normalized_shape, numbers.Integral):
@@ -237,11 +209,15 @@ class _Norm(nn.Module):
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.memory_efficient = memory_efficient
-        self._parameter("weight")
+        for name, there in (("weight", elementwise_affine), ("bias", elementwise_affine and self._has_bias)):
+            self.register_parameter(name, nn.Parameter(torch.empty(self.normalized_shape)) if there else None)
+        self.reset_parameters()
 
-    def _parameter(self, name: str) -> None:
-        values = nn.Parameter(torch.empty(self.normalized_shape)) if self.elementwise_affine else None
-        self.register_parameter(name, values)
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            init.ones_(self.weight)
+        if self.bias is not None:
+            init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.normalized_shape)}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
@@ -253,24 +229,7 @@ class FusedLayerNorm(_Norm):
     `memory_efficient=True` saves the output for the backward pass instead of the input.
     """
 
-    bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        normalized_shape: NormalizedShape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient)
-        self._parameter("bias")
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None:
-            init.ones_(self.weight)
-        if self.bias is not None:
-            init.zeros_(self.bias)
+    _has_bias = True
 
     def forward(self, input: Tensor) -> Tensor:
         parameters = self._parameters  # where `self.weight` would take a microsecond more to look
@@ -287,21 +246,6 @@ class FusedLayerNorm(_Norm):
 class FusedRMSNorm(_Norm):
     """`torch.nn.RMSNorm` with fused kernels; state dicts are interchangeable."""
 
-    def __init__(
-        self,
-        normalized_shape: NormalizedShape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient)
-        self.register_parameter("bias", None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None:
-            init.ones_(self.weight)
-
     def forward(self, input: Tensor) -> Tensor:
         weight = self._parameters.get("weight")
         if weight is None:
@@ -311,47 +255,31 @@ class FusedRMSNorm(_Norm):
         return norm.rms_norm(input, self.normalized_shape, weight, self.eps, memory_efficient=self.memory_efficient)
 
 
-def _refuse_without_affine(name: str, kwargs: dict[str, Any]) -> None:
-    if not kwargs.pop("elementwise_affine", True):
-        raise RuntimeError(f"{name} does not support `elementwise_affine = False`")
-    if kwargs:
-        raise TypeError(f"{name} got unexpected arguments: {', '.join(sorted(kwargs))}")
+class _MixedNorm(_Norm):
+    """A norm that always has parameters; other arguments are refused."""
+
+    def __init__(
+        self, normalized_shape: NormalizedShape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+    ) -> None:
+        name = type(self).__name__
+        if not kwargs.pop("elementwise_affine", True):
+            raise RuntimeError(f"{name} does not support `elementwise_affine = False`")
+        if kwargs:
+            raise TypeError(f"{name} got unexpected arguments: {', '.join(sorted(kwargs))}")
+        super().__init__(normalized_shape, eps, True, memory_efficient)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
     """Layer norm whose output has the weight's dtype, whatever the input's."""
 
-    def __init__(
-        self, normalized_shape: NormalizedShape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
-    ) -> None:
-        _refuse_without_affine(type(self).__name__, kwargs)
-        super().__init__(normalized_shape, eps, True, memory_efficient)
-
     def forward(self, input: Tensor) -> Tensor:
-        return mixed_dtype_fused_layer_norm_affine(
-            input,
-            self.weight,  # type: ignore[arg-type]
-            self.bias,  # type: ignore[arg-type]
-            self.normalized_shape,
-            self.eps,
-            self.memory_efficient,
-        )
+        settings = self.normalized_shape, self.eps, self.memory_efficient
+        return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, *settings)  # type: ignore[arg-type]
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
     """RMS norm whose output has the weight's dtype, whatever the input's."""
 
-    def __init__(
-        self, normalized_shape: NormalizedShape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
-    ) -> None:
-        _refuse_without_affine(type(self).__name__, kwargs)
-        super().__init__(normalized_shape, eps, True, memory_efficient)
-
     def forward(self, input: Tensor) -> Tensor:
-        return mixed_dtype_fused_rms_norm_affine(
-            input,
-            self.weight,  # type: ignore[arg-type]
-            self.normalized_shape,
-            self.eps,
-            self.memory_efficient,
-        )
+        settings = self.normalized_shape, self.eps, self.memory_efficient
+        return mixed_dtype_fused_rms_norm_affine(input, self.weight, *settings)  # type: ignore[arg-type]

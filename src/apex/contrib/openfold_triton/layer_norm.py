@@ -14,17 +14,7 @@ class LayerNormSmallShapeOptImpl(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inputs, normalized_shape, weight, bias, eps=1e-05):  # type: ignore[override]
         check_floats(inputs=inputs, weight=weight, bias=bias)
-        return norm.forward_and_save(
-            ctx,
-            inputs,
-            weight,
-            bias,
-            normalized_shape,
-            eps,
-            memory_efficient=False,
-            subtract_mean=True,
-            out_dtype=inputs.dtype,
-        )
+        return norm.forward_and_save(ctx, inputs, weight, bias, normalized_shape, eps, False, True, inputs.dtype)
 
     @staticmethod
     def backward(ctx, d_y):  # type: ignore[override]
