@@ -20,14 +20,7 @@ from apex.ops.multi_tensor.rule import Rule
 
 
 def _hyper(
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    grad_scale: float,
-    step: int,
-    bias_correction: int,
-    decay: float,
+    lr: float, beta1: float, beta2: float, eps: float, grad_scale: float, step: int, bias_correction: int, decay: float
 ) -> dict[str, Any]:
     return {
         "lr": number(lr),

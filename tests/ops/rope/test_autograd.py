@@ -219,7 +219,7 @@ def test_integers_are_refused() -> None:
 @pytest.mark.parametrize("channels", [2, 64, 72, 128, 576, 65536])
 def test_tiles(channels: int, itemsize: int) -> None:
     for tokens, heads in itertools.product((1, 5, 4096), (1, 2, 3, 7, 12, 24, 32, 71, 96, 512)):
-        tile = config.tile(tokens, heads, channels, itemsize, _device.INTERPRETER)
+        tile = config.tile(tokens, heads, channels, itemsize, False, _device.INTERPRETER)
         assert tile.tokens & (tile.tokens - 1) == 0
         assert tile.heads & (tile.heads - 1) == 0
         assert tile.full == (tokens % tile.tokens == 0 and heads % tile.heads == 0)

@@ -19,10 +19,7 @@ _DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 
 
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_`: scales all gradients by what brings their joint norm down to `max_norm`.
 

@@ -7,11 +7,11 @@ Times are microseconds on an H200: "biased" is 256 batches of 4 heads, 256 long 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from .._device import DeviceFacts, next_power_of_2
+from .._device import DeviceFacts, launch_rule, next_power_of_2
 
 # Tiles of larger heads no longer fit; PyTorch's operator takes them.
 LARGEST_HEAD = 256
@@ -65,6 +65,7 @@ def largest_head(element_size: int, device: DeviceFacts) -> int:
     return LARGEST_HEAD // 2 if scarce and element_size == 4 else LARGEST_HEAD
 
 
+@launch_rule
 def forward_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
     block = head_block(head_dim)
     # Biased: 75 (128 queries: 81), in float32 243 (64 queries: 270). Packed: 189 (8 warps: 187, 64 queries: 200); 16
@@ -78,6 +79,7 @@ def forward_tile(head_dim: int, element_size: int, rows: int, columns: int, devi
     return _fitted(tile, rows, columns, block, device)
 
 
+@launch_rule
 def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
     """For the gradient of the queries."""
     block = head_block(head_dim)
@@ -90,6 +92,7 @@ def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, devi
     return _fitted(tile, rows, columns, block, device)
 
 
+@launch_rule
 def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
     """For the gradients of keys and values."""
     block = head_block(head_dim)
@@ -104,6 +107,7 @@ def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, device:
     return _fitted(tile, rows, columns, block, device)
 
 
+@launch_rule
 def stored_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
     """For the gradient of the queries from that of the logits."""
     block = head_block(head_dim)
@@ -125,6 +129,25 @@ def _fitted(tile: Tile, rows: int, columns: int, block: int, device: DeviceFacts
     elif device.shared_memory < LARGE_SHARED_MEMORY:
         queries, keys, stages = min(queries, 64), min(keys, 64), min(stages, 2) if block <= 64 else 1
     return Tile(queries, keys, warps, stages)
+
+
+@launch_rule
+def tile_constants(
+    tile: Tile, rows: int, columns: int, head_dim: int, packed: bool, dtype: torch.dtype, device: DeviceFacts
+) -> dict[str, Any]:
+    """What needs no masks, the precision of products, the sizes of the tile; warps and stages."""
+    block = head_block(head_dim)
+    return {
+        "FULL_M": not packed and rows % tile.queries == 0,
+        "FULL_N": not packed and columns % tile.keys == 0,
+        "FULL_D": head_dim == block,
+        "PRECISION": precision(dtype, device),
+        "BM": tile.queries,
+        "BN": tile.keys,
+        "BD": block,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
 
 
 def batches_at_once(batches: int, batch_bytes: int, group: int) -> int:

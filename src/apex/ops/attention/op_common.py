@@ -80,19 +80,9 @@ class Problem(NamedTuple):
         return rule(self.head_dim, self.dtype.itemsize, self.rows, self.columns, facts(self.device))
 
     def tiling(self, tile: config.Tile) -> dict[str, Any]:
-        """Constants of a tile: what needs no masks, the precision of products, the sizes; warps and stages."""
-        block = config.head_block(self.head_dim)
-        return {
-            "FULL_M": not self.total and self.rows % tile.queries == 0,
-            "FULL_N": not self.total and self.columns % tile.keys == 0,
-            "FULL_D": self.head_dim == block,
-            "PRECISION": config.precision(self.dtype, facts(self.device)),
-            "BM": tile.queries,
-            "BN": tile.keys,
-            "BD": block,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        }
+        """The constants of a tile, and its warps and stages."""
+        sizes = (self.rows, self.columns, self.head_dim)
+        return config.tile_constants(tile, *sizes, self.total > 0, self.dtype, facts(self.device))
 
     def programs(self, batch: int, rows: int, block: int) -> int:
         """A program for each tile of each head, and for tiles of what comes after the last sequence."""
@@ -110,18 +100,18 @@ class Problem(NamedTuple):
         **flags: bool,
     ) -> None:
         """Launches a kernel with these sizes and options; `more` and `flags` are what it takes beside them."""
-        sizes = (self.batch, self.heads, self.rows, self.columns, self.head_dim, self.total)
-        groups = (max(1, self.mask_group), max(1, self.bias_group))
+        mask_group, bias_group, total, dropout = self.mask_group, self.bias_group, self.total, self.dropout_p
+        sizes = (*self[:5], total, *strides, *self._statistics_strides())
         kernel(
             (programs,),
             tensors,
-            (*sizes, *strides, *self._statistics_strides(), *groups, dropout_threshold(self.dropout_p), *more),
-            (1 / math.sqrt(self.head_dim), float(self.inf), 1 / (1 - self.dropout_p)),
-            HAS_MASK=self.mask_group > 0,
-            HAS_BIAS=self.bias_group > 0,
-            PACKED=self.total > 0,
+            (*sizes, mask_group or 1, bias_group or 1, dropout_threshold(dropout), *more),
+            (1 / math.sqrt(self.head_dim), self.inf, 1 / (1 - dropout)),
+            HAS_MASK=mask_group > 0,
+            HAS_BIAS=bias_group > 0,
+            PACKED=total > 0,
             TAIL=self.tail,
-            DROPS=self.dropout_p > 0,
+            DROPS=dropout > 0,
             **flags,
             **self.tiling(tile),
         )
@@ -188,12 +178,7 @@ def launch_dkey_dvalue(
 
 
 def launch_dquery_from_dlogits(
-    problem: Problem,
-    dlogits: Tensor,
-    key: Tensor,
-    dquery: Tensor,
-    strides: tuple[int, ...],
-    batches: tuple[int, int],
+    problem: Problem, dlogits: Tensor, key: Tensor, dquery: Tensor, strides: tuple[int, ...], batches: tuple[int, int]
 ) -> None:
     """Writes the gradient of the queries, for a number of batches from a first one on.
 

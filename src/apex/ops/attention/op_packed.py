@@ -168,7 +168,7 @@ def launch_forward(
     else:
         query, key, value = qkv.unbind(1)
         output = qkv.new_empty((total, heads, head_dim))
-        statistics = qkv.new_empty((1, heads, total), dtype=torch.float32) if saves else None
+        statistics = torch.empty(1, heads, total, dtype=torch.float32, device=qkv.device) if saves else None
     strides = (*strides, 0, head_dim, heads * head_dim)
     launch_output(problem, (query, key, value, None, None, cu_seqlens, seed), strides, output, statistics)
     return output, statistics

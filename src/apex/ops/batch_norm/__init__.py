@@ -1,15 +1,6 @@
 """Batch norm, with an addend and ReLU behind it, over the inputs of one process or several."""
 
-from .op import (
-    average_factor,
-    backward,
-    batch_norm,
-    batch_norm_with_statistics,
-    check,
-    forward,
-    save,
-    saved_gradients,
-)
+from .op import average_factor, backward, batch_norm, batch_norm_with_statistics, check, forward, save, saved_gradients
 from .passes import FAMILY, Exchange, gradient_sums, input_gradient, normalise, rank_statistics, statistics
 from .reference import BatchNormSpec, BatchStatistics, Channels, GradientSums
 

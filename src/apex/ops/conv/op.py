@@ -35,12 +35,7 @@ def conv_bias(input: Tensor, weight: Tensor, bias: Tensor, spec: ConvSpec) -> Te
 
 
 def conv_bias_relu(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    spec: ConvSpec,
-    mask: Tensor | None = None,
-    scale: Tensor | None = None,
+    input: Tensor, weight: Tensor, bias: Tensor, spec: ConvSpec, mask: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
     """relu(conv(input, weight) * scale + bias), and 0 where `mask`, of the output's shape, is 0; without autograd."""
     check(input, weight, spec, bias=bias, scale=scale)

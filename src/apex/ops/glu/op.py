@@ -63,7 +63,7 @@ def launch_forward(input: Tensor, bias: Tensor | None, activation: str) -> Tenso
     rows, width = input.numel() // columns, columns // 2
     tile = config.forward_tile(rows, width, facts(input.device))
     column_blocks = -(-width // tile.block)
-    output = torch.empty((*outer, width), dtype=input.dtype, device=input.device)
+    output = torch.empty(*outer, width, dtype=input.dtype, device=input.device)
     kernels.glu_forward(
         (-(-rows // tile.rows) * column_blocks,),
         (input, bias, output),

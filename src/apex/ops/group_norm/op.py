@@ -123,7 +123,7 @@ def launch_forward(
     images, channels = x.shape[:2]
     positions, group_channels = x.numel() // (images * channels), channels // groups
     y = torch.empty_like(x)
-    statistics = torch.empty((images, groups, 2), dtype=torch.float32, device=x.device)
+    statistics = torch.empty(images, groups, 2, dtype=torch.float32, device=x.device)
     given, sizes, epsilon = (x, weight, bias, y, statistics), (positions, channels, groups), (float(eps),)
     flags = _flags(weight, bias, group_channels, silu, last)
     small = config.small_config(positions, group_channels, "forward")
@@ -155,7 +155,7 @@ def launch_forward(
         return y, statistics
     tile = config.tile_config(positions, channels, config.FORWARD_TILE[last], last)
     grid = (images * tile.chunks, tile.channel_blocks)
-    partials = torch.empty((images, tile.chunks, 2, channels), dtype=torch.float32, device=x.device)
+    partials = torch.empty(images, tile.chunks, 2, channels, dtype=torch.float32, device=x.device)
     kernels.group_norm_measure(
         grid,
         (x, partials),

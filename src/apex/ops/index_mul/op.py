@@ -38,12 +38,7 @@ def by_operators(in1: Tensor, in2: Tensor, index: Tensor) -> Tensor:
 
 
 def index_mul_backward_backward(
-    grad_grad1: Tensor | None,
-    grad_grad2: Tensor | None,
-    grad_out: Tensor,
-    in1: Tensor,
-    in2: Tensor,
-    index: Tensor,
+    grad_grad1: Tensor | None, grad_grad2: Tensor | None, grad_out: Tensor, in1: Tensor, in2: Tensor, index: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of grad_out, in1 and in2 from those of the gradients of in1 and in2; None stands for zero."""
     if grad_grad1 is None and grad_grad2 is None:
@@ -133,7 +128,7 @@ def launch_sums(
     grad1 = torch.empty_like(in1)
     grad2 = torch.empty_like(in2) if need2 else None
     grad_grad_out = torch.empty_like(grad_out) if twice else None
-    partials = torch.empty((2 * chunks, width), dtype=torch.float32, device=in2.device)
+    partials = torch.empty(2 * chunks, width, dtype=torch.float32, device=in2.device)
     sizes = (count, in1_rows, width, column_blocks)
     given = (grad_out, in1, in2, grad_grad1, grad_grad2, keys, order, offsets)
     kernels.index_mul_backward(

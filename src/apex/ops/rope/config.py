@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .._device import DeviceFacts, next_power_of_2
+from .._device import DeviceFacts, launch_rule, next_power_of_2
 
 # Bytes of a tile. bfloat16 4096x4x32x128 by 128 threads: 4 KiB take 69 (angles), 70 (cached), 72 (packed), 73 (images);
 # 8 KiB take 71, 73, 73, 77; 16 KiB and more, or several tiles one after the other, 72 and more. A plain copy in Triton
@@ -28,7 +28,8 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def tile(tokens: int, heads: int, channels: int, itemsize: int, device: DeviceFacts, *, is_image: bool = False) -> Tile:
+@launch_rule
+def tile(tokens: int, heads: int, channels: int, itemsize: int, is_image: bool, device: DeviceFacts) -> Tile:
     row = next_power_of_2(channels)
     rows = max(1, TILE_BYTES // (row * itemsize))
     most_tokens = min(rows, next_power_of_2(tokens))
@@ -42,6 +43,27 @@ def tile(tokens: int, heads: int, channels: int, itemsize: int, device: DeviceFa
     threads = min(most, max(device.warp_size, tokens_per_tile * min(row, per_tile * row * itemsize // 32)))
     full = tokens % tokens_per_tile == 0 and heads % per_tile == 0
     return Tile(tokens_per_tile, per_tile, full, threads // device.warp_size)
+
+
+@launch_rule
+def channel_constants(layout: str, tables: int, inverse: bool, channels: int, rotated: int) -> tuple[str | int, ...]:
+    """CHANNELS of the kernels."""
+    half, turned = rotated // 2, 4 if layout == "image" else 2
+    # What is copied goes with what is rotated where it comes in chunks of the same size.
+    chunks = turned if channels % half else channels // half
+    rest = channels - chunks * half
+    return (
+        {"thd": "packed", "image": "image"}.get(layout, "index"),
+        tables == 1,
+        inverse,
+        turned,
+        chunks,
+        next_power_of_2(chunks),
+        half,
+        next_power_of_2(half),
+        rest,
+        next_power_of_2(rest) if rest else 0,
+    )
 
 
 def strides_in_units(strides: Sequence[int]) -> tuple[int, list[int]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_floats, check_optional_tensors, check_tensors, values_at_hand
-from .._device import DeviceFacts, facts, next_power_of_2
+from .._device import DeviceFacts, facts
 from .._tolerance import excess
 from . import config, reference
 from .reference import RopeSpec
@@ -34,7 +34,6 @@ DIMENSIONS: dict[str, tuple[int, int | None, int]] = {
 TABLE_NAMES = {1: ("freqs",), 2: ("cos_", "sin_"), 4: ("cos_h", "sin_h", "cos_w", "sin_w")}
 # What kernels are given in place of tables that there are not, of up to four.
 _ABSENT = {count: (None,) * (4 - count) for count in TABLE_NAMES}
-_POSITIONS = {"thd": "packed", "image": "image"}
 
 
 def rotary_embedding(
@@ -155,12 +154,12 @@ def _by_operators(
 
 def _check(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None) -> None:
     """Refuses arguments that do not fit, in clear words."""
-    shape, device = t.shape, t.device
-    if spec.layout not in DIMENSIONS:
-        raise ValueError(f"tensor_format={spec.layout!r} is not known; use sbhd or bshd")
-    token_dim, batch_dim, _ = DIMENSIONS[spec.layout]
+    shape, device, layout = t.shape, t.device, spec.layout
+    if layout not in DIMENSIONS:
+        raise ValueError(f"tensor_format={layout!r} is not known; use sbhd or bshd")
+    token_dim, batch_dim, _ = DIMENSIONS[layout]
     if len(shape) != (3 if batch_dim is None else 4):
-        letters = {"thd": "t, h, d", "image": "b, img_h * img_w, h, d"}.get(spec.layout, ", ".join(spec.layout))
+        letters = {"thd": "t, h, d", "image": "b, img_h * img_w, h, d"}.get(layout, ", ".join(layout))
         raise ValueError(f"t has shape {list(shape)}, expected [{letters}]")
     if not t.is_floating_point():
         raise TypeError(f"t must be floating-point, got {t.dtype}")
@@ -174,11 +173,11 @@ def _check(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tens
         if tables[i].shape != tables[i - 1].shape:
             sizes, other_sizes = list(tables[i - 1].shape), list(tables[i].shape)
             raise ValueError(f"{names[i - 1]} has shape {sizes}, {names[i]} has {other_sizes}")
-    if spec.layout == "image":
+    if layout == "image":
         _check_image(shape, dict(zip(names, tables, strict=True)), spec.width)
     else:
-        _check_table(shape, names[0], tables[0].shape, None if spec.layout == "thd" else shape[token_dim])
-    if spec.layout == "thd":
+        _check_table(shape, names[0], tables[0].shape, None if layout == "thd" else shape[token_dim])
+    if layout == "thd":
         _check_edges(cu_seqlens, device)
 
 
@@ -247,26 +246,10 @@ def launch(
     if cu_seqlens is not None and not cu_seqlens.is_contiguous():
         cu_seqlens = cu_seqlens.contiguous()
     outputs = [_empty_result(t, spec.swap_memory) for t in tensors]
-    layout, channels, rotated = spec.layout, first.shape[-1], tables[0].shape[-1]
-    half, turned = rotated // 2, 4 if layout == "image" else 2
-    # What is copied goes with what is rotated where it comes in chunks of the same size.
-    chunks = turned if channels % half else channels // half
-    rest = channels - chunks * half
-    # CHANNELS of the kernels.
-    constants = (
-        _POSITIONS.get(layout, "index"),
-        len(tables) == 1,
-        spec.inverse,
-        turned,
-        chunks,
-        next_power_of_2(chunks),
-        half,
-        next_power_of_2(half),
-        rest,
-        next_power_of_2(rest) if rest else 0,
-    )
+    layout, shape, rotated = spec.layout, first.shape, tables[0].shape[-1]
+    constants = config.channel_constants(layout, len(tables), spec.inverse, shape[-1], rotated)
     edges = spec.width if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    sizes = (first.shape[DIMENSIONS[layout][0]], tables[0].numel() // rotated, edges, edges.bit_length())
+    sizes = (shape[DIMENSIONS[layout][0]], tables[0].numel() // rotated, edges, edges.bit_length())
     given = (*tensors, *outputs, *tables, *_ABSENT[len(tables)], cu_seqlens)
     programs, side, tile, num_warps = _side(first, outputs[0], layout, device)
     if len(tensors) == 1:
@@ -310,7 +293,7 @@ def _side(
     elif heads == 1:
         batch, heads, head_stride, out_head_stride = 1, batch, batch_stride, out_batch_stride
         batch_stride = out_batch_stride = 0
-    tile = config.tile(tokens, heads, shape[-1], t.dtype.itemsize, device, is_image=layout == "image")
+    tile = config.tile(tokens, heads, shape[-1], t.dtype.itemsize, layout == "image", device)
     source = (strides[token_dim], batch_stride, head_stride)
     target = (out_strides[token_dim], out_batch_stride, out_head_stride)
     unit, counted = config.strides_in_units((*source, *target))

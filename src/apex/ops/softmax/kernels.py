@@ -59,17 +59,7 @@ def _load(pointer, bound, other, BOUNDED: tl.constexpr):
 
 @triton.jit
 def _logits(
-    input,
-    mask,
-    query,
-    column,
-    queries,
-    keys,
-    seen,
-    scale,
-    MASK: tl.constexpr,
-    FULL: tl.constexpr,
-    ALIGN: tl.constexpr,
+    input, mask, query, column, queries, keys, seen, scale, MASK: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr
 ):
     """Scaled and masked input; -inf where there is nothing to see."""
     BOUNDED: tl.constexpr = MASK == CAUSAL or not FULL

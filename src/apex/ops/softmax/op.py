@@ -32,12 +32,7 @@ _SUPPORTED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.floa
 
 
 def masked_softmax(
-    input: Tensor,
-    mask: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    causal: bool = False,
-    dropout: float = 0.0,
+    input: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal: bool = False, dropout: float = 0.0
 ) -> Tensor:
     """softmax(`scale` * input) over the last dimension, masked, then dropout with probability `dropout`.
 
