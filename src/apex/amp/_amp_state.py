@@ -55,16 +55,17 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 @torch.no_grad()
-def with_digits_of(param: Tensor, exact: Tensor) -> Tensor:
-    """The values of a half-precision parameter in float32: `exact` where the parameter still is the rounding of it."""
+def float32_values(param: Tensor, exact: Tensor) -> Tensor:
+    """A half-precision parameter in float32: the values of `exact` wherever they still round to the parameter's."""
     return torch.where(exact.to(param.dtype) == param, exact, param.float())
 
 
 def masters_on_every_rank(params: Iterable[Tensor], broadcast: Callable[[list[Tensor]], None]) -> list[Tensor]:
-    """What is in `masters` of the parameters, in the order in which all ranks have it.
+    """The float32 tensors in `masters` of these parameters, the same ones in the same order on every rank.
 
-    Float32 values of parameters without master, of which ranks that loaded no checkpoint have none, are there if the
-    first rank has them. `broadcast` gives tensors the values of that rank, which those returned have yet to get.
+    Masters are on all ranks. Exact values of parameters without a master are only on ranks that loaded a checkpoint:
+    the first rank decides for all, and the others get a tensor for each, or drop theirs. The caller then broadcasts the
+    values; `broadcast` gives tensors the values of the first rank.
     """
     known = _amp_state.masters
     params = list(params) if hasattr(_amp_state, "opt_properties") else []

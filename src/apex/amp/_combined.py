@@ -123,7 +123,7 @@ class _Kind:
             scaler.unscale(tensors(source), tensors(target), models_are_masters=in_place, nonfinite_counts=counters)
         else:
             scaler.unscale_with_stashed(tensors(source), tensors(earlier), tensors(target), nonfinite_counts=counters)
-        if at_once and scaler.knows_overflow_now():
+        if at_once and scaler.overflow_known_on_host():
             counts = [[place.isinf().sum(), place.isnan().sum()] for place in target.places]
             nonfinite_counts = torch.tensor(counts, dtype=torch.int32, device=nonfinite_counts.device)
         return NonfiniteCounts(self.params, nonfinite_counts)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _casting
-from ._amp_state import HALF, _amp_state, warn_or_err, with_digits_of
+from ._amp_state import HALF, _amp_state, float32_values, warn_or_err
 from ._checks import checked_optimizers
 from ._containers import applier, to_type
 from ._master_params import cast_states, half_params, innermost, takes_gradients
@@ -85,7 +85,7 @@ def release(models: list[Any], optimizers: list[Any]) -> None:
             exact = _amp_state.masters.pop(param, None)
             if exact is not None:
                 gradient, param.grad = param.grad, None
-                param.data = with_digits_of(param.detach(), exact)
+                param.data = float32_values(param.detach(), exact)
                 param.grad = None if gradient is None else gradient.float()
         release_model(model)
     for optimizer, params_cast in released:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._amp_state import HALF, _amp_state, with_digits_of
+from ._amp_state import HALF, _amp_state, float32_values
 from ._containers import applier
 
 
@@ -123,12 +123,12 @@ def adopt_changes(stash: AmpOptimizerState) -> None:
     stash.saw_first_backward = True
     for param, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
         # Through `.data`: a master may share its count of changes with the parameter, which a forward pass has saved.
-        master.data.copy_(with_digits_of(param, master))
+        master.data.copy_(float32_values(param, master))
 
 
 def _make_master(optimizer: Any, stash: AmpOptimizerState, param: Tensor, value: Tensor | None) -> Tensor:
     if value is None and param in _amp_state.masters:  # a checkpoint was loaded into the frozen parameter
-        value = with_digits_of(param, _amp_state.masters[param])
+        value = float32_values(param, _amp_state.masters[param])
     master = Parameter(param.detach().float() if value is None else value.detach())
     stash.all_fp16_params.append(param)
     stash.all_fp32_from_fp16_params.append(master)

@@ -262,9 +262,8 @@ def _check_gradients(stash: AmpOptimizerState) -> None:
             )
     if stash.optimizer_unscales or not stash.all_fp16_params:
         return
-    if all(param.grad is None for param in stash.all_fp32_params) and any(
-        param.grad is not None for param in stash.all_fp16_params
-    ):
+    updated = (*stash.all_fp32_from_fp16_params, *stash.all_fp32_from_fp32_params)
+    if all(param.grad is None for param in updated) and any(param.grad is not None for param in stash.all_fp16_params):
         raise RuntimeError(
             "optimizer.step() finds gradients on the model's half-precision parameters but none on their float32 "
             "masters: call backward inside `with amp.scale_loss(loss, optimizer) as scaled_loss`, and let the last "

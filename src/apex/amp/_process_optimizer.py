@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._amp_state import HALF, _amp_state, with_digits_of
+from ._amp_state import HALF, _amp_state, float32_values
 from ._combined import CombinedGradients
 from ._combined_ddp import CombinedReduction
 from ._master_params import (
@@ -79,7 +79,7 @@ def _keep_exact_weights(stash: AmpOptimizerState, originals: dict[Tensor, Tensor
 
 def _take_exact_value(param: Tensor) -> Tensor | None:
     exact = _amp_state.masters.pop(param, None)
-    return None if exact is None else with_digits_of(param.detach(), exact)
+    return None if exact is None else float32_values(param.detach(), exact)
 
 
 def release_optimizer(optimizer: Any) -> None:

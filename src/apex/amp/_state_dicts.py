@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._amp_state import HALF, _amp_state, with_digits_of
+from ._amp_state import HALF, _amp_state, float32_values
 
 
 def keep_state_dict_in_float32(model: nn.Module) -> Callable[[nn.Module], None]:
@@ -40,7 +40,7 @@ def _saving(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
             if isinstance(master, nn.Parameter):
                 state[key] = master.detach().clone()
             else:
-                state[key] = value.detach().float() if master is None else with_digits_of(value.detach(), master)
+                state[key] = value.detach().float() if master is None else float32_values(value.detach(), master)
 
 
 def _loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -38,26 +38,40 @@ def _widest(args: Any, kwargs: Any) -> torch.dtype | None:
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
-def _wrapped(function: Callable[..., Any], choose: Callable[[Any, Any], torch.dtype | None]) -> Callable[..., Any]:
-    # A function of PyTorch runs in the type that the user chose for it; the user's own ones choose for their arguments,
-    # and what they call inside is cast as everywhere.
-    quiet = _casting.casts if _is_of_torch(function) else None
+def with_changed_arguments(
+    function: Callable[..., Any],
+    is_active: Callable[[], bool],
+    change: Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]],
+) -> Callable[..., Any]:
+    """`function`, called with what `change` makes of its arguments while `is_active()`.
+
+    A function of PyTorch then runs without autocast, in the type that was chosen for it. What a user's own function
+    calls inside is cast as everywhere.
+    """
+    without_casts = _is_of_torch(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not _casting.active():
+        if not is_active():
             return function(*args, **kwargs)
-        dtype = choose(args, kwargs)
-        if dtype is None:
+        args, kwargs = change(args, kwargs)
+        if not without_casts:
             return function(*args, **kwargs)
-        cast = lambda value: to_type(dtype, value) if isinstance(value, Tensor) else value  # noqa: E731
-        args, kwargs = applier(args, cast), applier(kwargs, cast)
-        if quiet is None:
-            return function(*args, **kwargs)
-        with quiet(False):
+        with _casting.casts(False, cache=torch.is_autocast_cache_enabled()):
             return function(*args, **kwargs)
 
     return wrapper
+
+
+def _wrapped(function: Callable[..., Any], choose: Callable[[Any, Any], torch.dtype | None]) -> Callable[..., Any]:
+    """`function` with its floating-point arguments in the type that `choose` finds for them, while casts are on."""
+
+    def change(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        dtype = choose(args, kwargs)
+        cast = lambda value: to_type(dtype, value) if dtype and isinstance(value, Tensor) else value  # noqa: E731
+        return applier(args, cast), applier(kwargs, cast)
+
+    return with_changed_arguments(function, _casting.active, change)
 
 
 def _is_of_torch(function: Any) -> bool:

@@ -118,7 +118,7 @@ class LossScaler:
         """1 if the gradients of the last backward pass overflowed, else 0; float32 [1]."""
         return self._overflow_buf
 
-    def knows_overflow_now(self) -> bool:
+    def overflow_known_on_host(self) -> bool:
         """Whether the host knows, without waiting, that the gradients overflowed."""
         return self.dynamic and on_host(self._overflow_buf) and self._has_overflow
 
@@ -128,7 +128,7 @@ class LossScaler:
 
     def note_overflow(self, found_inf: Tensor) -> None:
         """Notes overflow where `found_inf`, float32 [1], is not 0."""
-        self._take(found_inf)
+        self._add_found_inf(found_inf)
 
     def update_scale_on_device(self) -> None:
         """Adapts a dynamic scale to the overflow flag."""
@@ -176,7 +176,7 @@ class LossScaler:
         override = scale_override[0] if isinstance(scale_override, tuple) else scale_override
         if override is None and models_are_masters and self._static_scale == 1.0:
             return
-        flag = self._flag(model_grads)
+        flag = self._found_inf_on(model_grads)
         scale(
             model_grads,
             master_grads,
@@ -184,7 +184,7 @@ class LossScaler:
             overflow=flag,
             nonfinite_counts=None if flag is None else nonfinite_counts,
         )
-        self._take(flag)
+        self._add_found_inf(flag)
 
     def unscale_with_stashed(
         self,
@@ -202,7 +202,7 @@ class LossScaler:
         half precision, a sum that is too large for them is an overflow too.
         """
         grads_scale, stashed_scale, out_scale = (self._scale, 1.0, 1.0) if scale_override is None else scale_override
-        flag = self._flag(model_grads)
+        flag = self._found_inf_on(model_grads)
         stashed_factor = out_scale / stashed_scale
         factor = self._inverse(grads_scale) * out_scale
         axpby(
@@ -216,7 +216,7 @@ class LossScaler:
             checks="x",
             checks_sum=checks_sum,
         )
-        self._take(flag)
+        self._add_found_inf(flag)
 
     def unscale_python(self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], scale: float) -> None:
         """The original's way without kernels; the same as `unscale` with that scale."""
@@ -231,9 +231,9 @@ class LossScaler:
         b: float,
     ) -> None:
         """`master_grads[i] = a * model_grads[i] + b * stashed_master_grads[i]`, noting overflow of the model's."""
-        flag = self._flag(model_grads)
+        flag = self._found_inf_on(model_grads)
         axpby(model_grads, stashed_master_grads, master_grads, a, b, overflow=flag, checks="x")
-        self._take(flag)
+        self._add_found_inf(flag)
 
     def _inverse(self, override: Any) -> Tensor:
         """1 / scale, float32 [1]; rounded once, as a division of doubles that is rounded to float32 would be."""
@@ -243,8 +243,8 @@ class LossScaler:
             override = torch.full_like(self._scale, float(override))
         return override.to(self._scale).reciprocal().reshape(1)
 
-    def _flag(self, grads: Sequence[Tensor]) -> Tensor | None:
-        """Where a pass over the gradients notes overflow: on their device."""
+    def _found_inf_on(self, grads: Sequence[Tensor]) -> Tensor | None:
+        """The flag that a pass over the gradients sets, on their device; None for a static scale."""
         device = grads[0].device if grads else self._scale.device
         if not self._has_moved:
             self.to(device)
@@ -253,7 +253,7 @@ class LossScaler:
         flag = self._overflow_buf
         return flag if flag.device == device else torch.zeros_like(flag, device=device)
 
-    def _take(self, flag: Tensor | None) -> None:
-        """Adds what was noted on another device."""
+    def _add_found_inf(self, flag: Tensor | None) -> None:
+        """Takes over a flag that was set on another device."""
         if flag is not None and flag is not self._overflow_buf:
             self._overflow_buf = torch.maximum(self._overflow_buf, flag.to(self._overflow_buf))

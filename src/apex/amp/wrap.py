@@ -9,11 +9,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from . import _casting, utils
+from . import utils
 from ._amp_state import HALF
-from .amp import _is_of_torch, _tensors_of, _widest
+from .amp import _tensors_of, _widest, with_changed_arguments
 
 _Arguments = tuple[Any, dict[str, Any]]
 
@@ -21,20 +19,8 @@ _Arguments = tuple[Any, dict[str, Any]]
 def _wrapper(
     function: Callable[..., Any], handle: Any, change: Callable[[Any, dict[str, Any]], _Arguments]
 ) -> Callable[..., Any]:
-    """`function` with other arguments while `handle` is active; a function of PyTorch then casts nothing itself."""
-    quiet = _is_of_torch(function)
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if handle is not None and not handle.is_active():
-            return function(*args, **kwargs)
-        args, kwargs = change(args, kwargs)
-        if not quiet:
-            return function(*args, **kwargs)
-        with _casting.casts(False, cache=torch.is_autocast_cache_enabled()):
-            return function(*args, **kwargs)
-
-    return wrapper
+    """`function` with other arguments while `handle` is active."""
+    return with_changed_arguments(function, lambda: handle is None or handle.is_active(), change)
 
 
 def _to_widest(args: Any, kwargs: dict[str, Any]) -> _Arguments:
