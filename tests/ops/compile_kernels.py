@@ -25,6 +25,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -132,8 +133,8 @@ class Program:
         self.names: dict[str, None] = {}  # of the GPUs that get this launch, in order
         self.layout: tuple[str, Target] | None = None  # the TTGIR that serves all GPUs, and the one it was made for
 
-    def compile(self, target: Target, whole: bool) -> int:
-        """The bytes of shared memory that a program needs on `target`; assembly unless `whole`, which is a binary."""
+    def compile(self, target: Target, whole: bool) -> tuple[int, str]:
+        """The bytes of shared memory that a program needs on `target`, and its assembly; if `whole` also a binary."""
         bound, backend = self.launch.bound, target.backend
         options = backend.parse_options({"num_warps": bound.num_warps, "num_stages": bound.num_stages})
         metadata: dict[str, Any] = {"target": target.gpu, **options.__dict__}
@@ -154,9 +155,25 @@ class Program:
             module = _parse(text.replace(origin.attribute, target.attribute), context)
         os.environ["DISABLE_LLVM_OPT"] = "0" if whole else "1"
         *lowering, binary = (stage for name, stage in stages.items() if name not in ("ttir", "ttgir"))
-        for stage in (*lowering, binary) if whole else lowering:
+        for stage in lowering:
             module = stage(module, metadata)
-        return metadata["shared"]
+        if whole:
+            binary(module, metadata)
+        return metadata["shared"], module
+
+    def known_bytes(self) -> int:
+        """How many bytes of a row one access may take, by what the launch says of its length; 16 at most."""
+        bound = self.launch.bound
+        names = bound.kernel.function.arg_names
+        align = dict(zip(names[len(names) - len(bound.constants) :], bound.constants, strict=True)).get("ALIGN", 1)
+        return min(16, align * self.launch.tensors[0].element_size())
+
+
+def widest_access(assembly: str) -> int:
+    """Bytes of the widest access to global memory in PTX."""
+    vectors = re.findall(r"(?:ld|st)\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", assembly)
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?, 0x(\w+)", assembly)
+    return max([int(count or 1) * int(bits) // 8 for count, bits in vectors] + [int(size, 16) for size in copies])
 
 
 def record_all(target: Target) -> list[_launch.Launch]:
@@ -211,13 +228,17 @@ def _add_to_report(report: dict[str, Any], program: Program, target: Target) -> 
     what = f"{_key(program.launch)} {program.launch.bound.numbers}"
     print(target.attribute, what, file=sys.stderr, flush=True)
     try:
-        shared = program.compile(target, whole=kernel not in compiled)
+        shared, assembly = program.compile(target, whole=kernel not in compiled)
     except Exception as error:
         report["failures"].append(f"{what}: {type(error).__name__}: {str(error)[-500:]}")
         return
     compiled[kernel] = compiled.get(kernel, 0) + 1
     if shared > available:
         report["failures"].append(f"{what}: needs {shared} bytes of shared memory, {available} are there")
+    if target.gpu.backend == "cuda" and widest_access(assembly) < program.known_bytes():
+        report["failures"].append(
+            f"{what}: accesses {widest_access(assembly)} bytes at once of {program.known_bytes()}"
+        )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ _SHAPES = [
     (1, 20000, _F32, _F32, True, False),
     (16384, 64, _BF16, _BF16, True, False),
     (16384, 1000, _HALF, _HALF, True, False),
+    (8192, 3000, _HALF, _HALF, False, False),
+    (4096, 7000, _F32, _F32, True, False),
     (16384, 1024, _BF16, _BF16, True, False),
     (16384, 1024, _F32, _F32, False, False),
     (16384, 4096, _BF16, _F32, False, True),

@@ -1,11 +1,16 @@
 """The launch rules, for any shape and device: what the kernels rely on holds."""
 
+import math
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apex.ops._device import DeviceFacts
-from apex.ops.norm.config import BACKWARD_WIDE_LIMIT, backward_config, forward_config, next_power_of_2
+from apex.ops._device import DeviceFacts, pretend
+from apex.ops._launch import recording
+from apex.ops.norm import op
+from apex.ops.norm.config import BACKWARD_ROWS_LIMIT, backward_config, forward_config, next_power_of_2
 
 ROWS = st.integers(1, 1 << 24)
 LENGTHS = st.one_of(st.integers(1, 70000), st.sampled_from([1 << n for n in range(17)]))
@@ -46,9 +51,9 @@ def test_backward(rows: int, length: int, size: int, bias_grad: bool, device: De
     assert config.num_warps * device.warp_size <= device.max_threads
     assert 1 <= config.programs <= rows
     if config.kind == "columns":
-        assert length > BACKWARD_WIDE_LIMIT
+        assert length > BACKWARD_ROWS_LIMIT
         return
-    assert config.chunks * config.block >= length
+    assert config.chunks * config.block >= length > (config.chunks - 1) * config.block
     tile_bytes = config.rows_per_program * config.block * size
     assert (config.num_stages - 1) * 2 * tile_bytes <= device.shared_memory
 
@@ -62,3 +67,67 @@ def test_programs_finish_each_others_work_where_stores_are_published(backend: st
 @pytest.mark.parametrize(("value", "expected"), [(1, 1), (2, 2), (3, 4), (1000, 1024), (1024, 1024), (1025, 2048)])
 def test_next_power_of_2(value: int, expected: int) -> None:
     assert next_power_of_2(value) == expected
+
+
+GRID = [
+    *range(1, 70, 3),
+    *range(72, 1200, 88),
+    1160,
+    1544,
+    3000,
+    *range(1201, 20000, 431),
+    7000,
+    7001,
+    8192,
+    12288,
+    16384,
+]
+H200 = DeviceFacts("90", "cuda", multiprocessors=132, warp_size=32, shared_memory=227 << 10)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("rows", [1, 132, 4096, 1 << 20])
+def test_no_configuration_needs_more_registers_than_there_are(rows: int, size: int) -> None:
+    """Limits at which ptxas was seen to spill nothing on sm_90, or next to nothing, for lengths with masks."""
+    for length in GRID:
+        vector = math.gcd(length, 16) * size
+        for two in (False, True):  # reductions forward, sums of gradients backward
+            forward = forward_config(rows, length, size, two, H200)
+            held = max(1, forward.rows_per_program) * forward.block
+            assert held <= 64 * 32 * forward.num_warps, length
+            backward = backward_config(rows, length, size, two, H200)
+            held, threads = backward.rows_per_program * backward.block, 32 * backward.num_warps
+            if backward.kind == "rows":
+                assert held <= 32 * threads, length
+                assert backward.num_stages <= (3 if vector >= 8 else 2), length
+            elif backward.kind == "wide":
+                assert (backward.chunks * (1 + two) + 2 * backward.held) * held <= 160 * threads, length
+            elif backward.kind == "held":
+                assert vector >= 16, length
+                assert held <= 64 * threads, length
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_there_are_programs_for_every_multiprocessor(size: int) -> None:
+    for length in GRID:
+        for rows in (264, 1000, 4096, 1 << 20):
+            for two in (False, True):
+                forward = forward_config(rows, length, size, two, H200)
+                assert rows // max(1, forward.rows_per_program) >= H200.multiprocessors, (rows, length)
+                backward = backward_config(rows, length, size, two, H200)
+                blocks = -(-length // backward.block) if backward.kind == "columns" else 1
+                assert blocks * backward.programs >= 0.85 * H200.multiprocessors, (rows, length)
+
+
+@pytest.mark.parametrize("length", GRID)
+def test_kernels_are_told_what_divides_a_row(length: int) -> None:
+    x, weight = torch.empty(300, length, device="meta"), torch.empty(length, device="meta")
+    settings = (length, 1e-5, True, False, x.dtype, x.dtype)
+    with pretend(H200), recording() as launches:
+        output, statistics = op.launch_forward(x, weight, weight, *settings)
+        op.launch_backward(output, x, weight, weight, statistics, *settings, (True, True, True))
+    for launch in launches:
+        names = launch.bound.kernel.function.arg_names[-len(launch.bound.constants) :]
+        align = dict(zip(names, launch.bound.constants, strict=True))["ALIGN"]
+        assert length % align == 0
+        assert align == 16 or length % (2 * align), launch.bound.kernel.name

@@ -81,14 +81,17 @@ def backward_config(
     rows: int, row_length: int, element_size: int, bias_grad: bool, device: DeviceFacts
 ) -> BackwardConfig:
     block = next_power_of_2(row_length)
+    vector = math.gcd(row_length, 16) * element_size  # bytes of a row that one load may take; it takes 16 at most
+    narrow = vector < 8
     if row_length <= BACKWARD_ROWS_LIMIT:
-        # Tiles of 8 KiB (16 KiB from 4096 columns on) and 32 elements per thread, two tiles being loaded ahead.
+        # Tiles of 8 KiB (16 KiB from 4096 columns on) and 32 elements per thread, two tiles being loaded ahead. Where a
+        # row starts anywhere, each element needs an address: registers then allow 16 elements and one tile ahead.
         tile = max(block, (8192 if block <= 2048 else 16384) // element_size)
         per_program = min(tile // block, 16)
         while per_program > 1 and rows // per_program < 2 * device.multiprocessors:
             per_program //= 2
         tile_bytes = per_program * block * element_size
-        ahead = min(2, (device.shared_memory - 32 * 1024) // (2 * tile_bytes))
+        ahead = min(1 if narrow else 2, (device.shared_memory - 32 * 1024) // (2 * tile_bytes))
         programs = device.multiprocessors * (2 if block <= 2048 else 1)
         programs = max(1, min(programs, -(-rows // per_program)))
         one_launch = (
@@ -103,10 +106,10 @@ def backward_config(
             rows_per_program=per_program,
             block=block,
             chunks=1,
-            num_warps=_warps(max(32, per_program * block // 32), device),
+            num_warps=_warps(max(32, min(256, per_program * block // (16 if narrow else 32))), device),
             num_stages=1 + max(0, ahead),
         )
-    if row_length <= BACKWARD_WIDE_LIMIT:
+    if row_length <= BACKWARD_WIDE_LIMIT and vector >= 16:
         # As many rows for every program, so that none works on while the others wait.
         programs = -(-rows // -(-rows // device.multiprocessors))
         if element_size == 2 and device.backend != "hip":
@@ -123,16 +126,16 @@ def backward_config(
             )
         # 4096x16384 float32, with the sum of the partials: layer norm in 230 (16 chunks, 5 held: 241; none held: 258),
         # RMS norm in 209 (8 chunks, 4 held: 215; 2 chunks, none held: 229).
-        chunks, held = (8, 2) if bias_grad else (4, 2)
+        chunk = block // (8 if bias_grad else 4)
         return BackwardConfig(
             kind="wide",
             programs=programs,
             rows_per_program=1,
-            block=block // chunks,
-            chunks=chunks,
+            block=chunk,
+            chunks=-(-row_length // chunk),
             num_warps=_warps(256 if bias_grad else 1024, device),
             num_stages=1,
-            held=held,
+            held=2,
         )
     groups = max(1, min(-(-rows // 16), -(-4 * device.multiprocessors // -(-row_length // 512))))
     return BackwardConfig(

@@ -3,7 +3,7 @@
 Legend: a tensor is `rows` x `row_length`, contiguous; `saved` is the input, or the output when FROM_OUTPUT;
 `statistics` holds rstd, the reciprocal deviation of each row, and after those (for layer norm) the mean of each;
 `normalised` = (input - mean) * rstd, which is within +-`limit`, the root of `row_length`; `wdy` = weight * dy. All
-arithmetic is float32.
+arithmetic is float32. ALIGN: see kernels_forward.py.
 
     dx = rstd * (wdy - normalised * mean(wdy * normalised) - mean(wdy))      the last term for layer norm only
     dweight = sum over rows of dy * normalised                               dbias = sum over rows of dy
@@ -64,6 +64,7 @@ def norm_backward_rows(
     rows,
     row_length,
     limit,
+    ALIGN: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -79,6 +80,7 @@ def norm_backward_rows(
 
     With a GROUP the partials are added up here too, otherwise by a launch of `sum_partials`.
     """
+    row_length = row_length // ALIGN * ALIGN
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     column_mask = None if FULL else column < row_length
@@ -155,6 +157,7 @@ def norm_backward_held(
     rows,
     row_length,
     limit,
+    ALIGN: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -169,6 +172,7 @@ def norm_backward_held(
 
     Weights are read twice per row, from the cache, to leave their registers to the weight and bias gradients.
     """
+    row_length = row_length // ALIGN * ALIGN
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     mask = None if FULL else column < row_length
@@ -229,6 +233,7 @@ def norm_backward_wide(
     rows,
     row_length,
     limit,
+    ALIGN: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -245,6 +250,7 @@ def norm_backward_wide(
     fill the whole register file), and so do the HELD chunks that the first pass reads last and the second needs first;
     the second read of the others comes from the cache.
     """
+    row_length = row_length // ALIGN * ALIGN
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     zero = None if FULL else 0.0
@@ -342,6 +348,7 @@ def norm_backward_row_means(
     row_means,
     row_length,
     limit,
+    ALIGN: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -349,6 +356,7 @@ def norm_backward_row_means(
     BLOCK: tl.constexpr,
 ):
     """First half of the backward pass for rows of unlimited length: mean(wdy * normalised), then mean(wdy), per row."""
+    row_length = row_length // ALIGN * ALIGN
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     start = row * row_length
@@ -391,6 +399,7 @@ def norm_backward_columns(
     rows,
     row_length,
     limit,
+    ALIGN: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -400,6 +409,7 @@ def norm_backward_columns(
     BLOCK: tl.constexpr,
 ):
     """Second half for rows of unlimited length: a block of columns per program, walking down a group of rows."""
+    row_length = row_length // ALIGN * ALIGN
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     group = tl.program_id(1)
     column_mask = column < row_length

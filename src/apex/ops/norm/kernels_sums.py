@@ -70,11 +70,13 @@ def sum_partials(
     dbias,
     count,
     row_length,
+    ALIGN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Adds `count` partial gradients per column: weight in the first row of programs, bias in the second."""
+    row_length = row_length // ALIGN * ALIGN
     if HAS_BIAS:
         if tl.program_id(1) == 0:
             _sum_columns(partials, dweight, count, row_length, ROWS, BLOCK)

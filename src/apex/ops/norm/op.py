@@ -180,7 +180,8 @@ def launch_forward(
     output = torch.empty_like(input, dtype=out_dtype)
     statistics = torch.empty(1 + subtract_mean, rows, dtype=torch.float32, device=device)
     tensors = (input, weight, bias, output, statistics)
-    flags = {"SUBTRACT_MEAN": subtract_mean, "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
+    flags = {"ALIGN": math.gcd(16, row_length), "SUBTRACT_MEAN": subtract_mean}
+    flags |= {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
     if chosen.rows_per_program:
         kernels_forward.norm_forward_rows(
             (-(-rows // chosen.rows_per_program),),
@@ -239,6 +240,7 @@ def launch_backward(
     given = (dy, saved, weight, bias, statistics)
     sizes, limit = (rows, row_length), (math.sqrt(row_length),)
     flags = {
+        "ALIGN": math.gcd(16, row_length),
         "SUBTRACT_MEAN": subtract_mean,
         "FROM_OUTPUT": from_output,
         "HAS_WEIGHT": weight is not None,
@@ -309,6 +311,7 @@ def launch_backward(
             (-(-row_length // 16), 1 + has_bias),
             (partials, dweight, dbias),
             (chosen.programs, row_length),
+            ALIGN=flags["ALIGN"],
             HAS_BIAS=has_bias,
             ROWS=256,  # nearly all in one step: 2 us less than 64 by 32 at 16384x1024, no more elsewhere
             BLOCK=16,
