@@ -2,7 +2,8 @@
 
 On devices they are those of torch.distributed. In the host's memory, where Gloo has no averages and, depending on the
 version, no reduce-scatter and no bfloat16, bytes are exchanged and added up here: in float32, and in the order of the
-ranks, so that the result has the same bits wherever a shard lies.
+ranks, so that the result has the same bits wherever a shard lies. A device's tensors of a Gloo group, which several
+processes that share one GPU have, go through the host's memory.
 
 `what` says in an error, where another process does not answer, what has failed.
 """
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._failures import explained
-from ..ops._transfer import on_host
+from ..ops._transfer import HOST, on_host
 
 # Under their new names where PyTorch has them; the old ones warn there.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
@@ -95,6 +96,24 @@ class _HostSumOfShards:
         return False
 
 
+class _Staged:
+    """A collective in the host's memory whose result goes to a device."""
+
+    def __init__(self, work: Work, result: Tensor, output: Tensor) -> None:
+        self._work, self._result, self._output = work, result, output
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._output.copy_(self._result)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+def _through_host(tensor: Tensor, group: Any) -> bool:
+    return not on_host(tensor) and dist.get_backend(group) == dist.Backend.GLOO
+
+
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
@@ -118,6 +137,11 @@ def reduce_scatter(
 
     Each rank's inputs are multiplied by its `factor`, float32 [1]: see `can_multiply_while_reducing`.
     """
+    if _through_host(inputs, group):
+        result = torch.empty_like(output, device=HOST)
+        host_factor = None if factor is None else factor.cpu()
+        work = reduce_scatter(result, inputs.cpu(), group, average, what, host_factor)
+        return _Staged(work, result, output)
     if not on_host(inputs):
         operation = _operation(average, factor, output.dtype, group)
         return start(what, _reduce_scatter, output, inputs, op=operation, group=group)
@@ -129,6 +153,9 @@ def reduce_scatter(
 
 def all_gather(output: Tensor, inputs: Tensor, group: Any, what: str) -> Work:
     """`output` becomes the `inputs` of all ranks, one after the other. `inputs` may be its part of `output`."""
+    if _through_host(inputs, group):
+        result = torch.empty_like(output, device=HOST)
+        return _Staged(all_gather(result, inputs.cpu(), group, what), result, output)
     if not on_host(inputs):
         return start(what, _all_gather, output, inputs, group=group)
     parts = list(_bits(output).view(dist.get_world_size(group), -1).unbind())
@@ -139,6 +166,10 @@ def all_gather(output: Tensor, inputs: Tensor, group: Any, what: str) -> Work:
 
 def all_reduce(tensor: Tensor, group: Any, what: str, average: bool = False, factor: Tensor | None = None) -> Work:
     """Sum (or mean) over the group, in place, of what each rank has, times its `factor` as in `reduce_scatter`."""
+    if _through_host(tensor, group):
+        result = tensor.cpu()
+        work = all_reduce(result, group, what, average, None if factor is None else factor.cpu())
+        return _Staged(work, result, tensor)
     if not on_host(tensor):
         operation = _operation(average, factor, tensor.dtype, group)
         return start(what, dist.all_reduce, tensor, op=operation, group=group)
@@ -177,3 +208,11 @@ def on_stream(stream: Any) -> Iterator[None]:
         yield
     finally:
         torch.accelerator.set_stream(current)
+
+
+def broadcast(tensor: Tensor, source: int, group: Any, what: str) -> None:
+    """`tensor` of the global rank `source` to all of the group, in place; waits for it."""
+    there = tensor.cpu() if _through_host(tensor, group) else tensor
+    start(what, dist.broadcast, there, source, group=group).wait()
+    if there is not tensor:
+        tensor.copy_(there)

@@ -1,0 +1,82 @@
+"""Sums, gatherings and parts of tensors over a group, as new tensors: what layers compute with that ranks share.
+
+Under torch.compile they are PyTorch's functional collectives, which it can trace and overlap with other work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import collectives
+from .collectives import Work
+
+
+def start_sum(tensor: Tensor, group: Any, what: str) -> tuple[Tensor, Work]:
+    """The sum over the group, once the work is done."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    return total, collectives.all_reduce(total, group, what)
+
+
+def start_gather(tensor: Tensor, group: Any, what: str) -> tuple[Tensor, Work]:
+    """The tensors of all ranks one after the other along the first dimension, once the work is done."""
+    shape = (dist.get_world_size(group) * tensor.shape[0], *tensor.shape[1:])
+    whole = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    return whole, collectives.all_gather(whole.view(-1), tensor.contiguous().view(-1), group, what)
+
+
+def start_sum_of_part(tensor: Tensor, group: Any, what: str) -> tuple[Tensor, Work]:
+    """This rank's part, along the first dimension, of the sum over the group, once the work is done."""
+    rows = _part_size(tensor.shape[0], group, what)
+    part = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    return part, collectives.reduce_scatter(part.view(-1), tensor.contiguous().view(-1), group, False, what)
+
+
+def sum_over(tensor: Tensor, group: Any, what: str) -> Tensor:
+    """The sum over the group."""
+    if torch.compiler.is_compiling():
+        from torch.distributed import _functional_collectives as functional
+
+        return functional.wait_tensor(functional.all_reduce(tensor.contiguous(), "sum", group))
+    return _finished(*start_sum(tensor, group, what))
+
+
+def gather(tensor: Tensor, group: Any, what: str, dim: int = 0) -> Tensor:
+    """The tensors of all ranks one after the other along `dim`."""
+    if torch.compiler.is_compiling():
+        from torch.distributed import _functional_collectives as functional
+
+        whole = functional.wait_tensor(functional.all_gather_tensor(tensor.contiguous(), 0, group))
+    else:
+        whole = _finished(*start_gather(tensor, group, what))
+    return whole if dim == 0 else torch.cat(whole.chunk(dist.get_world_size(group)), dim)
+
+
+def sum_of_part(tensor: Tensor, group: Any, what: str) -> Tensor:
+    """This rank's part, along the first dimension, of the sum over the group."""
+    if torch.compiler.is_compiling():
+        from torch.distributed import _functional_collectives as functional
+
+        return functional.wait_tensor(functional.reduce_scatter_tensor(tensor.contiguous(), "sum", 0, group))
+    return _finished(*start_sum_of_part(tensor, group, what))
+
+
+def part(tensor: Tensor, group: Any, what: str, dim: int = 0) -> Tensor:
+    """This rank's part of a tensor that all ranks have, along `dim`."""
+    size = _part_size(tensor.shape[dim], group, what)
+    return tensor.narrow(dim, dist.get_rank(group) * size, size).contiguous()
+
+
+def _part_size(size: int, group: Any, what: str) -> int:
+    ranks = dist.get_world_size(group)
+    if size % ranks:
+        raise ValueError(f"{what}: a dimension of size {size} cannot be divided among {ranks} ranks")
+    return size // ranks
+
+
+def _finished(result: Tensor, work: Work) -> Tensor:
+    work.wait()
+    return result

@@ -1,0 +1,84 @@
+"""Cross-entropy of logits whose classes are split over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..._distributed import exchange
+from ...ops.xentropy import XENTROPY, check_logits
+from ..parallel_state import (
+    get_tensor_model_parallel_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+
+__all__ = ["vocab_parallel_cross_entropy"]
+
+_NO_PADDING = -100
+
+
+def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """The loss of each row of logits [..., classes / ranks], in float32 (float64 for such logits), like `target`.
+
+    With smoothing a wrong class has the probability label_smoothing / (classes - 1), over all ranks' classes.
+    """
+    ranks = get_tensor_model_parallel_world_size()
+    if vocab_parallel_logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"target has shape {list(target.shape)}, expected {list(vocab_parallel_logits.shape[:-1])}: that of the "
+            "logits without their last dimension"
+        )
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"label_smoothing must be at least 0 and below 1, got {label_smoothing}")
+    classes = ranks * vocab_parallel_logits.shape[-1]
+    uniform = label_smoothing * classes / (classes - 1) if label_smoothing else 0.0
+    if ranks > 1:
+        return _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, uniform)
+    rows, labels = vocab_parallel_logits.reshape(-1, classes), target.reshape(-1)
+    check_logits(rows, labels, uniform)
+    return XENTROPY(rows, labels, uniform, _NO_PADDING).view(target.shape)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """(1 - u) times the loss of the target plus u times the mean loss of all classes.
+
+    Each rank has, of its own classes, the largest logit, the sum of exponentials beside it, the target's logit or 0,
+    and the sum of logits. One exchange of these makes the loss. The probabilities are computed anew in the backward
+    pass: logits in half precision take half their memory.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, target, uniform):  # type: ignore[override]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        size = logits.shape[-1]
+        here = target - size * get_tensor_model_parallel_rank()
+        foreign = (here < 0) | (here >= size)
+        here = here.masked_fill(foreign, 0)
+        largest = wide.amax(-1)
+        exponentials = (wide - largest.unsqueeze(-1)).exp().sum(-1)
+        of_target = wide.gather(-1, here.unsqueeze(-1)).squeeze(-1).masked_fill(foreign, 0.0)
+        parts = [largest, exponentials, of_target, *([wide.sum(-1)] if uniform else [])]
+        group = get_tensor_model_parallel_group()
+        found = exchange.gather(torch.stack(parts).unsqueeze(0), group, "the exchange of a vocab-parallel loss")
+        all_largest = found[:, 0].amax(0)
+        total = (found[:, 1] * (found[:, 0] - all_largest).exp()).sum(0)
+        log_sum = all_largest + total.log()
+        loss = log_sum - found[:, 2].sum(0)
+        if uniform:
+            mean = found[:, 3].sum(0) / (size * found.shape[0])
+            loss = (1 - uniform) * loss + uniform * (log_sum - mean)
+        ctx.save_for_backward(logits, log_sum, here, foreign)
+        ctx.uniform, ctx.classes = uniform, size * found.shape[0]
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss):  # type: ignore[override]
+        logits, log_sum, here, foreign = ctx.saved_tensors
+        gradient = (logits.to(log_sum.dtype) - log_sum.unsqueeze(-1)).exp()
+        if ctx.uniform:
+            gradient -= ctx.uniform / ctx.classes
+        of_target = torch.full_like(log_sum, ctx.uniform - 1).masked_fill(foreign, 0.0)
+        gradient.scatter_add_(-1, here.unsqueeze(-1), of_target.unsqueeze(-1))
+        return (gradient * grad_loss.unsqueeze(-1)).to(logits.dtype), None, None

@@ -1,0 +1,68 @@
+"""One batch for all tensor-parallel ranks: the first of them sends it to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._distributed import collectives
+from .._groups.device import parameter_device
+from ..parallel_state import (
+    get_tensor_model_parallel_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_src_rank,
+)
+
+__all__ = ["broadcast_data"]
+
+_MOST_DIMENSIONS = 15
+
+
+def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors under `keys`, all of type `datatype`, of the first rank, on every rank's device.
+
+    The other ranks may pass None. What lies under other keys is left alone.
+    """
+    sizes, numel, total = _build_key_size_numel_dictionaries(keys, data)
+    flat = torch.empty(total, dtype=datatype, device=parameter_device())
+    if get_tensor_model_parallel_rank() == 0:
+        assert data is not None
+        _check_data_types(keys, data, datatype)
+        torch.cat([data[key].contiguous().view(-1).to(flat.device) for key in keys], out=flat)
+    _broadcast(flat)
+    parts = flat.split([numel[key] for key in keys])
+    return {key: part.view(sizes[key]) for key, part in zip(keys, parts, strict=True)}
+
+
+def _check_data_types(keys: Sequence[str], data: Mapping[str, Tensor], target_dtype: torch.dtype) -> None:
+    """An AssertionError that names the tensor whose type is another."""
+    for key in keys:
+        dtype = data[key].dtype
+        assert dtype == target_dtype, f"{key} has data type {dtype} which is different than {target_dtype}"
+
+
+def _build_key_size_numel_dictionaries(
+    keys: Sequence[str], data: Mapping[str, Tensor] | None
+) -> tuple[dict[str, torch.Size], dict[str, int], int]:
+    """The first rank's sizes by key, their numbers of elements, and the sum of these, on every rank."""
+    header = torch.zeros(len(keys), 1 + _MOST_DIMENSIONS, dtype=torch.int64, device=parameter_device())
+    if get_tensor_model_parallel_rank() == 0:
+        assert data is not None, "the first tensor-parallel rank has no data to send"
+        rows: list[list[Any]] = []
+        for key in keys:
+            shape = list(data[key].shape)
+            assert len(shape) <= _MOST_DIMENSIONS, f"{key} has {len(shape)} dimensions, at most {_MOST_DIMENSIONS} fit"
+            rows.append([len(shape), *shape, *[0] * (_MOST_DIMENSIONS - len(shape))])
+        header.copy_(torch.tensor(rows, dtype=torch.int64, device=header.device).view_as(header))
+    _broadcast(header)
+    sizes = {key: torch.Size(row[1 : 1 + row[0]]) for key, row in zip(keys, header.tolist(), strict=True)}
+    numel = {key: size.numel() for key, size in sizes.items()}
+    return sizes, numel, sum(numel.values())
+
+
+def _broadcast(tensor: Tensor) -> None:
+    group = get_tensor_model_parallel_group()
+    collectives.broadcast(tensor, get_tensor_model_parallel_src_rank(), group, "the broadcast of a batch")

@@ -1,0 +1,478 @@
+"""Layers whose parameters are split over tensor-parallel ranks. Activations are [sequence, batch, hidden]."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import init
+from torch.nn.parameter import Parameter
+
+from ..._autocast_utils import _cast_if_autocast_enabled
+from ..._distributed import exchange
+from ...ops._library import autocast_off
+from ...ops.dense.parts import wgrad_gemm_accum
+from .._groups.device import HOST, parameter_device
+from ..parallel_state import (
+    get_tensor_model_parallel_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from ..utils import divide
+from .mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from .random import get_cuda_rng_tracker
+from .utils import VocabUtility
+
+__all__ = [
+    "ColumnParallelLinear",
+    "LinearWithGradAccumulationAndAsyncCommunication",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "copy_tensor_model_parallel_attributes",
+    "linear_with_grad_accumulation_and_async_allreduce",
+    "linear_with_grad_accumulation_and_async_allreduce_in16bit",
+    "param_is_not_tensor_parallel_duplicate",
+    "set_defaults_if_not_set_tensor_model_parallel_attributes",
+    "set_tensor_model_parallel_attributes",
+]
+
+Init = Callable[[Tensor], Any]
+
+_ATTRIBUTE_DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
+
+
+def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
+    """Whether this rank is the one that counts `param`: it is split, or this is the first of the ranks that have it."""
+    return getattr(param, "tensor_model_parallel", False) or get_tensor_model_parallel_rank() == 0
+
+
+def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
+    """Notes on a parameter whether and how it is split; once."""
+    for name in _ATTRIBUTE_DEFAULTS:
+        assert not hasattr(tensor, name), f"the tensor has the attribute {name} already"
+    for name, value in zip(_ATTRIBUTE_DEFAULTS, (is_parallel, dim, stride), strict=True):
+        setattr(tensor, name, value)
+
+
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
+    """Notes on a parameter that it is not split, where nothing is noted."""
+    for name, value in _ATTRIBUTE_DEFAULTS.items():
+        if not hasattr(tensor, name):
+            setattr(tensor, name, value)
+
+
+def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
+    """Notes on one tensor what is noted on another."""
+    for name in _ATTRIBUTE_DEFAULTS:
+        if hasattr(source_tensor, name):
+            setattr(destination_tensor, name, getattr(source_tensor, name))
+
+
+def _initialize_affine_weight_gpu(
+    weight: Tensor, init_method: Init, partition_dim: int, stride: int = 1, *, params_dtype: Any = None
+) -> None:
+    """Fills this rank's part with random numbers of its own."""
+    set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
+    with get_cuda_rng_tracker().fork():
+        init_method(weight)
+
+
+def _initialize_affine_weight_cpu(
+    weight: Tensor,
+    output_size: int,
+    input_size: int,
+    per_partition_size: int,
+    partition_dim: int,
+    init_method: Init,
+    stride: int = 1,
+    return_master_weight: bool = False,
+    *,
+    params_dtype: torch.dtype = torch.float32,
+) -> Tensor | None:
+    """Fills this rank's part from the whole weight, which every rank makes: the same for any number of ranks."""
+    set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
+    master = torch.empty(output_size, input_size, dtype=torch.float32, device=HOST)
+    init_method(master)
+    master = master.to(params_dtype)
+    parts = master.split(divide(per_partition_size, stride), dim=partition_dim)
+    mine = parts[get_tensor_model_parallel_rank() :: get_tensor_model_parallel_world_size()]
+    with torch.no_grad():
+        weight.copy_(torch.cat(mine, dim=partition_dim))
+    return master if return_master_weight else None
+
+
+class _SplitWeight(nn.Module):
+    """A weight [rows, columns] of which each rank has a part of one dimension."""
+
+    def _make_weight(
+        self,
+        rows: int,
+        columns: int,
+        partition_dim: int,
+        init_method: Init,
+        stride: int,
+        params_dtype: torch.dtype,
+        use_cpu_initialization: bool,
+        keep_master_weight: bool = False,
+    ) -> None:
+        shape = [rows, columns]
+        shape[partition_dim] = divide(shape[partition_dim], get_tensor_model_parallel_world_size())
+        device = HOST if use_cpu_initialization else parameter_device()
+        self.weight = Parameter(torch.empty(shape, dtype=params_dtype, device=device))
+        self.master_weight: Tensor | None = None
+        if use_cpu_initialization:
+            self.master_weight = _initialize_affine_weight_cpu(
+                self.weight,
+                rows,
+                columns,
+                shape[partition_dim],
+                partition_dim,
+                init_method,
+                stride,
+                keep_master_weight,
+                params_dtype=params_dtype,
+            )
+        else:
+            _initialize_affine_weight_gpu(self.weight, init_method, partition_dim, stride)
+
+    def _make_bias(self, size: int, bias: bool) -> None:
+        if bias:
+            self.bias = Parameter(torch.zeros(size, dtype=self.weight.dtype, device=self.weight.device))
+        else:
+            self.register_parameter("bias", None)
+
+
+class VocabParallelEmbedding(_SplitWeight):
+    """An embedding of which each rank has an equal part of the words."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_method: Init = init.xavier_normal_,
+        *,
+        params_dtype: torch.dtype = torch.float32,
+        use_cpu_initialization: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.tensor_model_parallel_size = get_tensor_model_parallel_world_size()
+        self.vocab_start_index, self.vocab_end_index = VocabUtility.vocab_range_from_global_vocab_size(
+            num_embeddings, get_tensor_model_parallel_rank(), self.tensor_model_parallel_size
+        )
+        self.num_embeddings_per_partition = self.vocab_end_index - self.vocab_start_index
+        self._make_weight(num_embeddings, embedding_dim, 0, init_method, 1, params_dtype, use_cpu_initialization)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """The embeddings of `input_`, words of the whole vocabulary."""
+        if self.tensor_model_parallel_size == 1:
+            return F.embedding(input_, self.weight)
+        foreign = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+        found = F.embedding((input_ - self.vocab_start_index).masked_fill(foreign, 0), self.weight)
+        # Every word is in one rank's part: the sum has its embedding.
+        return reduce_from_tensor_model_parallel_region(found.masked_fill(foreign.unsqueeze(-1), 0.0))
+
+
+class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
+    """A linear layer whose backward pass exchanges gradients while it computes others.
+
+    With `sequence_parallel_enabled` the input is this rank's part of the sequence: the whole is gathered for the
+    products, and again in the backward pass, beside the product for the input's gradient, instead of being kept. The
+    input's gradient is summed over the ranks (`async_grad_allreduce`), or this rank's part of the sum is made, beside
+    the product for the weight's gradient. With `gradient_accumulation_fusion` that product is added to
+    `weight.main_grad`, and there is no other gradient of the weight.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx,
+        input,
+        weight,
+        bias,
+        gradient_accumulation_fusion,
+        async_grad_allreduce,
+        sequence_parallel_enabled,
+        use_16bit_in_wgrad_accum_fusion=None,
+    ):
+        in_dtype = _cast_if_autocast_enabled(input, weight, bias)
+        ctx.save_for_backward(in_dtype[0], in_dtype[1])
+        ctx.weight = weight  # has main_grad, where what is saved may be a copy in another dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.input_dtype = input.dtype
+        ctx.fusion = gradient_accumulation_fusion
+        ctx.half_sums = use_16bit_in_wgrad_accum_fusion
+        ctx.all_reduce = async_grad_allreduce and get_tensor_model_parallel_world_size() > 1
+        ctx.sequence_parallel = sequence_parallel_enabled and get_tensor_model_parallel_world_size() > 1
+        whole = in_dtype[0]
+        if ctx.sequence_parallel:
+            group = get_tensor_model_parallel_group()
+            whole = exchange.gather(whole, group, "the all-gather of a sequence")
+        with autocast_off(input):
+            return F.linear(whole, in_dtype[1], in_dtype[2])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output):  # type: ignore[override]
+        whole, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        group = get_tensor_model_parallel_group() if ctx.sequence_parallel or ctx.all_reduce else None
+        gathered = exchanged = None
+        if ctx.sequence_parallel and needs_weight:
+            whole, gathered = exchange.start_gather(whole, group, "the all-gather of a sequence")
+        grad_input = grad_weight = grad_bias = None
+        grad_output = grad_output.to(weight.dtype)
+        if needs_input:
+            grad_input = grad_output @ weight
+            if ctx.all_reduce:
+                grad_input, exchanged = exchange.start_sum(grad_input, group, "the all-reduce of an input's gradient")
+            elif ctx.sequence_parallel:
+                what = "the reduce-scatter of an input's gradient"
+                grad_input, exchanged = exchange.start_sum_of_part(grad_input, group, what)
+        rows = grad_output.reshape(-1, grad_output.shape[-1])
+        if needs_weight:
+            if gathered is not None:
+                gathered.wait()
+            whole = whole.reshape(-1, whole.shape[-1])
+            if ctx.fusion:
+                wgrad_gemm_accum(whole, rows, _main_grad(ctx.weight, ctx.half_sums))
+            else:
+                grad_weight = (rows.t() @ whole).to(ctx.weight.dtype)
+        if needs_bias:
+            grad_bias = rows.sum(0).to(ctx.bias_dtype)
+        if exchanged is not None:
+            exchanged.wait()
+        grad_input = None if grad_input is None else grad_input.to(ctx.input_dtype)
+        return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+def _main_grad(weight: Tensor, half_sums: bool | None) -> Tensor:
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise RuntimeError(
+            "gradient_accumulation_fusion adds the weight's gradient to `weight.main_grad`, which does not exist: "
+            "allocate it, for example `weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)`"
+        )
+    if main_grad.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise RuntimeError(f"weight.main_grad must be float32, float16 or bfloat16, got {main_grad.dtype}")
+    if half_sums and main_grad.dtype == torch.float32:
+        raise RuntimeError("accumulation_in_fp16=True needs a weight.main_grad in half precision, got float32")
+    return main_grad
+
+
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    async_grad_allreduce: bool,
+    sequence_parallel_enabled: bool,
+) -> Tensor:
+    """The function of LinearWithGradAccumulationAndAsyncCommunication; autocast casts its arguments."""
+    alone = not (sequence_parallel_enabled or async_grad_allreduce)
+    if not gradient_accumulation_fusion and (alone or torch.compiler.is_compiling()):
+        # Exchanges that the compiler can trace, and overlaps itself.
+        if sequence_parallel_enabled:
+            input = gather_from_sequence_parallel_region(input)
+        elif async_grad_allreduce:
+            input = copy_to_tensor_model_parallel_region(input)
+        return F.linear(input, weight, bias)
+    settings = (gradient_accumulation_fusion, async_grad_allreduce, sequence_parallel_enabled)
+    return LinearWithGradAccumulationAndAsyncCommunication.apply(input, weight, bias, *settings, None)
+
+
+def linear_with_grad_accumulation_and_async_allreduce_in16bit(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    async_grad_allreduce: bool,
+    sequence_parallel_enabled: bool,
+) -> Tensor:
+    """The same with `weight.main_grad` in half precision."""
+    settings = (gradient_accumulation_fusion, async_grad_allreduce, sequence_parallel_enabled)
+    return LinearWithGradAccumulationAndAsyncCommunication.apply(input, weight, bias, *settings, True)
+
+
+class _ParallelLinear(_SplitWeight):
+    """What both linear layers have."""
+
+    def _settings(
+        self,
+        input_size: int,
+        output_size: int,
+        skip_bias_add: bool,
+        gradient_accumulation_fusion: bool,
+        sequence_parallel_enabled: bool,
+        accumulation_in_fp16: bool | None,
+    ) -> None:
+        self.input_size = input_size
+        self.output_size = output_size
+        self.skip_bias_add = skip_bias_add
+        self.gradient_accumulation_fusion = gradient_accumulation_fusion
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.tensor_model_parallel_size = get_tensor_model_parallel_world_size()
+        self._linear = (
+            linear_with_grad_accumulation_and_async_allreduce_in16bit
+            if accumulation_in_fp16
+            else linear_with_grad_accumulation_and_async_allreduce
+        )
+        if sequence_parallel_enabled and self.tensor_model_parallel_size == 1:
+            warnings.warn(
+                "`sequence_parallel_enabled` is set to `True`, but tensor model parallel size is 1: it has no effect",
+                stacklevel=3,
+            )
+            self.sequence_parallel_enabled = False
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """y = x A^T + b of which each rank has an equal part of the outputs; returns (y, b where it was not added).
+
+    `gather_output` gives all outputs to every rank. The input is whole, or this rank's part of the sequence with
+    `sequence_parallel_enabled`.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        init_method: Init = init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        *,
+        no_async_tensor_model_parallel_allreduce: bool = False,
+        params_dtype: torch.dtype = torch.float32,
+        use_cpu_initialization: bool = False,
+        gradient_accumulation_fusion: bool = False,
+        sequence_parallel_enabled: bool = False,
+        accumulation_in_fp16: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self._settings(
+            input_size,
+            output_size,
+            skip_bias_add,
+            gradient_accumulation_fusion,
+            sequence_parallel_enabled,
+            accumulation_in_fp16,
+        )
+        self.gather_output = gather_output
+        self.async_tensor_model_parallel_allreduce = (
+            not no_async_tensor_model_parallel_allreduce and self.tensor_model_parallel_size > 1
+        )
+        if self.async_tensor_model_parallel_allreduce and self.sequence_parallel_enabled:
+            raise RuntimeError(
+                "`async_tensor_model_parallel_allreduce` and `sequence_parallel_enabled` cannot be enabled at the same "
+                "time."
+            )
+        self.output_size_per_partition = divide(output_size, self.tensor_model_parallel_size)
+        self._make_weight(
+            output_size,
+            input_size,
+            0,
+            init_method,
+            stride,
+            params_dtype,
+            use_cpu_initialization,
+            keep_master_weight_for_test,
+        )
+        self._make_bias(self.output_size_per_partition, bias)
+        if self.bias is not None:
+            set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The outputs, and the bias where `skip_bias_add` leaves it to the caller."""
+        assert not (self.gather_output and self.sequence_parallel_enabled), (
+            "gather_output cannot be used with sequence_parallel_enabled"
+        )
+        if not (self.async_tensor_model_parallel_allreduce or self.sequence_parallel_enabled):
+            input_ = copy_to_tensor_model_parallel_region(input_)
+        output = self._linear(
+            input_,
+            self.weight,
+            None if self.skip_bias_add else self.bias,
+            self.gradient_accumulation_fusion,
+            self.async_tensor_model_parallel_allreduce,
+            self.sequence_parallel_enabled,
+        )
+        if self.gather_output:
+            output = gather_from_tensor_model_parallel_region(output)
+        return output, self.bias if self.skip_bias_add else None
+
+
+class RowParallelLinear(_ParallelLinear):
+    """y = x A^T + b of which each rank has an equal part of the inputs; returns (y, b where it was not added).
+
+    The input is this rank's part with `input_is_parallel`, else whole. The output is whole, or with
+    `sequence_parallel_enabled` this rank's part of the sequence.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        init_method: Init = init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        *,
+        params_dtype: torch.dtype = torch.float32,
+        use_cpu_initialization: bool = False,
+        gradient_accumulation_fusion: bool = False,
+        sequence_parallel_enabled: bool = False,
+        accumulation_in_fp16: bool | None = None,
+    ) -> None:
+        super().__init__()
+        if sequence_parallel_enabled and not input_is_parallel:
+            raise RuntimeError("To enable `sequence_parallel_enabled`, `input_is_parallel` must be `True`")
+        self._settings(
+            input_size,
+            output_size,
+            skip_bias_add,
+            gradient_accumulation_fusion,
+            sequence_parallel_enabled,
+            accumulation_in_fp16,
+        )
+        self.input_is_parallel = input_is_parallel
+        self.input_size_per_partition = divide(input_size, self.tensor_model_parallel_size)
+        self._make_weight(
+            output_size,
+            input_size,
+            1,
+            init_method,
+            stride,
+            params_dtype,
+            use_cpu_initialization,
+            keep_master_weight_for_test,
+        )
+        self._make_bias(output_size, bias)
+        if self.bias is not None:
+            self.bias.sequence_parallel_enabled = self.sequence_parallel_enabled  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The outputs, and the bias where `skip_bias_add` leaves it to the caller."""
+        part = input_ if self.input_is_parallel else scatter_to_tensor_model_parallel_region(input_)
+        output = self._linear(part, self.weight, None, self.gradient_accumulation_fusion, False, False)
+        if self.sequence_parallel_enabled:
+            output = reduce_scatter_to_sequence_parallel_region(output)
+        else:
+            output = reduce_from_tensor_model_parallel_region(output)
+        if self.skip_bias_add:
+            return output, self.bias
+        return (output if self.bias is None else output + self.bias), None

@@ -1,0 +1,93 @@
+"""Memory that is allocated once and handed out as tensors again and again."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from torch import Tensor
+
+from .._groups.device import parameter_device
+
+__all__ = ["MemoryBuffer", "RingMemBuffer", "allocate_mem_buff", "get_mem_buff"]
+
+_buffers: dict[str, MemoryBuffer] = {}
+
+
+def allocate_mem_buff(name: str, numel: int, dtype: torch.dtype, track_usage: bool) -> MemoryBuffer:
+    """A new buffer of `numel` elements under a name that no other has."""
+    assert name not in _buffers, f"memory buffer {name} already allocated."
+    _buffers[name] = MemoryBuffer(name, numel, dtype, track_usage)
+    return _buffers[name]
+
+
+def get_mem_buff(name: str) -> MemoryBuffer:
+    """The buffer of this name."""
+    return _buffers[name]
+
+
+class MemoryBuffer:
+    """A vector from whose beginning tensors are given out until `reset`."""
+
+    def __init__(self, name: str, numel: int, dtype: torch.dtype, track_usage: bool) -> None:
+        self.name = name
+        self.numel = numel
+        self.dtype = dtype
+        self.data = torch.empty(numel, dtype=dtype, device=parameter_device())
+        self._start = 0
+        self.track_usage = track_usage
+        # Elements handed out between resets, and elements that there were: their quotient is the average usage.
+        self.in_use_value = 0.0
+        self.total_value = 0.0
+
+    def reset(self) -> None:
+        """Takes all memory back."""
+        if self.track_usage:
+            self.in_use_value += float(self._start)
+            self.total_value += float(self.numel)
+        self._start = 0
+
+    def is_in_use(self) -> bool:
+        """Whether any memory is handed out."""
+        return self._start > 0
+
+    def numel_in_use(self) -> int:
+        """How many elements are handed out."""
+        return self._start
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor` in this memory."""
+        assert tensor.dtype == self.dtype, f"memory buffer {self.name} has {self.dtype}, the tensor {tensor.dtype}"
+        end = self._start + math.prod(tensor.shape)
+        assert end <= self.numel, f"memory buffer {self.name} has {self.numel - self._start} elements left, not {end}"
+        copy = self.data[self._start : end].view(tensor.shape)
+        copy.copy_(tensor)
+        self._start = end
+        return copy
+
+    def get_data(self) -> Tensor:
+        """All that is handed out, as a vector."""
+        return self.data[: self._start]
+
+    def print_average_usage(self) -> None:
+        """Logs how much of the memory was handed out on average, in percent."""
+        assert self.track_usage, "You need to enable track usage."
+        percent = 100.0 * self.in_use_value / self.total_value if self.total_value else 0.0
+        logging.getLogger(__name__).info("usage of %s memory buffer: %.2f %%", self.name, percent)
+
+
+class RingMemBuffer:
+    """Several buffers that take turns."""
+
+    def __init__(self, name: str, num_buffers: int, numel: int, dtype: torch.dtype, track_usage: bool) -> None:
+        self.num_buffers = num_buffers
+        self.buffers = [allocate_mem_buff(f"{name} {i}", numel, dtype, track_usage) for i in range(num_buffers)]
+        self._index = -1
+
+    def get_next_buffer(self) -> MemoryBuffer:
+        """The next buffer, of which nothing may be handed out."""
+        self._index = (self._index + 1) % self.num_buffers
+        buffer = self.buffers[self._index]
+        assert not buffer.is_in_use(), "buffer is already in use."
+        return buffer

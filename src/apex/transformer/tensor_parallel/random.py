@@ -1,0 +1,221 @@
+"""Random numbers that tensor-parallel ranks share or do not, and activations that are computed anew with the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._groups.device import HOST, parameter_device
+from ..parallel_state import get_tensor_model_parallel_rank
+from ..utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from .memory import MemoryBuffer, allocate_mem_buff
+
+__all__ = [
+    "CheckpointFunction",
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "get_cuda_rng_tracker",
+    "init_checkpointed_activations_memory_buffer",
+    "model_parallel_cuda_manual_seed",
+    "reset_checkpointed_activations_memory_buffer",
+]
+
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
+# Far enough from the seeds of data-parallel ranks, which are consecutive.
+_MODEL_PARALLEL_SEED_OFFSET = 2718
+
+_activations: MemoryBuffer | None = None
+
+
+def _generator(device: Any = -1) -> torch.Generator:
+    """The default generator of a device: the one where parameters lie for -1."""
+    device = parameter_device() if device == -1 else torch.device(device)
+    if device.type == HOST.type:
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.init()
+    return torch.cuda.default_generators[index]
+
+
+def _set_cuda_rng_state(new_state: Tensor, device: Any = -1) -> None:
+    """Sets the state of a device's random numbers."""
+    _generator(device).set_state(new_state)
+
+
+class CudaRNGStatesTracker:
+    """Streams of random numbers under names, beside the default one of the device."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        """Forgets all streams."""
+        self.states_ = {}
+        self.seeds_ = set()
+
+    def get_states(self) -> dict[str, Tensor]:
+        """The state of each stream."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Replaces all streams by these."""
+        self.states_ = dict(states)
+        self.seeds_ = set()
+
+    def add(self, name: str, seed: int) -> None:
+        """A new stream; neither its name nor its seed may have another one."""
+        if seed in self.seeds_:
+            raise Exception(f"seed {seed} already exists")
+        if name in self.states_:
+            raise Exception(f"cuda rng state {name} already exists")
+        self.seeds_.add(seed)
+        self.states_[name] = _generator().clone_state().manual_seed(seed).get_state()
+
+    @contextlib.contextmanager
+    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        """Random numbers inside come from the stream `name`; outside all goes on as if nothing had been drawn."""
+        if name not in self.states_:
+            raise Exception(f"cuda rng state {name} is not added: call model_parallel_cuda_manual_seed first")
+        generator = _generator()
+        outside = generator.get_state()
+        generator.set_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = generator.get_state()
+            generator.set_state(outside)
+
+
+_tracker = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """The streams of this process."""
+    return _tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seeds the default stream, the same on all tensor-parallel ranks, and one that is another on each of them.
+
+    The first is for what all ranks compute alike, dropout outside of split layers; the second, `fork()`, for their own
+    parts.
+    """
+    _generator().manual_seed(seed)
+    _tracker.reset()
+    own = seed + _MODEL_PARALLEL_SEED_OFFSET + get_tensor_model_parallel_rank()
+    _tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, own)
+
+
+def init_checkpointed_activations_memory_buffer(
+    micro_batch_size: int,
+    max_position_embeddings: int,
+    hidden_size: int,
+    num_layers: int,
+    tensor_model_parallel_size: int,
+    checkpoint_num_layers: int,
+    fp16: bool,
+) -> None:
+    """Allocates memory for what `checkpoint(..., distribute_saved_activations=True)` keeps of all layers."""
+    global _activations
+    assert num_layers % checkpoint_num_layers == 0, "number of layers is not divisible by checkpoint-num-layers"
+    each = micro_batch_size * max_position_embeddings * hidden_size // tensor_model_parallel_size
+    numel = each * (num_layers // checkpoint_num_layers)
+    dtype = torch.half if fp16 else torch.float
+    assert _activations is None, "checkpointed activations memory buffer is already allocated."
+    _activations = allocate_mem_buff("checkpointed activations", numel, dtype, track_usage=False)
+
+
+def reset_checkpointed_activations_memory_buffer() -> None:
+    """Takes that memory back, once per iteration."""
+    if _activations is not None:
+        _activations.reset()
+
+
+class _RandomState:
+    """All streams of random numbers as they are now."""
+
+    def __init__(self) -> None:
+        self.host = torch.get_rng_state()
+        self.device = _generator().get_state()
+        self.tracker = _tracker.get_states()
+        self.seeds = set(_tracker.seeds_)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.host)
+        _generator().set_state(self.device)
+        _tracker.set_states(self.tracker)
+        _tracker.seeds_ = set(self.seeds)
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """Runs a function without keeping what its backward pass needs, and runs it again for that.
+
+    With `distribute_saved_activations` each tensor-parallel rank keeps only its part of the first argument.
+    """
+
+    @staticmethod
+    def forward(ctx, run_function, distribute_saved_activations, *args):  # type: ignore[override]
+        ctx.run_function = run_function
+        ctx.random_state = _RandomState()
+        devices = {HOST.type, parameter_device().type}
+        ctx.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in sorted(devices)
+        ]
+        ctx.shape = args[0].shape if distribute_saved_activations else None
+        with torch.no_grad():
+            outputs = run_function(*args)
+        kept = list(args)
+        if distribute_saved_activations:
+            part = split_tensor_into_1d_equal_chunks(args[0].detach())
+            kept[0] = part.clone() if _activations is None else _activations.add(part)
+        ctx.tensor_places = [place for place, value in enumerate(kept) if isinstance(value, Tensor)]
+        ctx.others = [None if isinstance(value, Tensor) else value for value in kept]
+        ctx.save_for_backward(*[kept[place] for place in ctx.tensor_places])
+        ctx.needs = [isinstance(value, Tensor) and value.requires_grad for value in args]
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *args):  # type: ignore[override]
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError("checkpoint works with backward() alone, not with torch.autograd.grad")
+        inputs = list(ctx.others)
+        for place, tensor in zip(ctx.tensor_places, ctx.saved_tensors, strict=True):
+            inputs[place] = tensor
+        if ctx.shape is not None:
+            inputs[0] = gather_split_1d_tensor(inputs[0]).view(ctx.shape)
+        inputs = [
+            value.detach().requires_grad_(needed) if isinstance(value, Tensor) else value
+            for value, needed in zip(inputs, ctx.needs, strict=True)
+        ]
+        now = _RandomState()
+        ctx.random_state.restore()
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.enable_grad())
+                for kind, enabled, dtype, cache in ctx.autocast:
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
+                outputs = ctx.run_function(*inputs)
+        finally:
+            now.restore()
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, args, strict=True)
+            if isinstance(output, Tensor) and output.requires_grad and gradient is not None
+        ]
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        return None, None, *(value.grad if isinstance(value, Tensor) else None for value in inputs)
+
+
+def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    """`function(*args)`, whose activations are computed anew in the backward pass, with the same random numbers.
+
+    As with PyTorch's reentrant checkpoints, one of the arguments must need a gradient.
+    """
+    return CheckpointFunction.apply(function, distribute_saved_activations, *args)

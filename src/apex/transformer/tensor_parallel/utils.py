@@ -1,0 +1,35 @@
+"""Parts of tensors and of vocabularies."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..utils import divide
+
+__all__ = ["VocabUtility", "split_tensor_along_last_dim"]
+
+
+def split_tensor_along_last_dim(
+    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[Tensor, ...]:
+    """The tensor in equal parts along its last dimension: views, or copies if they are to be contiguous."""
+    parts = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
+    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
+
+
+class VocabUtility:
+    """Which words of a vocabulary a rank has: from the first to before the last."""
+
+    @staticmethod
+    def vocab_range_from_per_partition_vocab_size(
+        per_partition_vocab_size: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
+        """The range where each rank has `per_partition_vocab_size` words."""
+        first = rank * per_partition_vocab_size
+        return first, first + per_partition_vocab_size
+
+    @staticmethod
+    def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
+        """The range where all ranks together have `global_vocab_size` words."""
+        each = divide(global_vocab_size, world_size)
+        return VocabUtility.vocab_range_from_per_partition_vocab_size(each, rank, world_size)
