@@ -1,37 +1,31 @@
-"""Makes Triton's interpreter about four times as quick, without a change to what it computes.
+"""Makes Triton's interpreter about three times as quick, without a change to what it computes.
 
-Nearly all its time goes into types and checks rather than into numbers. So here
-- `triton.language` gets its interpreted functions once per process, not at every launch and every call;
-- nothing is computed for a check of integer overflow whose result the interpreter, not in debug mode, throws away;
-- equal types are one object, a tensor takes over the attributes of its type, and equal shapes are not broadcast;
-- a block of equal numbers holds one, and bfloat16 is converted by moving its bits;
-- what an operation asks of the interpreter is found once for arguments of the same types (interpreter_plans.py).
+Nearly all its time goes into types and checks rather than into numbers. Layer norms, RMS norms and softmaxes of small
+shapes, forward and backward, took 4.9 s of CPU time in it; here it takes 1.6 s. What each part of that saves:
+- `triton.language` gets its interpreted functions once per process, not at every launch and every call: 1.7 s;
+- equal types are one object, and a tensor takes over the attributes of its type: 0.5 s;
+- bfloat16 is converted by moving its bits: 0.4 s;
+- nothing is computed for a check of integer overflow whose result the interpreter, not in debug mode, throws away, and
+  numpy's name of a type is looked up once: 0.2 s each.
+
+The tests of norms alone would take a minute and a half more without it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import types
 from collections.abc import Callable
 from typing import Any
 
-from . import interpreter_plans
-
-# What an interpreter of Triton has that is built in the way that is changed here.
+# What is changed here. Where Triton has it no more, its interpreter stays as it is.
 NEEDED = (
     "_LangPatchScope",
     "_get_np_dtype",
-    "_get_signed_np_dtype",
-    "_patch_attr",
     "_patch_lang",
-    "_patch_lang_tensor",
     "InterpreterBuilder",
     "TensorHandle",
-    "TritonSemantic",
     "interpreter_builder",
-    "interpreter_semantic",
     "tl",
 )
 
@@ -46,14 +40,9 @@ def install() -> None:
         return
     _replace_functions_once(interpreter)
     _leave_out_the_overflow_check(interpreter)
-    _remember_signatures(interpreter)
     _remember_numpy_types(interpreter)
     _share_types(interpreter.tl)
     _convert_bfloat16_by_its_bits(interpreter)
-    _keep_handles_lean(interpreter)
-    _copy_no_scalars(interpreter)
-    _broadcast_unequal_shapes_only(interpreter)
-    interpreter_plans.install(interpreter)
 
 
 def _replace_functions_once(interpreter: Any) -> None:
@@ -78,21 +67,6 @@ def _leave_out_the_overflow_check(interpreter: Any) -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-
-
-def _remember_signatures(interpreter: Any) -> None:
-    signature = functools.lru_cache(None)(inspect.getfullargspec)
-
-    def call_arguments(function: Callable[..., Any], *arguments: Any, **named: Any) -> dict[str, Any]:
-        names = signature(function).args
-        found = dict(zip(names, arguments, strict=False)) | named
-        if len(arguments) + len(named) == len(found) == len(names) and found.keys() == set(names):
-            return found
-        return inspect.getcallargs(function, *arguments, **named)  # has defaults, or is wrong
-
-    interpreter.inspect = types.SimpleNamespace(
-        **{**vars(inspect), "getfullargspec": signature, "getcallargs": call_arguments}
-    )
 
 
 def _remember_numpy_types(interpreter: Any) -> None:
@@ -165,67 +139,3 @@ def _convert_bfloat16_by_its_bits(interpreter: Any) -> None:
         return convert(self, source, type)
 
     builder.cast_impl = cast
-
-
-def _keep_handles_lean(interpreter: Any) -> None:
-    """Without a look at sizes in bytes, which follow from the types, and with no handle changed after it was made."""
-    builder, numpy = interpreter.InterpreterBuilder, interpreter.np
-
-    def start(self: Any, data: Any, dtype: Any) -> None:
-        self.data, self.dtype, self.attr = data, dtype, {}
-
-    def shift(self: Any, left: Any, right: Any) -> Any:
-        signed = [each.data.astype(interpreter._get_signed_np_dtype(each.data.dtype)) for each in (left, right)]
-        return interpreter.TensorHandle(numpy.right_shift(*signed), left.dtype.scalar)
-
-    interpreter.TensorHandle.__init__ = start
-    builder.create_ashr = shift
-
-
-def _copy_no_scalars(interpreter: Any) -> None:
-    """A block of equal numbers is one number with strides of zero."""
-    builder, handle, numpy = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.np
-    splat, broadcast = builder.create_splat, builder.create_broadcast
-
-    def quick_splat(self: Any, type: Any, scalar: Any) -> Any:
-        data = scalar.data
-        if data.shape != (1,) or data.dtype != interpreter._get_np_dtype(scalar.dtype):
-            return splat(self, type, scalar)
-        return handle(numpy.ndarray(type.shape, data.dtype, data, 0, (0,) * len(type.shape)), scalar.dtype.scalar)
-
-    def quick_broadcast(self: Any, block: Any, shape: Any) -> Any:
-        data = block.data
-        if not data.flags.c_contiguous or len(data.shape) != len(shape):
-            return broadcast(self, block, shape)
-        strides = [0 if size == 1 else stride for size, stride in zip(data.shape, data.strides, strict=True)]
-        return handle(numpy.ndarray(shape, data.dtype, data, 0, strides), block.dtype.scalar)
-
-    def quick_expand(self: Any, block: Any, axis: int) -> Any:
-        return handle(block.data[(slice(None),) * axis + (None,)], block.dtype.scalar)
-
-    def quick_sum(self: Any, pointers: Any, offsets: Any) -> Any:
-        size = pointers.dtype.__dict__.get("element_bytes")
-        if size is None:
-            size = pointers.dtype.element_bytes = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        data = offsets.data.astype(numpy.uint64)
-        data *= size
-        return handle(pointers.data + data, pointers.dtype)
-
-    builder.create_addptr = quick_sum
-    builder.create_splat, builder.create_broadcast, builder.create_expand_dims = (
-        quick_splat,
-        quick_broadcast,
-        quick_expand,
-    )
-
-
-def _broadcast_unequal_shapes_only(interpreter: Any) -> None:
-    semantic = interpreter.TritonSemantic
-    broadcast = semantic.broadcast_impl_value
-
-    def broadcast_if_unequal(self: Any, left: Any, right: Any) -> Any:
-        if [*getattr(left.type, "shape", ())] == [*getattr(right.type, "shape", ())]:
-            return left, right
-        return broadcast(self, left, right)
-
-    semantic.broadcast_impl_value = broadcast_if_unequal

@@ -76,11 +76,11 @@ def test_the_late_are_killed_with_their_children(tmp_path: Path) -> None:
 
 def test_answers_that_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork may have ended before anyone looks for its number."""
-    answer = warm._Nursery._answer
+    answer = warm._ForkServer._answer
 
-    def late(nursery: warm._Nursery) -> list[int]:
+    def late(server: warm._ForkServer) -> list[int]:
         time.sleep(0.5)
-        return answer(nursery)
+        return answer(server)
 
-    monkeypatch.setattr(warm._Nursery, "_answer", late)
+    monkeypatch.setattr(warm._ForkServer, "_answer", late)
     assert run("-c", "print('done')", cwd=tmp_path, timeout=5).stdout == "done\n"

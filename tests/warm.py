@@ -1,11 +1,12 @@
-"""Python processes that have PyTorch from the start: forks of one process that imported it, for those who start many.
+"""A fork server: `python arguments...` in a fork of a process that has imported PyTorch already.
 
-Importing PyTorch takes two seconds, its compiler, which its optimizers ask for, two more. Apart from that a fork is as
-`python arguments...` in an environment and a folder of its own: it imports this package and what else it needs itself.
-What PyTorch reads of the environment while it is imported is what the tests started with, and at its end a fork calls
-what was registered for it, but does not take PyTorch apart, half a second each. A test of importing, or of a process
-itself, starts a real one; where there is a GPU, whose driver may not be forked, all are real ones. PyTorch's compiler
-imports triton: a fork cannot have it interpret kernels.
+The tests start about a hundred processes. Importing PyTorch takes each of them 4.8 s of CPU time on two loaded cores,
+with its compiler, which its optimizers import, and its distributed parts 11.5 s: `make test` would take more than ten
+minutes. A fork has its own environment, folder and output, and imports this package itself. It differs from a real
+process in three ways: PyTorch read its environment variables when the server started; at the end functions registered
+with `atexit` are called, but PyTorch is not taken apart; triton is imported, so that it cannot be made to interpret
+kernels. Tests of importing or of a process as such start real ones, and so do all where there is a GPU, whose driver
+may not be forked.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch
 
-# Of several of PyTorch's own, since a fork would import them anew each time.
+# Parts of PyTorch that many forks need; each would import them anew.
 IMPORTED = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -59,7 +60,7 @@ def run_together(
             {"arguments": list(arguments), "cwd": str(cwd), "environment": dict(environment), "outputs": names}
             for arguments, environment, names in zip(commands, environments, outputs, strict=True)
         ]
-        run = _run_real_ones if torch.cuda.is_available() else _Nursery.common().run
+        run = _run_real_ones if torch.cuda.is_available() else _ForkServer.common().run
         statuses = run(requests, timeout)
         texts = [[Path(name).read_text() if Path(name).exists() else "" for name in names] for names in outputs]
     if statuses is None:
@@ -71,7 +72,7 @@ def run_together(
 
 
 def _run_real_ones(requests: list[dict[str, Any]], timeout: float) -> list[int] | None:
-    """As `_Nursery.run`."""
+    """As `_ForkServer.run`."""
     processes = []
     for request in requests:
         with open(request["outputs"][0], "w") as output, open(request["outputs"][1], "w") as errors:
@@ -92,10 +93,10 @@ def _run_real_ones(requests: list[dict[str, Any]], timeout: float) -> list[int] 
             process.wait()
 
 
-class _Nursery:
+class _ForkServer:
     """The process that forks: a line of JSON in, one with the numbers of the forks out, one with their exit codes."""
 
-    _common: _Nursery | None = None
+    _common: _ForkServer | None = None
 
     def __init__(self) -> None:
         left_out = ("APEX_IMPL", "PYTHONPATH", "TRITON_INTERPRET")
@@ -109,7 +110,7 @@ class _Nursery:
         )
 
     @classmethod
-    def common(cls) -> _Nursery:
+    def common(cls) -> _ForkServer:
         """That of this process, which starts it when it is needed and stops it at its end."""
         if cls._common is None:
             cls._common = cls()
@@ -118,9 +119,9 @@ class _Nursery:
 
     @classmethod
     def stop(cls) -> None:
-        nursery, cls._common = cls._common, None
-        if nursery is not None:
-            nursery._process.communicate()
+        server, cls._common = cls._common, None
+        if server is not None:
+            server._process.communicate()
 
     def run(self, requests: list[dict[str, Any]], timeout: float) -> list[int] | None:
         """Exit codes; None if not all ended in time, and then they were killed."""

@@ -175,11 +175,6 @@ def test_a_batch_is_looked_for_where_nobody_asks_for_zeros(monkeypatch: pytest.M
         packed_attention(qkv, bounds, 4, 0.5, zero_tail=False)
 
 
-def test_when_cudnn_is_asked() -> None:
-    assert not op_packed.asks_cudnn(torch.zeros(512, 3, 2, 64, dtype=torch.float16), 2, 256)  # not here
-    assert not op_packed.asks_cudnn(torch.zeros(511, 3, 2, 64, dtype=torch.float16), 2, 256)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head", [64, 128])

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from apex.ops import _library
-from apex.ops.batch_norm import BatchNormSpec, Channels, backward, batch_norm, config, forward, op, passes, reference
+from apex.ops.batch_norm import BatchNormSpec, Channels, backward, batch_norm, config, forward, op, reference
 from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -485,22 +485,6 @@ def test_an_average_over_all_batches(route: Route) -> None:
             batch_norm(x * step, mean, variance, momentum=1 / step, relu=True)
     assert_close(mean, 2 * x.double().mean((0, 2, 3)), reduction=36)
     assert_close(variance, (1 + 4 + 9) / 3 * x.double().var((0, 2, 3)), reduction=36)
-
-
-def test_a_whole_number_as_momentum_is_launched_as_a_float(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton would compile the kernel for an integer of 1 and run it for every other momentum, too."""
-    given = []
-    launch = pytest.importorskip("apex.ops._launch")
-
-    def call(kernel, grid, tensors, sizes, floats=(), **rest):
-        given.append((kernel.name, floats))
-
-    monkeypatch.setattr(launch.Kernel, "__call__", call)
-    running = torch.zeros(6), torch.ones(6)
-    with _library.implementation("triton"):
-        passes.statistics(torch.randn(4, 6), BatchNormSpec(momentum=1), *running)
-    momenta = [floats[-1] for name, floats in given if name == "batch_norm_statistics"]
-    assert [type(momentum) for momentum in momenta] == [float]
 
 
 def test_what_is_left_to_torch() -> None:

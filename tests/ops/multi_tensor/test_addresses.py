@@ -1,25 +1,14 @@
-"""Whether tensors lie where they did, asked of PyTorch in one call or tensor by tensor."""
+"""Whether tensors lie where they did."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from apex.ops.multi_tensor import tables
 from apex.ops.multi_tensor.tables import lie_at
 
-WAYS = [
-    pytest.param("cpu", False, id="one by one"),
-    pytest.param("cuda", False, id="one by one on a GPU", marks=pytest.mark.gpu),
-    pytest.param("cuda", True, id="in one call", marks=pytest.mark.gpu),
-]
 
-
-@pytest.mark.parametrize(("device", "at_once"), WAYS)
-def test_addresses(device: str, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if at_once:
-        assert tables._have_addresses is not None
-    else:
-        monkeypatch.setattr(tables, "_have_addresses", None)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_addresses(device: str) -> None:
     memory = torch.ones(64, device=device)
     param = torch.nn.Parameter(torch.ones(3, device=device))
     tensors: list[Tensor] = [memory[:4], param, memory[8:9].view(1, 1), torch.empty(0, device=device)]
