@@ -14,7 +14,8 @@ from ..amp._checks import check_flags, checked_scale
 from ..amp.scaler import LossScaler
 from ..ops.multi_tensor import scale as scale_tensors
 from ._checkpoints import load_scaler, saved_scaler
-from .fp16util import clip_grad_norm, master_params_to_model_params
+from .fp16util import clip_grad_norm, gradient_pairs, master_params_to_model_params
+from .loss_scaler import scaled_backward
 
 _HALF = (torch.float16, torch.bfloat16)
 _FULL = (torch.float32, torch.float64)
@@ -119,8 +120,7 @@ class FP16_Optimizer:
         """
         scale = self.loss_scale
         self._bring_gradients_to(scale)
-        exact = loss.float() if loss.dtype in _HALF else loss
-        (exact * scale).backward(retain_graph=retain_graph)
+        scaled_backward(loss, scale, retain_graph)
         if update_master_grads:
             self.update_master_grads()
 
@@ -136,17 +136,9 @@ class FP16_Optimizer:
         half_scale = current if self._half_scale is None else self._half_scale
         full_scale = current if self._full_scale is None else self._full_scale
         self.loss_scaler.clear_overflow_state()
-        model_grads, master_grads = [], []
-        for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
-            if param.grad is None:
-                master.grad = None
-                continue
-            if master.grad is None:
-                master.grad = torch.empty_like(master)
-            model_grads.append(param.grad)
-            master_grads.append(master.grad)
-        if model_grads:
-            self.loss_scaler.unscale(model_grads, master_grads, scale_override=half_scale)
+        pairs = gradient_pairs(self.all_fp16_params, self.all_fp32_from_fp16_params)
+        if pairs:
+            self.loss_scaler.unscale(*map(list, zip(*pairs, strict=True)), scale_override=half_scale)
         own = _gradients(self.all_fp32_from_fp32_params)
         if own and (self.dynamic_loss_scale or full_scale != 1.0):
             self.loss_scaler.unscale(own, own, scale_override=full_scale)

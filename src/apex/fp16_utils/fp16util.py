@@ -136,24 +136,30 @@ def model_grads_to_master_grads(
         master = master_params[0]
         if master.grad is None:
             master.grad = torch.empty_like(master)
-        targets: Sequence[Tensor] = _parts(master.grad.detach(), model_params)
-        zero(target for target, p in zip(targets, model_params, strict=True) if p.grad is None)
+        parts = list(zip(model_params, _parts(master.grad.detach(), model_params), strict=True))
+        zero(part for param, part in parts if param.grad is None)
+        pairs = [(param.grad.detach(), part) for param, part in parts if param.grad is not None]
     else:
-        targets = [_gradient_of(master, p) for p, master in zip(model_params, master_params, strict=True)]
-    pairs = [(p.grad.detach(), t) for p, t in zip(model_params, targets, strict=True) if p.grad is not None]
+        pairs = gradient_pairs(model_params, master_params)
     if pairs:
         gradients, wanted = zip(*pairs, strict=True)
         scale(gradients, wanted, 1.0)
 
 
-def _gradient_of(master: Tensor, param: Tensor) -> Tensor:
-    """Where the gradient of `param` goes."""
-    if param.grad is None:
-        master.grad = None
-        return master
-    if master.grad is None:
-        master.grad = torch.empty_like(master)
-    return master.grad.detach()
+def gradient_pairs(params: Sequence[Tensor], masters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The gradients of parameters that have one, with the memory of their masters' gradients, made where it lacks.
+
+    Masters of the other parameters lose theirs.
+    """
+    found = []
+    for param, master in zip(params, masters, strict=True):
+        if param.grad is None:
+            master.grad = None
+            continue
+        if master.grad is None:
+            master.grad = torch.empty_like(master)
+        found.append((param.grad.detach(), master.grad.detach()))
+    return found
 
 
 @torch.no_grad()

@@ -24,6 +24,12 @@ def to_python_float(t: Any) -> float:
     return t.item() if hasattr(t, "item") else t[0]
 
 
+def scaled_backward(loss: Tensor, scale: float, retain_graph: bool) -> None:
+    """A backward pass from `scale` times the loss, in float32 if the loss is in half precision."""
+    exact = loss.float() if loss.dtype in _HALF else loss
+    (exact * scale).backward(retain_graph=retain_graph)
+
+
 class _Scaler:
     """A current scale and its two uses: on a loss, and on gradients in a backward hook."""
 
@@ -40,8 +46,7 @@ class _Scaler:
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """A backward pass from the scaled loss, which is made float32 first if it is in half precision."""
-        exact = loss.float() if loss.dtype in _HALF else loss
-        (exact * self.loss_scale).backward(retain_graph=retain_graph)
+        scaled_backward(loss, self.loss_scale, retain_graph)
 
 
 class LossScaler(_Scaler):

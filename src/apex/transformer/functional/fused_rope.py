@@ -123,33 +123,7 @@ class FusedRoPE2DFunc(torch.autograd.Function):
 
 
 # ROCm's variant has two implementations of each; here both names mean the one that there is.
-class FusedRoPEFuncApex(FusedRoPEFunc):
-    """`FusedRoPEFunc`."""
-
-
-class FusedRoPEFuncAiter(FusedRoPEFunc):
-    """`FusedRoPEFunc`."""
-
-
-class FusedRoPECachedFuncApex(FusedRoPECachedFunc):
-    """`FusedRoPECachedFunc`."""
-
-
-class FusedRoPECachedFuncAiter(FusedRoPECachedFunc):
-    """`FusedRoPECachedFunc`."""
-
-
-class FusedRoPETHDFuncApex(FusedRoPETHDFunc):
-    """`FusedRoPETHDFunc`."""
-
-
-class FusedRoPETHDFuncAiter(FusedRoPETHDFunc):
-    """`FusedRoPETHDFunc`."""
-
-
-class FusedRoPE2DFuncApex(FusedRoPE2DFunc):
-    """`FusedRoPE2DFunc`."""
-
-
-class FusedRoPE2DFuncAiter(FusedRoPE2DFunc):
-    """`FusedRoPE2DFunc`."""
+FusedRoPEFuncApex = FusedRoPEFuncAiter = FusedRoPEFunc
+FusedRoPECachedFuncApex = FusedRoPECachedFuncAiter = FusedRoPECachedFunc
+FusedRoPETHDFuncApex = FusedRoPETHDFuncAiter = FusedRoPETHDFunc
+FusedRoPE2DFuncApex = FusedRoPE2DFuncAiter = FusedRoPE2DFunc
