@@ -14,6 +14,7 @@ from apex.ops.batch_norm import BatchNormSpec, Channels, backward, forward
 _CASES = [
     ((32, 256, 56, 56), True, torch.float16, torch.float32, True),
     ((32, 256, 56, 56), False, torch.bfloat16, torch.bfloat16, False),
+    ((64, 120, 28, 28), True, torch.float16, torch.float32, False),
 ]
 
 

@@ -10,6 +10,7 @@ from apex.ops.glu import op
 _SHAPES = [
     (16384, 22016, torch.bfloat16, torch.bfloat16, "silu"),
     (16384, 22016, torch.bfloat16, None, "gelu_tanh"),
+    (8192, 6000, torch.float16, torch.float16, "silu"),
     (4096, 8190, torch.float16, torch.float32, "gelu"),
     (3, 2, torch.float32, None, "relu"),
 ]

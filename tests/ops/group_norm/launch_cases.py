@@ -14,6 +14,8 @@ _SHAPES = [
     (2, 320, 4095, 32, torch.float32, None, False),
     (8, 2560, 4096, 32, torch.float16, torch.float32, True),
     (8, 2560, 4096, 32, torch.float32, None, False),
+    (8, 328, 4096, 8, torch.float16, torch.float16, True),
+    (64, 256, 196, 32, torch.float16, torch.float16, False),
 ]
 
 

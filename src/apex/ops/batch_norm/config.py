@@ -72,16 +72,14 @@ def tiling(geometry: Geometry, elements: int) -> Tiling:
         # As wide as divides the channels, because lanes beyond them are idle.
         block = 128 if channels % 128 == 0 else min(64, next_power_of_2(channels))
         rows = min(elements // block, next_power_of_2(positions))
-        align = 1
     else:
         rows = min(next_power_of_2(positions), 512)
         block = min(elements // rows, next_power_of_2(channels))
-        # The power of two that divides the positions of an image matters where they are contiguous.
-        align = math.gcd(positions, WIDEST)
     chunks = -(-positions // rows)
     units, blocks = images * chunks, -(-channels // block)
+    align = math.gcd(channels if last else positions, WIDEST)
     constants = {"LAST": last, "ALIGN": align, "R": rows, "C_BLOCK": block}
-    return Tiling(units, blocks, (positions // align, channels, chunks, units, blocks), constants)
+    return Tiling(units, blocks, (positions, channels, chunks, units, blocks), constants)
 
 
 def backward_pace(geometry: Geometry, itemsize: int) -> Pace:

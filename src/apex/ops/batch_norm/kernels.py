@@ -13,7 +13,8 @@ Rank statistics are what a process tells others: forward such a row, backward `s
 the normalised input. MASK says where ReLU's mask comes from: 0 there is no ReLU, 1 from its argument, computed again
 (there is no addend), 2 from the output.
 
-S is given as `steps` of ALIGN positions, so that loads are as wide as it allows where positions are contiguous.
+ALIGN, a power of two up to 16, divides the size that is contiguous in memory, C or S: that it was multiplied by ALIGN
+shows Triton how wide loads may be.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from .._launch import kernel
 
 # Numbers that differ from shape to shape and would have kernels compiled anew for being 1 or a multiple of 16, which of
 # all numbers only that of channels need be known for.
-COUNTS = ["steps", "chunks", "units", "channel_blocks"]
+COUNTS = ["positions", "chunks", "units", "channel_blocks"]
 
 
 @triton.jit
 def tile(
     unit,
     block,
-    steps,
+    positions,
     channels,
     chunks,
     units,
@@ -42,7 +43,10 @@ def tile(
     C_BLOCK: tl.constexpr,
 ):
     """Where the elements of a tile lie, [R, C_BLOCK], which of them exist, and its number of positions."""
-    positions = steps * ALIGN
+    if LAST:
+        channels = channels // ALIGN * ALIGN
+    else:
+        positions = positions // ALIGN * ALIGN
     image = unit // chunks
     first = (unit % chunks).to(positions.dtype) * R
     row = tl.arange(0, R)[:, None]
@@ -73,7 +77,7 @@ def parameter(pointer, channel, mask, PRESENT: tl.constexpr, absent: tl.constexp
 def batch_norm_measure(
     x,
     partials,
-    steps,
+    positions,
     channels,
     chunks,
     units,
@@ -97,7 +101,7 @@ def batch_norm_measure(
     inside = channel < channels
     # A tile with as many rows as any that follows: only the last one of an image may have fewer.
     first = program if LAST else program // chunks * chunks
-    offset, mask, _rows = tile(first, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
+    offset, mask, _rows = tile(first, block, positions, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
     pivot = tl.load(x + offset, mask, other=0.0)
     total = tl.zeros((R, C_BLOCK), tl.float32)
     squares = tl.zeros((R, C_BLOCK), tl.float32)
@@ -105,7 +109,7 @@ def batch_norm_measure(
     for start in tl.range(program, units, programs * UNROLL):
         for step in tl.static_range(UNROLL):
             offset, mask, rows = tile(
-                start + step * programs, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK
+                start + step * programs, block, positions, channels, chunks, units, LAST, ALIGN, R, C_BLOCK
             )
             # What is not there differs by nothing.
             away = tl.load(x + offset, mask, other=pivot).to(tl.float32) - pivot.to(tl.float32)
@@ -197,7 +201,7 @@ def batch_norm_apply(
     mean,
     variance,
     y,
-    steps,
+    positions,
     channels,
     chunks,
     units,
@@ -217,7 +221,7 @@ def batch_norm_apply(
     block = tl.program_id(0) % channel_blocks
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
-    offset, mask, _rows = tile(unit, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
+    offset, mask, _rows = tile(unit, block, positions, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
     spread = tl.load(variance + channel, inside, other=0.0).to(tl.float32)
@@ -257,7 +261,7 @@ def batch_norm_measure_backward(
     variance,
     dz,
     partials,
-    steps,
+    positions,
     channels,
     chunks,
     units,
@@ -291,7 +295,7 @@ def batch_norm_measure_backward(
     for start in tl.range(program, units, programs * UNROLL):
         for step in tl.static_range(UNROLL):
             offset, mask, _rows = tile(
-                start + step * programs, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK
+                start + step * programs, block, positions, channels, chunks, units, LAST, ALIGN, R, C_BLOCK
             )
             values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
             # Outside the input the gradient is 0, and so is every term.
@@ -356,7 +360,7 @@ def batch_norm_apply_backward(
     sum_dy,
     sum_dy_xhat,
     dx,
-    steps,
+    positions,
     channels,
     chunks,
     units,
@@ -381,7 +385,7 @@ def batch_norm_apply_backward(
     block = tl.program_id(0) % channel_blocks
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
-    offset, mask, _rows = tile(unit, block, steps, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
+    offset, mask, _rows = tile(unit, block, positions, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     values = gradient
     if BATCH or MASK == 1:

@@ -2,7 +2,8 @@
 
 An input is `rows` x (2 * `width`), contiguous: the gate in the first half of each row, the value in the second. All
 arithmetic is float32. A tile is ROWS x BLOCK of the output; FULL: no row or column needs a mask. Programs are numbered
-along the columns first, so that neighbours read neighbouring memory.
+along the columns first, so that neighbours read neighbouring memory. ALIGN, a power of two up to 16, divides `width`:
+that this was multiplied by ALIGN shows Triton how wide loads may be.
 """
 
 import triton
@@ -43,6 +44,7 @@ def glu_forward(
     rows,
     width,
     column_blocks,
+    ALIGN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -50,6 +52,7 @@ def glu_forward(
     FULL: tl.constexpr,
 ):
     """One tile per program."""
+    width = width // ALIGN * ALIGN
     program = tl.program_id(0)
     row = (program // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -78,6 +81,7 @@ def glu_backward(
     width,
     column_blocks,
     groups,
+    ALIGN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
@@ -87,6 +91,7 @@ def glu_backward(
     STAGES: tl.constexpr,
 ):
     """A block of columns per program, walking down every `groups`-th tile; its sums of columns go to `partials`."""
+    width = width // ALIGN * ALIGN
     program = tl.program_id(0)
     group = program // column_blocks
     column = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)

@@ -5,6 +5,7 @@ An input is `rows` x (2 * `width`): the gate in the first half of each row, the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -68,6 +69,7 @@ def launch_forward(input: Tensor, bias: Tensor | None, activation: str) -> Tenso
         (-(-rows // tile.rows) * column_blocks,),
         (input, bias, output),
         (rows, width, column_blocks),
+        ALIGN=math.gcd(width, 16),
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         ROWS=tile.rows,
@@ -94,6 +96,7 @@ def launch_backward(
         (groups * column_blocks,),
         (dy, input, bias, dinput, partials),
         (rows, width, column_blocks, groups),
+        ALIGN=math.gcd(width, 16),
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         BIAS_GRAD=bias_grad,

@@ -8,6 +8,9 @@ channel, a third finishes the tiles.
 
 The backward kernels share one float32 buffer, `scratch`: sums per image and channel [N, 2, C], whose sums over the
 images are the gradients of bias and weight, then means over groups [N, G, 2], then what tiles found [N, chunks, 2, C].
+
+ALIGN, a power of two up to 16, divides the size that is contiguous in memory, C or S: that it was multiplied by ALIGN
+shows Triton how wide loads may be.
 """
 
 from __future__ import annotations
@@ -27,9 +30,20 @@ def _silu_gradient(dy, z):
 
 
 @triton.jit
-def _tile(positions, channels, chunks, LAST: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr):
+def _aligned(positions, channels, LAST: tl.constexpr, ALIGN: tl.constexpr):
+    """The same numbers, one of them known to be a multiple of ALIGN."""
+    if LAST:
+        channels = channels // ALIGN * ALIGN
+    else:
+        positions = positions // ALIGN * ALIGN
+    return positions, channels
+
+
+@triton.jit
+def _tile(positions, channels, chunks, LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr):
     """This program's tile: its image, first position, channels [C_BLOCK] and those that exist, and for its elements
     [R, C_BLOCK] which exist and where they lie; 64 bits for where the tile begins, 32 within."""
+    positions, channels = _aligned(positions, channels, LAST, ALIGN)
     program = tl.program_id(0)
     image = program // chunks
     first = (program % chunks) * R
@@ -121,10 +135,12 @@ def group_norm_forward_small(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     S_BLOCK: tl.constexpr,
     D_BLOCK: tl.constexpr,
 ):
     """One program per group of an image."""
+    positions, channels = _aligned(positions, channels, LAST, ALIGN)
     program = tl.program_id(0)
     group = program % groups
     row = tl.arange(0, S_BLOCK)[:, None]
@@ -155,11 +171,12 @@ def group_norm_measure(
     channels,
     chunks,
     LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
     """Mean and sum of squared deviations of every channel of a tile; `partials` is [N, chunks, 2, C]."""
-    _image, first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, R, C_BLOCK)
+    _image, first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     mean = tl.sum(values, 0) / tl.minimum(positions - first, R)
     centred = tl.where(mask, values - mean[None, :], 0.0)
@@ -228,11 +245,12 @@ def group_norm_apply(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
     """The output of one tile."""
-    image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, R, C_BLOCK)
+    image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
     scale = _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
@@ -264,6 +282,7 @@ def group_norm_backward_small(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     S_BLOCK: tl.constexpr,
     D_BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -273,6 +292,7 @@ def group_norm_backward_small(
 
     With WHOLE or ADD_UP the gradients of weight and bias are written, otherwise the first part of `scratch`.
     """
+    positions, channels = _aligned(positions, channels, LAST, ALIGN)
     program = tl.program_id(0)
     group = program % groups
     row = tl.arange(0, S_BLOCK)[:, None]
@@ -337,11 +357,12 @@ def group_norm_measure_backward(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
     """Sums of the gradient and of gradient times normalised input per channel of a tile; part 3 of `scratch`."""
-    image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, R, C_BLOCK)
+    image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
@@ -423,11 +444,12 @@ def group_norm_apply_backward(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):
     """The gradient of one tile of the input."""
-    image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, R, C_BLOCK)
+    image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)

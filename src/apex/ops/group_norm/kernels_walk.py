@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .._launch import kernel
-from .kernels import _add_up, _finish, _parameter, _silu_gradient
+from .kernels import _add_up, _aligned, _finish, _parameter, _silu_gradient
 
 
 @triton.jit
@@ -52,6 +52,7 @@ def group_norm_forward_walk(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     S_BLOCK: tl.constexpr,
     D_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -61,6 +62,7 @@ def group_norm_forward_walk(
     Each place of a tile keeps mean and squared deviations of what it has seen (Welford's way); they are joined at the
     end, around the mean of all: as exact as reading the input once more.
     """
+    positions, channels = _aligned(positions, channels, LAST, ALIGN)
     begin, row, column, offset, step = _group(positions, channels, groups, D, LAST, S_BLOCK, D_BLOCK)
     means = tl.zeros((S_BLOCK, D_BLOCK), tl.float32)
     squares = tl.zeros((S_BLOCK, D_BLOCK), tl.float32)
@@ -112,6 +114,7 @@ def group_norm_backward_walk(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     S_BLOCK: tl.constexpr,
     D_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -119,6 +122,7 @@ def group_norm_backward_walk(
 ):
     """One program per group of an image; fills the first part of `scratch`, and with ADD_UP writes the gradients of
     weight and bias."""
+    positions, channels = _aligned(positions, channels, LAST, ALIGN)
     begin, row, column, offset, step = _group(positions, channels, groups, D, LAST, S_BLOCK, D_BLOCK)
     program = tl.program_id(0)
     mean = tl.load(statistics + program * 2)

@@ -6,6 +6,7 @@ variance.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,7 +126,7 @@ def launch_forward(
     y = torch.empty_like(x)
     statistics = torch.empty(images, groups, 2, dtype=torch.float32, device=x.device)
     given, sizes, epsilon = (x, weight, bias, y, statistics), (positions, channels, groups), (float(eps),)
-    flags = _flags(weight, bias, group_channels, silu, last)
+    flags = _flags(weight, bias, group_channels, silu, last, group_channels if last else positions)
     small = config.small_config(positions, group_channels, "forward")
     if small is not None:
         kernels.group_norm_forward_small(
@@ -154,6 +155,7 @@ def launch_forward(
         )
         return y, statistics
     tile = config.tile_config(positions, channels, config.FORWARD_TILE[last], last)
+    flags = _flags(weight, bias, group_channels, silu, last, channels if last else positions)
     grid = (images * tile.chunks, tile.channel_blocks)
     partials = torch.empty(images, tile.chunks, 2, channels, dtype=torch.float32, device=x.device)
     kernels.group_norm_measure(
@@ -161,6 +163,7 @@ def launch_forward(
         (x, partials),
         (positions, channels, tile.chunks),
         LAST=last,
+        ALIGN=flags["ALIGN"],
         R=tile.rows,
         C_BLOCK=tile.channel_block,
         num_warps=config.FORWARD_WARPS,
@@ -212,7 +215,7 @@ def launch_backward(
     # Programs of different images add up what they found, if there is a ticket for every group.
     add_up = param_grads and groups <= TICKETS and facts(x.device).publishes_for_all
     sizes, epsilon = (images, positions, channels, groups), (float(eps),)
-    flags = _flags(weight, bias, group_channels, silu, last)
+    flags = _flags(weight, bias, group_channels, silu, last, group_channels if last else positions)
     small = config.small_config(positions, group_channels, "backward")
     walk = config.walk_config(images, positions, channels, group_channels, "backward")
     scratch = tickets = None
@@ -251,6 +254,7 @@ def launch_backward(
     else:
         add_up = False
         tile = config.tile_config(positions, channels, config.BACKWARD_TILE, last)
+        flags = _flags(weight, bias, group_channels, silu, last, channels if last else positions)
         grid = (images * tile.chunks, tile.channel_blocks)
         # Too much of it to be kept.
         elements += images * 2 * (groups + tile.chunks * channels)
@@ -287,14 +291,17 @@ def launch_backward(
     return dx, dweight, dbias
 
 
-def _flags(weight: Tensor | None, bias: Tensor | None, group_channels: int, silu: bool, last: bool) -> dict[str, Any]:
-    """The constants that most kernels share."""
+def _flags(
+    weight: Tensor | None, bias: Tensor | None, group_channels: int, silu: bool, last: bool, contiguous: int
+) -> dict[str, Any]:
+    """The constants that most kernels share, for runs of `contiguous` elements in memory."""
     return {
         "D": group_channels,
         "HAS_WEIGHT": weight is not None,
         "HAS_BIAS": bias is not None,
         "SILU": silu,
         "LAST": last,
+        "ALIGN": math.gcd(contiguous, 16),
     }
 
 
