@@ -73,7 +73,7 @@ def as_they_came(models: Any, optimizers: Any) -> Any:
 
 
 def release(models: list[Any], optimizers: list[Any]) -> None:
-    """Gives models and optimizers back, and other optimizers of half-precision parameters of these models."""
+    """Undoes `initialize` for models, optimizers, and others that update these models' half-precision weights."""
     params = {id(param) for model in models for param in model.parameters() if param.dtype in HALF}
     released = []
     for optimizer in list(_amp_state.optimizers):
@@ -157,7 +157,7 @@ def _check_optimizers(models: list[nn.Module], optimizers: list[Any], properties
         if refusal is not None:
             raise RuntimeError(f"{kind.__module__}.{kind.__name__} is not for amp; {refusal}")
         if takes_gradients(optimizer):
-            _check_taking(innermost(optimizer), properties, combines)
+            _check_zero_optimizer(innermost(optimizer), properties, combines)
         params = _model_params(optimizer)
         if models and params and not any(id(param) in known for param in params):
             raise RuntimeError(
@@ -166,8 +166,8 @@ def _check_optimizers(models: list[nn.Module], optimizers: list[Any], properties
             )
 
 
-def _check_taking(optimizer: Any, properties: Any, combines: bool) -> None:
-    """Raises for what an optimizer that takes gradients during backward passes cannot do."""
+def _check_zero_optimizer(optimizer: Any, properties: Any, combines: bool) -> None:
+    """Raises for what an optimizer that takes gradients during backward passes (ZeRO) cannot do."""
     kind = type(optimizer).__name__
     if combines:
         raise RuntimeError(

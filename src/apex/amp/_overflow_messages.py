@@ -1,4 +1,4 @@
-"""What is said about steps that were skipped: as soon as the device has told, without waiting for it."""
+"""Messages about skipped steps: printed when the overflow flag has arrived on the host, without waiting for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Note(NamedTuple):
 
 
 class OverflowMessages:
-    """Notes taken at every backward pass, read when they have arrived."""
+    """Overflow flags of backward passes on their way to the host, and the messages that follow from them."""
 
     def __init__(self) -> None:
         self._pending: deque[_Note] = deque()

@@ -112,7 +112,7 @@ def _lazy_init_maybe_master_weights(self: Any) -> None:
 
 
 def _trained(optimizer: Any, state_dict: Any) -> set[Tensor]:
-    """Parameters that a state dict has state of: it is to be loaded for a master, in float32."""
+    """Parameters for which a state dict has state. They get a master first, so that it is loaded in float32."""
     keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return {param for param, key in zip(params, keys, strict=False) if state_dict["state"].get(key)}

@@ -168,9 +168,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.capturable = capturable
         self.set_grad_none = set_grad_none
         self._plans: dict[int, GroupPlan] = {}
-        # The values of `state` when the last plan was made: who replaces one is not asked to say so.
+        # The values of `state` when the last plan was made. A user may replace one at any time: every step compares.
         self._states: list[dict[str, Any]] = []
-        # Steps that an overflow kept from happening, which the host has not heard of yet; by group.
+        # How many steps an overflow skipped, by group: tensors on the device, of which the host has not heard yet.
         self._skipped: dict[int, Tensor] = {}
         super().__init__(params, defaults)
 
@@ -206,7 +206,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Called after loading: for state that PyTorch's optimizers keep under another name."""
 
     def _look(self) -> Sequence[Seen]:
-        """Called once per step, before the buckets look at the parameters; what they need not look at again."""
+        """Called once per step before buckets compare addresses; returns those that were read already."""
         return ()
 
     def _before_plan(self, index: int, group: dict[str, Any]) -> None:

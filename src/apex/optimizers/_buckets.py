@@ -39,7 +39,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Seen(NamedTuple):
-    """What a look at parameters found: no need to look again in the same step."""
+    """Tensors and addresses that were read in this step already, so that buckets need not read them again."""
 
     params: list[Tensor]
     addresses: list[int]
@@ -84,7 +84,7 @@ class Bucket:
         self._shapes = list(map(_shape, self._sources))
         self._held = self._gradients()
         self._gradient_dtypes = set(map(_dtype, self._held))
-        # Whether gradients are of the kind of these, which says of parameters, too, that their sizes are the same.
+        # Checks that gradients have the dtypes, sizes and strides of these. Parameters then have the same sizes, too.
         given = not self._distributed and all(map(operator.is_, self._held, map(_grad_of, self._sources)))
         self._looks_right: Callable[..., bool] = looks_like(self._held) if given else lambda *_: False
         self.lists = make(*self._slots(self._held))
@@ -176,7 +176,7 @@ class Bucket:
         return gradients, None if lists.has_gradients(gradients) else list(map(_data_ptr, gradients))
 
     def _seen_in(self, seen: Sequence[Seen]) -> tuple[list[Tensor], list[int]] | None:
-        """What `_look` would find, where others saw just these parameters."""
+        """What `_look` would find, from a `Seen` of just these parameters."""
         if self._models is None:
             for params, addresses, *found in seen:
                 if params is not self._seen_before and len(params) == len(self.params):
@@ -191,7 +191,7 @@ class Bucket:
         return None
 
     def _fit(self, gradients: list[Tensor]) -> bool:
-        """Whether gradients are of the shapes and dtypes of the lists: memory that was freed comes back as any."""
+        """Whether gradients have the shapes and dtypes of the lists. An address does not say so: memory is reused."""
         return list(map(_shape, gradients)) == self._shapes and set(map(_dtype, gradients)) == self._gradient_dtypes
 
     def _refresh_slowly(self) -> bool:

@@ -82,7 +82,7 @@ class MomentumOptimizer(FusedOptimizer):
     # The first step of a buffer ---------------------------------------------------------------------------------------
 
     def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
-        """Where there is dampening, parameters whose buffers have been through no step, or may not, are of a kind."""
+        """With dampening, parameters whose momentum buffer may not have seen a step yet form buckets of their own."""
         fresh = BUFFER not in self.state[param]
         if fresh:
             self._undampened.pop(param, None)
@@ -92,7 +92,7 @@ class MomentumOptimizer(FusedOptimizer):
         return state, FRESH if fresh else id(self._undampened[param]) if param in self._undampened else None
 
     def _first(self, bucket: Bucket, scaling: LossScaling) -> bool | Tensor:
-        """Whether this is the bucket's first step; a number on the device where only that knows."""
+        """Whether this is the bucket's first step; a tensor where only the device knows of skipped ones."""
         if bucket.kind is None:
             return False
         flag = self._undampened.get(bucket.params[0])
@@ -106,7 +106,7 @@ class MomentumOptimizer(FusedOptimizer):
 
     @staticmethod
     def _note_first(first: bool | Tensor, scaling: LossScaling) -> None:
-        """After the step: it was the first, unless it was skipped."""
+        """Called after the step: the next one is the first no more, unless this one was skipped."""
         if isinstance(first, Tensor):
             first.mul_(0.0 if scaling.found_inf is None else scaling.found_inf.reshape(()) != 0)
 
