@@ -21,6 +21,7 @@ _SUBPACKAGES = frozenset(
         "fp16_utils",
         "fused_bias_swiglu",
         "fused_dense",
+        "graphs",
         "mlp",
         "multi_tensor_apply",
         "normalization",

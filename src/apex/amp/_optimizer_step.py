@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops import _recording
 from ..ops.multi_tensor import scale, zero
 from . import _casting
 from ._amp_state import _amp_state
@@ -43,6 +44,7 @@ def prepare_amp_backward(self: Any, scaler: LossScaler) -> None:
         if param.grad is not None:
             stash.accumulated_grads[param] = param.grad
             param.grad = None
+    _recording.reads(stash.accumulated_grads.values())
 
 
 def restore_grads(stash: AmpOptimizerState) -> None:
@@ -183,19 +185,34 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
             inner.most_recent_scale, inner.scale_set_by_backward = 1.0, False
     else:
         inner._wrote_models = False
-        if found_inf is not None:
+        _recording.reads([found_inf])
+        takes_flag = found_inf is not None and stash.takes_found_inf
+        if takes_flag:
             inner.found_inf, inner.grad_scale = found_inf.reshape(()), None
+        elif found_inf is not None:
+            step = functools.partial(_undone_if, found_inf, inner, step)
         try:
             with _casting.casts(False):
                 result = step(*args, **kwargs)
         finally:
-            if found_inf is not None:
+            if takes_flag:
                 del inner.found_inf, inner.grad_scale
         if not inner._wrote_models:
             masters_to_model(optimizer)
     stash.found_inf = None
     for master in stash.all_fp32_from_fp16_params:
         master.grad = None  # a model's zero_grad does not reach it
+    return result
+
+
+def _undone_if(found_inf: Tensor, inner: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A captured step of an optimizer that takes no flag: what it changed is put back where `found_inf` is set."""
+    states = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
+    changed = [param.detach() for group in inner.param_groups for param in group["params"]] + states
+    before = [tensor.clone() for tensor in changed]
+    result = step(*args, **kwargs)
+    for tensor, value in zip(changed, before, strict=True):
+        tensor.copy_(torch.where(found_inf.reshape(()) != 0, value, tensor))
     return result
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..ops import _recording
 from ..ops._transfer import Transfer, on_host
 from ._amp_state import _amp_state, maybe_print
 from .scaler import LossScaler
@@ -47,14 +49,25 @@ class OverflowMessages:
             return
         device = scaler.overflow.device
         counters = [each.counts.to(device, torch.float32).flatten() for each in counted]
-        sent = Transfer(torch.cat((scaler.overflow.float(), scaler.scale_tensor(), *counters)))
+        values = torch.cat((scaler.overflow.float(), scaler.scale_tensor(), *counters))
         params = [param for each in counted for param in each.params]
-        self._pending.append(_Note(loss_id, scaler._min_loss_scale, sent, params))
+        send = functools.partial(self._send, values, loss_id, scaler._min_loss_scale, params)
+        recording = _recording.current
+        if recording is not None and recording.captures:
+            recording.before.append(self.read)
+            recording.after.append(send)
+        else:
+            send()
+
+    def _send(self, values: Tensor, loss_id: int, floor: float | None, params: list[Tensor]) -> None:
+        self._pending.append(_Note(loss_id, floor, Transfer(values), params))
         if len(self._pending) == 1:
             self.read()
 
     def read(self) -> None:
-        """Reports what has arrived."""
+        """Reports what has arrived; events of earlier steps are asked, which must not be while a graph is captured."""
+        if _recording.captures():
+            return
         while self._pending and self._pending[0].sent.arrived:
             self._report(self._pending.popleft())
 

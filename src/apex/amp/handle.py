@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops import _recording
 from . import _casting
 from ._amp_state import _amp_state, maybe_print
 from ._checks import check_flags, check_loss, checked_optimizers
@@ -109,7 +110,8 @@ def _update_scale(scaler: LossScaler, loss_id: int, optimizers: list[Any], count
             return
         waiting = []
         for stash in stashes:
-            if not stash.takes_found_inf:
+            # Of a captured step what an optimizer changed is put back on the device.
+            if not stash.takes_found_inf and not _recording.captures():
                 waiting.append(stash)
             elif stash.found_inf is None:
                 stash.found_inf = scaler.overflow

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import optimizer as _hooks_of_all
 
+from ..ops import _recording
 from ..ops.multi_tensor import make_lists, zero
 from ._buckets import MASTER, Bucket, GroupPlan, Seen, local
 from ._checkpoints import load_state, saved_state
@@ -252,16 +253,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         ready = [(index, group, self._plan(index, group, seen)) for index, group in enumerate(self.param_groups)]
         self._ready = [(group, bucket) for _, group, plan in ready for bucket in plan.buckets]
         self._before_update(scaling)
+        recording = _recording.current
+        if recording is not None:
+            recording.reads_numbers.add(id(self))
         for index, group, plan in ready:
             if not plan.buckets:
                 continue
             seed = self._next_seed(group)
             step = self._next_step(index, group, plan.buckets[0].device, scaling)
+            # A graph must not freeze hyperparameters, which schedulers change.
+            numbers = group if recording is None else recording.group(self, index)
             for bucket in plan.buckets:
                 there = scaling.on(bucket.device)
                 count = step.to(bucket.device) if isinstance(step, Tensor) else step
                 rounds = seed is not None and bucket.params[0].dtype == torch.bfloat16
-                self._update(group, bucket, count, there, seed if rounds else None)
+                self._update(numbers, bucket, count, there, seed if rounds else None)
                 if there.unscale is not None:
                     _unscale_gradients(bucket.gradients(), there.unscale, there.found_inf)
                 bucket.release()
@@ -276,10 +282,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         if self.stochastic_rounding:
             raise RuntimeError(f"{name} with stochastic_rounding needs a new seed at every step and cannot be captured")
-        if self._counts_steps and not self.capturable:
+        if self._counts_steps and not self.capturable and _recording.current is None:
             raise RuntimeError(
                 f"a step of {name} cannot be captured in a CUDA graph: its step count is on the host, so that every "
-                "replay would be the same step; make the optimizer with capturable=True"
+                "replay would be the same step; use apex.graphs.capture, or make the optimizer with capturable=True"
             )
         has_state = any(self._state_names(group) for group in self.param_groups) or self._counts_steps
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
@@ -327,19 +333,23 @@ class FusedOptimizer(torch.optim.Optimizer):
             return count.to(torch.float64).reshape(())
         if scaling.found_inf is None and index in self._skipped:
             self._settle_skipped(index, group)
+            del self._skipped[index]
         group["step"] = int(group.get("step", 0)) + 1
+        count = group["step"] if _recording.current is None else _recording.current.counted(self, index)
         if scaling.found_inf is None:
-            return group["step"]
+            return count
         skipped = self._skipped.get(index)
         if skipped is None:
             skipped = self._skipped[index] = torch.zeros((), dtype=torch.float64, device=scaling.found_inf.device)
-        step = group["step"] - skipped
+        step = count - skipped
         skipped += scaling.found_inf.reshape(()) != 0
         return step
 
     def _settle_skipped(self, index: int, group: dict[str, Any]) -> None:
         """Takes the skipped steps off the host's count, which waits for the device."""
-        group["step"] = int(group["step"]) - int(self._skipped.pop(index))
+        skipped = self._skipped[index]
+        group["step"] = int(group["step"]) - int(skipped)
+        skipped.zero_()  # in place, because a graph may go on to count in it
 
     def _settle_all_skipped(self) -> None:
         for index in list(self._skipped):
@@ -398,7 +408,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Loads what `state_dict` of this class, or of PyTorch's optimizer of the same algorithm, returned."""
         load_state(self, state_dict, super().load_state_dict)
         self._plans.clear()
-        self._skipped.clear()
+        for skipped in self._skipped.values():
+            skipped.zero_()
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle_all_skipped()

@@ -36,18 +36,19 @@ class ParameterSteps(FusedOptimizer):
     def _before_plan(self, index: int, group: dict[str, Any]) -> None:
         if self.capturable:
             return
+        started = {param for param in group["params"] if self.state.get(param)}
+        # Parameters that go without a gradient from now on, and those that have their first, or one again.
+        left = [p for p in group["params"] if p.grad is None and p in started and p not in self._away]
+        came = [p for p in group["params"] if p.grad is not None and (p not in started or p in self._away)]
+        if not left and not came:
+            return
         if index in self._skipped:
             self._settle_skipped(index, group)
         now = int(group.get("step", 0))
-        for param in group["params"]:
-            started = param in self.state and bool(self.state[param])
-            if param.grad is None:
-                if started and param not in self._away:
-                    self._away[param] = now - self._missed.get(param, 0)
-            elif not started:
-                self._missed[param] = now
-            elif param in self._away:
-                self._missed[param] = now - self._away.pop(param)
+        for param in left:
+            self._away[param] = now - self._missed.get(param, 0)
+        for param in came:
+            self._missed[param] = now - (self._away.pop(param) if param in started else 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, in the format of `torch.optim`, which loads it too; master weights included."""

@@ -82,9 +82,8 @@ class FusedNovoGrad(FusedOptimizer):
         squares = group["norm_type"] == 2
         inside = self.moment_mode == 0
         averages = self._averages(group, bucket)
-        bucket.lists.measured_average(
-            rules.SQUARE_SUM if squares else rules.MAXIMUM, averages, 1 - group["betas"][1], **scaling.arguments
-        )
+        rule, share = rules.SQUARE_SUM if squares else rules.MAXIMUM, float(1 - group["betas"][1])
+        bucket.lists.measured_average(rule, averages, share, **scaling.arguments)
         hyper = adam_hyperparameters(group, step, grad_averaging=bool(group["grad_averaging"]), inside=inside)
         bucket.lists.apply(rules.NOVOGRAD, hyper, (inside, squares), whole=averages, seed=seed, **scaling.arguments)
 

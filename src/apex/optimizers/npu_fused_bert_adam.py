@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import required
 from typing_extensions import Unpack
 
+from ..ops._recording import lifted
 from ..ops._transfer import HOST
 from ..ops.multi_tensor import rules
 from ._base import LossScaling, Options
@@ -144,7 +145,7 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, ParameterSteps):
     def _rate(self, group: dict[str, Any], step: Any) -> Any:
         if group["t_total"] == -1:
             return group["lr"]
-        return group["lr"] * SCHEDULES[group["schedule"]]((step - 1) / group["t_total"], group["warmup"])
+        return group["lr"] * lifted(SCHEDULES[group["schedule"]], (step - 1) / group["t_total"], group["warmup"])
 
     def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         if group["max_grad_norm"] > 0:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from ..ops import _recording
 from ..ops.multi_tensor import rules
 from ..ops.multi_tensor.grouping import check, groups_of
+from ..optimizers._base import FusedOptimizer
 from ..optimizers._buckets import local
 
 _NAMES = ("params", "gradients")
@@ -76,8 +78,10 @@ class LARC:
         had_decay = ["weight_decay" in group for group in self.optim.param_groups]
         self._scale_gradients()
         try:
+            # A graph, too, must see none, and not what is there when it is replayed.
+            recording = _recording.current if isinstance(self.optim, FusedOptimizer) else None
             for group in self.optim.param_groups:
-                group["weight_decay"] = 0
+                group["weight_decay"] = 0 if recording is None else recording.constant(0.0)
             result = self.optim.step()
         finally:
             for group, decay, had in zip(self.optim.param_groups, decays, had_decay, strict=True):
@@ -99,7 +103,9 @@ class LARC:
                 )
             check((params, gradients), _NAMES)
             ready.append((group, params, gradients))
-        for group, params, gradients in ready:
+        for index, (group, params, gradients) in enumerate(ready):
+            if _recording.current is not None:
+                group = _recording.current.group(self.optim, index)
             hyper = {
                 "lr": group["lr"],
                 "trust_coefficient": self.trust_coefficient,

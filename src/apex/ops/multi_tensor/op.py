@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import rules
 from .grouping import Groups, Lists, Slots, check, groups_of, known_groups
 from .rule import Rule
+from .tables import upload
 
 _NAMES = tuple(f"tensor_lists[{index}]" for index in range(6))
 
@@ -62,7 +63,7 @@ def _counters(nonfinite_counts: Tensor | None, indices: Sequence[int], device: t
 
 def _add_counters(totals: Tensor | None, counters: Tensor | None, indices: Sequence[int]) -> None:
     if totals is not None and counters is not None and counters is not totals:
-        totals[torch.tensor(indices, dtype=torch.int64, device=totals.device)] += counters.to(totals.device)
+        totals[upload(indices, torch.int64, totals.device)] += counters.to(totals.device)
 
 
 @torch.no_grad()
@@ -211,7 +212,7 @@ def _norm(
         if len(groups) == 1:
             each = values
         else:
-            each[torch.tensor(indices, dtype=torch.int64, device=device)] = values.to(device)
+            each[upload(indices, torch.int64, device)] = values.to(device)
         totals.append(lists.total(found, maximum=rule.maximum, root=root))
     if len(totals) == 1:
         return totals[0], each
@@ -448,5 +449,5 @@ def _factor_on(factor: float | Tensor, device: torch.device) -> Tensor | None:
 def _rows(whole: Tensor, indices: Sequence[int], device: torch.device) -> Tensor:
     """The rows of the tensors of a group."""
     if len(indices) != len(whole):
-        whole = whole[torch.tensor(indices, dtype=torch.int64, device=whole.device)]
+        whole = whole[upload(indices, torch.int64, whole.device)]
     return whole.to(device, torch.float32).contiguous()

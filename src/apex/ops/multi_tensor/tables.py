@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from .. import _device
+from .._recording import keep
 from .._transfer import HOST
 
 # Sizes, counts and addresses are worked out on the host.
 INDICES: dict[str, Any] = {"dtype": torch.int64, "device": HOST}
 
-# What captured uploads read from and write to, and tables that captured launches read: a replay uses them again.
+# What captured uploads read from and write to, and tables that captured launches read: a replay uses them again. Graphs
+# of `apex.graphs` keep their own.
 _captured: list[tuple[Tensor | None, ...]] = []
 _recordings = itertools.count(-1, -1)
 
@@ -70,7 +72,7 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     else:
         host = torch.tensor(values, dtype=dtype, device=HOST, pin_memory=True)
     result = host.to(device, non_blocking=True)
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing() and not keep(host, result):
         _captured.append((host, result))
     return result
 
@@ -95,7 +97,7 @@ def current_stream(device: torch.device) -> int:
 
 def keep_if_captured(device: torch.device, *tables: Tensor | None) -> None:
     """Tables that a launch is about to read; those of a CUDA graph must outlive the lists that made them."""
-    if is_captured(device):
+    if is_captured(device) and not keep(*tables):
         _captured.append(tables)
 
 

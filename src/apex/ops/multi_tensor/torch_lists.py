@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._recording import Number, captures
 from .flat import flat, laid_out_alike
 from .rule import FLAG_COUNT, SCALARS, SLOTS, Rule
 from .tables import current_stream
@@ -147,7 +148,9 @@ class TorchLists:
         return found
 
     def _number(self, value: Any) -> Any:
-        if self.device.type == "cpu":
+        if isinstance(value, Number):
+            return value.on(self.device).to(self._compute)
+        if self.device.type == "cpu" and not captures():
             return float(value)
         return value.to(self._compute) if isinstance(value, Tensor) else value
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _device, _library
+from .._recording import Number
 from .._workspace import TICKETS, partial_sums
 from . import config
 from .rule import FLAG_COUNT, GRADIENT, SCALARS, SLOTS, Rule, padded
@@ -385,6 +386,8 @@ class TritonLists:
 
     def _here(self, value: Any) -> Any:
         """A number, or a tensor on this device: one on the CPU is read, which waits for nothing."""
+        if isinstance(value, Number):
+            return value.on(self.device)
         if isinstance(value, Tensor) and value.device != self.device:
             return float(value) if value.device.type == "cpu" else value.to(self.device)
         return value

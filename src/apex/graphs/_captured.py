@@ -1,0 +1,234 @@
+"""One graph: a function captured for inputs of one kind, and what a replay has to do around it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree
+
+from ..ops import _recording
+from ..ops._recording import Guard, Number, Recording, is_number
+from ..ops._transfer import on_host
+from ._references import References
+from ._state import Snapshot, State, hyperparameters
+
+
+class Inputs:
+    """The arguments of a call: tensors, and everything else."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.leaves, self._structure = _pytree.tree_flatten((args, kwargs))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among them, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def on_devices(self) -> list[Tensor]:
+        """Tensors that are not on the host."""
+        return [tensor for tensor in self.tensors if not on_host(tensor)]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What a graph is captured for: shapes and layouts of tensors, values of numbers, identities of objects."""
+        return (self._structure, *map(_kind, self.leaves))
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other tensors."""
+        others = iter(tensors)
+        leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return _pytree.tree_unflatten(leaves, self._structure)
+
+
+class _Same:
+    """An object as a key: equal to itself alone, and kept alive, so that no other gets its id."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        if leaf.layout != torch.strided:
+            return leaf.layout, leaf.shape, leaf.dtype, leaf.device
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    if isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device | None):
+        return type(leaf), leaf
+    return _Same(leaf)
+
+
+@contextlib.contextmanager
+def watched(optimizers: dict[int, Any]) -> Iterator[None]:
+    """Notes optimizers that are stepped inside, and that their steps read gradients."""
+
+    def note(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        optimizers.setdefault(id(optimizer), optimizer)
+        _recording.reads(param.grad for group in optimizer.param_groups for param in group["params"])
+
+    handle = register_optimizer_step_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def rehearse(function: Callable[[], Any], optimizers: dict[int, Any], device: torch.device) -> Any:
+    """An eager call that uses the kernels of a captured one, so that these are compiled by then."""
+    with _recording.active(Recording(False, device)), watched(optimizers):
+        return function()
+
+
+class Graph:
+    """A captured function. Making one captures it and replays it once: together that is one call."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inputs: Inputs,
+        optimizers: dict[int, Any],
+        references: References,
+        backend: Any,
+        device: torch.device,
+        returned: list[Any],
+    ) -> None:
+        """`returned` are the numbers among the results of an eager call."""
+        self._recording = recording = Recording(True, device)
+        self._stays = False
+        known = list(optimizers.values())
+        expected = references.guards()
+        before = Snapshot(known)
+        # Tensors of the host come as tensors of the device: a copy to it that the function makes is nothing then.
+        self._inputs = [_static(tensor, device) for tensor in inputs.tensors]
+        args, kwargs = inputs.with_tensors(self._inputs)
+
+        def run() -> Any:
+            with _tensor_rates(known, recording), watched(optimizers), _recording.active(recording):
+                return function(*args, **kwargs)
+
+        try:
+            self._replay, outputs = backend.capture(run, device)
+            if len(optimizers) != len(known):
+                raise NotImplementedError("an optimizer is stepped that was not in the calls before")
+            self._state = State(before, known, recording)
+            changed = next((guard.name for guard in expected if not guard.holds()), None)
+            if changed is not None:
+                raise NotImplementedError(f"every call changes {changed}, a Python number that a graph cannot change")
+            if numbers_in(outputs) != returned:
+                raise NotImplementedError(
+                    f"it returns the Python numbers {numbers_in(outputs)}, and before {returned}: return tensors"
+                )
+        except BaseException:
+            before.restore()
+            raise
+        self._guards = expected + recording.guards + _frozen_numbers(known, recording)
+        self._leaves, self._structure = _pytree.tree_flatten(outputs)
+        self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        self._run(first=True)
+
+    def is_stale(self) -> bool:
+        """Whether it can never be replayed again, because a parameter got other memory."""
+        return self._state.is_stale()
+
+    def differs(self) -> str | None:
+        """What keeps it from being replayed now; None if nothing does."""
+        for guard in self._guards:
+            if not guard.holds():
+                return f"{guard.name} (was {guard.expected!r})"
+        self._stays = self._state.is_as_left()
+        return None if self._stays else self._state.differs()
+
+    def __call__(self, inputs: Inputs) -> Any:
+        """The function's call with other inputs of the same kind; to be called where nothing `differs`."""
+        for action in self._recording.before:
+            action()
+        self._recording.upload(first=False)
+        if not self._stays:
+            self._state.bring()
+        with torch.no_grad():
+            for static, tensor in zip(self._inputs, inputs.tensors, strict=True):
+                static.copy_(tensor, non_blocking=True)
+        self._run(first=False)
+        self._recording.count_steps()
+        if not self._stays:
+            self._state.leave()
+        return self.outputs()
+
+    def outputs(self) -> Any:
+        """What the function returned: tensors in memory that the next replay writes to."""
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        return _pytree.tree_unflatten(leaves, self._structure)
+
+    def _run(self, first: bool) -> None:
+        if first:
+            self._recording.upload(first=True)
+        self._replay()
+        for action in self._recording.after:
+            action()
+
+
+def numbers_in(outputs: Any) -> list[Any]:
+    """The Python numbers among results, which a graph returns as they were."""
+    return [leaf for leaf in _pytree.tree_leaves(outputs) if is_number(leaf)]
+
+
+def _static(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, laid out like the tensor where that has no gaps and no element twice."""
+    if tensor.layout != torch.strided:
+        raise NotImplementedError(f"an input is sparse ({tensor.layout})")
+    if tensor.requires_grad:
+        raise NotImplementedError("an input requires gradients, which would stop at the graph's copy of it")
+    return tensor.detach().to(device, copy=True, memory_format=torch.preserve_format)
+
+
+@contextlib.contextmanager
+def _tensor_rates(optimizers: Sequence[Any], recording: Recording) -> Iterator[None]:
+    """Gives PyTorch's optimizers learning rates on the device while they are captured, where they take such."""
+    replaced = []
+    try:
+        for optimizer in optimizers:
+            for index, group in enumerate(optimizer.param_groups):
+                if _takes_tensor_rate(optimizer, group):
+                    read = lambda optimizer=optimizer, index=index: float(optimizer.param_groups[index]["lr"])  # noqa: E731
+                    number = Number(recording, f"{type(optimizer).__name__}.param_groups[{index}]['lr']", read(), read)
+                    replaced.append((optimizer, index, group["lr"]))
+                    group["lr"] = number.on(group["params"][0].device).float()
+        yield
+    finally:
+        for optimizer, index, rate in replaced:
+            optimizer.param_groups[index]["lr"] = rate
+
+
+def _takes_tensor_rate(optimizer: Any, group: dict[str, Any]) -> bool:
+    known = type(optimizer).__module__.startswith("torch.optim") and (group.get("capturable") or group.get("fused"))
+    return bool(known) and is_number(group.get("lr")) and bool(group["params"])
+
+
+def _frozen_numbers(optimizers: Sequence[Any], recording: Recording) -> list[Guard]:
+    """Hyperparameters that a graph has frozen."""
+    frozen = []
+    for optimizer in optimizers:
+        if id(optimizer) in recording.reads_numbers:
+            for name, value in optimizer.defaults.items():
+                read = functools.partial(optimizer.defaults.get, name)
+                frozen.append(Guard(f"{type(optimizer).__name__}.defaults[{name!r}]", read, value))
+            continue
+        rates = {
+            f"{type(optimizer).__name__}.param_groups[{index}]['lr']"
+            for index, group in enumerate(optimizer.param_groups)
+            if _takes_tensor_rate(optimizer, group)
+        }
+        frozen += [guard for guard in hyperparameters([optimizer]) if guard.name not in rates]
+    return frozen

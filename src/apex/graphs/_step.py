@@ -1,0 +1,187 @@
+"""`capture`: a training step that is captured in graphs and replayed."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from ..ops._graph import CudaGraphs
+from ._captured import Graph, Inputs, numbers_in, rehearse
+from ._references import References, line_of
+from ._state import hyperparameters, parameters
+
+
+class CapturedStep:
+    """A training step that runs eagerly at first, and is captured and replayed from then on: see `capture`.
+
+    `reason` says why it runs eagerly, None if it does not.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, warmup: int = 3, max_graphs: int = 8, backend: Any = None
+    ) -> None:
+        if not callable(function):
+            raise TypeError(f"train_step={function!r} cannot be called; a function is expected")
+        for name, value, least in (("warmup", warmup, 1), ("max_graphs", max_graphs, 1)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}={value!r} is not a whole number of at least {least}")
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._warmup = warmup
+        self._max_graphs = max_graphs
+        self._backend = CudaGraphs() if backend is None else backend
+        self._reset()
+
+    def _reset(self) -> None:
+        self.reason: str | None = None
+        self._graphs: dict[Any, list[Graph]] = {}
+        self._calls: dict[Any, int] = {}
+        self._optimizers: dict[int, Any] = {}
+        self._params: list[Tensor] = []
+        self._returned: list[Any] = []
+        self._replays = self._captures = 0
+        self._is_full = False
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """A method that is decorated has graphs for each instance."""
+        if instance is None:
+            return self
+        name = f"_captured_{self.__name__}"  # type: ignore[attr-defined]
+        if name not in vars(instance):
+            bound = self._function.__get__(instance, owner)  # type: ignore[attr-defined]
+            options: dict[str, Any] = {"warmup": self._warmup, "max_graphs": self._max_graphs}
+            vars(instance)[name] = CapturedStep(bound, backend=type(self._backend)(), **options)
+        return vars(instance)[name]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = Inputs(args, kwargs)
+        device = None if self.reason else self._backend.device_of(self._params or inputs.on_devices)
+        if device is None:
+            return self._function(*args, **kwargs)
+        kind = inputs.kind
+        count = self._calls.get(kind, 0)
+        if count < self._warmup:
+            return self._rehearse(inputs, kind, device)
+        graph, difference = self._fitting(kind)
+        if graph is not None:
+            self._replays += 1
+            return graph(inputs)
+        if sum(map(len, self._graphs.values())) >= self._max_graphs:
+            self._say_full(difference)
+            return self._eagerly(inputs, device)
+        return self._capture(inputs, kind, device)
+
+    def _eagerly(self, inputs: Inputs, device: torch.device) -> Any:
+        """On the stream of the captures, so that memory of one call serves the next; outputs as a replay has them."""
+        args, kwargs = inputs.with_tensors(inputs.tensors)
+        with self._backend.aside(device):
+            outputs = rehearse(lambda: self._function(*args, **kwargs), self._optimizers, device)
+        # One of each device.
+        self._params = list({param.device: param for param in parameters(self._optimizers.values())}.values())
+        self._returned = numbers_in(outputs)
+        return _pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
+
+    def _rehearse(self, inputs: Inputs, kind: Any, device: torch.device) -> Any:
+        references = References(self._function).guards()
+        numbers = hyperparameters(self._optimizers.values())
+        outputs = self._eagerly(inputs, device)
+        self._calls[kind] = self._calls.get(kind, 0) + 1
+        if self._calls[kind] == self._warmup:
+            for guard in (*references, *numbers):
+                if not guard.holds():
+                    cure = "call the scheduler outside of the function" if guard in numbers else "make it a tensor"
+                    self._give_up(f"every call changes {guard.name}, a Python number, which no graph can do; {cure}")
+                    break
+        return outputs
+
+    def _fitting(self, kind: Any) -> tuple[Graph | None, str | None]:
+        """The graph that can be replayed now, or what keeps the last one from it."""
+        graphs, difference = self._graphs.setdefault(kind, []), None
+        for graph in [graph for graph in graphs if graph.is_stale()]:
+            graphs.remove(graph)
+        for graph in graphs:
+            difference = graph.differs()
+            if difference is None:
+                return graph, None
+        return None, difference
+
+    def _capture(self, inputs: Inputs, kind: Any, device: torch.device) -> Any:
+        references = References(self._function)
+        try:
+            graph = Graph(self._function, inputs, self._optimizers, references, self._backend, device, self._returned)
+        except Exception as error:  # whatever a capture does not allow comes as errors of all kinds
+            outputs = self._eagerly(inputs, device)  # an error that has nothing to do with the capture comes up again
+            self._give_up(f"{type(error).__name__}: {_first_line(error)}", line_of(error, self._function))
+            return outputs
+        self._graphs[kind].append(graph)
+        self._captures += 1
+        return graph.outputs()
+
+    def _give_up(self, reason: str, line: str | None = None) -> None:
+        place = f"{line}: " if line else ""
+        self.invalidate()
+        self.reason = f"{place}{reason}"
+        self._warn(f"cannot be captured and runs eagerly. {self.reason}", 5)
+
+    def _say_full(self, difference: str | None) -> None:
+        if not self._is_full:
+            self._is_full = True
+            why = f"; the last one did not fit because of {difference}" if difference else ""
+            self._warn(
+                f"has {self._max_graphs} graphs (max_graphs) and runs eagerly where none of them fits{why}. What "
+                "differs from call to call should come as a tensor argument of the same shape",
+                4,
+            )
+
+    def _warn(self, message: str, stacklevel: int) -> None:
+        name = getattr(self._function, "__qualname__", type(self._function).__name__)
+        warnings.warn(f"apex.graphs: {name} {message}", stacklevel=stacklevel)
+
+    def invalidate(self) -> None:
+        """Drops all graphs and frees their memory; the next calls run eagerly, then it is captured anew."""
+        self._reset()
+        self._backend.forget()
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs there are."""
+        return sum(map(len, self._graphs.values()))
+
+    def report(self) -> str:
+        """What has happened so far, in a line."""
+        if self.reason:
+            return f"eager: {self.reason}"
+        eager = sum(self._calls.values())
+        return f"{self.graphs} graphs, {eager} eager calls, {self._captures} captures, {self._replays} replays"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+@overload
+def capture(train_step: Callable[..., Any], *, warmup: int = 3, max_graphs: int = 8) -> CapturedStep: ...
+
+
+@overload
+def capture(*, warmup: int = 3, max_graphs: int = 8) -> Callable[[Callable[..., Any]], CapturedStep]: ...
+
+
+def capture(train_step: Callable[..., Any] | None = None, *, warmup: int = 3, max_graphs: int = 8) -> Any:
+    """A training step that is captured in a CUDA graph and replayed: the host has next to nothing to do for it.
+
+    `train_step(*batch)` is an ordinary function: model, loss, `amp.scale_loss`, clipping, optimizer step, `zero_grad`.
+    Its first `warmup` calls with inputs of one kind (shapes, layouts and types of tensors, values of other arguments)
+    run as they are, then it is captured; nothing runs twice. Returned tensors are valid until the next call, and have
+    no gradients. Beyond `max_graphs` graphs, and where a function cannot be captured, it runs eagerly, and a warning
+    says why. On a CPU it always does. Also a decorator: `@capture`, `@capture(warmup=5)`.
+    """
+    if train_step is None:
+        return functools.partial(CapturedStep, warmup=warmup, max_graphs=max_graphs)
+    return CapturedStep(train_step, warmup=warmup, max_graphs=max_graphs)

@@ -1,0 +1,297 @@
+"""What a captured training step must read anew at every replay: the numbers and flags that live in Python.
+
+While `apex.graphs` captures a function, and in the eager calls before, `current` is a `Recording`. Code whose Python
+numbers a graph would freeze asks it for a `Number` in their place, and says what a replay cannot find out by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+current: Recording | None = None
+
+# Numbers of one graph: 7 for each parameter group and dtype.
+_MOST_NUMBERS = 1 << 16
+
+
+class Guard(NamedTuple):
+    """Something that must be as it was when a graph was captured."""
+
+    name: str
+    read: Callable[[], Any]
+    expected: Any
+
+    def holds(self) -> bool:
+        try:
+            found = self.read()
+            return found is self.expected or bool(found == self.expected)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            return False
+
+
+class Number:
+    """A Python number, or an expression of some, that is read again before every replay.
+
+    It is a number on the host, `value`, until it meets a tensor: then it is a float64 on the tensor's device. Python
+    code that decides by it makes a guard: the graph is not replayed where the decision would be another.
+    """
+
+    __slots__ = ("_place", "name", "read", "recording", "value")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, recording: Recording, name: str, value: float, read: Callable[[], float]) -> None:
+        self.recording = recording
+        self.name = name
+        self.value = value
+        self.read = read
+        self._place: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """The number on a device, float64 []; the memory that every replay writes it to."""
+        if self._place is None:
+            self._place = self.recording.place(self, device)
+        return self._place
+
+    def map(self, function: Callable[..., Any], *others: Any) -> Number:
+        """`function` of this number and others, on the host."""
+        values = [each.value if isinstance(each, Number) else each for each in others]
+
+        def read() -> Any:
+            return function(self.read(), *(each.read() if isinstance(each, Number) else each for each in others))
+
+        return Number(self.recording, self.name, function(self.value, *values), read)
+
+    def _decides(self, decide: Callable[[Any], Any]) -> Any:
+        decision = decide(self.value)
+        self.recording.guards.append(Guard(self.name, lambda: decide(self.read()), decision))
+        return decision
+
+    def _compare(self, compare: Callable[[Any, Any], Any], other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return compare(self.on(other.device), other)
+        if isinstance(other, Number):
+            return bool(self.map(compare, other))
+        return self._decides(lambda value: compare(value, other))
+
+    def _combine(self, combine: Callable[[Any, Any], Any], other: Any) -> Any:
+        return combine(self.on(other.device), other) if isinstance(other, Tensor) else self.map(combine, other)
+
+    def _combine_right(self, combine: Callable[[Any, Any], Any], other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return combine(other, self.on(other.device))
+        return self.map(lambda mine, others: combine(others, mine), other)
+
+    def __add__(self, other: Any) -> Any:
+        return self._combine(operator.add, other)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._combine(operator.sub, other)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._combine(operator.mul, other)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._combine(operator.truediv, other)
+
+    def __pow__(self, other: Any) -> Any:
+        return self._combine(operator.pow, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._combine_right(operator.add, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._combine_right(operator.sub, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._combine_right(operator.mul, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._combine_right(operator.truediv, other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return self._combine_right(operator.pow, other)
+
+    def __neg__(self) -> Number:
+        return self.map(operator.neg)
+
+    def __eq__(self, other: object) -> Any:
+        return self._compare(operator.eq, other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compare(operator.ne, other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compare(operator.lt, other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compare(operator.le, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compare(operator.gt, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compare(operator.ge, other)
+
+    def __bool__(self) -> bool:
+        return self._decides(bool)
+
+    def __float__(self) -> float:
+        return self._decides(float)
+
+    def __int__(self) -> int:
+        return self._decides(int)
+
+
+class Recording:
+    """What is noted while a function is captured; where `captures` is False, a rehearsal, it is used and forgotten."""
+
+    def __init__(self, captures: bool, device: torch.device) -> None:
+        self.captures = captures
+        self.guards: list[Guard] = []
+        # Tensors that the graph has the addresses of.
+        self.kept: list[Any] = []
+        # What is to be done before and after a replay.
+        self.before: list[Callable[[], None]] = []
+        self.after: list[Callable[[], None]] = []
+        # Ids of optimizers that use nothing but such groups; others have frozen what is in theirs.
+        self.reads_numbers: set[int] = set()
+        # How often groups of optimizers were stepped, by optimizer and index.
+        self._steps: dict[tuple[Any, int], int] = {}
+        self._read_here: set[int] = set()
+        self._numbers: list[Number] = []
+        self._places: Tensor | None = None
+        if captures:
+            self._places = torch.zeros(_MOST_NUMBERS, dtype=torch.float64, device=device)
+
+    # While the function runs ------------------------------------------------------------------------------------------
+
+    def place(self, number: Number, device: torch.device) -> Tensor:
+        """Where a number is on the device."""
+        if self._places is None:
+            return torch.full((), number.value, dtype=torch.float64, device=device)
+        if device != self._places.device:
+            raise RuntimeError(f"a graph of {self._places.device} cannot read {number.name} on {device}")
+        if len(self._numbers) == _MOST_NUMBERS:
+            raise RuntimeError(f"a graph cannot read more than {_MOST_NUMBERS} numbers of optimizers")
+        self._numbers.append(number)
+        return self._places[len(self._numbers) - 1]
+
+    def reads(self, *tensors: Tensor | None) -> None:
+        """Notes tensors that the graph reads although something else may take their place before it ends."""
+        self._read_here.update(map(id, tensors))
+
+    def has_read(self, tensor: Tensor) -> bool:
+        """Whether `reads` was told of a tensor."""
+        return id(tensor) in self._read_here
+
+    def counted(self, optimizer: Any, index: int) -> Number:
+        """The step count of a parameter group that has just been counted up in `group["step"]`."""
+        key = (optimizer, index)
+        more = self._steps[key] = self._steps.get(key, 0) + 1
+        name = f"{type(optimizer).__name__}.param_groups[{index}]['step']"
+        # A replay reads it before it counts the step.
+        read = lambda: optimizer.param_groups[index]["step"] + more  # noqa: E731
+        return Number(self, name, optimizer.param_groups[index]["step"], read)
+
+    def group(self, optimizer: Any, index: int) -> dict[str, Any]:
+        """A parameter group with a `Number` in place of each number; other entries are guarded."""
+        return {
+            name: self._entry(optimizer, index, name, value) for name, value in optimizer.param_groups[index].items()
+        }
+
+    def constant(self, value: float) -> Number:
+        """A number that is the same at every replay, whatever is in its place then."""
+        return Number(self, "a constant", value, lambda: value)
+
+    def _entry(self, optimizer: Any, index: int, name: str, value: Any) -> Any:
+        if name in ("params", "step") or isinstance(value, Number):
+            return value
+        called = f"{type(optimizer).__name__}.param_groups[{index}][{name!r}]"
+
+        def read() -> Any:
+            return optimizer.param_groups[index][name]
+
+        if isinstance(value, tuple | list) and value and all(map(is_number, value)):
+            numbers = [
+                Number(self, called, each, lambda position=position: float(read()[position]))  # type: ignore[misc]
+                for position, each in enumerate(value)
+            ]
+            return tuple(numbers)
+        if is_number(value):
+            return Number(self, called, float(value), lambda: float(read()))
+        if isinstance(value, Tensor):
+            if value.device.type == "cpu":
+                return Number(self, called, float(value), lambda: float(read()))
+            self.guards.append(Guard(called, lambda: read().data_ptr(), value.data_ptr()))
+        else:
+            self.guards.append(Guard(called, read, value))
+        return value
+
+    # Around replays ---------------------------------------------------------------------------------------------------
+
+    def upload(self, first: bool) -> None:
+        """Gives the graph its numbers; those of the captured call if it is the `first` replay, else as they are now."""
+        if not self._numbers:
+            return
+        assert self._places is not None
+        values = [float(number.value if first else number.read()) for number in self._numbers]
+        on_gpu = self._places.device.type == "cuda"
+        # Pinned memory of its own: an earlier replay's may not have been read yet.
+        host = torch.tensor(values, dtype=torch.float64, device="cpu", pin_memory=on_gpu)
+        self._places[: len(values)].copy_(host, non_blocking=True)
+
+    def count_steps(self) -> None:
+        """What a step does to the counts that are kept in Python."""
+        for (optimizer, index), count in self._steps.items():
+            optimizer.param_groups[index]["step"] += count
+
+
+def is_number(value: Any) -> bool:
+    """Whether something is a Python number, and no flag."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@contextlib.contextmanager
+def active(recording: Recording) -> Iterator[None]:
+    """Makes a recording the current one."""
+    global current
+    previous, current = current, recording
+    try:
+        yield
+    finally:
+        current = previous
+
+
+def captures() -> bool:
+    """Whether a function is being captured."""
+    return current is not None and current.captures
+
+
+def keep(*tensors: Any) -> bool:
+    """Keeps what a captured launch reads as long as its graph; False where none is being captured by `apex.graphs`."""
+    if current is None or not current.captures:
+        return False
+    current.kept.append(tensors)
+    return True
+
+
+def reads(tensors: Iterable[Tensor | None]) -> None:
+    """See `Recording.reads`."""
+    if current is not None and current.captures:
+        current.reads(*tensors)
+
+
+def lifted(function: Callable[..., Any], first: Any, *others: Any) -> Any:
+    """`function` of numbers; of a `Number`, a `Number`."""
+    return first.map(function, *others) if isinstance(first, Number) else function(first, *others)
+
+
+def numbers_on(values: Sequence[Any], device: torch.device) -> list[Any]:
+    """The values, with tensors on `device` in place of each `Number`."""
+    return [value.on(device) if isinstance(value, Number) else value for value in values]

@@ -1,0 +1,93 @@
+"""What functions refer to: numbers that a graph would freeze are found, others are left alone."""
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apex.graphs._references import References, line_of
+
+WEIGHT = 2.0
+step = 5  # a global of this name that nobody reads
+
+
+def names(function: Any) -> set[str]:
+    return {guard.name for guard in References(function).guards()}
+
+
+def helper(x: Tensor) -> Tensor:
+    return x * WEIGHT
+
+
+def test_globals_variables_and_functions_of_the_same_file() -> None:
+    alpha, unused = 0.5, 3.0
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+
+    def train(x: Tensor) -> Tensor:
+        optimizer.step()
+        return helper(x) * alpha
+
+    assert names(train) == {"alpha", "WEIGHT", "which object optimizer is"}
+    assert names(functools.partial(train, None)) == names(train)
+    assert unused == 3.0
+
+
+def test_attributes_that_a_function_reads_and_no_others() -> None:
+    settings = SimpleNamespace(rate=1.0, step=0, other=2)
+    table = {"scale": 2.0, "count": 1}
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.step = 0  # counted elsewhere
+            self.beta = 0.5
+            self.model = nn.Linear(1, 1)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+        def train(self, x: Tensor) -> Tensor:
+            self.optimizer.step()
+            return self.model(x) * self.beta * settings.rate * table["scale"]
+
+        __call__ = train
+
+    expected = {"self.beta", "settings.rate", "table['scale']", "the training mode of modules"}
+    objects = {"which object self.model is", "which object self.optimizer is"}
+    assert names(Trainer().train) == names(Trainer()) == expected | objects
+
+
+def test_values_are_read_anew() -> None:
+    alpha = 0.5
+    model = nn.Dropout()
+
+    def train(x: Tensor) -> Tensor:
+        return model(x) * alpha
+
+    guards = References(train).guards()
+    assert all(guard.holds() for guard in guards)
+    alpha = 0.25
+    assert [guard.name for guard in guards if not guard.holds()] == ["alpha"]
+    alpha = 0.5
+    model.eval()
+    assert [guard.name for guard in guards if not guard.holds()] == ["the training mode of modules"]
+    model = nn.Dropout()
+    assert "which object model is" in [guard.name for guard in guards if not guard.holds()]
+
+
+def test_what_has_no_code() -> None:
+    assert names(abs) == names(torch.add) == set()
+    assert names(nn.Identity()) == {"which object self is", "the training mode of modules"}
+
+
+def test_the_line_of_an_error() -> None:
+    def train(x: Tensor) -> Tensor:
+        return x.view(7)  # wrong
+
+    with pytest.raises(RuntimeError) as raised:
+        train(torch.ones(3))
+    found = line_of(raised.value, train)
+    assert found is not None
+    assert found.endswith("(return x.view(7)  # wrong)")
+    assert "test_references.py:" in found
+    assert line_of(ValueError("elsewhere"), train) is None

@@ -1,0 +1,356 @@
+"""Captured steps without a GPU, on graphs that note PyTorch's operators: see `recorder.py`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apex import amp, optimizers
+from apex.graphs import CapturedStep, capture
+from apex.ops._graph import CudaGraphs
+from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from apex.parallel import LARC
+from tests.graphs.common import Training, assert_equal_bits, batches
+from tests.graphs.recorder import CpuGraphs
+
+
+def captured(function: Callable[..., Any], **options: Any) -> CapturedStep:
+    return CapturedStep(function, backend=CpuGraphs(), **options)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01, weight_decay=0.01),
+    "FusedAdam, capturable": lambda params: FusedAdam(params, lr=0.01, capturable=True),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.05, momentum=0.9, dampening=0.1),
+    "FusedSGD without momentum": lambda params: FusedSGD(params, lr=0.05),
+    "FusedLAMB": lambda params: FusedLAMB(params, lr=0.01),
+    "FusedNovoGrad": lambda params: optimizers.FusedNovoGrad(params, lr=0.01),
+    "FusedAdagrad": lambda params: optimizers.FusedAdagrad(params, lr=0.01),
+    "FusedLARS": lambda params: optimizers.FusedLARS(params, lr=0.05, momentum=0.9),
+    "LARC": lambda params: LARC(FusedSGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)),
+    "NpuFusedAdamP": lambda params: optimizers.NpuFusedAdamP(params, lr=0.01),
+    "NpuFusedRMSprop": lambda params: optimizers.NpuFusedRMSprop(params, lr=0.01, momentum=0.5),
+    "NpuFusedBertAdam": lambda params: optimizers.NpuFusedBertAdam(
+        params, lr=0.01, warmup=0.3, t_total=30, schedule="warmup_cosine"
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def amp_is_off_afterwards() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*")
+        yield
+    amp.shutdown()
+
+
+def compare(steps: int = 12, **options: Any) -> CapturedStep:
+    eager = Training(None, device="cpu", **options).run(steps).outcome()
+    training = Training(captured, device="cpu", **options).run(steps)
+    assert training.step.reason is None
+    assert training.step.graphs == 1
+    assert_equal_bits(eager, training.outcome())
+    return training.step
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_replays_have_the_bits_of_eager_steps(name: str) -> None:
+    """With a learning rate that is another at every step, clipping, dropout and a batch norm."""
+    step = compare(make=OPTIMIZERS[name])
+    assert step.report() == "1 graphs, 3 eager calls, 1 captures, 8 replays"
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_opt_levels(level: str) -> None:
+    compare(level=level)
+
+
+def test_static_loss_scales_and_masters() -> None:
+    compare(level="O2", loss_scale=128.0, make=OPTIMIZERS["FusedSGD"])
+
+
+def test_on_a_cpu_the_function_simply_runs() -> None:
+    seen = []
+
+    @capture(warmup=1)
+    def step(x: Tensor, factor: float = 2.0) -> Tensor:
+        seen.append(x)
+        return x * factor
+
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(4):
+        assert step(x, factor=3.0).requires_grad
+    assert seen == [x] * 4
+    assert (step.graphs, step.reason) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_step": 3}, "train_step=3 cannot be called"),
+        ({"train_step": abs, "warmup": 0}, "warmup=0 is not a whole number of at least 1"),
+        ({"train_step": abs, "max_graphs": 1.5}, "max_graphs=1.5 is not a whole number"),
+    ],
+)
+def test_arguments_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        capture(**options)
+
+
+def test_inputs_outputs_and_kinds() -> None:
+    """Graphs by shape, layout, dtype and the values of what is no tensor; results are written over."""
+    calls = []
+
+    def step(batch: dict[str, Any], scale: float = 1.0) -> dict[str, Any]:
+        calls.append(scale)
+        return {"sum": batch["x"] * scale + batch["pair"][0], "name": "same"}
+
+    run = captured(step, warmup=1)
+    first = None
+    for index in range(4):
+        for shape in ((2, 3), (3, 2)):
+            for scale in (2.0, 3.0):
+                x = torch.full(shape, float(index))
+                found = run({"x": x, "pair": (torch.full(shape, 0.5), None)}, scale=scale)
+                assert found["name"] == "same"
+                assert torch.equal(found["sum"], x * scale + 0.5)
+                if index == 2 and first is None:
+                    first = found["sum"]
+    assert run.graphs == 4
+    assert len(calls) == 8  # an eager call and a capture for each
+    assert first is not None
+    assert float(first[0, 0]) == 6.5  # of the last replay of its graph
+    transposed = torch.ones(3, 2).t()
+    for _ in range(2):
+        run({"x": transposed, "pair": (transposed, None)}, scale=2.0)
+    assert run.graphs == 5
+
+
+def test_more_kinds_than_graphs_run_eagerly_and_one_warning_says_so() -> None:
+    run = captured(lambda x: x * 2, warmup=1, max_graphs=2)
+    with pytest.warns(UserWarning, match=r"has 2 graphs \(max_graphs\)") as found:
+        sums = [float(run(torch.ones(size)).sum()) for _ in range(4) for size in (1, 2, 3)]
+    assert sums == [2.0, 4.0, 6.0] * 4
+    assert len(found) == 1
+    assert run.graphs == 2
+
+
+def test_a_capture_that_fails_leaves_no_trace() -> None:
+    """State in Python is as before, the step runs once, and the message names the line."""
+    eager = Training(None, device="cpu", schedule=False).run(8).outcome()
+    graph = Training(None, device="cpu", schedule=False)
+    seen = []
+
+    def reading(*batch: Tensor) -> Tensor:
+        loss = graph.train_step(*batch)
+        seen.append(loss.item())  # the line
+        return loss
+
+    graph.step = CapturedStep(reading, backend=CpuGraphs(forbids_reading=True))
+    with pytest.warns(UserWarning, match=r"test_step\.py:\d+ \(seen.append\(loss.item\(\)\)  # the line\)") as found:
+        graph.run(8)
+    assert len(found) == 1
+    assert found[0].filename.endswith("common.py")  # where it is called
+    assert "operation not permitted" in graph.step.reason
+    assert graph.optimizer.param_groups[0]["step"] == 8
+    assert_equal_bits(eager, graph.outcome())
+    assert len(seen) == 8
+
+
+def test_an_optimizer_that_makes_state_late_is_not_captured() -> None:
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    trained = [weights[0]]
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        sum((weight * x).sum() for weight in trained).backward()
+        optimizer.step()
+        return torch.stack(weights)
+
+    run = captured(step, warmup=2)
+    found = [run(torch.ones(3))[1, 0] for _ in range(2)]
+    trained.append(weights[1])
+    with pytest.warns(UserWarning, match="an optimizer made state"):
+        found += [run(torch.ones(3))[1, 0] for _ in range(3)]
+    torch.testing.assert_close(torch.stack(found), torch.tensor([1.0, 1.0, 0.9, 0.71, 0.439]))
+
+
+def test_gradients_that_python_sets_to_none_or_replaces() -> None:
+    """What a graph reads is brought to its memory; what it makes anew may be anything."""
+
+    def run(way: Any) -> Training:
+        training = Training(way, device="cpu", schedule=False)
+        for index in range(14):
+            training.run(1, first=index)
+            if index % 4 == 0:
+                training.optimizer.zero_grad(set_to_none=True)
+            elif index % 4 == 2:
+                for param in training.model.parameters():
+                    param.grad = torch.full_like(param, 5.0)
+        return training
+
+    eager, graph = run(None).outcome(), run(captured)
+    assert graph.step.graphs == 1
+    assert_equal_bits(eager, graph.outcome())
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_gradients_are_accumulated_over_calls(outside: bool) -> None:
+    """With two graphs that hand gradients to each other, or a graph and an optimizer that steps outside of it."""
+
+    def run(way: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        optimizer = FusedAdam(model.parameters(), lr=0.01)
+
+        def step(inputs: Tensor, targets: Tensor, last: bool) -> Tensor:
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            if last and not outside:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        each = step if way is None else way(step)
+        for index, batch in enumerate(batches("cpu", 20)):
+            each(*batch, index % 2 == 1)
+            if outside and index % 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        if way is not None:
+            assert each.reason is None
+            assert each.graphs == 2
+        return [param.detach() for param in model.parameters()]
+
+    assert_equal_bits(run(None), run(captured))
+
+
+def test_state_that_is_saved_and_loaded_between_replays() -> None:
+    whole = Training(None, device="cpu", dropout=0.0).run(20).outcome()
+    training = Training(captured, device="cpu", dropout=0.0).run(8)
+    state = training.model.state_dict(), training.optimizer.state_dict(), training.schedule.state_dict()
+    state = tuple({key: _copied(value) for key, value in each.items()} for each in state)
+    training.run(4, first=8)  # taken back
+    for part, each in zip((training.model, training.optimizer, training.schedule), state, strict=True):
+        part.load_state_dict(each)
+    del training.losses[8:]
+    training.run(12, first=8)
+    assert training.step.graphs == 1
+    assert_equal_bits(whole, training.outcome())
+
+
+def _copied(value: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def test_parameters_with_other_memory_are_captured_anew() -> None:
+    def run(way: Any) -> Training:
+        training = Training(way, device="cpu", schedule=False).run(6)
+        for param in training.model.parameters():
+            param.data = param.data.clone()
+        return training.run(6, first=6)
+
+    eager, graph = run(None).outcome(), run(captured)
+    assert (graph.step.graphs, graph.step._captures) == (1, 2)
+    assert_equal_bits(eager, graph.outcome())
+
+
+def test_hyperparameters_that_a_graph_cannot_read_are_noticed() -> None:
+    """A decay that appears chooses another rule; what PyTorch's SGD is given is frozen."""
+    for make, name, value in (
+        (lambda params: FusedLAMB(params, lr=0.01, weight_decay=0.0), "weight_decay", 0.1),
+        (lambda params: torch.optim.SGD(params, lr=0.01), "lr", 0.02),
+        (lambda params: FusedAdam(params, lr=0.01), "bias_correction", False),
+    ):
+        results = []
+        for way in (None, captured):
+            training = Training(way, make=make, device="cpu", schedule=False).run(6)
+            training.optimizer.param_groups[0][name] = value
+            training.run(4, first=6)
+            results.append(training.outcome())
+        assert training.step.graphs == 2
+        assert_equal_bits(*results)
+
+
+def test_what_every_call_changes_in_python_is_named() -> None:
+    count = 0
+
+    def counting(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return x * count
+
+    run = captured(counting)
+    with pytest.warns(UserWarning, match="every call changes count, a Python number"):
+        found = [float(run(torch.ones(1))) for _ in range(6)]
+    assert found == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+    training = Training(None, device="cpu")
+
+    def with_schedule(*batch: Tensor) -> Tensor:
+        loss = training.train_step(*batch)
+        training.schedule.step()
+        return loss
+
+    run = captured(with_schedule)
+    one = torch.ones(())
+    with pytest.warns(UserWarning, match=r"FusedAdam.param_groups\[0\]\['lr'\].*call the scheduler outside"):
+        losses = [run(*batch, one) for batch in batches("cpu", 5)]
+    assert len(losses) == 5
+
+    numbers = iter(range(10))
+    run = captured(lambda x: (x, next(numbers)))
+    with pytest.warns(UserWarning, match="returns the Python numbers"):
+        found = [run(torch.ones(1))[1] for _ in range(5)]
+    assert found == [0, 1, 2, 4, 5]  # a capture that fails has called it once more
+
+
+def test_numbers_that_change_between_calls_make_other_graphs() -> None:
+    settings = {"weight": 1.0}
+    run = captured(lambda x: x * settings["weight"])
+    for weight in (1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 1.0):
+        settings["weight"] = weight
+        assert float(run(torch.ones(1))) == weight
+    assert run.graphs == 2
+
+
+def test_invalidate_forgets_graphs_and_memory() -> None:
+    run = captured(lambda x: x * 2, warmup=1)
+    for _ in range(2):
+        run(torch.ones(1))
+    assert run.graphs == 1
+    run.invalidate()
+    assert (run.graphs, run._backend.forgotten) == (0, 1)
+    for _ in range(3):
+        assert float(run(torch.ones(1))) == 2.0
+    assert run.graphs == 1
+
+
+def test_methods_have_graphs_for_each_object() -> None:
+    class Trainer:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def step(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+    Trainer.step = captured(Trainer.step, warmup=1)  # type: ignore[method-assign, assignment]
+    for trainer in (Trainer(2.0), Trainer(3.0)):
+        for _ in range(3):
+            assert float(trainer.step(torch.ones(1))) == trainer.factor
+        assert trainer.step.graphs == 1  # type: ignore[attr-defined]
+        trainer.factor = 4.0
+        assert float(trainer.step(torch.ones(1))) == 4.0
+    assert functools.partial(capture, warmup=2)(abs).__name__ == "abs"
+
+
+def test_without_a_gpu_no_device_is_found() -> None:
+    assert CudaGraphs.device_of([torch.ones(1)]) is None
