@@ -51,9 +51,9 @@ def amp_is_off_afterwards() -> Iterator[None]:
     amp.shutdown()
 
 
-def compare(steps: int = 12, **options: Any) -> CapturedStep:
-    eager = Training(None, device="cpu", **options).run(steps).outcome()
-    training = Training(captured, device="cpu", **options).run(steps)
+def compare(steps: int = 12, overflows: tuple[int, ...] = (), **options: Any) -> CapturedStep:
+    eager = Training(None, device="cpu", **options).run(steps, overflows).outcome()
+    training = Training(captured, device="cpu", **options).run(steps, overflows)
     assert training.step.reason is None
     assert training.step.graphs == 1
     assert_equal_bits(eager, training.outcome())
@@ -70,6 +70,15 @@ def test_replays_have_the_bits_of_eager_steps(name: str) -> None:
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
 def test_opt_levels(level: str) -> None:
     compare(level=level)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "NpuFusedBertAdam", "torch.optim.SGD"])
+def test_overflows_skip_steps_on_the_device(name: str, level: str) -> None:
+    """Also steps of an optimizer that knows nothing of flags: what it did is put back."""
+    makers = {**OPTIMIZERS, "torch.optim.SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)}
+    schedule = name != "torch.optim.SGD"
+    compare(18, (1, 6, 7, 12), level=level, make=makers[name], schedule=schedule)
 
 
 def test_static_loss_scales_and_masters() -> None:

@@ -187,7 +187,7 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
         inner._wrote_models = False
         _recording.reads([found_inf])
         takes_flag = found_inf is not None and stash.takes_found_inf
-        if takes_flag:
+        if found_inf is not None and takes_flag:
             inner.found_inf, inner.grad_scale = found_inf.reshape(()), None
         elif found_inf is not None:
             step = functools.partial(_undone_if, found_inf, inner, step)

@@ -104,7 +104,7 @@ class TorchLists:
         found = torch.zeros(self.results, max(2, rule.quantities), dtype=self._sums, device=self.device)
         skip = None
         if noop is not None:
-            if self.device.type != "cpu":
+            if self.device.type != "cpu" or captures():
                 skip = noop.reshape(()) != 0  # no wait for the device
             elif noop.item() != 0:
                 return found.to(torch.float32) if rule.quantities else None
