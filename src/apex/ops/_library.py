@@ -49,6 +49,9 @@ class OpFamily:
     `self_check(device)` runs the family on `device` against the float64 reference and returns the largest error as a
     multiple of its tolerance, so that anything above 1 is wrong; without one, the family's ops check themselves.
     `small_inputs` says which inputs PyTorch's operators take even where there are kernels, because they are quicker.
+    `decomposes` has torch.compile see PyTorch's operators in place of the kernels: Inductor fuses them with what comes
+    before and after, which for a pass over few tensors is worth more than the best kernel. `APEX_IMPL=triton` keeps the
+    kernels there too.
     """
 
     name: str
@@ -56,6 +59,7 @@ class OpFamily:
     self_check: Callable[[torch.device], float] = None  # type: ignore[assignment]
     triton_dtypes: frozenset[torch.dtype] = TRITON_DTYPES
     small_inputs: str = ""
+    decomposes: bool = False
     ops: list[Any] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
@@ -170,13 +174,15 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
     """Whether `family` takes its Triton kernels for `tensor`: the hot-path form of `explain`.
 
     Never for a tensor subclass (DTensor, FakeTensor, ...): it has no address of its own, while PyTorch's operators know
-    what to do with it. Nor where `sees_operators_only`.
+    what to do with it. Nor where `sees_operators_only`, nor while a family that `decomposes` is compiled.
     """
     if type(tensor) not in PLAIN:
         if _requested == "triton":
             raise RuntimeError(f"APEX_IMPL=triton was asked for, but kernels do not take a {type(tensor).__name__}")
         return False
     if torch.compiler.is_compiling():
+        if family.decomposes and _requested == "auto":
+            return False
         return _answer_while_compiling(family.name, tensor.device, tensor.dtype, _requested)
     if sees_operators_only():
         return False

@@ -103,9 +103,10 @@ def _rotate(
             check_tensors(**dict(zip(TABLE_NAMES[len(tables)], tables, strict=True)))
     if cu_seqlens is not None:
         check_optional_tensors(cu_seqlens=cu_seqlens)
-    if torch.compiler.is_compiling():
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling and (spec.layout in ("thd", "image") or _library.runs_triton(FAMILY, tensors[0])):
         return torch.ops.apex.rope(list(tensors), list(tables), cu_seqlens, *spec)
-    if _library.sees_operators_only():
+    if is_compiling or _library.sees_operators_only():
         if not torch.jit.is_tracing():  # under which sizes are tensors
             for t in tensors:
                 _check(t, tables, spec, cu_seqlens)
@@ -427,5 +428,5 @@ def self_check(device: torch.device) -> float:
 
 
 FAMILY = _library.register_family(
-    _library.OpFamily("rope", "rotary position embeddings, forward and backward", self_check)
+    _library.OpFamily("rope", "rotary position embeddings, forward and backward", self_check, decomposes=True)
 )

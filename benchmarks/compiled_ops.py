@@ -1,0 +1,207 @@
+"""What torch.compile should see of an op: its kernels as an opaque operator, or PyTorch's operators to fuse.
+
+    python benchmarks/compiled_ops.py --cases norm rope
+
+Every case is an op between its usual neighbours, forward and backward, compiled three ways: with PyTorch's module, with
+ours as an operator, and with ours decomposed (`OpFamily.decomposes`). On a GPU one pass of all is captured in a graph,
+so that a figure, the median of replays in microseconds, is the GPU's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from amp_models import NormReLU, fused_norm
+from step_models import LlamaBlock, group_norm_silu, layer_norm, rms_norm, token_loss
+from torch import Tensor, nn
+
+from apex import ops
+from apex.contrib.focal_loss import focal_loss
+from apex.contrib.index_mul_2d import index_mul_2d
+from apex.fused_dense import FusedDenseGeluDense
+from apex.ops import _library
+
+Case = tuple[nn.Module, tuple[Tensor, ...]]
+
+
+class Called(nn.Module):
+    """A function of modules and inputs, which are its parameters' and tensors' owners."""
+
+    def __init__(self, function: Callable[..., Tensor], **modules: nn.Module) -> None:
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleDict(modules)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(self.parts, *inputs)
+
+
+def norm(make: Callable[[int, bool], nn.Module]) -> Callable[..., Case]:
+    def case(fused: bool, tokens: int, width: int) -> Case:
+        """A residual addition before it, a dense layer behind it."""
+        parts = {"before": nn.Linear(width, width), "norm": make(width, fused), "after": nn.Linear(width, width)}
+
+        def run(parts: Any, x: Tensor, y: Tensor) -> Tensor:
+            x = x + parts["before"](y)
+            return x + parts["after"](parts["norm"](x))
+
+        return Called(run, **parts), (torch.randn(tokens, width), torch.randn(tokens, width))
+
+    return case
+
+
+def llama(fused: bool, tokens: int, width: int) -> Case:
+    """Rotary embeddings before an attention, a gated unit between dense layers; PyTorch's norms."""
+    block = LlamaBlock(width, max(1, width // 64), 2 * width, fused)
+    block.norm1, block.norm2 = rms_norm(width, False), rms_norm(width, False)
+    angles = torch.rand(tokens // 2, 1, 1, min(width, 64))
+    block.register_buffer("cos", angles.cos())
+    block.register_buffer("sin", angles.sin())
+
+    def run(parts: Any, x: Tensor) -> Tensor:
+        return parts["block"](x, parts["block"].cos, parts["block"].sin)
+
+    return Called(run, block=block), (torch.randn(2, tokens // 2, width),)
+
+
+def softmax(fused: bool, batch: int, length: int) -> Case:
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+
+    def run(parts: Any, query: Tensor, key: Tensor, hidden: Tensor) -> Tensor:
+        scores = query @ key.transpose(1, 2)
+        if fused:
+            return ops.masked_softmax(scores, scale=0.125, causal=True) @ key
+        return torch.softmax((scores * 0.125).masked_fill(hidden, -torch.inf).float(), -1).to(query.dtype) @ key
+
+    return Called(run), (torch.randn(batch, length, 64), torch.randn(batch, length, 64), hidden)
+
+
+def loss(fused: bool, tokens: int, classes: int) -> Case:
+    head = nn.Linear(768, classes, bias=False)
+    run = lambda parts, x, labels: token_loss(x, parts["head"].weight, labels, fused)  # noqa: E731
+    return Called(run, head=head), (torch.randn(1, tokens, 768), torch.randint(classes, (1, tokens)))
+
+
+def group_norm(fused: bool, images: int, channels: int, size: int) -> Case:
+    parts = {"norm": group_norm_silu(channels, fused), "after": nn.Conv2d(channels, channels, 3, padding=1)}
+    image = torch.randn(images, channels, size, size).to(memory_format=torch.channels_last)
+    return Called(lambda parts, x: x + parts["after"](parts["norm"](x)), **parts), (image,)
+
+
+def batch_norm(fused: bool, images: int, channels: int, size: int) -> Case:
+    parts = {
+        "before": nn.Conv2d(channels, channels, 1, bias=False),
+        "norm": (fused_norm if fused else NormReLU)(channels, True),
+    }
+    image = torch.randn(images, channels, size, size).to(memory_format=torch.channels_last)
+    return Called(lambda parts, x: parts["norm"](parts["before"](x), x), **parts), (image,)
+
+
+def dense(fused: bool, tokens: int, width: int) -> Case:
+    layers = (
+        FusedDenseGeluDense(width, 4 * width, width)
+        if fused
+        else nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+    )
+    return Called(lambda parts, x: x + parts["layers"](x), layers=layers), (torch.randn(tokens, width),)
+
+
+def focal(fused: bool, anchors: int, classes: int) -> Case:
+    def run(parts: Any, logits: Tensor, targets: Tensor, positives: Tensor) -> Tensor:
+        if fused:
+            return focal_loss(logits, targets, positives, classes, 0.25, 2.0)
+        wide = logits.float()
+        right = F.one_hot(targets.clamp(min=0), classes) * (targets >= 0)[:, None]
+        cross = F.binary_cross_entropy_with_logits(wide, right.float(), reduction="none")
+        chance = wide.sigmoid()
+        missing = torch.where(right == 1, 1 - chance, chance)
+        share = torch.where(right == 1, 0.25, 0.75)
+        return (share * missing.square() * cross).sum() / positives.sum()
+
+    return Called(run), (torch.randn(anchors, classes), torch.randint(-1, classes, (anchors,)), torch.tensor([9.0]))
+
+
+def index_mul(fused: bool, count: int, width: int) -> Case:
+    run = lambda parts, a, b, index: index_mul_2d(a, b, index) if fused else a[index] * b  # noqa: E731
+    return Called(run), (torch.randn(count // 8, width), torch.randn(count, width), torch.randint(count // 8, (count,)))
+
+
+# Per case the family whose way is changed, what makes it, and sizes: two that are usual, and a tiny one.
+CASES: dict[str, tuple[str, Callable[..., Case], tuple[tuple[int, ...], ...]]] = {
+    "layer norm": ("norm", norm(layer_norm), ((8192, 768), (8192, 4096), (8, 16))),
+    "rms norm": ("norm", norm(rms_norm), ((8192, 1024), (8192, 4096), (8, 16))),
+    "rope": ("rope", llama, ((8192, 1024), (8192, 4096), (8, 16))),
+    "glu": ("glu", llama, ((8192, 1024), (8192, 4096), (8, 16))),
+    "softmax": ("softmax", softmax, ((96, 1024), (32, 2048), (2, 8))),
+    "xentropy": ("xentropy", loss, ((8192, 50257), (8192, 32000), (8, 16))),
+    "group norm": ("group_norm", group_norm, ((8, 320, 64), (8, 1280, 16), (2, 8, 4))),
+    "batch norm": ("batch_norm", batch_norm, ((64, 256, 56), (64, 1024, 14), (2, 8, 4))),
+    "dense": ("dense", dense, ((8192, 768), (8192, 4096), (8, 16))),
+    "focal loss": ("focal_loss", focal, ((76725, 80), (613800, 80), (8, 4))),
+    "index_mul": ("index_mul", index_mul, ((100000, 128), (800000, 256), (16, 4))),
+}
+DEFAULTS = {name: family.decomposes for name, family in _library.FAMILIES.items()}
+WAYS = ("torch", "operator", "decomposed")
+
+
+def measure(case: str, way: str, sizes: tuple[int, ...], device: str) -> float:
+    """Microseconds of a forward and a backward pass."""
+    family, make, _ = CASES[case]
+    for name, default in DEFAULTS.items():
+        chosen = way == "decomposed" if name == family else default
+        object.__setattr__(_library.FAMILIES[name], "decomposes", chosen)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    network, given = make(way != "torch", *sizes)
+    layout = torch.channels_last if given[0].dim() == 4 and "norm" in case else torch.preserve_format
+    network = network.to(device, torch.bfloat16, memory_format=layout)
+    inputs = [each.to(device, torch.bfloat16) if each.is_floating_point() else each.to(device) for each in given]
+    inputs = [each.requires_grad_() if each.dim() > 1 and each.is_floating_point() else each for each in inputs]
+    wanted = [each for each in (*inputs, *network.parameters()) if each.requires_grad]
+    compiled = torch.compile(network, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    gradient = torch.randn_like(compiled(*inputs))
+
+    def once() -> None:
+        torch.autograd.grad(compiled(*inputs), wanted, gradient, allow_unused=True)
+
+    if device == "cuda":
+        from triton.testing import do_bench_cudagraph
+
+        once()
+        return 1e3 * do_bench_cudagraph(once, rep=60, return_mode="median")
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        once()
+        times.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script on a CPU")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"{'us, ' + device:32}", *(f"{way:>12}" for way in arguments.ways), flush=True)
+    for case in arguments.cases:
+        sizes = CASES[case][2]
+        for size in sizes[-1:] if arguments.tiny else sizes[:-1]:
+            cells = []
+            for way in arguments.ways:
+                try:
+                    cells.append(f"{measure(case, way, size, device):12.1f}")
+                except Exception as error:  # one way that fails leaves the others
+                    cells.append(f"{type(error).__name__:>12}")
+                    print(f"  {case} {way}: {str(error)[:300]}", flush=True)
+            print(f"{case + ' ' + 'x'.join(map(str, size)):32}", *cells, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Models with every fused module and function compile in one graph, at every opt level of half precision."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apex import amp, fused_bias_swiglu, ops
+from apex.normalization import FusedLayerNorm
+from apex.ops import _library
+from tests.public_calls import Call, calls
+
+# What is no part of a model; and RNNs, which are loops over time of PyTorch's operators.
+LEFT_OUT = ("multi_tensor_applier", "clip_grad_norm_", "RNN.")
+
+
+class Every(nn.Module):
+    """All calls, one after the other, on the tensors that are given for them."""
+
+    def __init__(self, table: list[Call]) -> None:
+        super().__init__()
+        self.functions = [call.function for call in table]
+        self.modules_of_functions = nn.ModuleList(f for f in self.functions if isinstance(f, nn.Module))
+
+    def forward(self, arguments: list[list[Any]]) -> list[Any]:
+        return [function(*given) for function, given in zip(self.functions, arguments, strict=True)]
+
+
+def floats(results: Any) -> list[Tensor]:
+    if isinstance(results, (tuple, list)):
+        return [tensor for each in results for tensor in floats(each)]
+    return [results] if isinstance(results, Tensor) and results.is_floating_point() else []
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_every_call_in_one_graph(level: str) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    table = [call for call in calls() if not call.name.startswith(LEFT_OUT)]
+    if level in ("O2", "O4"):  # which cast functions as O5 and O1 do, to another dtype
+        table = [call for call in table if isinstance(call.function, nn.Module)]
+    arguments = [
+        [v.requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v for v in call.arguments.values()]
+        for call in table
+    ]
+    model = amp.initialize(Every(table), opt_level=level, verbosity=0)
+    try:
+        expected = model(arguments)
+        # The backward pass is traced at one level: what is traced there does not depend on it.
+        backend = "aot_eager" if level == "O5" else "eager"
+        found = torch.compile(model, fullgraph=True, backend=backend)(arguments)
+        for call, actual, wanted in zip(table, found, expected, strict=True):
+            assert [t.dtype for t in floats(actual)] == [t.dtype for t in floats(wanted)], call.name
+            for one, other in zip(floats(actual), floats(wanted), strict=True):
+                torch.testing.assert_close(one, other, msg=call.name, atol=0.02, rtol=0.02, equal_nan=True)
+        if level == "O5":
+            sum(t.float().sum() for t in floats(found) if t.requires_grad).backward()
+            assert all(p.grad is not None for p in model.parameters())
+    finally:
+        amp.shutdown()
+
+
+@pytest.mark.parametrize("implementation", ["auto", "triton"])
+def test_what_inductor_fuses_better_is_decomposed(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels run, a graph has an operator for each op but for those that are better fused with others."""
+    monkeypatch.setattr(_library, "_answer_while_compiling", lambda *arguments: True)
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if str(node.target).startswith("apex."))
+        return graph.forward
+
+    norm = FusedLayerNorm(16)
+
+    def function(x: Tensor, angles: Tensor) -> Tensor:
+        x = norm(fused_bias_swiglu.fused_bias_swiglu(x))
+        return ops.rotary_embedding(x, angles)
+
+    monkeypatch.setattr(ops.norm.config, "NATIVE_BELOW", 0)
+    x, angles = torch.randn(4, 2, 2, 32), torch.rand(4, 1, 1, 16)
+    expected = function(x, angles)
+    torch._dynamo.reset()
+    with _library.implementation(implementation):
+        found = torch.compile(function, backend=backend, fullgraph=True)(x, angles)
+    torch.testing.assert_close(found, expected)
+    operators = ["glu", "norm", "rope"] if implementation == "triton" else ["norm"]
+    assert [name.split(".")[1] for name in seen] == operators
