@@ -5,11 +5,14 @@ Subpackages are imported at first use, so that `import apex` is quick and starts
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 from ._lazy import lazy_subpackages
 from ._logging import RankInfoFormatter
 from ._version import __version__
+
+_library_root_logger = logging.getLogger(__name__)
 
 _SUBPACKAGES = frozenset(
     {

@@ -3,9 +3,27 @@
 from .._lazy import lazy_subpackages
 from .enums import AttnMaskType, AttnType, LayerType, ModelType
 
-_SUBPACKAGES = ["enums", "functional", "parallel_state", "tensor_parallel", "utils"]
+_SUBPACKAGES = (
+    "amp",
+    "enums",
+    "functional",
+    "layers",
+    "log_util",
+    "microbatches",
+    "parallel_state",
+    "tensor_parallel",
+    "testing",
+    "utils",
+)
 
-__all__ = ["AttnMaskType", "AttnType", "LayerType", "ModelType", "enums", "functional", "parallel_state"]
-__all__ += ["tensor_parallel", "utils"]
+__all__ = ["AttnMaskType", "AttnType", "LayerType", "ModelType", "finalize_model_grads", *_SUBPACKAGES]
 
-__getattr__, __dir__ = lazy_subpackages(__name__, _SUBPACKAGES)
+_subpackage, __dir__ = lazy_subpackages(__name__, _SUBPACKAGES)
+
+
+def __getattr__(name: str) -> object:
+    if name == "finalize_model_grads":
+        from .finalize_grads import finalize_model_grads
+
+        return finalize_model_grads
+    return _subpackage(name)

@@ -1,0 +1,129 @@
+"""Batch samplers that go on where a run has stopped; the batch size may change between two batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .._groups.device import HOST
+
+__all__ = ["MegatronPretrainingRandomSampler", "MegatronPretrainingSampler"]
+
+
+class _Base:
+    """`local_minibatch_size` is the number of samples of one rank's batch, and may be set at any time."""
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        local_minibatch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        error: type[Exception],
+    ) -> None:
+        if total_samples <= 0:
+            raise error(f"no sample to consume: total_samples is {total_samples}")
+        if local_minibatch_size <= 0:
+            raise error(f"local_minibatch_size must be positive, got {local_minibatch_size}")
+        if data_parallel_size <= 0:
+            raise error(f"data_parallel_size must be positive, got {data_parallel_size}")
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise error(
+                f"data_parallel_rank must be from 0 to data_parallel_size - 1, got {data_parallel_rank} of "
+                f"{data_parallel_size}"
+            )
+        self.total_samples = total_samples
+        self.consumed_samples = consumed_samples
+        self.data_parallel_rank = data_parallel_rank
+        self.data_parallel_size = data_parallel_size
+        self.local_minibatch_size = local_minibatch_size
+
+    def __len__(self) -> int:
+        return self.total_samples
+
+    @property
+    def local_minibatch_size(self) -> int:
+        """The number of samples of one rank's batch."""
+        return self._local_minibatch_size
+
+    @local_minibatch_size.setter
+    def local_minibatch_size(self, new_local_minibatch_size: int) -> None:
+        self._local_minibatch_size = new_local_minibatch_size
+        self.local_minibatch_times_data_parallel_size = new_local_minibatch_size * self.data_parallel_size
+
+
+class MegatronPretrainingSampler(_Base):
+    """Samples in their order: of every global batch each rank gets the next part."""
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        local_minibatch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        drop_last: bool = True,
+    ) -> None:
+        sizes = (local_minibatch_size, data_parallel_rank, data_parallel_size)
+        super().__init__(total_samples, consumed_samples, *sizes, RuntimeError)
+        if consumed_samples >= total_samples:
+            raise RuntimeError(f"no samples left to consume: {consumed_samples}, {total_samples}")
+        self.drop_last = drop_last
+
+    def get_start_end_idx(self) -> tuple[int, int]:
+        """Where this rank's part of a global batch begins and ends."""
+        start = self.data_parallel_rank * self.local_minibatch_size
+        return start, start + self.local_minibatch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for index in range(self.consumed_samples, self.total_samples):
+            batch.append(index)
+            if len(batch) == self.local_minibatch_times_data_parallel_size:
+                start, end = self.get_start_end_idx()
+                yield batch[start:end]
+                batch = []
+        if batch and not self.drop_last:
+            start, end = self.get_start_end_idx()
+            yield batch[start:end]
+
+
+class MegatronPretrainingRandomSampler(_Base):
+    """Each rank shuffles its own part of the samples, in another order in every epoch, and leaves out an uneven rest.
+
+    `consumed_samples` advances while batches are taken.
+    """
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        local_minibatch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+    ) -> None:
+        sizes = (local_minibatch_size, data_parallel_rank, data_parallel_size)
+        super().__init__(total_samples, consumed_samples, *sizes, ValueError)
+        self.last_batch_size = total_samples % self.local_minibatch_times_data_parallel_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        usable = self.total_samples - self.last_batch_size
+        if not usable:
+            raise ValueError(
+                f"{self.total_samples} samples are fewer than a global batch of "
+                f"{self.local_minibatch_times_data_parallel_size}"
+            )
+        epoch, used = divmod(self.consumed_samples, usable)
+        each = usable // self.data_parallel_size
+        first = self.data_parallel_rank * each
+        generator = torch.Generator(HOST).manual_seed(epoch)
+        order = torch.randperm(each, generator=generator, dtype=torch.int64, device=HOST).tolist()
+        batch: list[int] = []
+        for place in order[used // self.data_parallel_size :]:
+            batch.append(first + place)
+            if len(batch) == self.local_minibatch_size:
+                self.consumed_samples += self.local_minibatch_times_data_parallel_size
+                yield batch
+                batch = []

@@ -1,0 +1,63 @@
+"""Loss scaling that agrees over all processes that hold a part of the model, or a shard of the optimizer's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..._distributed import collectives
+from .. import parallel_state
+from .._groups.device import parameter_device
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for a split model: an overflow in one process skips the step in all.
+
+    What was found is added up on the device, over the model-parallel group and over the replicas, whose optimizer may
+    have divided the gradients among them (ZeRO). Nobody waits for the device unless the optimizer wants to know.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(
+            parameter_device().type,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        """What overflowed in any process; `unscale_` calls this, and `step` for optimizers that unscale themselves."""
+        if getattr(optimizer, "_custom_amp_unscale_grads", False):
+            found = optimizer.unscale_grads(inv_scale, found_inf, allow_fp16)
+        else:
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        # A process without gradients, a pipeline's stage that is frozen, still takes part.
+        found = found or {found_inf.device: torch.zeros_like(found_inf)}
+        for flag in found.values():
+            for group in _agreeing_groups():
+                collectives.all_reduce(flag, group, "agreeing on an overflow").wait()
+        return found
+
+
+def _agreeing_groups() -> list[Any]:
+    """The groups over which processes must take the same decision."""
+    if parallel_state.is_unitialized():
+        return []
+    groups = (
+        parallel_state.get_model_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    return [group for group in groups if dist.get_world_size(group) > 1]

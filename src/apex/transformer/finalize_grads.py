@@ -1,0 +1,79 @@
+"""What is left to do to gradients after the last backward pass of a step, all of it in one call."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._distributed import collectives
+from . import parallel_state
+
+__all__ = ["finalize_model_grads"]
+
+
+def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_parallel: bool | None = None) -> None:
+    """Makes the gradients of a split model those of the whole: call it before the optimizer's step.
+
+    - Parameters that see a part of the sequence (`sequence_parallel_enabled`) get the sum over tensor-parallel ranks.
+    - Embeddings that several pipeline stages hold (`shared_embedding`, `shared_position_embedding`) get the sum over
+      these stages.
+    - Everything gets the mean over data-parallel and context-parallel ranks, experts (`allreduce = False`) over the
+      ranks that hold the same ones.
+
+    `model` may be a list of a stage's chunks. `main_grad` is taken where a parameter has one, else `grad`. The mean
+    over replicas is left out for modules in torch's or apex's DistributedDataParallel, which have done it for `grad`,
+    and with `data_parallel=False`, for optimizers that do it themselves (ZeRO). Every process must call it.
+    """
+    chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    _sum_over(tensor_group, [p for p in parameters if getattr(p, "sequence_parallel_enabled", False)], False)
+    if parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
+        shared = [parameter for parameter in parameters if getattr(parameter, "shared_embedding", False)]
+        _sum_over(parallel_state.get_embedding_group(), shared, False)
+    if parallel_state.is_rank_in_position_embedding_group():
+        shared = [parameter for parameter in parameters if getattr(parameter, "shared_position_embedding", False)]
+        _sum_over(parallel_state.get_position_embedding_group(), shared, False)
+    if data_parallel is False:
+        return
+    reduced = {id(p) for chunk in chunks if _reduces_gradients(chunk) for p in chunk.parameters()}
+    left = [p for p in parameters if data_parallel or id(p) not in reduced or getattr(p, "main_grad", None) is not None]
+    dense = [parameter for parameter in left if getattr(parameter, "allreduce", True)]
+    _sum_over(parallel_state.get_data_parallel_group(with_context_parallel=True), dense, True)
+    experts = [parameter for parameter in left if not getattr(parameter, "allreduce", True)]
+    _sum_over(parallel_state.get_expert_data_parallel_group(), experts, True)
+
+
+def _reduces_gradients(module: nn.Module) -> bool:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ..parallel import DistributedDataParallel as ApexDistributedDataParallel
+
+    return isinstance(module, (DistributedDataParallel, ApexDistributedDataParallel))
+
+
+def _sum_over(group: Any, parameters: Iterable[nn.Parameter], average: bool) -> None:
+    """Sums (or averages) the gradients over a group, those of one dtype and device as one tensor.
+
+    A gradient that this process lacks counts as zero, because others may have it.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    by_kind: dict[tuple, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = getattr(parameter, "main_grad", None)
+        if gradient is None:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad
+        by_kind[gradient.dtype, gradient.device].append(gradient)
+    for gradients in by_kind.values():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        collectives.all_reduce(flat, group, "the sum of gradients after a step's last backward pass", average).wait()
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])

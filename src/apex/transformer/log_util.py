@@ -1,0 +1,20 @@
+"""Loggers of apex.transformer."""
+
+from __future__ import annotations
+
+import logging
+import os.path
+
+__all__ = ["get_transformer_logger", "set_logging_level"]
+
+
+def get_transformer_logger(name: str) -> logging.Logger:
+    """The logger of a module's package, or of a file without its ending: the last dotted part of `name` is dropped."""
+    return logging.getLogger(os.path.splitext(name)[0])
+
+
+def set_logging_level(verbosity: int | str) -> None:
+    """Sets the level of all loggers of the library."""
+    from .. import _library_root_logger
+
+    _library_root_logger.setLevel(verbosity)
