@@ -10,23 +10,23 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..contrib.openfold_triton import AttnTri
 from ..contrib.xentropy import SoftmaxCrossEntropyLoss
 from ..ops import _tolerance
 from ..ops.batch_norm import batch_norm
-from ..ops.glu import bias_glu
 from ..ops.group_norm import group_norm
 from ..ops.norm import layer_norm, rms_norm
 from ..ops.softmax import masked_softmax
-from .cases import dense, focal_loss, optimizers, rope
+from .cases import attention, dense, focal_loss, glu, optimizers, rope
+from .directions import exact, long_name, prepare, with_peers
 from .list_passes import PASSES, prepare_pass
 from .problems import make_parameters, prepared_steps
-from .registry import OURS, Expected, Prepared
+from .registry import Expected, Prepared
 
 KNOWN_LENGTHS = (7000, 3000, 1160, 1544, 5120, 12288)  # of rows at which something was slow once, or which many have
 
@@ -77,86 +77,72 @@ class Draw(random.Random):
         values = values[first:].view(*outer, width)[..., :last]
         return values.transpose(0, 1) if layout == "transposed" else values
 
-    def around_one(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A weight or a bias."""
-        return self.tensor((size,), dtype, device).mul_(0.2).add_(1)
+    def parameters(self, count: int, size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """Weights and biases around one."""
+        return [self.tensor((size,), dtype, device).mul_(0.2).add_(1) for _ in range(count)]
 
 
 def _name(dtype: torch.dtype, shape: Sequence[int], *words: object) -> str:
-    words = tuple(str(word).removeprefix("torch.") for word in words if word)
-    return " ".join([str(dtype).removeprefix("torch."), "x".join(map(str, shape)), *words])
+    described = [str(word).removeprefix("torch.") for word in words if word]
+    return " ".join([long_name(dtype), "x".join(map(str, shape)), *described])
 
 
-def _tolerant(expected: Expected) -> Expected:
+def _tolerant(expected: Sequence[Expected]) -> list[Expected]:
     """Errors are also measured by the usual size of the values, whose rounding single elements inherit."""
-    usual = float(expected.value.square().mean().sqrt())
-    return replace(expected, slack=expected.slack + 4 * _tolerance.tolerance(expected.dtype)[0] * usual)
+    usual = [float(each.value.square().mean().sqrt()) for each in expected]
+    return [
+        replace(each, slack=each.slack + 4 * _tolerance.tolerance(each.dtype)[0] * size)
+        for each, size in zip(expected, usual, strict=True)
+    ]
 
 
-def _as_benchmarked(prepare: Callable[..., Prepared], device: torch.device) -> Passes:
-    """Both passes of a case that `apex bench` has with other sizes; of its peers PyTorch's operators only."""
-    passes = {way: prepare(direction=way, device=device) for way in ("fwd", "bwd")}
-    return {
-        way: Prepared({n: each.implementations[n] for n in (OURS, "torch")}, [_tolerant(e) for e in each.expected])
-        for way, each in passes.items()
-    }
-
-
-def _both_passes(
-    leaves: Sequence[Tensor],
-    ours: Callable[..., Tensor],
-    eager: Callable[..., Tensor],
-    kink: Callable[..., Tensor] | None = None,
-) -> Passes:
+def _passes(leaves: list[Tensor], ours: Any, eager: Any, kink: Any = None) -> Passes:
     """Forward and backward of a function of `leaves`; `eager` in float64 is right.
 
     Elements for which `kink` is nearly zero get no gradient: on which side they lie depends on rounding.
     """
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    output, result = eager(*wide), ours(*leaves)
-    gradient = torch.randn_like(result)
+    gradient = torch.randn_like(ours(*leaves))
     if kink is not None:
-        gradient.masked_fill_(kink(*wide).abs() < (1e-3 if leaves[0].dtype == torch.float32 else 0.05), 0)
+        near = 1e-3 if leaves[0].dtype == torch.float32 else 0.05
+        gradient.masked_fill_(kink(*(leaf.detach().double() for leaf in leaves)).abs() < near, 0)
     largest = max(leaf.numel() for leaf in leaves)
-    expected = {
-        "fwd": [Expected(output.detach(), result.dtype)],
-        "bwd": [
-            Expected(exact, leaf.dtype, largest // leaf.numel())
-            for exact, leaf in zip(torch.autograd.grad(output, wide, gradient.double()), leaves, strict=True)
-        ],
-    }
+    terms = [1, *(largest // leaf.numel() for leaf in leaves)]
+    makers = with_peers(ours, eager, gradient.device, compile=False)
+    right = {way: exact(eager, leaves, gradient, way, gradient.dtype, terms) for way in ("fwd", "bwd")}
+    return {way: prepare(makers, leaves, gradient, way, _tolerant(right[way])) for way in right}
 
-    def call(function: Callable[..., Tensor], way: str) -> Callable[[], Sequence[Tensor]]:
-        if way == "fwd":
-            return lambda: (function(*leaves),)
-        own = function(*leaves)
-        return lambda: torch.autograd.grad(own, leaves, gradient, retain_graph=True)
 
-    both = {OURS: ours, "torch": eager}
-    return {
-        way: Prepared({n: functools.partial(call, f, way) for n, f in both.items()}, [_tolerant(e) for e in values])
-        for way, values in expected.items()
-    }
+def _benchmarked(prepare: Callable[..., Prepared], *arguments: Any) -> Callable[[], Passes]:
+    """Both passes of a case that `apex bench` has with other sizes; its peers but for compilers' and Liger-Kernel's."""
+
+    def make() -> Passes:
+        found = {way: prepare(*arguments[:-1], way, arguments[-1]) for way in ("fwd", "bwd")}
+        for each in found.values():
+            timed = each.timed or each.implementations
+            each.timed = {name: maker for name, maker in timed.items() if name not in ("compile", "liger")}
+            each.expected = _tolerant(each.expected)
+        return found
+
+    return make
 
 
 def _norm(draw: Draw, device: torch.device, mean: bool) -> Drawn:
     columns, dtype, parts = draw.length(32, 20000), draw.dtype(), draw.choice((1, 2, 8))
     shape = (parts, -(-draw.rows(columns) // parts), columns)
     layout, affine = draw.layout(3), draw.random() < 0.9
-    ours, eager = (layer_norm, F.layer_norm) if mean else (rms_norm, F.rms_norm)
+    functions: tuple[Any, Any] = (layer_norm, F.layer_norm) if mean else (rms_norm, F.rms_norm)
+    ours, eager = (lambda x, *p, function=each: function(x, (columns,), *p, eps=1e-5) for each in functions)
 
     def make() -> Passes:
-        parameters = [draw.around_one(columns, dtype, device) for _ in range(1 + mean) if affine]
-        leaves = [draw.tensor(shape, dtype, device, layout), *parameters]
-        calls = (lambda x, *p, function=f: function(x, (columns,), *p, eps=1e-5) for f in (ours, eager))
-        return _both_passes(leaves, *calls)
+        parameters = draw.parameters((1 + mean) * affine, columns, dtype, device)
+        return _passes([draw.tensor(shape, dtype, device, layout), *parameters], ours, eager)
 
     return _name(dtype, shape, layout, "plain" * (not affine)), make
 
 
 def _softmax(draw: Draw, device: torch.device) -> Drawn:
-    kind, dtype, scale = draw.choice(("causal", "masked", "scaled")), draw.dtype(), 0.125
+    kind, dtype = draw.choice(("causal", "masked", "scaled")), draw.dtype()
     keys = min(draw.length(16, 8192), math.isqrt(draw.most))
     queries = keys if kind == "causal" or draw.random() < 0.7 else draw.size(1, keys)
     heads = min(draw.choice((1, 4, 8, 12, 16)), max(1, draw.most // (queries * keys)))
@@ -168,12 +154,10 @@ def _softmax(draw: Draw, device: torch.device) -> Drawn:
         hidden = torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(1) if kind == "causal" else mask
 
         def eager(x: Tensor) -> Tensor:
-            return torch.softmax(x * scale if hidden is None else (x * scale).masked_fill(hidden, -10000.0), -1)
+            return torch.softmax(x * 0.125 if hidden is None else (x * 0.125).masked_fill(hidden, -10000.0), -1)
 
-        def ours(x: Tensor) -> Tensor:
-            return masked_softmax(x, mask, scale=scale, causal=kind == "causal")
-
-        return _both_passes([draw.tensor(shape, dtype, device, layout)], ours, eager)
+        ours = functools.partial(masked_softmax, mask=mask, scale=0.125, causal=kind == "causal")
+        return _passes([draw.tensor(shape, dtype, device, layout)], ours, eager)
 
     return f"{kind} {_name(dtype, shape, layout)}", make
 
@@ -191,10 +175,8 @@ def _xentropy(draw: Draw, device: torch.device) -> Drawn:
             wide = x if x.dtype == torch.float64 else x.float()
             return F.cross_entropy(wide, labels, reduction="none", label_smoothing=smoothing)
 
-        def ours(x: Tensor) -> Tensor:
-            return SoftmaxCrossEntropyLoss.apply(x, labels, smoothing, -100, True)
-
-        return _both_passes([draw.tensor(shape, dtype, device, layout)], ours, eager)
+        ours: Any = lambda x: SoftmaxCrossEntropyLoss.apply(x, labels, smoothing, -100, True)  # noqa: E731
+        return _passes([draw.tensor(shape, dtype, device, layout)], ours, eager)
 
     return _name(dtype, shape, layout, "smoothing" * (smoothing > 0)), make
 
@@ -205,13 +187,13 @@ def _rope(draw: Draw, device: torch.device) -> Drawn:
     tokens = draw.size(256, max(256, min(65536, draw.most // (heads * channels))))
     batches = 1 if which == "thd" else draw.choice((1, 1, 2, 4, 8))
     length, key_heads = -(-tokens // batches), draw.choice((1, heads)) if which == "qk" else 0
-    outer = {"thd": (max(16, length),), "qk": (batches, length)}.get(which, (length, batches))
+    outer = {"thd": (length,), "qk": (batches, length)}.get(which, (length, batches))
     shape = (*outer, heads, channels)
 
     def prepare(direction: str, device: torch.device) -> Prepared:
         return rope._prepare(rope.Kind(which, dtype, shape, direction, key_heads), device)
 
-    return f"{which} {_name(dtype, shape, key_heads)}", functools.partial(_as_benchmarked, prepare, device)
+    return f"{which} {_name(dtype, shape, key_heads)}", _benchmarked(prepare, device)
 
 
 def _image(draw: Draw, multiple: int, most_channels: int) -> tuple[tuple[int, ...], torch.memory_format]:
@@ -226,14 +208,14 @@ def _group_norm(draw: Draw, device: torch.device) -> Drawn:
     groups, dtype, silu = draw.choice((8, 16, 32, 32)), draw.dtype(), draw.random() < 0.7
     shape, memory = _image(draw, groups, 2560)
 
-    def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        output = F.group_norm(x, groups, weight, bias, 1e-5)
+    def eager(x: Tensor, *parameters: Tensor) -> Tensor:
+        output = F.group_norm(x, groups, *parameters)
         return F.silu(output) if silu else output
 
     def make() -> Passes:
-        parameters = [draw.around_one(shape[1], dtype, device) for _ in range(2)]
-        leaves = [draw.tensor(shape, dtype, device).contiguous(memory_format=memory), *parameters]
-        return _both_passes(leaves, lambda x, *p: group_norm(x, groups, *p, 1e-5, "silu" * silu), eager)
+        x = draw.tensor(shape, dtype, device).contiguous(memory_format=memory)
+        ours: Any = lambda x, *parameters: group_norm(x, groups, *parameters, 1e-5, "silu" * silu)  # noqa: E731
+        return _passes([x, *draw.parameters(2, shape[1], dtype, device)], ours, eager)
 
     return _name(dtype, shape, memory, f"groups {groups}", "silu" * silu), make
 
@@ -243,71 +225,49 @@ def _batch_norm(draw: Draw, device: torch.device) -> Drawn:
     shape, memory = _image(draw, draw.choice((1, 8, 16, 64)), 2048)
 
     def plain(x: Tensor, weight: Tensor, bias: Tensor, z: Tensor | None = None) -> Tensor:
-        output = F.batch_norm(x, None, None, weight, bias, True, 0.1, 1e-5)
+        output = F.batch_norm(x, None, None, weight, bias, True)
         return output if z is None else output + z
 
     def ours(x: Tensor, weight: Tensor, bias: Tensor, z: Tensor | None = None) -> Tensor:
-        return batch_norm(x, None, None, weight, bias, True, 0.1, 1e-5, z=z, relu=relu)
+        return batch_norm(x, None, None, weight, bias, z=z, relu=relu)
 
     def make() -> Passes:
         x, *z = (draw.tensor(shape, dtype, device).contiguous(memory_format=memory) for _ in range(1 + addend))
-        leaves = [x, *(draw.around_one(shape[1], torch.float32, device) for _ in range(2)), *z]
-        return _both_passes(leaves, ours, (lambda *t: F.relu(plain(*t))) if relu else plain, plain if relu else None)
+        leaves = [x, *draw.parameters(2, shape[1], torch.float32, device), *z]
+        return _passes(leaves, ours, (lambda *t: F.relu(plain(*t))) if relu else plain, plain if relu else None)
 
     return _name(dtype, shape, memory, "add" * addend, "relu" * relu), make
 
 
 def _glu(draw: Draw, device: torch.device) -> Drawn:
-    columns, dtype, layout = 2 * draw.length(32, 24000), draw.dtype(), draw.layout(2)
-    shape, biased, gelu = (draw.rows(columns), columns), draw.random() < 0.5, draw.random() < 0.3
-
-    def eager(x: Tensor, bias: Tensor | None = None) -> Tensor:
-        gate, value = (x if bias is None else x + bias).chunk(2, -1)
-        return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * value
-
-    def make() -> Passes:
-        leaves = [draw.tensor(shape, dtype, device, layout), *([draw.around_one(columns, dtype, device)] * biased)]
-        return _both_passes(leaves, lambda *t: bias_glu(*t, activation="gelu_tanh" if gelu else "silu"), eager)
-
-    return _name(dtype, shape, layout, "bias" * biased, "gelu" * gelu), make
+    columns, dtype, kind = 2 * draw.length(32, 24000), draw.dtype(), draw.choice(glu.KINDS)
+    shape = (draw.rows(columns), columns)
+    return f"{kind.name} {_name(dtype, shape)}", _benchmarked(glu._prepare, kind, dtype, *shape, device)
 
 
 def _dense(draw: Draw, device: torch.device) -> Drawn:
-    dtype, multiple, two = draw.dtype(), draw.choice((64, 64, 8, 1)), draw.random() < 0.5
-    most = max(16, math.isqrt(draw.most) // 2)
+    dtype, multiple, most = draw.dtype(), draw.choice((64, 64, 8, 1)), max(16, math.isqrt(draw.most) // 2)
     rows, *sizes = (draw.size(16, 2 * most), *(draw.size(16, most, multiple) for _ in range(4)))
-    prepare = functools.partial(dense._prepare_mlp, dtype, rows, sizes)
-    if two:
-        prepare = functools.partial(dense._prepare_gelu, dtype, rows, *sizes[:2], False)
-    shape = (rows, *sizes[: 2 if two else 4])
-    return ("gelu " if two else "mlp ") + _name(dtype, shape), functools.partial(_as_benchmarked, prepare, device)
+    if draw.random() < 0.5:
+        return f"mlp {_name(dtype, (rows, *sizes))}", _benchmarked(dense._prepare_mlp, dtype, rows, sizes, device)
+    outer, inner = sizes[:2]
+    make = _benchmarked(dense._prepare_gelu, dtype, rows, outer, inner, False, device)
+    return f"gelu {_name(dtype, (rows, outer, inner))}", make
 
 
 def _attention(draw: Draw, device: torch.device) -> Drawn:
-    dtype, head, heads = draw.dtype(), draw.choice((8, 16, 32, 32, 64)), draw.choice((1, 2, 4, 8))
+    head, heads = draw.choice((8, 16, 32, 32, 64)), draw.choice((1, 2, 4, 8))
     length = draw.size(16, min(768, math.isqrt(draw.most // heads)), draw.choice((1, 8, 16)))
     batch = draw.size(1, min(512, draw.most // (heads * length * max(length, head))))
-
-    def make() -> Passes:
-        query, key, value = (draw.tensor((batch, length, heads, head), dtype, device).transpose(1, 2) for _ in range(3))
-        bias = draw.tensor((1, heads, length, length), dtype, device)
-        mask = (draw.tensor((batch, 1, 1, length), torch.float32, device) > -1.3).to(dtype)
-        mask[..., 0] = 1
-
-        def eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, bias + (mask.to(bias.dtype) - 1) * 1e4)
-
-        return _both_passes([query, key, value, bias], lambda q, k, v, bias: AttnTri(q, k, v, mask, bias, 1e4), eager)
-
-    return _name(dtype, (batch, heads, length, head)), make
+    setting = attention.Openfold(batch, heads, length, head, draw.dtype())
+    return str(setting), _benchmarked(attention._prepare, setting, device)
 
 
 def _focal_loss(draw: Draw, device: torch.device) -> Drawn:
     classes, dtype = draw.choice((1, 2, 20, 80, 90, 91, draw.size(2, 400))), draw.dtype()
     images = draw.choice((1, 2, 4, 8, 16))
     shape = (images, draw.size(64, min(200_000, draw.most // (images * classes))), classes)
-    prepare = functools.partial(focal_loss._prepare, dtype, shape)
-    return _name(dtype, shape), functools.partial(_as_benchmarked, prepare, device)
+    return _name(dtype, shape), _benchmarked(focal_loss._prepare, dtype, shape, device)
 
 
 def _optimizers(draw: Draw, device: torch.device) -> Drawn:
