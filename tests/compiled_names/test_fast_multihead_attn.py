@@ -32,8 +32,8 @@ def mask(kind: str, keys: int) -> tuple[bool, bool, Tensor, Mask | None]:
 
 def attended(projections: list[Tensor], out: Tensor, cover: Mask | None, kept: Tensor, dropout: float) -> Tensor:
     """Attention in float64 that drops what the bytes say, and the output's projection."""
-    spared = kept.double().view(BATCH, HEADS, *kept.shape[1:]) if kept.numel() else None
-    context = reference.attend(*projections, HEADS, SIZE**-0.5, cover, spared, dropout)
+    factor = kept.double().view(BATCH, HEADS, *kept.shape[1:]) / (1.0 - dropout) if kept.numel() else None
+    context = reference.attend(*projections, HEADS, SIZE**-0.5, cover, factor)
     return context @ out.T
 
 

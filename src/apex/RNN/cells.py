@@ -20,6 +20,7 @@ from ._sequences import has_sequence
 from .RNNBackend import RNNCell
 
 _HALF = (torch.float16, torch.bfloat16)
+States = Sequence[Tensor]
 
 
 @has_sequence(torch.rnn_relu, "RNN_RELU")
@@ -48,12 +49,7 @@ def GRUCell(
 
 @has_sequence(torch.lstm, "LSTM", projects=True)
 def LSTMCell(
-    input: Tensor,
-    hidden: Sequence[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
+    input: Tensor, hidden: States, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """One step of torch.nn.LSTM: gates in the order input, forget, cell, output."""
     h, c = hidden
@@ -64,7 +60,7 @@ def LSTMCell(
 
 def mLSTMCell(
     input: Tensor,
-    hidden: Sequence[Tensor],
+    hidden: States,
     w_ih: Tensor,
     w_hh: Tensor,
     w_mih: Tensor,

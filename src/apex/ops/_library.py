@@ -34,6 +34,11 @@ TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 TOO_WIDE = (torch.float64, torch.complex64, torch.complex128)
 
 
+def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
+    """What sums and statistics are computed in: float64 if any tensor is float64, else float32."""
+    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
 @dataclass(frozen=True)
 class Choice:
     """An implementation and the reason it was taken."""
@@ -230,24 +235,18 @@ def autocast_off(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     return torch.autocast(tensor.device.type, enabled=False)
 
 
-def register_op(
-    schema: str,
-    implementation: Callable,
-    fake: Callable,
-    *,
-    backward: Callable | None = None,
-    setup_context: Callable | None = None,
-) -> None:
+def register_op(schema: str, implementation: Callable, fake: Callable, **derivative: Callable) -> None:
     """Registers `torch.ops.apex.<name>` from a schema, its implementation, its shape rule and its derivative.
 
+    The derivative is `backward` and, where it needs tensors, `setup_context`, as for `torch.library.register_autograd`.
     `define` + `impl` because `custom_op` costs 2.5 times as much per call.
     """
     name = schema.split("(", 1)[0]
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"apex::{name}", fake, lib=library)
-    if backward is not None:
-        torch.library.register_autograd(f"apex::{name}", backward, setup_context=setup_context, lib=library)
+    if derivative:
+        torch.library.register_autograd(f"apex::{name}", derivative.pop("backward"), lib=library, **derivative)
 
 
 class LazyModule:

@@ -356,7 +356,6 @@ class Op:
             backward_implementation,
             lambda *arguments: _real(_as_tuple(backward_fake(*arguments)), arguments[0], kept_gradients),
             backward=refuse,
-            setup_context=lambda ctx, inputs, output: None,
         )
         self._library_op = getattr(torch.ops.apex, self.name).default
         self._library_backward = getattr(torch.ops.apex, f"{self.name}_backward").default

@@ -121,8 +121,8 @@ def test_step_by_step(route: Route, kind: str, dtype: torch.dtype, dropout: floa
             results.append(gradients)
     assert kept.shape == ((batch * heads, queries, keys) if dropout else (0, queries, keys))
     wide = doubles(parts)
-    spared = kept.cpu().double().view(batch, heads, queries, keys) if dropout else None
-    expected = reference.attend(*wide, heads, scale, on_cpu(mask), spared, dropout)
+    factor = kept.cpu().double().view(batch, heads, queries, keys) / (1.0 - dropout) if dropout else None
+    expected = reference.attend(*wide, heads, scale, on_cpu(mask), factor)
     wanted = torch.autograd.grad(expected, wide, dy.cpu().double().view(expected.shape))
     weights = reference.probabilities(*wide[:2], heads, scale, on_cpu(mask)).flatten(0, 1)
     for gradients in results:

@@ -23,15 +23,7 @@ def _cast(*tensors: Tensor | None) -> Sequence[Any]:
     return tensors if dtype is None else [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
-def _relu_forward(
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    spec: ConvSpec,
-    mask: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> Tensor:
+def _relu_forward(ctx, x, weight, bias, spec: ConvSpec, mask=None, scale=None) -> Tensor:  # type: ignore[no-untyped-def]
     x, weight, bias, scale = _cast(x, weight, bias, scale)
     with autocast_off(x):
         output = conv_bias_relu(x, weight, bias, spec, mask, scale)

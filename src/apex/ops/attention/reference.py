@@ -17,34 +17,25 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import _transfer
 from .._device import SOFTMAX_SUMS_IN_HALF
-from .._library import autocast_off
+from .._library import autocast_off, compute_dtype
 
 _LOW_32 = 0xFFFFFFFF
 # So large that nothing is left of probabilities, in float32 and in float64.
 _EXCLUDED = 1e30
 
 
-def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """float64 if any tensor is float64, else float32."""
-    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    inf: float = 1e9,
-    keep: Tensor | None = None,
-    dropout_p: float = 0.0,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, inf: float = 1e9
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D) + bias + (mask - 1) * inf) v for [..., H, M or N, D], dropped where `keep` is False.
+    """softmax(q k^T / sqrt(D) + bias + (mask - 1) * inf) v for [..., H, M or N, D].
 
     `mask` and `bias` are broadcast to the logits [..., H, M, N].
     """
-    probabilities = _probabilities(query, key, mask, bias, inf)
-    return (_dropped(probabilities, keep, dropout_p) @ value.to(probabilities.dtype)).to(query.dtype)
+    return _times_values(_probabilities(query, key, mask, bias, inf), value)
+
+
+def _times_values(probabilities: Tensor, value: Tensor) -> Tensor:
+    return (probabilities @ value.to(probabilities.dtype)).to(value.dtype)
 
 
 def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, inf: float) -> Tensor:
@@ -68,7 +59,8 @@ def packed_attention(qkv: Tensor, cu_seqlens: Tensor, dropout_p: float = 0.0, se
     for index, (start, end) in enumerate(pairwise(bounds)):
         query, key, value = qkv[start:end].permute(1, 2, 0, 3)
         keep = None if seed is None else dropout_keep(seed, index, qkv.shape[2], end - start, end - start, dropout_p)
-        outputs.append(attention(query, key, value, keep=keep, dropout_p=dropout_p).transpose(0, 1))
+        probabilities = _dropped(_probabilities(query, key, None, None, 0.0), keep, dropout_p)
+        outputs.append(_times_values(probabilities, value).transpose(0, 1))
     return torch.cat([*outputs, zero_rows(qkv, bounds[-1])])
 
 
@@ -182,6 +174,7 @@ def padded_attention(
         if seed is not None:  # all heads of all sequences are numbered one after the other
             keep = dropout_keep(seed, 0, sequences * heads, max_seqlen, max_seqlen, dropout_p)
             keep = keep.unflatten(0, (sequences, heads))
-        output = attention(query, key, value, mask, None, _EXCLUDED, keep, dropout_p)
+        probabilities = _dropped(_probabilities(query, key, mask, None, _EXCLUDED), keep, dropout_p)
+        output = _times_values(probabilities, value)
     flat = output.transpose(1, 2).flatten(0, 1)
     return flat.new_zeros(total + 1, *flat.shape[1:]).index_add(0, rows.reshape(-1), flat)[:-1]

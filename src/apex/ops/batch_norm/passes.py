@@ -364,7 +364,7 @@ def _gradient_sums(dy, input, output, mean, variance, weight, bias, eps, relu, c
 
 def _gradient_sums_fake(dy, input, output, mean, variance, weight, bias, eps, relu, channel_dim, write_dz):  # type: ignore[no-untyped-def]
     dz = torch.empty_like(input, dtype=dy.dtype) if write_dz else dy.new_empty(0)
-    sum_dy = torch.empty_like(mean, dtype=reference.compute_dtype(dy, input))
+    sum_dy = torch.empty_like(mean, dtype=_library.compute_dtype(dy, input))
     return dz, sum_dy, torch.empty_like(sum_dy)
 
 
@@ -378,7 +378,7 @@ def _input_gradient(dy, input, output, mean, variance, weight, bias, sum_dy, sum
 _library.register_op(
     "batch_norm_rank_statistics(Tensor input, int channel_dim) -> Tensor",
     rank_statistics,
-    lambda input, channel_dim: input.new_empty(2 * input.shape[channel_dim] + 1, dtype=reference.compute_dtype(input)),
+    lambda input, channel_dim: input.new_empty(2 * input.shape[channel_dim] + 1, dtype=_library.compute_dtype(input)),
 )
 _library.register_op(
     "batch_norm_normalise(Tensor input, Tensor? z, Tensor mean, Tensor variance, Tensor? weight, Tensor? bias, "

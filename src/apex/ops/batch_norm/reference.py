@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._library import compute_dtype
+
 
 class BatchNormSpec(NamedTuple):
     """What is added to a variance, whether ReLU follows, and where the channels are.
@@ -60,15 +62,6 @@ class GradientSums(NamedTuple):
     sum_dy: Tensor
     sum_dy_xhat: Tensor | None
     inverse_count: float
-
-
-def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """The widest of the tensors' dtypes, and at least float32."""
-    dtype = torch.float32
-    for tensor in tensors:
-        if tensor is not None:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
 
 
 def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:

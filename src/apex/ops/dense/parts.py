@@ -273,7 +273,6 @@ _library.register_op(
     _operator,
     lambda dy, saved, activation, bias_grad: (dy.new_empty(dy.shape), dy.new_empty(dy.shape[1] if bias_grad else 0)),
     backward=_refuse_derivative,
-    setup_context=lambda ctx, inputs, output: None,
 )
 _library.register_op(
     "wgrad_gemm_accum(Tensor input, Tensor d_output, Tensor(a!) d_weight) -> ()",

@@ -127,7 +127,7 @@ FOCAL_LOSS = Op(
     reference=reference.forward,
     forward=launch_forward,
     backward=launch_backward,
-    fake=lambda logits, *rest: logits.new_empty((), dtype=reference.compute_dtype(logits)),
+    fake=lambda logits, *rest: logits.new_empty((), dtype=_library.compute_dtype(logits)),
     saves=("logits", "targets", "num_positives"),
     gradients=("logits",),
     checks=[

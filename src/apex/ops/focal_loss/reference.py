@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from .._library import compute_dtype
+
 IGNORED = -2
-
-
-def compute_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def forward(

@@ -93,7 +93,7 @@ def group_norm_backward(
             f"the statistics have shape {list(statistics.shape)} on {statistics.device}, expected {list(expected)} on "
             f"{input.device}"
         )
-    saved = (input, weight, bias, statistics.to(reference.compute_dtype(input)))
+    saved = (input, weight, bias, statistics.to(_library.compute_dtype(input)))
     wanted = (True, weight is not None, bias is not None)
     dx, dweight, dbias = GROUP_NORM.run_backward((dy,), saved, (groups, eps, silu), wanted)
     assert dx is not None
@@ -306,7 +306,7 @@ def _flags(
 
 
 def _fake(input, weight, bias, groups, eps, silu):  # type: ignore[no-untyped-def]
-    statistics = input.new_empty((input.shape[0], groups, 2), dtype=reference.compute_dtype(input))
+    statistics = input.new_empty((input.shape[0], groups, 2), dtype=_library.compute_dtype(input))
     return torch.empty_like(input), statistics
 
 

@@ -7,16 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from .._library import compute_dtype
 from .._op import laid_out_like
-
-
-def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """The widest of the tensors' dtypes, and at least float32."""
-    dtype = torch.float32
-    for tensor in tensors:
-        if tensor is not None:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
 
 
 def forward(

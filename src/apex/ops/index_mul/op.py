@@ -105,19 +105,13 @@ def launch_backward(
 
 
 def launch_sums(
-    grad_out: Tensor,
-    in1: Tensor,
-    in2: Tensor,
-    index: Tensor,
-    grad_grad1: Tensor | None = None,
-    grad_grad2: Tensor | None = None,
-    *,
-    need2: bool,
+    grad_out: Tensor, in1: Tensor, in2: Tensor, index: Tensor, *grad_grads: Tensor, need2: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of in1, in2 and (given those of these gradients) of grad_out, for an in2 that has elements."""
     count, width = in2.shape
     in1_rows = in1.shape[0]
     device = facts(in2.device)
+    grad_grad1, grad_grad2 = grad_grads or (None, None)
     twice = grad_grad1 is not None
     tile = config.backward_tile(width, device)
     steps = config.backward_steps(count, device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 
@@ -23,15 +25,8 @@ def check_self(inputs: Tensor, input_weights: Tensor, output_weights: Tensor, he
     _check_weights("output_weights", output_weights, width, width)
 
 
-def check_encdec(
-    inputs_q: Tensor,
-    inputs_kv: Tensor,
-    input_weights_q: Tensor,
-    input_weights_kv: Tensor,
-    output_weights: Tensor,
-    heads: int,
-    dropout: float,
-) -> None:
+def check_encdec(inputs_q: Tensor, inputs_kv: Tensor, weights: Sequence[Tensor], heads: int, dropout: float) -> None:
+    """`weights` are those of the queries, of keys and values, and of the outputs."""
     width = _check_inputs("query", inputs_q)
     _check_inputs("key", inputs_kv)
     if inputs_q.shape[1:] != inputs_kv.shape[1:]:
@@ -40,9 +35,10 @@ def check_encdec(
         )
     check_heads(width, heads)
     check_dropout(dropout)
-    _check_weights("input_weights_q", input_weights_q, width, width)
-    _check_weights("input_weights_kv", input_weights_kv, 2 * width, width)
-    _check_weights("output_weights", output_weights, width, width)
+    for name, weight, rows in zip(
+        ("input_weights_q", "input_weights_kv", "output_weights"), weights, (1, 2, 1), strict=True
+    ):
+        _check_weights(name, weight, rows * width, width)
 
 
 def _check_inputs(name: str, tensor: Tensor) -> int:

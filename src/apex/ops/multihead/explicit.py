@@ -182,7 +182,7 @@ def encdec_forward(
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Core]:
     """Outputs, projected queries [S, B, E], packed keys and values [T, B, 2E] and the core's results."""
-    check_encdec(inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, heads, dropout)
+    check_encdec(inputs_q, inputs_kv, (input_weights_q, input_weights_kv, output_weights), heads, dropout)
     projected = F.linear(inputs_q, input_weights_q, input_biases_q).contiguous()
     packed = F.linear(inputs_kv, input_weights_kv, input_biases_kv).contiguous()
     (queries,), (keys, values) = split(projected, heads, 1), split(packed, heads, 2)

@@ -8,6 +8,7 @@ each other: a row of the packed queries, keys and values is [B, H, 3, D], of pac
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -134,7 +135,7 @@ def encdec_attention(
     dropout: float = 0.0,
 ) -> Tensor:
     """Attention of `inputs_q` [S, B, E] to `inputs_kv` [T, B, E]; `input_weights_kv` are [H * 2 * D, E]."""
-    check_encdec(inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, heads, dropout)
+    check_encdec(inputs_q, inputs_kv, (input_weights_q, input_weights_kv, output_weights), heads, dropout)
     projected, packed = F.linear(inputs_q, input_weights_q), F.linear(inputs_kv, input_weights_kv)
     folded = _folds(projected, inputs_q.shape[1] * heads, inputs_kv.shape[0])
     (queries,) = _split(projected, heads, 1, folded)
@@ -143,24 +144,12 @@ def encdec_attention(
 
 
 def self_attention_norm_add(
-    inputs: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    input_weights: Tensor,
-    output_weights: Tensor,
-    input_biases: Tensor | None = None,
-    output_biases: Tensor | None = None,
-    *,
-    heads: int,
-    mask: Mask | None = None,
-    dropout: float = 0.0,
+    inputs: Tensor, gamma: Tensor, beta: Tensor, *parameters: Any, heads: int, dropout: float = 0.0, **options: Any
 ) -> Tensor:
-    """`inputs` plus the dropped-out self attention of their layer norm."""
-    check_self(inputs, input_weights, output_weights, heads, dropout)
+    """`inputs` plus the dropped-out self attention of their layer norm; `parameters` as for `self_attention`."""
+    check_self(inputs, parameters[0], parameters[1], heads, dropout)
     normed = layer_norm(inputs, (inputs.shape[2],), gamma, beta, NORM_EPS)
-    outputs = self_attention(
-        normed, input_weights, output_weights, input_biases, output_biases, heads=heads, mask=mask, dropout=dropout
-    )
+    outputs = self_attention(normed, *parameters, heads=heads, dropout=dropout, **options)
     return dropout_add(outputs, inputs, dropout)
 
 
@@ -169,20 +158,15 @@ def encdec_attention_norm_add(
     inputs_kv: Tensor,
     gamma: Tensor,
     beta: Tensor,
-    input_weights_q: Tensor,
-    input_weights_kv: Tensor,
-    output_weights: Tensor,
-    *,
+    *weights: Tensor,
     heads: int,
-    mask: Mask | None = None,
     dropout: float = 0.0,
+    **options: Any,
 ) -> Tensor:
-    """`inputs_q` plus the dropped-out attention of their layer norm to `inputs_kv`."""
-    check_encdec(inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, heads, dropout)
+    """`inputs_q` plus the dropped-out attention of their layer norm to `inputs_kv`; as for `encdec_attention`."""
+    check_encdec(inputs_q, inputs_kv, weights, heads, dropout)
     normed = layer_norm(inputs_q, (inputs_q.shape[2],), gamma, beta, NORM_EPS)
-    outputs = encdec_attention(
-        normed, inputs_kv, input_weights_q, input_weights_kv, output_weights, heads=heads, mask=mask, dropout=dropout
-    )
+    outputs = encdec_attention(normed, inputs_kv, *weights, heads=heads, dropout=dropout, **options)
     return dropout_add(outputs, inputs_q, dropout)
 
 

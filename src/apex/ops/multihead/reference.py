@@ -6,6 +6,8 @@ T keys, B batches, H heads, D the size of a head, E = H * D.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,19 +30,12 @@ def probabilities(queries: Tensor, keys: Tensor, heads: int, scale: float, mask:
 
 
 def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    heads: int,
-    scale: float,
-    mask: Mask | None = None,
-    kept: Tensor | None = None,
-    dropout: float = 0.0,
+    queries: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, mask: Mask | None, factor: Any = None
 ) -> Tensor:
-    """[S, B, E]; `kept` says which probabilities dropout lets through, [B, H, S, T]."""
+    """[S, B, E]; `factor` is dropout's of each probability, [B, H, S, T]: 0, or one over the share that is kept."""
     weights = probabilities(queries, keys, heads, scale, mask)
-    if kept is not None:
-        weights = weights * kept / (1.0 - dropout)
+    if factor is not None:
+        weights = weights * factor
     context = torch.einsum("nst,tnd->snd", weights.flatten(0, 1), wide(values))
     return context.reshape(queries.shape[0], queries.shape[1] // heads, -1).to(queries.dtype)
 

@@ -163,19 +163,10 @@ def joined_statistics(
     return torch.stack(lines).to(torch.float64 if saved.dtype == torch.float64 else torch.float32)
 
 
-def launch_forward(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    row_length: int,
-    eps: float,
-    subtract_mean: bool,
-    from_output: bool,
-    out_dtype: torch.dtype,
-    input_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    rows = input.numel() // row_length
-    device = input.device
+def launch_forward(input: Tensor, weight: Tensor | None, bias: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor]:
+    """Output and statistics, as `reference.forward`."""
+    row_length, eps, subtract_mean, _, out_dtype, input_dtype = settings
+    rows, device = input.numel() // row_length, input.device
     chosen = config.forward_config(rows, row_length, input_dtype.itemsize, subtract_mean, facts(device))
     output = torch.empty_like(input, dtype=out_dtype)
     statistics = torch.empty(1 + subtract_mean, rows, dtype=torch.float32, device=device)
@@ -210,20 +201,10 @@ def launch_forward(
 
 
 def launch_backward(
-    dy: Tensor,
-    saved: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics: Tensor,
-    row_length: int,
-    eps: float,
-    subtract_mean: bool,
-    from_output: bool,
-    out_dtype: torch.dtype,
-    input_dtype: torch.dtype,
-    wanted: Sequence[bool],
+    dy: Tensor, saved: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias; the weight's and the bias's are summed over programs last."""
+    """As `reference.backward`; the gradients of weight and bias are summed over programs last."""
+    row_length, _, subtract_mean, from_output, _, input_dtype, wanted = settings
     rows, where = saved.numel() // row_length, saved.device
     device = facts(where)
     has_bias = bias is not None
@@ -328,7 +309,7 @@ def _save(arguments: tuple, results: tuple) -> tuple:
 
 def _fake(input, weight, bias, row_length, eps, subtract_mean, from_output, out_dtype, input_dtype):  # type: ignore[no-untyped-def]
     rows = input.numel() // max(1, row_length)
-    statistics = input.new_empty((2 if subtract_mean else 1, rows), dtype=reference.compute_dtype(input))
+    statistics = input.new_empty((2 if subtract_mean else 1, rows), dtype=_library.compute_dtype(input))
     return input.new_empty(input.shape, dtype=out_dtype), statistics
 
 

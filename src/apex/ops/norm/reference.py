@@ -12,18 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._library import autocast_dtype
+from .._library import autocast_dtype, compute_dtype
 
 # PyTorch 2.6 knows of ONNX alone.
 is_exporting = getattr(torch.compiler, "is_exporting", torch.onnx.is_in_onnx_export)
 
 # Before it had a fused RMS norm, PyTorch computed the one of half-precision tensors in half precision.
 _RMS_NORM_IS_FUSED = hasattr(torch.ops.aten, "_fused_rms_norm")
-
-
-def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """float64 if any tensor is float64, else float32."""
-    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def as_rows(tensor: Tensor, row_length: int) -> Tensor:

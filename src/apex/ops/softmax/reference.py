@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._library import compute_dtype
+
 
 class SoftmaxSpec(NamedTuple):
     """softmax(`scale` * input) over the last dimension, then dropout with probability `dropout`.
@@ -31,11 +33,6 @@ class SoftmaxSpec(NamedTuple):
 def kept_scale(dropout: float) -> float:
     """What dropout multiplies the kept elements by."""
     return 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """float64 for float64, else float32."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:

@@ -239,7 +239,7 @@ def linear_xentropy(
     """
     rows, features = input.shape
     classes, device = weight.shape[0], input.device
-    losses = torch.empty(rows, dtype=reference.compute_dtype(input), device=device)
+    losses = torch.empty(rows, dtype=_library.compute_dtype(input), device=device)
     input_gradient = torch.empty((rows, features), dtype=input.dtype, device=device) if wanted[0] else None
     weight_gradient = bias_gradient = None
     if wanted[1]:
@@ -333,7 +333,7 @@ def _implementation(input, *arguments):  # type: ignore[no-untyped-def]
 
 
 def _fake(input, weight, bias, labels, row_scale, smoothing, ignore_index, wanted, accumulation_dtype, chunk_rows):  # type: ignore[no-untyped-def]
-    losses = input.new_empty(labels.shape, dtype=reference.compute_dtype(input))
+    losses = input.new_empty(labels.shape, dtype=_library.compute_dtype(input))
     like = ((input.shape, input.dtype), (weight.shape, accumulation_dtype), (weight.shape[:1], accumulation_dtype))
     gradients = (
         input.new_empty(shape, dtype=dtype) if want else input.new_empty(0)

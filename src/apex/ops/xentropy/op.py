@@ -185,7 +185,7 @@ def _launch_short(
 
 
 def _fake(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor]:
-    losses = logits.new_empty(labels.shape, dtype=reference.compute_dtype(logits))
+    losses = logits.new_empty(labels.shape, dtype=_library.compute_dtype(logits))
     return losses, torch.empty_like(losses)
 
 

@@ -12,12 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._library import compute_dtype
+
 # A label that nobody uses: no row is padding.
 NO_PADDING = -(1 << 31)
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor]:
