@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex.ops.multi_tensor import remainders, rules
+from apex.ops.multi_tensor import packed_floats, rules
 from apex.ops.multi_tensor.op import TensorLists, expect, expect_flag, in_slots, number, update
 
 
@@ -98,13 +98,13 @@ def multi_tensor_fused_adam_with_param_remainders(
 ) -> None:
     """[parameters, remainders, first moments, second moments, gradients, new parameters]; the flag is not looked at.
 
-    Parameters are bfloat16 and remainders the int16 that they lack to float32, see `apex.ops.multi_tensor.remainders`.
+    Parameters are bfloat16 and remainders the int16 that they lack to float32: `apex.ops.multi_tensor.packed_floats`.
     """
     expect(tensor_lists, 6)
     params, lower, first, second, gradients, outputs = tensor_lists
-    remainders.check(params, lower, outputs, ("tensor_lists[0]", "tensor_lists[1]", "tensor_lists[5]"))
-    masters = list(map(remainders.join, params, lower))
+    packed_floats.check_remainders(params, lower, outputs, ("tensor_lists[0]", "tensor_lists[1]", "tensor_lists[5]"))
+    masters = list(map(packed_floats.join_remainders, params, lower))
     named = (masters, gradients, first, second), [f"tensor_lists[{index}]" for index in (0, 4, 2, 3)]
     _step(named, None, grad_scale, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
     for master, output, remainder in zip(masters, outputs, lower, strict=True):
-        remainders.split(master, output, remainder)
+        packed_floats.split_remainders(master, output, remainder)

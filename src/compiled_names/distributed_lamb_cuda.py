@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from apex.ops.multi_tensor import rules
-from apex.ops.multi_tensor.casts import to_bytes
 from apex.ops.multi_tensor.op import TensorLists, expect, expect_flag, in_slots, number, per_tensor, read_once, update
+from apex.ops.multi_tensor.packed_floats import to_bytes
 
 
 def multi_tensor_lamb_compute_update_term(

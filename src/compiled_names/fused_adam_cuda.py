@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from apex.ops.multi_tensor import rules
-from apex.ops.multi_tensor.casts import from_bytes, to_bytes
-from apex.ops.multi_tensor.casts import maybe_cast as _cast
 from apex.ops.multi_tensor.op import TensorLists, expect, expect_flag, in_slots, number, update
+from apex.ops.multi_tensor.packed_floats import from_bytes, to_bytes
+from apex.ops.multi_tensor.packed_floats import maybe_cast as _cast
 from apex.ops.multi_tensor.rule import Rule
 
 

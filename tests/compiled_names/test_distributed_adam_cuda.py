@@ -6,7 +6,7 @@ from torch import Tensor
 
 import distributed_adam_cuda
 from apex.multi_tensor_apply import multi_tensor_applier
-from apex.ops.multi_tensor import remainders
+from apex.ops.multi_tensor.packed_floats import join_remainders, split_remainders
 from tests.compiled_names.lists import (
     BF16,
     CHUNK,
@@ -72,14 +72,14 @@ def halves(values: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     upper = [torch.empty_like(value, dtype=BF16) for value in values]
     lower = [torch.empty_like(value, dtype=torch.int16) for value in values]
     for value, high, low in zip(values, upper, lower, strict=True):
-        remainders.split(value, high, low)
+        split_remainders(value, high, low)
     return upper, lower
 
 
 def test_numbers_in_two_halves_are_exact() -> None:
     values = torch.randn(5000) * torch.logspace(-35, 35, 5000)
     (high,), (low,) = halves([values])
-    assert_equal_bits([remainders.join(high, low)], [values])
+    assert_equal_bits([join_remainders(high, low)], [values])
     assert ((high.float() - values).abs() <= (values.bfloat16().float() - values).abs()).all()
 
 
@@ -100,7 +100,7 @@ def test_adam_with_remainders(mode: int, gradient: torch.dtype, route: Route) ->
             )
             params = outputs  # upstream writes to another buffer; in place works too
             distributed_adam_cuda.multi_tensor_fused_adam(CHUNK, flag(route), plain, *arguments)
-    assert_equal_bits(list(map(remainders.join, params, lower)), plain[0])
+    assert_equal_bits(list(map(join_remainders, params, lower)), plain[0])
     assert_equal_bits(first, plain[1])
     assert_equal_bits(second, plain[2])
 

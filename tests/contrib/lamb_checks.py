@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from apex.ops.multi_tensor.casts import from_bytes, to_bytes
+from apex.ops.multi_tensor.packed_floats import from_bytes, to_bytes
 from apex.optimizers import FusedLAMB
 from tests.contrib import lamb_options
 from tests.contrib.lamb_passes import (

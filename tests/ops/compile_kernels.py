@@ -75,7 +75,7 @@ TARGETS = {
 }
 
 # Kernels that launch rules choose for some GPUs only.
-NOT_CHOSEN = {"cuda": {"sum_groups"}, "hip": {"apply_and_reduce", "norm_backward_held"}}
+NOT_CHOSEN = {"cuda": {"sum_groups"}, "hip": {"norm_backward_held"}}
 
 _POINTERS = {
     torch.float16: "*fp16",
@@ -94,11 +94,12 @@ def source_of(launch: _launch.Launch) -> ASTSource:
     bound = launch.bound
     function = bound.kernel.function
     names = function.arg_names
-    values = (*launch.tensors, *bound.numbers, *bound.constants)
+    numbers = (*bound.sizes, *launch.floats)
+    values = (*launch.tensors, *numbers, *bound.constants)
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list] = {}
-    first_constant = len(launch.tensors) + len(bound.numbers)
+    first_constant = len(launch.tensors) + len(numbers)
     for position, (name, value) in enumerate(zip(names, values, strict=True)):
         if position >= first_constant or value is None or (isinstance(value, int) and value == 1):
             signature[name] = "constexpr"
@@ -225,7 +226,7 @@ def compile_all(names: list[str]) -> dict[str, dict[str, Any]]:
 def _add_to_report(report: dict[str, Any], program: Program, target: Target) -> None:
     compiled, available = report["compiled"], target.facts.shared_memory
     kernel = program.launch.bound.kernel.name
-    what = f"{_key(program.launch)} {program.launch.bound.numbers}"
+    what = f"{_key(program.launch)} {program.launch.bound.sizes} {program.launch.floats}"
     print(target.attribute, what, file=sys.stderr, flush=True)
     try:
         shared, assembly = program.compile(target, whole=kernel not in compiled)

@@ -1,7 +1,5 @@
 """What holds for every launch of every test of kernels."""
 
-from typing import Any
-
 import pytest
 from torch import Tensor
 
@@ -20,10 +18,10 @@ def _launches_keep_their_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     launch = BoundLaunch.__call__
 
-    def checked(self: BoundLaunch, *tensors: Tensor | None, **options: Any) -> None:
+    def checked(self: BoundLaunch, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
         dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
         first = self.__dict__.setdefault("_first_dtypes", dtypes)
         assert dtypes == first, f"{self.kernel.name} was bound for {first}, now it gets {dtypes}"
-        launch(self, *tensors, **options)
+        launch(self, tensors, floats)
 
     monkeypatch.setattr(BoundLaunch, "__call__", checked)

@@ -77,27 +77,30 @@ class _Wrapper(torch.Tensor):
         raise NotImplementedError(function)
 
 
-def test_a_tensor_without_memory_is_refused_also_after_others_were_launched() -> None:
+def test_a_tensor_without_memory_is_refused_also_after_others_were_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.ones(4, 16), torch.ones(16)
     with _library.implementation("triton"), pytest.raises(TypeError, match="cannot take a _Wrapper"):
         norm.rms_norm(x, 16, _Wrapper(weight))
     _import_norm_kernels()
     launched: list[tuple] = []
-    bound = KERNELS["sum_partials"].bind((1,), (2,), (3,), device=torch.device("cuda", 0), num_warps=1)
+    bound = _launch.BoundLaunch(KERNELS["sum_partials"], (1,), (2,), (3,), torch.device("cuda", 0), num_warps=1)
     bound._run, bound._absent = lambda *arguments: launched.append(arguments), 1
-    bound(x, None, stream=5)
-    assert launched == [(1, 1, 1, 5, x.data_ptr(), 0, 2, 3)]
+    monkeypatch.setattr(_launch, "current_device", lambda: 0)
+    monkeypatch.setattr(_launch, "current_stream", lambda index: 5)
+    bound((x, None), (0.5,))
+    assert launched == [(1, 1, 1, 5, x.data_ptr(), 0, 2, 0.5, 3)]
     with pytest.raises(TypeError, match="sum_partials cannot take a _Wrapper"):
-        bound(_Wrapper(x), None, stream=5)
+        bound((_Wrapper(x), None), (0.5,))
 
 
 def test_integers_given_for_floats_are_made_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton would compile the kernel for the value of an integer, and the next call would launch that again."""
-    tails: list[tuple] = []
-    monkeypatch.setattr(_launch.BoundLaunch, "_launch_first", lambda self, tensors, tail: tails.append(tail))
+    given: list[tuple] = []
+    monkeypatch.setattr(_launch.BoundLaunch, "_launch_first", lambda self, tensors, floats: given.append(floats))
     with _library.implementation("triton"):
         norm.rms_norm(torch.ones(4, 16), 16, eps=1)
-    assert [number for number in tails[0][:3] if type(number) is float] == [1.0]
+    assert given == [(1.0,)]
+    assert type(given[0][0]) is float
 
 
 @pytest.mark.gpu

@@ -37,6 +37,7 @@ class Launch:
 
     bound: BoundLaunch
     tensors: tuple[Tensor | None, ...]
+    floats: tuple[float, ...]
 
 
 # Launches that a kernel keeps. Beyond it a program's inputs hardly ever have the same shape twice.
@@ -77,97 +78,75 @@ class Kernel:
         if launch is None:
             names = self.function.arg_names
             values = tuple(constants[name] for name in names[len(names) - len(constants) :])
-            launch = BoundLaunch(self, grid, (*sizes, *floats), values, device, num_warps, num_stages)
+            launch = BoundLaunch(self, grid, sizes, values, device, num_warps, num_stages)
             if _recorder is None:
                 if len(self._launches) >= MOST_LAUNCHES:
                     self._launches.clear()
                 self._launches[key] = launch
-        launch.start(tensors, (*sizes, *floats, *launch.constants))
-
-    def bind(
-        self,
-        grid: tuple[int, ...],
-        numbers: tuple[int | float, ...],
-        constants: tuple[Any, ...],
-        *,
-        device: torch.device,
-        num_warps: int,
-        num_stages: int = 1,
-    ) -> BoundLaunch:
-        """A launch on `device` that lacks only its tensors."""
-        return BoundLaunch(self, grid, numbers, constants, device, num_warps, num_stages)
+        launch(tensors, floats)
 
 
 class BoundLaunch:
-    """Call it with the kernel's tensors, whose dtypes must be the same every time; None stands for an absent one.
+    """A launch that lacks its tensors, whose dtypes must be the same every time, and its floats.
 
-    `floats` replaces the bound numbers for one call. They must all be floats: Triton compiles a kernel for the values
-    of its integers, never for those of its floats. `stream` is what `stream_here` says, where the caller knows.
+    Triton compiles a kernel for the values of its integers, never for those of its floats.
     """
 
     def __init__(
         self,
         kernel: Kernel,
         grid: tuple[int, ...],
-        numbers: tuple[int | float, ...],
+        sizes: tuple[int, ...],
         constants: tuple[Any, ...],
         device: torch.device,
         num_warps: int,
-        num_stages: int,
+        num_stages: int = 1,
     ) -> None:
         self.kernel = kernel
         self.grid = grid
-        self.numbers = numbers
+        self.sizes = sizes
         self.constants = constants
         self.device = device
         self.num_warps = num_warps
         self.num_stages = num_stages
         self._head: tuple[int, ...] = grid + (1,) * (3 - len(grid))
-        self.tail = (*numbers, *constants)
         # For tensors that all start at a multiple of 16 bytes: Triton specialises on that.
         self._run: Callable[..., None] | None = None
         self._absent = 0
         self._middle: tuple[Any, ...] = ()
         self._index = device.index
 
-    def __call__(
-        self, *tensors: Tensor | None, floats: tuple[float, ...] | None = None, stream: int | None = None
-    ) -> None:
-        self.start(tensors, self.tail if floats is None else (*floats, *self.constants), stream)
-
-    def start(self, tensors: tuple[Tensor | None, ...], tail: tuple[Any, ...], stream: int | None = None) -> None:
-        """Launches the kernel with these tensors, and numbers and constants in place of the bound ones."""
+    def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
+        """Launches the kernel on the current stream; None stands for an absent tensor."""
         run = self._run
         if run is None or _recorder is not None:
-            self._launch_first(tensors, tail)
+            self._launch_first(tensors, floats)
             return
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         # Half the time of looking at them one by one.
         if math.gcd(_ALIGNMENT, *addresses) != _ALIGNMENT or addresses.count(0) != self._absent:
-            self._launch_plainly(tensors, tail)
+            self._launch_plainly(tensors, floats)
             return
-        if stream is None:
-            index = self._index
-            if current_device() != index:
-                with torch.cuda.device(index):
-                    self.start(tensors, tail)
-                return
-            stream = current_stream(index)
-        run(*self._head, stream, *self._middle, *addresses, *tail)
+        index = self._index
+        if current_device() != index:
+            with torch.cuda.device(index):
+                self(tensors, floats)
+            return
+        run(*self._head, current_stream(index), *self._middle, *addresses, *self.sizes, *floats, *self.constants)
 
-    def _launch_first(self, tensors: tuple[Tensor | None, ...], tail: tuple[Any, ...]) -> None:
+    def _launch_first(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
         if _recorder is not None:
-            _recorder.append(Launch(self, tensors))
+            _recorder.append(Launch(self, tensors, floats))
             return
-        compiled = self._launch_plainly(tensors, tail)
+        compiled = self._launch_plainly(tensors, floats)
         aligned = all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
         if _RUN_IS_KNOWN and aligned and self.device.type == "cuda" and self.device.index is not None:
             self._absent = sum(tensor is None or not tensor.data_ptr() for tensor in tensors)
             run, self._middle = _launcher(compiled)
             self._run = run  # last: another thread may be about to launch the same
 
-    def _launch_plainly(self, tensors: tuple[Tensor | None, ...], tail: tuple[Any, ...]) -> Any:
-        function = self.kernel.function
+    def _launch_plainly(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> Any:
+        function, tail = self.kernel.function, (*self.sizes, *floats, *self.constants)
         for tensor in tensors:
             if tensor is not None and not tensor.data_ptr() and tensor.numel():
                 raise TypeError(f"{self.kernel.name} cannot take a {type(tensor).__name__}, which has no memory itself")

@@ -68,7 +68,7 @@ class FusedAdam(FusedOptimizer):
         Takes a `torch.amp.GradScaler` as `grad_scaler`, which is not named so because `GradScaler.step` would warn that
         it stops passing itself. The other arguments belong to `apex.contrib.optimizers.FusedAdam` and are refused.
         """
-        if any(argument is not None for argument in (grads, output_params, scale, grad_norms)):
+        if not (grads is None and output_params is None and scale is None and grad_norms is None):
             raise RuntimeError(
                 "apex.optimizers.FusedAdam takes no grads, output_params, scale or grad_norms; "
                 "apex.contrib.optimizers.FusedAdam does"

@@ -37,9 +37,12 @@ def _record(
     plain = Rule(
         rule.name, rule.function, rule.reads, rule.writes, lambda: numbers, rule.helpers, rule.quantities, rule.maximum
     )
-    found = lists.apply(plain, {}, flags, whole=torch.empty(3, 2, device="meta"), **options)
+    whole = None if rule.quantities else torch.empty(3, 2, device="meta")
+    found = lists.apply(plain, {}, flags, whole=whole, **options)
     if found is not None:
-        lists.apply(plain, {}, flags, **options)
+        flag = torch.empty(1, device="meta")
+        # Programs that raise the flag they look at leave their sums to a second launch.
+        lists.apply(plain, {}, flags, noop=flag, overflow=flag)
         lists.total(found, maximum=rule.maximum, root=not rule.maximum)
     if rule.quantities == 1 and not rule.writes and not options:
         factor, averages = torch.empty(1, device="meta"), torch.empty(3, 2, device="meta")
@@ -57,7 +60,7 @@ def _record_projection() -> None:
 
 
 def record() -> None:
-    """Plans and (under `recording`) collects a launch of every rule."""
+    """Makes, and under `recording` collects, a launch of every rule."""
     flag = torch.empty(1, dtype=torch.int32, device="meta")
     factor = torch.empty(1, device="meta")
     for rule in ALL_RULES:

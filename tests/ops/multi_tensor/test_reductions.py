@@ -163,9 +163,9 @@ def test_kernels_get_floats(route: Route, monkeypatch: pytest.MonkeyPatch) -> No
     given: list[float] = []
     launch = BoundLaunch.__call__
 
-    def noting(self: BoundLaunch, *tensors: Tensor | None, floats: tuple[float, ...] | None = None) -> None:
-        given.extend(floats or ())
-        launch(self, *tensors, floats=floats)
+    def noting(self: BoundLaunch, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
+        given.extend(floats)
+        launch(self, tensors, floats)
 
     monkeypatch.setattr(BoundLaunch, "__call__", noting)
     params = [torch.nn.Parameter(torch.ones(3, 4, device=route.device))]

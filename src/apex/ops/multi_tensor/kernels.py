@@ -1,4 +1,4 @@
-"""The kernels of the multi-tensor ops, which apply a rule to lists of tensors.
+"""The kernel of the multi-tensor ops, which applies a rule to lists of tensors.
 
 table       int64 [tensors, ROWS]            number of elements, then the address in every list but the gradients
 moving      int64 [tensors]                  addresses of the gradients, which move from step to step
@@ -10,6 +10,10 @@ whole       float32 [tensors, 2]             the two numbers of each tensor
 partials    float32 [programs, QUANTITIES]   what a measuring rule found in each block
 overflow    number [1]                       becomes 1 where a checked value is infinite or NaN
 nonfinite_counts  int32 [tensors, 2]         how many elements of checked slots 0 and 1 are infinite, and how many NaN
+bounds      int32 [tensors + 1]              the programs of each tensor
+tickets     int32 [tensors] or [1]           0; they count the programs that have stored what they measured
+out         float32 [tensors, COLUMNS]       what was measured, added up
+factor      float32 [1]                      see `reduce_partials`, as limit, margin and share
 
 `kernels_blocks.py` says what TYPES and CONSTANTS are; `kernels_reductions.py` adds up what was measured.
 """
@@ -66,36 +70,21 @@ def _leave(partials, program, found, overflow, CONSTANTS: tl.constexpr):
 @kernel
 @triton.jit
 def apply_rule(
-    table,
-    moving,
-    programs,
-    noop,
-    grad_scale,
-    scalars,
-    whole,
-    partials,
-    overflow,
-    nonfinite_counts,
-    s0,
-    s1,
-    s2,
-    s3,
-    s4,
-    s5,
-    s6,
-    s7,
-    seed,
-    RULE: tl.constexpr,
-    TYPES: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table, moving, programs, noop, grad_scale, scalars, whole, overflow, nonfinite_counts, partials, bounds, tickets,
+    out, factor, s0, s1, s2, s3, s4, s5, s6, s7, seed, limit, margin, share,
+    RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, FINISH: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-):
-    """`RULE` on up to BLOCKS blocks, one after the other, of one tensor of each list."""
+):  # fmt: skip
+    """`RULE` on up to BLOCKS blocks, one after the other, of one tensor of each list.
+
+    With FINISH, which is PER_TENSOR, ROOT, AVERAGE, COLUMNS and a block size, what was measured is added up by the
+    program that is the last of each tensor's if PER_TENSOR, where no tensor may be empty; else by the last of all. That
+    is what `reduce_partials` does, in the same launch.
+    """
     if noop is not None:
         if tl.load(noop) != 0:
             return
-    program, _, q0, q1, q2, q3 = walk(
+    program, tensor, q0, q1, q2, q3 = walk(
         (table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts),
         programs,
         (s0, s1, s2, s3, s4, s5, s6, s7),
@@ -106,87 +95,29 @@ def apply_rule(
         BLOCK,
         BLOCKS,
     )
-    if CONSTANTS[5] > 0:  # it measures
-        _leave(partials, program, (q0, q1, q2, q3), overflow, CONSTANTS)
-
-
-@kernel
-@triton.jit
-def apply_and_reduce(
-    table,
-    moving,
-    programs,
-    noop,
-    grad_scale,
-    scalars,
-    overflow,
-    partials,
-    bounds,
-    tickets,
-    out,
-    factor,
-    s0,
-    s1,
-    s2,
-    s3,
-    s4,
-    s5,
-    s6,
-    s7,
-    limit,
-    margin,
-    share,
-    RULE: tl.constexpr,
-    TYPES: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PER_TENSOR: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROOT: tl.constexpr,
-    AVERAGE: tl.constexpr,
-    REDUCE_BLOCK: tl.constexpr,
-):
-    """`apply_rule` with a rule that measures, and `reduce_partials` by whichever program is the last: one launch.
-
-    The last of each tensor's programs adds up what they found if PER_TENSOR, where no tensor may be empty; else the
-    last of all. `tickets` are int32 that are 0, one per tensor or one.
-    """
     QUANTITIES: tl.constexpr = CONSTANTS[5]
-    MAXIMUM: tl.constexpr = CONSTANTS[6]
-    if noop is not None:
-        if tl.load(noop) != 0:
-            return
-    program, tensor, q0, q1, q2, q3 = walk(
-        (table, moving, grad_scale, scalars, None, overflow, None),
-        programs,
-        (s0, s1, s2, s3, s4, s5, s6, s7),
-        0.0,
-        RULE,
-        TYPES,
-        CONSTANTS,
-        BLOCK,
-        BLOCKS,
-    )
-    _leave(partials, program, (q0, q1, q2, q3), overflow, CONSTANTS)
-    if PER_TENSOR:
-        start = tl.load(bounds + tensor)
-        stop = tl.load(bounds + tensor + 1)
-    else:
-        tensor = 0
-        start = 0
-        stop = tl.num_programs(0)
-    if arrives_last(tickets + tensor, stop - start):
-        for quantity in tl.static_range(QUANTITIES):
-            reduce_rows(
-                (partials, grad_scale, out + tensor * COLUMNS + quantity, factor),
-                (limit, margin, share),
-                start,
-                stop,
-                quantity,
-                QUANTITIES,
-                MAXIMUM,
-                ROOT,
-                AVERAGE,
-                REDUCE_BLOCK,
-            )
+    if QUANTITIES > 0:
+        _leave(partials, program, (q0, q1, q2, q3), overflow, CONSTANTS)
+    if FINISH is not None:
+        MAXIMUM: tl.constexpr = CONSTANTS[6]
+        if FINISH[0]:
+            start = tl.load(bounds + tensor)
+            stop = tl.load(bounds + tensor + 1)
+        else:
+            tensor = 0
+            start = 0
+            stop = tl.num_programs(0)
+        if arrives_last(tickets + tensor, stop - start):
+            for quantity in tl.static_range(QUANTITIES):
+                reduce_rows(
+                    (partials, grad_scale, out + tensor * FINISH[3] + quantity, factor),
+                    (limit, margin, share),
+                    start,
+                    stop,
+                    quantity,
+                    QUANTITIES,
+                    MAXIMUM,
+                    FINISH[1],
+                    FINISH[2],
+                    FINISH[4],
+                )

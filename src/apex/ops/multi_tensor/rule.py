@@ -13,9 +13,13 @@ is summed up (or maximised) over every tensor.
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 SLOTS = 5
 GRADIENT = 1
@@ -42,13 +46,30 @@ class Rule:
     quantities: int = 0
     maximum: bool = False
 
-    @property
+    @functools.cached_property
     def slots(self) -> tuple[int, ...]:
         """The slots that need a tensor list, in order."""
         return tuple(slot for slot in range(SLOTS) if slot in self.reads or slot in self.writes)
 
+    @functools.cached_property
+    def reads_slot(self) -> tuple[bool, ...]:
+        """Of each slot, whether it is read."""
+        return tuple(slot in self.reads for slot in range(SLOTS))
 
-def padded(values: tuple[Any, ...], length: int, filler: Any) -> tuple[Any, ...]:
-    """`values` with `filler` up to `length`."""
-    assert len(values) <= length
-    return (*values, *(filler,) * (length - len(values)))
+    @functools.cached_property
+    def writes_slot(self) -> tuple[bool, ...]:
+        """Of each slot, whether it is written."""
+        return tuple(slot in self.writes for slot in range(SLOTS))
+
+
+# What rules call `tl`: the functions of PyTorch that `triton.language` has under the same names. A rule is written once
+# and runs with either.
+tl = types.SimpleNamespace(
+    sqrt=torch.sqrt,
+    abs=torch.abs,
+    maximum=torch.maximum,
+    minimum=torch.minimum,
+    where=torch.where,
+    float16=torch.float16,
+    float32=torch.float32,
+)

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import _device
 from .._recording import keep
 from .._transfer import HOST
+from . import config
 
 # Sizes, counts and addresses are worked out on the host.
 INDICES: dict[str, Any] = {"dtype": torch.int64, "device": HOST}
@@ -77,11 +78,6 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return result
 
 
-def is_captured(device: torch.device) -> bool:
-    """Whether what is launched now becomes part of a CUDA graph."""
-    return current_stream(device) < 0
-
-
 def current_stream(device: torch.device) -> int:
     """The handle of the stream that work on `device` goes to, by which lists know whether they are still of use.
 
@@ -97,7 +93,7 @@ def current_stream(device: torch.device) -> int:
 
 def keep_if_captured(device: torch.device, *tables: Tensor | None) -> None:
     """Tables that a launch is about to read; those of a CUDA graph must outlive the lists that made them."""
-    if is_captured(device) and not keep(*tables):
+    if current_stream(device) < 0 and not keep(*tables):
         _captured.append(tables)
 
 
@@ -117,6 +113,8 @@ class Layout:
         self.count = int(ends[-1]) if len(sizes) else 0
         # The most programs that work on one tensor.
         self.longest = int(counts.max()) if len(sizes) else 0
+        # Of how many sums the program that is the last loads at once: of all tensors, of one.
+        self.last_block = config.last_block(self.count), config.last_block(self.longest)
         if self.count >= 2**31:
             raise ValueError(f"{self.count} blocks of {block * together} elements are more than one launch can take")
         tensor = torch.repeat_interleave(torch.arange(len(sizes), **INDICES), counts)

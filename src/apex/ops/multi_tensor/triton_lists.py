@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +12,8 @@ from .. import _device, _library
 from .._recording import Number
 from .._workspace import TICKETS, partial_sums
 from . import config
-from .rule import FLAG_COUNT, GRADIENT, SCALARS, SLOTS, Rule, padded
+from .rule import FLAG_COUNT, GRADIENT, SCALARS, SLOTS, Rule
 from .tables import Layout, PointerTable, current_stream, keep_if_captured, upload
-
-if TYPE_CHECKING:
-    from .._launch import BoundLaunch
 
 Slots = Sequence[Sequence[Tensor] | None]
 
@@ -26,7 +23,8 @@ reductions = _library.LazyModule(f"{__package__}.kernels_reductions")
 
 # Types of numbers that are known to the host.
 _NUMBERS = frozenset((float, int, bool))
-_ZEROS = (0.0,) * SCALARS
+_ZEROS, _ON_HOST = (0.0,) * SCALARS, (-1,) * SCALARS
+_OFF, _NO_CHECKS = (False,) * FLAG_COUNT, (False,) * SLOTS
 
 
 class _Finish(NamedTuple):
@@ -35,10 +33,6 @@ class _Finish(NamedTuple):
     per_tensor: bool
     root: bool = False
     averages: bool = False
-
-
-_EACH, _AVERAGES = _Finish(True), _Finish(True, averages=True)
-_TOTAL, _NORM = _Finish(False), _Finish(False, root=True)
 
 
 class TritonLists:
@@ -52,12 +46,14 @@ class TritonLists:
         first = next(tensors for tensors in slots if tensors)
         self.device = first[0].device
         self.stream = current_stream(self.device)
-        self.types = tuple(tensors[0].dtype if tensors else None for tensors in (*slots, copy))
+        dtypes = [tensors[0].dtype if tensors else None for tensors in (*slots, copy)]
+        # As the kernel takes them: the types, and the numbers in a row of the table.
+        self._types = tuple(None if t is None else getattr(kernels.tl, str(t).removeprefix("torch.")) for t in dtypes)
+        self._columns = 1 + sum(t is not None for slot, t in enumerate(dtypes) if slot != GRADIENT)
+        self._copied = copy is not None
         self._table = self._make_table(slots, copy)
         self.sizes = tuple(self._table.sizes)
-        self._layouts: dict[tuple[int, int], Layout] = {}
-        # Launches lack only tensors and floats: to find one here takes less than to build what it is compiled for.
-        self._launches: dict[Any, tuple[BoundLaunch, Layout]] = {}
+        self._layouts: dict[tuple[int, bool], Layout] = {}
         self._bounds: dict[int, Tensor] = {}
         # Whether the program that is the last adds up: of all, and of every tensor, which must then have a program.
         publishes = _device.facts(self.device).publishes_for_all
@@ -100,19 +96,24 @@ class TritonLists:
         seed: int | None = None,
     ) -> Tensor | None:
         """Runs `rule`; returns what it measured, float32 [tensors, 2 or more]. See `TorchLists.apply`."""
-        scaling = (noop, grad_scale, overflow, checks)
-        if not rule.quantities:
-            self._run(rule, hyper, flags, *scaling, whole=whole, nonfinite_counts=nonfinite_counts, seed=seed)
-            return None
-        alone = whole is None and nonfinite_counts is None and seed is None
-        if self._finishes_each and alone and _may_finish(noop, overflow):
-            found = self._empty(len(self.sizes), max(2, rule.quantities))
-            self._run(rule, hyper, flags, *scaling, finish=_EACH, out=found)
-            return found
+        finish, found = None, None
+        if rule.quantities and self._finishes_each and _may_finish(noop, overflow):
+            finish, found = _Finish(True), self._empty(len(self.sizes), max(2, rule.quantities))
         partials, layout = self._run(
-            rule, hyper, flags, *scaling, whole=whole, nonfinite_counts=nonfinite_counts, seed=seed
+            rule,
+            hyper,
+            flags,
+            noop=noop,
+            grad_scale=grad_scale,
+            overflow=overflow,
+            checks=checks,
+            whole=whole,
+            nonfinite_counts=nonfinite_counts,
+            seed=seed,
+            finish=finish,
+            out=found,
         )
-        return self._per_tensor(rule, partials, layout, noop)
+        return self._per_tensor(rule, partials, layout, noop) if rule.quantities and found is None else found
 
     def _per_tensor(self, rule: Rule, partials: Tensor, layout: Layout, noop: Tensor | None) -> Tensor:
         out = self._empty(len(self.sizes), max(2, rule.quantities))
@@ -132,18 +133,41 @@ class TritonLists:
         hyper: dict[str, Any],
         *,
         root: bool = False,
+        factor: Tensor | None = None,
+        limit: float = 0.0,
+        margin: float = 0.0,
         noop: Tensor | None = None,
         grad_scale: Tensor | None = None,
         overflow: Tensor | None = None,
         checks: tuple[int, ...] = (),
     ) -> Tensor:
-        """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1]."""
+        """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1].
+
+        See `kernels_reductions.reduce_partials` for `factor`, `limit` and `margin`.
+        """
         out = self._empty(1)
+        given: dict[str, Any] = {"noop": noop, "grad_scale": grad_scale, "overflow": overflow, "checks": checks}
         if self._finishes_all and _may_finish(noop, overflow):
-            finish = _NORM if root else _TOTAL
-            self._run(rule, hyper, (), noop, grad_scale, overflow, checks, finish=finish, out=out)
-        else:
-            self._reduce_all(rule, hyper, out, noop, grad_scale, overflow, checks, root=root)
+            finish, by = _Finish(False, root), (limit, margin, 0.0)
+            self._run(rule, hyper, (), **given, finish=finish, out=out, factor=factor, by=by)
+            return out
+        partials, layout = self._run(rule, hyper, (), **given)
+        count, columns = layout.count, 1
+        if count > config.TOTAL_AT_ONCE:
+            partials = self._per_tensor(rule, partials, layout, noop)
+            count, columns = partials.shape
+        self._reduce(
+            partials,
+            self._bounds_of_all(count),
+            out,
+            noop=noop,
+            grad_scale=grad_scale,
+            columns=columns,
+            maximum=rule.maximum,
+            root=root,
+            factor=factor,
+            by=(limit, margin, 0.0),
+        )
         return out
 
     def measured_clip(
@@ -157,18 +181,11 @@ class TritonLists:
     ) -> tuple[Tensor, Tensor]:
         """The norm of all gradients, and what brings them down to `limit`, `grad_scale` included; float32 [1] each.
 
-        `rule` measures squares, or absolute values that are maximised. See `kernels_reductions.reduce_partials`.
+        `rule` measures squares, or absolute values that are maximised.
         """
-        norm, factor = self._empty(1), self._empty(1)
-        finish = _TOTAL if rule.maximum else _NORM
-        if self._finishes_all:
-            by = (limit, margin, 0.0)
-            self._run(rule, {}, (), noop, grad_scale, finish=finish, out=norm, factor=factor, by=by)
-        else:
-            self._reduce_all(
-                rule, {}, norm, noop, grad_scale, root=finish.root, factor=factor, limit=limit, margin=margin
-            )
-        return norm, factor
+        factor = self._empty(1)
+        how: dict[str, Any] = {"factor": factor, "limit": limit, "margin": margin}
+        return self.measured_total(rule, {}, root=not rule.maximum, noop=noop, grad_scale=grad_scale, **how), factor
 
     def measured_average(
         self,
@@ -183,11 +200,13 @@ class TritonLists:
 
         A negative average is none yet, and becomes what is measured.
         """
+        by = (0.0, 0.0, share)
         if self._finishes_each:
-            self._run(rule, {}, (), noop, grad_scale, finish=_AVERAGES, out=averages, by=(0.0, 0.0, share))
+            finish = _Finish(True, averages=True)
+            self._run(rule, {}, (), noop=noop, grad_scale=grad_scale, finish=finish, out=averages, by=by)
             return
-        partials, layout = self._run(rule, {}, (), noop, grad_scale)
-        self._reduce(partials, layout.bounds, averages, noop=noop, maximum=rule.maximum, share=share)
+        partials, layout = self._run(rule, {}, (), noop=noop, grad_scale=grad_scale)
+        self._reduce(partials, layout.bounds, averages, noop=noop, maximum=rule.maximum, averages=True, by=by)
 
     # Launches ---------------------------------------------------------------------------------------------------------
 
@@ -196,11 +215,11 @@ class TritonLists:
         rule: Rule,
         hyper: dict[str, Any],
         flags: tuple[bool, ...],
+        *,
         noop: Tensor | None = None,
         grad_scale: Tensor | None = None,
         overflow: Tensor | None = None,
         checks: tuple[int, ...] = (),
-        *,
         whole: Tensor | None = None,
         nonfinite_counts: Tensor | None = None,
         seed: int | None = None,
@@ -212,98 +231,46 @@ class TritonLists:
         """Launches the rule; returns what it measured in each block, if it measures, and which block is whose.
 
         With `finish` the same launch adds that up into `out`; `by` are limit, margin and share of
-        `kernels.apply_and_reduce`.
+        `kernels_reductions.reduce_partials`.
         """
-        numbers, scalars, marks = self._numbers(rule, hyper)
-        table = self._table
-        key = (
-            rule,
-            flags,
-            marks,
-            checks,
-            finish,
-            seed is None,
-            table.aligned,
-            noop if noop is None else noop.dtype,
-            grad_scale if grad_scale is None else grad_scale.dtype,
-            overflow if overflow is None else overflow.dtype,
-            whole is None,
-            nonfinite_counts is None,
-            factor is None,
-        )
-        known = self._launches.get(key)
-        if known is None:
-            layout = self._layout(rule)
-            columns = 0 if out is None else out.shape[-1]
-            launch = self._bind(rule, layout, flags, marks, checks, seed is not None, finish, columns)
-            known = self._launches[key] = launch, layout
-        launch, layout = known
+        numbers, scalars, on_device = self._numbers(rule, hyper)
+        table, layout = self._table, self._layout(rule)
         if not layout.count:
             return self._partials(0, rule.quantities)[0], layout
         keep_if_captured(self.device, table.fixed, table.moving, layout.programs, layout.bounds)
-        partials, tickets = self._partials(layout.count, rule.quantities) if rule.quantities else (None, None)
-        floats = (*map(float, numbers), *_ZEROS[len(numbers) :])
-        common = (table.fixed, table.moving, layout.programs, noop, grad_scale, scalars)
-        if finish is None:
-            launch(*common, whole, partials, overflow, nonfinite_counts, floats=(*floats, float(seed or 0)))
-        else:
-            measured = (overflow, partials, layout.bounds, tickets, out, factor)
-            launch(*common, *measured, floats=(*floats, *map(float, by)))
-        return partials, layout
-
-    def _bind(
-        self,
-        rule: Rule,
-        layout: Layout,
-        flags: tuple[bool, ...],
-        marks: tuple[bool, ...],
-        checks: tuple[int, ...],
-        stochastic: bool,
-        finish: _Finish | None,
-        columns: int,
-    ) -> BoundLaunch:
-        types = tuple(None if t is None else getattr(kernels.tl, str(t).removeprefix("torch.")) for t in self.types)
-        constants = (  # see kernels_blocks.py
-            padded(flags, FLAG_COUNT, False),
-            padded(tuple(sum(marks[:i]) if mark else -1 for i, mark in enumerate(marks)), SCALARS, -1),
-            tuple(slot in rule.reads for slot in range(SLOTS)),
-            tuple(slot in rule.writes for slot in range(SLOTS)),
-            tuple(slot in checks for slot in range(SLOTS)),
-            rule.quantities,
-            rule.maximum,
-            1 + sum(dtype is not None for slot, dtype in enumerate(self.types) if slot != GRADIENT),
-            self._table.aligned,
-            stochastic,
-        )
-        given: tuple[Any, ...] = (kernels.compiled(rule), types, constants, layout.block, layout.together)
-        floats, kernel = (0.0,) * (SCALARS + 1), kernels.apply_rule
+        partials, tickets, bounds, finishing = None, None, None, None
+        if rule.quantities:
+            partials, tickets = self._partials(layout.count, rule.quantities)
         if finish is not None:
-            block = config.last_block(layout.longest if finish.per_tensor else layout.count)
-            given = (*given, finish.per_tensor, columns, finish.root, finish.averages, block)
-            floats, kernel = (0.0,) * (SCALARS + 3), kernels.apply_and_reduce
-        return kernel.bind((layout.count,), floats, given, device=self.device, num_warps=config.WARPS)
-
-    def _reduce_all(
-        self,
-        rule: Rule,
-        hyper: dict[str, Any],
-        out: Tensor,
-        noop: Tensor | None,
-        grad_scale: Tensor | None,
-        overflow: Tensor | None = None,
-        checks: tuple[int, ...] = (),
-        **how: Any,
-    ) -> None:
-        """Runs a rule that measures one quantity, and adds it up over all tensors by further launches."""
-        partials, layout = self._run(rule, hyper, (), noop, grad_scale, overflow, checks)
-        count, columns = layout.count, 1
-        if count > config.TOTAL_AT_ONCE:
-            partials = self._per_tensor(rule, partials, layout, noop)
-            count, columns = partials.shape
-        bounds = self._bounds_of_all(count)
-        self._reduce(
-            partials, bounds, out, noop=noop, grad_scale=grad_scale, columns=columns, maximum=rule.maximum, **how
+            assert out is not None
+            bounds = layout.bounds
+            finishing = (*finish, out.shape[-1], layout.last_block[finish.per_tensor])
+        given = (table.fixed, table.moving, layout.programs, noop, grad_scale, scalars, whole, overflow)
+        kernels.apply_rule(
+            (layout.count,),
+            (*given, nonfinite_counts, partials, bounds, tickets if finishing else None, out, factor),
+            (),
+            (*numbers, *_ZEROS[len(numbers) :], seed or 0, *by),
+            RULE=kernels.compiled(rule),
+            TYPES=self._types,
+            CONSTANTS=(  # see kernels_blocks.py
+                (*flags, *_OFF[len(flags) :]),
+                on_device,
+                rule.reads_slot,
+                rule.writes_slot,
+                tuple([slot in checks for slot in range(SLOTS)]) if checks else _NO_CHECKS,
+                rule.quantities,
+                rule.maximum,
+                self._columns,
+                table.aligned,
+                seed is not None,
+            ),
+            FINISH=finishing,
+            BLOCK=layout.block,
+            BLOCKS=layout.together,
+            num_warps=config.WARPS,
         )
+        return partials, layout
 
     def _reduce(
         self,
@@ -317,10 +284,9 @@ class TritonLists:
         columns: int | None = None,
         maximum: bool = False,
         root: bool = False,
-        share: float | None = None,
+        averages: bool = False,
         factor: Tensor | None = None,
-        limit: float = 0.0,
-        margin: float = 0.0,
+        by: tuple[float, float, float] = (0.0, 0.0, 0.0),
     ) -> None:
         """See `kernels_reductions.reduce_partials`; `columns` are those of `partials`, if not one per quantity."""
         keep_if_captured(self.device, bounds)
@@ -328,12 +294,12 @@ class TritonLists:
             (bounds.shape[0] - 1, quantities),
             (partials, bounds, noop, grad_scale, out, factor),
             (),
-            (float(limit), float(margin), float(share or 0.0)),
+            by,
             QUANTITIES=columns or quantities,
             MAXIMUM=maximum,
             COLUMNS=out.shape[-1],
             ROOT=root,
-            AVERAGE=share is not None,
+            AVERAGE=averages,
             BLOCK=config.REDUCE_BLOCK,
             num_warps=config.REDUCE_WARPS,
         )
@@ -364,25 +330,29 @@ class TritonLists:
 
     def _layout(self, rule: Rule) -> Layout:
         """A program per block; or, of a rule that measures, per so many that what they find takes little memory."""
-        copied = self.types[SLOTS] is not None and 0 in rule.writes
-        lists = len(rule.slots) + copied
-        block = self._block_for(lists)
-        together = self._blocks_together(block, lists) if rule.quantities else 1
-        layout = self._layouts.get((block, together))
+        key = (len(rule.slots) + (self._copied and rule.writes_slot[0]), rule.quantities > 0)
+        layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[block, together] = Layout(self.sizes, block, self.device, together)
+            lists, measures = key
+            block = self._block_for(lists)
+            together = self._blocks_together(block, lists) if measures else 1
+            same = (known for known in self._layouts.values() if (known.block, known.together) == (block, together))
+            layout = next(same, None) or Layout(self.sizes, block, self.device, together)
+            self._layouts[key] = layout
         return layout
 
-    def _numbers(self, rule: Rule, hyper: dict[str, Any]) -> tuple[tuple[Any, ...], Tensor | None, tuple[bool, ...]]:
-        """The rule's numbers: with 0 in place of those on the device, these, and which they are."""
+    def _numbers(self, rule: Rule, hyper: dict[str, Any]) -> tuple[tuple[Any, ...], Tensor | None, tuple[int, ...]]:
+        """The rule's numbers, 0 in place of those on the device; these; and where among them each is, else -1."""
         numbers = rule.scalars(**hyper)
         if _NUMBERS.issuperset(map(type, numbers)):
-            return numbers, None, ()
-        here = tuple(self._here(value) for value in numbers)
-        marks = tuple(isinstance(value, Tensor) for value in here)
-        on_device = [value.double().reshape(()) for value in here if isinstance(value, Tensor)]
-        numbers = tuple(0.0 if mark else value for value, mark in zip(here, marks, strict=True))
-        return numbers, torch.stack(on_device).float() if on_device else None, marks
+            return numbers, None, _ON_HOST
+        here = [self._here(value) for value in numbers]
+        tensors = [value.double().reshape(()) for value in here if isinstance(value, Tensor)]
+        positions = iter(range(SCALARS))
+        places = [next(positions) if isinstance(value, Tensor) else -1 for value in here]
+        known = tuple(0.0 if isinstance(value, Tensor) else value for value in here)
+        on_device = torch.stack(tensors).float() if tensors else None
+        return known, on_device, (*places, *_ON_HOST[len(places) :])
 
     def _here(self, value: Any) -> Any:
         """A number, or a tensor on this device: one on the CPU is read, which waits for nothing."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....ops.multi_tensor import remainders
+from ....ops.multi_tensor.packed_floats import join_remainders
 from .saved import Restoring, Stretch, gather, gather_objects, like_param, names_of
 from .sharded import restore, sharded
 from .state import PARAM
@@ -160,7 +160,7 @@ def _bucket_stretches(optimizer: Any, state: dict[Any, Any], names: tuple[str, .
                     yield param, name, start, shard[at]
                 elif name == PARAM and bucket.param_remainders_shard is not None:
                     lower = bucket.param_remainders_shard[at].to(param.device)
-                    yield param, name, start, remainders.join(_elements(param, start, stop), lower)
+                    yield param, name, start, join_remainders(_elements(param, start, stop), lower)
 
 
 def _elements(param: Tensor, start: int, stop: int) -> Tensor:

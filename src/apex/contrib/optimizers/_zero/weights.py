@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....ops.multi_tensor import remainders
+from ....ops.multi_tensor.packed_floats import join_remainders, split_remainders
 from .arena import Arena
 from .layout import cuts
 
@@ -253,7 +253,7 @@ class Remainders(Gathered):
         return None
 
     def read(self) -> Tensor:
-        return remainders.join(self._upper_halves(), self.remainders)
+        return join_remainders(self._upper_halves(), self.remainders)
 
     def _upper_halves(self) -> Tensor:
         """This rank's part of the parameters, as a flat shard."""
@@ -264,7 +264,7 @@ class Remainders(Gathered):
     def write(self, values: Tensor) -> None:
         for number, shard in enumerate(self.arena.outgoing):
             part, lower = (self.arena.shard(flat, number) for flat in (values, self.remainders))
-            remainders.split(part, shard, lower)
+            split_remainders(part, shard, lower)
 
     def stored(self) -> dict[str, Tensor]:
         return {"param_remainders_shard": self.remainders}

@@ -1,8 +1,8 @@
 """Every update rule, written once, in a file per family.
 
 A rule's function is pure arithmetic on one element of each list. It runs as it stands on PyTorch's tensors, with
-`maths` as `tl`, and is compiled for a GPU with `triton.language` in its place (`kernels.py`). So it may use operators,
-`tl.` functions that both have, its helpers, and `if` on FLAGS, and nothing else. Differences like 1 - beta are taken in
+`rule.tl`, and is compiled for a GPU with `triton.language` in its place (`kernels.py`). So it may use operators, `tl.`
+functions that both have, its helpers, and `if` on FLAGS, and nothing else. Differences like 1 - beta are taken in
 double precision by the `*_scalars` functions: in float32, 1 - 0.999 is off by 5e-5.
 """
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import maths as tl
-from ..rule import Rule
+from ..rule import Rule, tl
 
 
 def _rmsprop(values, whole, scalars, FLAGS):

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import maths as tl
-from ..rule import Rule
+from ..rule import Rule, tl
 
 
 def _sgd(values, whole, scalars, FLAGS):

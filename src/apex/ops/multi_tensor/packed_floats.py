@@ -1,4 +1,9 @@
-"""Copies between dtypes, among them the 8-bit float that is the upper half of a float16, kept in bytes."""
+"""Floats kept in integers: bytes that are the upper halves of float16, and what a bfloat16 lacks of a float32.
+
+Such a bfloat16 is the float32 rounded to the nearest, halves away from zero: its bits are the upper half, plus one when
+the lower half, read as a signed number, is negative. So the float32's bits, read as a number, are 65536 times those of
+the bfloat16, plus the remainder.
+"""
 
 from __future__ import annotations
 
@@ -45,3 +50,30 @@ def maybe_cast(
         values = from_bytes(source) if source.dtype == torch.uint8 else source
         cast = (to_bytes(values) if output.dtype == torch.uint8 else values.to(output.dtype)).view(output.shape)
         output.copy_(cast if skip is None else torch.where(skip.reshape(()) != 0, output, cast))
+
+
+def join_remainders(params: Tensor, remainders: Tensor) -> Tensor:
+    """The torch.float32 numbers."""
+    return remainders.to(torch.int32).add_(params.detach().view(torch.int16), alpha=1 << 16).view(torch.float32)
+
+
+def split_remainders(values: Tensor, params: Tensor, remainders: Tensor) -> None:
+    """Splits float32 numbers into `params` and `remainders`."""
+    bits = values.view(torch.int32)
+    remainders.copy_(bits)  # wraps around
+    params.view(torch.int16).copy_((bits - remainders).bitwise_right_shift_(16))
+
+
+def check_remainders(
+    params: Sequence[Tensor], remainders: Sequence[Tensor], outputs: Sequence[Tensor], names: tuple[str, str, str]
+) -> None:
+    """Raises unless these are parameters, their remainders, and where the parameters go."""
+    lists = (params, remainders, outputs)
+    for name, dtype, tensors in zip(names, (torch.bfloat16, torch.int16, torch.bfloat16), lists, strict=True):
+        if len(tensors) != len(params):
+            raise ValueError(f"{name} has {len(tensors)} tensors, {names[0]} has {len(params)}")
+        for index, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
+            if tensor.dtype != dtype:
+                raise TypeError(f"{name}[{index}] is {tensor.dtype}; {dtype} is expected")
+            if tensor.shape != param.shape:
+                raise ValueError(f"{name}[{index}] is {tuple(tensor.shape)}, {names[0]}[{index}] {tuple(param.shape)}")
