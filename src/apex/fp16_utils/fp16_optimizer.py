@@ -138,7 +138,8 @@ class FP16_Optimizer:
         self.loss_scaler.clear_overflow_state()
         pairs = gradient_pairs(self.all_fp16_params, self.all_fp32_from_fp16_params)
         if pairs:
-            self.loss_scaler.unscale(*map(list, zip(*pairs, strict=True)), scale_override=half_scale)
+            model_grads, master_grads = map(list, zip(*pairs, strict=True))
+            self.loss_scaler.unscale(model_grads, master_grads, scale_override=half_scale)
         own = _gradients(self.all_fp32_from_fp32_params)
         if own and (self.dynamic_loss_scale or full_scale != 1.0):
             self.loss_scaler.unscale(own, own, scale_override=full_scale)

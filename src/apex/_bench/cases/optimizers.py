@@ -104,20 +104,36 @@ class Algorithm:
         return {OURS: self.ours, **(self.cpu_peers if device.type == "cpu" else {}), **self.peers}
 
 
+def _against_torch(
+    name: str, moved: int, ours: str, torchs: str, *flavours: str, cpu_flavours: tuple[str, ...] = (), **options: Any
+) -> Algorithm:
+    """Ours and PyTorch's optimizer of the same formula."""
+    return Algorithm(
+        name,
+        moved,
+        _ours(ours, **options),
+        _torch(torchs, **options, foreach=False),
+        _flavours(torchs, *flavours, **options),
+        _flavours(torchs, *cpu_flavours, **options),
+    )
+
+
+def _against_eager(name: str, moved: int, ours: str, kind: type, **eps: float) -> Algorithm:
+    """Ours and an optimizer that PyTorch lacks."""
+    eager = _eager(kind, decay=0.01, **eps)
+    return Algorithm(name, moved, _ours(ours, lr=LR, weight_decay=0.01, **eps), eager, {"eager": eager})
+
+
+_ADAMW: dict[str, Any] = {"lr": LR, "weight_decay": 0.1}
+
 # Bytes: LAMB reads gradients for their norm, then takes a step of two passes, as AdamP does; NovoGrad reads them twice.
 ALGORITHMS = (
-    Algorithm(
-        "adamw fp32",
-        28,
-        _ours("FusedAdam", lr=LR, weight_decay=0.1),
-        _torch("AdamW", lr=LR, weight_decay=0.1, foreach=False),
-        _flavours("AdamW", "fused", "foreach", lr=LR, weight_decay=0.1),
-    ),
+    _against_torch("adamw fp32", 28, "FusedAdam", "AdamW", "fused", "foreach", **_ADAMW),
     Algorithm(
         "adamw bf16+master",
         28,
         _adamw_with_masters,
-        _torch("AdamW", lr=LR, weight_decay=0.1, foreach=False),
+        _torch("AdamW", **_ADAMW, foreach=False),
         {"torch_fused": _torch_adamw_with_masters},
         dtype=torch.bfloat16,
         result_dtypes=(torch.float32, torch.bfloat16),
@@ -126,62 +142,17 @@ ALGORITHMS = (
         "distributed adamw fp32",
         28,
         _distributed_adamw,
-        _torch("AdamW", lr=LR, weight_decay=0.1, foreach=False),
-        {
-            "fused_adam": _ours("FusedAdam", lr=LR, weight_decay=0.1),
-            **_flavours("AdamW", "fused", lr=LR, weight_decay=0.1),
-        },
+        _torch("AdamW", **_ADAMW, foreach=False),
+        {"fused_adam": _ours("FusedAdam", **_ADAMW), **_flavours("AdamW", "fused", **_ADAMW)},
     ),
-    Algorithm(
-        "sgd momentum fp32",
-        20,
-        _ours("FusedSGD", lr=LR, momentum=0.9),
-        _torch("SGD", lr=LR, momentum=0.9, foreach=False),
-        _flavours("SGD", "fused", "foreach", lr=LR, momentum=0.9),
-    ),
-    Algorithm(
-        "lamb fp32",
-        44,
-        _ours("FusedLAMB", lr=LR, weight_decay=0.01, eps=1e-6),
-        _eager(EagerLamb, decay=0.01, eps=1e-6),
-        {"eager": _eager(EagerLamb, decay=0.01, eps=1e-6)},
-    ),
-    Algorithm(
-        "novograd fp32",
-        24,
-        _ours("FusedNovoGrad", lr=LR, weight_decay=0.01),
-        _eager(EagerNovoGrad, decay=0.01),
-        {"eager": _eager(EagerNovoGrad, decay=0.01)},
-    ),
-    Algorithm(
-        "adagrad fp32",
-        20,
-        _ours("FusedAdagrad", lr=LR, eps=1e-10),
-        _torch("Adagrad", lr=LR, eps=1e-10, foreach=False),
-        _flavours("Adagrad", "foreach", lr=LR, eps=1e-10),
-        _flavours("Adagrad", "fused", lr=LR, eps=1e-10),  # which PyTorch has for CPUs only
-    ),
-    Algorithm(
-        "adadelta fp32",
-        28,
-        _ours("NpuFusedAdadelta", lr=1.0),
-        _torch("Adadelta", lr=1.0, foreach=False),
-        _flavours("Adadelta", "foreach", lr=1.0),
-    ),
-    Algorithm(
-        "rmsprop fp32",
-        20,
-        _ours("NpuFusedRMSprop", lr=LR),
-        _torch("RMSprop", lr=LR, foreach=False),
-        _flavours("RMSprop", "foreach", lr=LR),
-    ),
-    Algorithm(
-        "adamp fp32",
-        40,
-        _ours("NpuFusedAdamP", lr=LR, weight_decay=0.01),
-        _eager(EagerAdamP, decay=0.01),
-        {"eager": _eager(EagerAdamP, decay=0.01)},
-    ),
+    _against_torch("sgd momentum fp32", 20, "FusedSGD", "SGD", "fused", "foreach", lr=LR, momentum=0.9),
+    _against_eager("lamb fp32", 44, "FusedLAMB", EagerLamb, eps=1e-6),
+    _against_eager("novograd fp32", 24, "FusedNovoGrad", EagerNovoGrad),
+    # PyTorch has a fused one for CPUs only.
+    _against_torch("adagrad fp32", 20, "FusedAdagrad", "Adagrad", "foreach", cpu_flavours=("fused",), lr=LR, eps=1e-10),
+    _against_torch("adadelta fp32", 28, "NpuFusedAdadelta", "Adadelta", "foreach", lr=1.0),
+    _against_torch("rmsprop fp32", 20, "NpuFusedRMSprop", "RMSprop", "foreach", lr=LR),
+    _against_eager("adamp fp32", 40, "NpuFusedAdamP", EagerAdamP),
 )
 
 
