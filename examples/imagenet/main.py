@@ -6,15 +6,16 @@ import argparse
 import math
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from data import Folder, Prefetcher, Synthetic
 from models import ARCHITECTURES, make_model
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from apex import amp
+from apex import amp, graphs
 from apex.checkpoint import load, save
 from apex.optimizers import FusedSGD
 
@@ -32,6 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--momentum", type=float, default=0.9, help="momentum")
     parser.add_argument("--weight-decay", type=float, default=1e-4, help="weight decay")
     parser.add_argument("--fused", action="store_true", help="apex.optimizers.FusedSGD instead of torch.optim.SGD")
+    parser.add_argument("--graph", action="store_true", help="every step in one launch, a CUDA graph; with --fused")
     parser.add_argument("--opt-level", default="O1", choices=("O0", "O1", "O2", "O3", "O4", "O5"), help="of amp")
     parser.add_argument("--loss-scale", help="a number or 'dynamic', instead of the opt level's")
     parser.add_argument("--keep-batchnorm-fp32", choices=("True", "False"), help="instead of the opt level's")
@@ -77,19 +79,34 @@ def learning_rate(args: argparse.Namespace, epochs: float) -> float:
     return peak * min((progress + 1e-3) / 0.05, 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
+    """What happens to a batch: everything but the schedule, which is Python and stays outside of a graph."""
+
+    def train_step(pictures: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()  # first, so that the old gradients need no memory during the forward pass
+        loss = nn.functional.cross_entropy(model(pictures), labels)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        return loss
+
+    return train_step
+
+
 def train(
-    args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, data: Prefetcher, epoch: int
+    args: argparse.Namespace,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    train_step: Callable[[Tensor, Tensor], Tensor],
+    data: Prefetcher,
+    epoch: int,
 ) -> None:
     model.train()
     total_loss, start, counted = torch.zeros((), device=args.device), time.perf_counter(), 0
     for step, (pictures, labels) in enumerate(data, 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, epoch + (step - 1) / len(data))
-        optimizer.zero_grad()  # first, so that the old gradients need no memory during the forward pass
-        loss = nn.functional.cross_entropy(model(pictures), labels)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        loss = train_step(pictures, labels)
         total_loss += loss.detach()  # stays on the device; reading it at every step would wait for the GPU
         counted += 1
         if step % args.print_every == 0 or step == len(data):
@@ -154,10 +171,13 @@ def main() -> None:
         print(f"accuracy {validate(args, model, validation_data):.2%}")
         return
 
+    train_step = make_step(model, optimizer)
+    if args.graph:
+        train_step = graphs.capture(train_step)
     for epoch in range(first_epoch, args.epochs):
         # So that a run that resumes sees the same order as one that did not stop.
         seed_everything(args.seed + 1 + epoch)
-        train(args, model, optimizer, training_data, epoch)
+        train(args, model, optimizer, train_step, training_data, epoch)
         accuracy = validate(args, model, validation_data)
         best = max(best, accuracy)
         print(f"epoch {epoch + 1}: accuracy {accuracy:.2%}, best {best:.2%}", flush=True)

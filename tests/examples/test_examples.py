@@ -75,7 +75,7 @@ def test_distributed_learns_alike_and_resumes_to_the_bit(tmp_path: Path) -> None
 
 
 def test_imagenet_resumes_to_the_bit(tmp_path: Path) -> None:
-    common = (*SYNTHETIC, "--device", "cpu", "--opt-level", "O2", "--fused")
+    common = (*SYNTHETIC, "--device", "cpu", "--opt-level", "O2", "--fused", "--graph")
     whole = run_example("imagenet", *common, "--checkpoint", "whole{epoch}.pt", cwd=tmp_path)
     assert "epoch 2: accuracy" in whole
     rest = run_example("imagenet", *common, "--resume", "whole1.pt", "--checkpoint", "rest{epoch}.pt", cwd=tmp_path)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._distributed.collectives import Work, start
 from .._distributed.reducer import from_first_rank
+from ..ops import _recording
 from ..ops._transfer import on_host
 from ..ops.multi_tensor import scale
 from ..ops.multi_tensor.flat import FlatBuffer, offsets_of
@@ -144,6 +145,7 @@ class Bucket:
         only when all is over, since it is still being read.
         """
         self._open()
+        _recording.keep(self._buffer)  # a graph goes on to write to it, whatever becomes of the bucket
         self._missing, self._outside, gradients, places = [], [], [], []
         for index, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
             if index in self.taken:

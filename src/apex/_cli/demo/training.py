@@ -13,13 +13,14 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
-from ... import amp
+from ... import amp, graphs
 from .memory import peak_memory
 from .tasks import Task, loss_of
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
-# Steps before the measured ones: they create the optimizer's state and compile kernels.
+# Steps before the measured ones: they create the optimizer's state and compile kernels. On a GPU the fourth step of a
+# session is captured in a CUDA graph, the later ones are replays of it.
 _REHEARSED = 2
 
 
@@ -62,15 +63,20 @@ class _Session:
         self.model, self.optimizer = amp.initialize(
             model, optimizer, opt_level=level, verbosity=0, scale_window=scale_window(steps)
         )
+        self._captured = graphs.capture(self._train_step)
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
+        loss = self._captured(inputs, targets)
+        self.schedule.step()
+        return loss.item()  # waits for the device
+
+    def _train_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = loss_of(self.model(inputs), targets)
         self.optimizer.zero_grad()
         with amp.scale_loss(loss, self.optimizer) as scaled_loss:
             scaled_loss.backward()
         self.optimizer.step()
-        self.schedule.step()
-        return loss.item()  # waits for the device
+        return loss
 
     @property
     def scale(self) -> float:
