@@ -1,6 +1,7 @@
 """Group norm against float64, by every route, with uninitialised memory full of NaN."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from apex.ops import _library
+from apex.ops._device import next_power_of_2
 from apex.ops.group_norm import config, group_norm, group_norm_backward, group_norm_forward, op
 from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
@@ -82,7 +84,7 @@ CASES = [
 NONE = {"forward": 0, "backward": 0}
 WAYS = {
     "cut": {"SMALL_GROUP": NONE, "WALKED_GROUP": 0, "FORWARD_TILE": {True: 512, False: 256}, "BACKWARD_TILE": 256},
-    "walk": {"SMALL_GROUP": NONE, "WALK": {"forward": (256, 4, 2), "backward": (256, 4, 1)}},
+    "walk": {"SMALL_GROUP": NONE, "WALKING": 0, "WALK": {"forward": (256, 4, 2), "backward": (256, 4, 1)}},
     "apart": {"WHOLE_GROUP": 0},
 }
 
@@ -354,11 +356,32 @@ def test_large_groups_are_cut_up() -> None:
         assert config.small_config(4096, 10, direction) is None
         assert config.walk_config(2, 4096, 320, 10, direction) is not None
         assert config.walk_config(8, 4096, 320, 10, direction) is None
+        assert config.walk_config(2, 1600, 336, 42, direction) is None  # 16 programs for 102400 elements each
     for last in (True, False):
         tile = config.tile_config(4097, 320, 8192, last)
         assert tile.rows * tile.chunks >= 4097
         assert tile.channel_block * tile.channel_blocks >= 320
         assert tile.rows * tile.channel_block <= 8192
+
+
+def test_no_program_works_long_while_others_have_nothing_to_do() -> None:
+    """A program takes a tile, or a group of few elements, or one of a moderate size beside many others."""
+    for images, groups, channels_of_group, positions in itertools.product(
+        (1, 2, 3, 8, 64), (1, 8, 16, 32), (1, 4, 10, 21, 42, 80), (49, 64, 196, 1024, 1600, 4096, 16384)
+    ):
+        channels = groups * channels_of_group
+        for direction in ("forward", "backward"):
+            padded = next_power_of_2(channels_of_group) * positions
+            if config.small_config(positions, channels_of_group, direction) is not None:
+                assert padded <= 32768
+            elif config.walk_config(images, positions, channels, channels_of_group, direction) is not None:
+                assert padded <= 65536
+                assert images * groups >= 64
+            for last in (True, False):
+                elements = config.FORWARD_TILE[last] if direction == "forward" else config.BACKWARD_TILE
+                tile = config.tile_config(positions, channels, elements, last)
+                assert tile.rows * tile.channel_block <= elements
+                assert tile.rows * (tile.chunks - 1) < positions <= tile.rows * tile.chunks
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ SMALL_GROUP = {"forward": 32768, "backward": 16384}
 # Elements of a group in all images up to which one program takes them all in the backward pass, which leaves no sums
 # to be added; for host-bound sizes, where a launch less counts for more than the time of the GPU.
 WHOLE_GROUP = 32768
-# Elements of a group and of a tensor up to which one program walks through all of a group in tiles. 2x320x64x64, where
-# the host is the limit: 39 forward and 146 backward in one and two launches, 77 and 203 in three and four, though
-# these keep the GPU busy for 17 and 23 only. 8x320x64x64: 55 and 149 against 35 and 127.
-WALKED_GROUP, WALKED = 1 << 18, 1 << 23
+# Elements of a group, its channels rounded up, up to which one program walks through all of it in tiles, and the fewest
+# such programs: a walk takes 0.6 ns per element however many there are, while cutting up 1 to 3 million elements takes
+# 17 forward and 23 backward, with two launches more. 2x320x64x64, 65536 elements in 64 programs, where the host is the
+# limit: 39 forward and 146 backward, cut up 77 and 203. 8x320x64x64: 55 and 149 against 35 and 127.
+WALKED_GROUP, WALKED, WALKING = 1 << 16, 1 << 23, 64
 WALK = {"forward": (4096, 8, 2), "backward": (8192, 16, 1)}  # elements of a tile, warps, tiles on their way
 # Elements that one program holds of each tensor where groups are cut up, and its warps. 8x2560x64x64: forward 211
 # against 240 to 310 for other sizes where channels are last, 139 against 165 where they are not; backward 351 against
@@ -61,6 +62,8 @@ def walk_config(images: int, positions: int, channels: int, group_channels: int,
     """None where groups are cut up."""
     channel_block = next_power_of_2(group_channels)
     if positions * channel_block > WALKED_GROUP or images * positions * channels > WALKED:
+        return None
+    if images * (channels // group_channels) < WALKING:
         return None
     elements, num_warps, stages = WALK[direction]
     position_block = min(next_power_of_2(positions), max(1, elements // channel_block))
