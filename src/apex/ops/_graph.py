@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from torch import Tensor
 class CudaGraphs:
     """Captures functions of one device: on one stream, with one memory pool for all graphs."""
 
+    # Of all captures: a stream has workspaces of libraries, which are never freed.
+    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+
     def __init__(self) -> None:
         self._pool: Any = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @staticmethod
     def device_of(tensors: Iterable[Tensor]) -> torch.device | None:

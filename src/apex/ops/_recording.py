@@ -73,70 +73,11 @@ class Number:
         return decision
 
     def _compare(self, compare: Callable[[Any, Any], Any], other: Any) -> Any:
-        if isinstance(other, Tensor):
-            return compare(self.on(other.device), other)
-        if isinstance(other, Number):
-            return bool(self.map(compare, other))
-        return self._decides(lambda value: compare(value, other))
+        found = self._combine(compare, other)
+        return bool(found) if isinstance(found, Number) else found
 
     def _combine(self, combine: Callable[[Any, Any], Any], other: Any) -> Any:
         return combine(self.on(other.device), other) if isinstance(other, Tensor) else self.map(combine, other)
-
-    def _combine_right(self, combine: Callable[[Any, Any], Any], other: Any) -> Any:
-        if isinstance(other, Tensor):
-            return combine(other, self.on(other.device))
-        return self.map(lambda mine, others: combine(others, mine), other)
-
-    def __add__(self, other: Any) -> Any:
-        return self._combine(operator.add, other)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._combine(operator.sub, other)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._combine(operator.mul, other)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._combine(operator.truediv, other)
-
-    def __pow__(self, other: Any) -> Any:
-        return self._combine(operator.pow, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._combine_right(operator.add, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._combine_right(operator.sub, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._combine_right(operator.mul, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._combine_right(operator.truediv, other)
-
-    def __rpow__(self, other: Any) -> Any:
-        return self._combine_right(operator.pow, other)
-
-    def __neg__(self) -> Number:
-        return self.map(operator.neg)
-
-    def __eq__(self, other: object) -> Any:
-        return self._compare(operator.eq, other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._compare(operator.ne, other)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compare(operator.lt, other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._compare(operator.le, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compare(operator.gt, other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compare(operator.ge, other)
 
     def __bool__(self) -> bool:
         return self._decides(bool)
@@ -146,6 +87,21 @@ class Number:
 
     def __int__(self) -> int:
         return self._decides(int)
+
+
+def _swapped(combine: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda one, other: combine(other, one)
+
+
+def _operator(method: str, function: Callable[[Any, Any], Any]) -> Callable[[Number, Any], Any]:
+    return lambda self, other: getattr(self, method)(function, other)
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    setattr(Number, f"__{_name}__", _operator("_combine", getattr(operator, _name)))
+    setattr(Number, f"__r{_name}__", _operator("_combine", _swapped(getattr(operator, _name))))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Number, f"__{_name}__", _operator("_compare", getattr(operator, _name)))
 
 
 class Recording:
@@ -190,7 +146,7 @@ class Recording:
         """Whether `reads` was told of a tensor."""
         return id(tensor) in self._read_here
 
-    def counted(self, optimizer: Any, index: int) -> Number:
+    def counted(self, optimizer: Any, index: int) -> Any:
         """The step count of a parameter group that has just been counted up in `group["step"]`."""
         key = (optimizer, index)
         more = self._steps[key] = self._steps.get(key, 0) + 1

@@ -1,0 +1,125 @@
+"""Numbers that a graph reads anew: arithmetic, meetings with tensors, and decisions that become guards."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from apex.ops import _recording
+from apex.ops._recording import Number, Recording
+from apex.optimizers import FusedAdam
+
+HOST = torch.device("cpu")
+
+
+class Box:
+    """A number that may change, and its `Number`."""
+
+    def __init__(self, value: float, captures: bool = True) -> None:
+        self.value = value
+        self.recording = Recording(captures, HOST)
+        self.number: Any = Number(self.recording, "box", value, lambda: self.value)
+
+
+OPERATORS = [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow]
+
+
+@pytest.mark.parametrize("combine", OPERATORS)
+def test_arithmetic_is_that_of_numbers_and_is_done_again(combine: Callable[[Any, Any], Any]) -> None:
+    box = Box(3.0)
+    left, right, both = combine(box.number, 2.0), combine(2.0, box.number), combine(box.number, box.number)
+    for value in (3.0, 5.0):
+        box.value = value
+        assert left.read() == combine(value, 2.0)
+        assert right.read() == combine(2.0, value)
+        assert both.read() == combine(value, value)
+    assert (left.value, right.value) == (combine(3.0, 2.0), combine(2.0, 3.0))
+
+
+@pytest.mark.parametrize("combine", OPERATORS)
+def test_with_a_tensor_it_is_memory_that_uploads_write_to(combine: Callable[[Any, Any], Any]) -> None:
+    box, tensor = Box(3.0), torch.tensor([2.0, 4.0], dtype=torch.float64)
+    place = box.number.on(HOST)
+    assert place.dtype == torch.float64
+    box.recording.upload(first=True)
+    assert torch.equal(combine(box.number, tensor), combine(3.0, tensor))
+    assert torch.equal(combine(tensor, box.number), combine(tensor, 3.0))
+    box.value = 5.0
+    box.recording.upload(first=False)
+    assert float(place) == 5.0
+    assert torch.equal(combine(tensor, box.number), combine(tensor, 5.0))
+
+
+def test_decisions_are_guarded() -> None:
+    box = Box(3.0)
+    assert box.number > 2.0
+    assert box.number != 0
+    assert bool(box.number)
+    assert not (box.number < 1.0)
+    assert box.number == box.number
+    guards = box.recording.guards
+    assert len(guards) == 5
+    assert all(guard.holds() for guard in guards)
+    box.value = 4.0
+    assert all(guard.holds() for guard in guards)
+    box.value = 0.0
+    assert [guard.holds() for guard in guards] == [False, False, False, False, True]
+
+
+def test_a_number_that_becomes_a_float_must_stay_the_same() -> None:
+    box = Box(3.0)
+    assert (float(box.number), int(box.number * 2)) == (3.0, 6)
+    box.value = 3.25
+    assert [guard.holds() for guard in box.recording.guards] == [False, True]
+    compared = box.number > torch.tensor([1.0, 5.0])
+    assert isinstance(compared, Tensor)
+
+
+def test_a_rehearsal_has_the_values_at_once() -> None:
+    box = Box(3.0, captures=False)
+    assert float(box.number * torch.ones(())) == 3.0
+
+
+def test_groups_have_numbers_in_place_of_numbers() -> None:
+    optimizer = FusedAdam([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    recording = Recording(True, HOST)
+    group = recording.group(optimizer, 0)
+    assert group["params"] is optimizer.param_groups[0]["params"]
+    rate, (_, beta) = group["lr"], group["betas"]
+    optimizer.param_groups[0].update(lr=0.25, betas=(0.1, 0.2))
+    assert (rate.value, rate.read(), beta.read()) == (0.5, 0.25, 0.2)
+    assert all(guard.holds() for guard in recording.guards)
+    optimizer.param_groups[0]["bias_correction"] = False
+    failed = [guard.name for guard in recording.guards if not guard.holds()]
+    assert failed == ["FusedAdam.param_groups[0]['bias_correction']"]
+
+
+def test_steps_are_counted_after_they_are_read() -> None:
+    optimizer = FusedAdam([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    group = optimizer.param_groups[0]
+    recording = Recording(True, HOST)
+    group["step"] = 7
+    first = recording.counted(optimizer, 0)
+    group["step"] = 8
+    second = recording.counted(optimizer, 0)
+    assert (first.value, second.value) == (7, 8)
+    assert (first.read(), second.read()) == (9, 10)
+    recording.count_steps()
+    assert group["step"] == 10
+
+
+def test_what_is_kept_and_read() -> None:
+    tensor, other = torch.ones(1), torch.ones(1)
+    assert not _recording.keep(tensor)
+    recording = Recording(True, HOST)
+    with _recording.active(recording):
+        assert _recording.captures()
+        assert _recording.keep(tensor)
+        _recording.reads([tensor, None])
+    assert recording.kept == [(tensor,)]
+    assert recording.has_read(tensor)
+    assert not recording.has_read(other)
+    assert not _recording.captures()
