@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._failures import explained
-from ..ops._transfer import HOST, on_host
+from ..ops._host import HOST, on_host
 
 # Under their new names where PyTorch has them; the old ones warn there.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._failures import explained
-from ..ops._transfer import HOST
+from ..ops._host import HOST
 
 # Words that are looked at in one go; 16 bytes of memory for each.
 _CHUNK = 1 << 22

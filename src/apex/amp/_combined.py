@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._transfer import on_host
+from ..ops._host import on_host
 from ..ops.multi_tensor import flat
 from ._combined_ddp import CombinedReduction
 from ._master_params import AmpOptimizerState

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops import _recording
-from ..ops._transfer import Transfer, on_host
+from ..ops._host import HostCopy, on_host
 from ._amp_state import _amp_state, maybe_print
 from .scaler import LossScaler
 
@@ -30,7 +30,7 @@ class _Note(NamedTuple):
 
     loss_id: int
     floor: float | None
-    sent: Transfer
+    sent: HostCopy
     params: list[Tensor]
 
 
@@ -60,7 +60,7 @@ class OverflowMessages:
             send()
 
     def _send(self, values: Tensor, loss_id: int, floor: float | None, params: list[Tensor]) -> None:
-        self._pending.append(_Note(loss_id, floor, Transfer(values), params))
+        self._pending.append(_Note(loss_id, floor, HostCopy(values), params))
         if len(self._pending) == 1:
             self.read()
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._transfer import HOST, on_host
+from ..ops._host import HOST, on_host
 from ..ops.multi_tensor import axpby, scale
 from ._checks import check_scaling, checked_loss_scale
 

@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree
 
 from ..ops import _recording
+from ..ops._host import on_host
 from ..ops._recording import Guard, Number, Recording, is_number
-from ..ops._transfer import on_host
 from ._references import References
 from ._state import Snapshot, State, hyperparameters
 

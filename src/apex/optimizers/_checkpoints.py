@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._transfer import HOST
+from ..ops._host import HOST
 from ._buckets import MASTER, local
 from ._checks import HYPERPARAMETERS, check_step
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._transfer import HOST
+from ..ops._host import HOST
 from ..ops.multi_tensor import flat
 from ..ops.multi_tensor.grouping import DTYPES
 from ..ops.multi_tensor.tables import lie_at

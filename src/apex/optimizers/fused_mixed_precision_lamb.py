@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._transfer import HOST
+from ..ops._host import HOST
 from ._buckets import MASTER
 from ._checks import check_options, check_step
 from .fused_lamb import FusedLAMB

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops._transfer import HOST
+from ..ops._host import HOST
 from ..ops.multi_tensor import rules
 from ._base import LOW_PRECISION, FusedOptimizer, LossScaling, Options, adam_hyperparameters, compiled_function
 from ._buckets import Bucket

@@ -19,7 +19,7 @@ from torch import Tensor
 from .._distributed.collectives import Work, start
 from .._distributed.reducer import from_first_rank
 from ..ops import _recording
-from ..ops._transfer import on_host
+from ..ops._host import on_host
 from ..ops.multi_tensor import scale
 from ..ops.multi_tensor.flat import FlatBuffer, offsets_of
 from ._storage_uses import USES_ARE_KNOWN, gradient_is_unshared, storage_uses

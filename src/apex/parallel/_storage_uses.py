@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..ops._transfer import HOST
+from ..ops._host import HOST
 
 # Missing in some older PyTorch that was built without CUDA; nothing is taken for unseen then.
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._distributed.comparison import checksum, gathered, ranks_of
 from .._failures import explained
-from ..ops._transfer import HOST
+from ..ops._host import HOST
 from .distributed import DistributedDataParallel
 
 

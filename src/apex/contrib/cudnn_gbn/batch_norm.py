@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...ops._checks import check_floats
+from ...ops._host import HOST
 from ...ops._library import autocast_dtype
-from ...ops._transfer import HOST
 from ...ops.batch_norm import BatchNormSpec, BatchStatistics, Channels, average_factor, batch_norm_with_statistics
 from ...parallel._consecutive_groups import consecutive_exchange, consecutive_group
 

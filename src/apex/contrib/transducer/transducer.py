@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...ops import transducer as ops
 from ...ops._checks import check_tensors, integer
-from ...ops._transfer import HOST
+from ...ops._host import HOST
 
 
 class TransducerJoint(torch.nn.Module):

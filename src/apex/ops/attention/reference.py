@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import _transfer
+from .. import _host
 from .._device import SOFTMAX_SUMS_IN_HALF
 from .._library import autocast_off, compute_dtype
 
@@ -123,7 +123,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
     if len(lead) != 1:
         query, key, value = (t.reshape(math.prod(lead), *t.shape[-3:]) for t in (query, key, value))
     dtype = query.dtype
-    if SOFTMAX_SUMS_IN_HALF and dtype.itemsize == 2 and _transfer.on_host(query):
+    if SOFTMAX_SUMS_IN_HALF and dtype.itemsize == 2 and _host.on_host(query):
         query, key, value = query.float(), key.float(), value.float()
         added = None if added is None else added.float()
     with autocast_off(query):
@@ -135,7 +135,7 @@ def sdpa_packed_attention(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, seed: Tensor | None
 ) -> Tensor:
     """As `packed_attention`; reads `cu_seqlens` where that waits for no device."""
-    if not _transfer.on_host(cu_seqlens) or torch.compiler.is_compiling():
+    if not _host.on_host(cu_seqlens) or torch.compiler.is_compiling():
         return padded_attention(qkv, cu_seqlens, max_seqlen, dropout_p, seed)
     if seed is not None:
         return packed_attention(qkv, cu_seqlens, dropout_p, seed)

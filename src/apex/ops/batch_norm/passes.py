@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .. import _library
 from .._device import facts
+from .._partial_sums import partial_sums
 from .._tolerance import excess
-from .._workspace import partial_sums
 from . import config, reference
 from .reference import BatchNormSpec, Channels, GradientSums
 

@@ -6,7 +6,7 @@ All matrices are contiguous, all arithmetic is float32. Run-time arguments first
 import triton
 import triton.language as tl
 
-from .._arrival import arrives_last
+from .._kernel_functions import is_last_block
 from .._launch import kernel
 
 RELU = tl.constexpr(1)
@@ -111,12 +111,12 @@ def activation_backward(
             union = group // FINISH
             members = tl.minimum(FINISH, programs - union * FINISH)
             own_tickets = tickets + tl.program_id(0) * (1 + unions)
-            if arrives_last(own_tickets + 1 + union, members):
+            if is_last_block(own_tickets + 1 + union, members):
                 first_row = partials + (union * FINISH).to(tl.int64) * columns
                 rows_of_unions = partials + tl.cast(programs, tl.int64) * columns
                 total = _sum_rows(first_row, members, column, columns, ROWS)
                 tl.store(rows_of_unions + union.to(tl.int64) * columns + column, total, column < columns)
-                if arrives_last(own_tickets, unions):
+                if is_last_block(own_tickets, unions):
                     total = _sum_rows(rows_of_unions, unions, column, columns, ROWS)
                     tl.store(dbias + column, total.to(dbias.dtype.element_ty), column < columns)
 

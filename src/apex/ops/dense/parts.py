@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from .. import _library
 from .._device import facts
+from .._partial_sums import TICKETS, partial_sums
 from .._tolerance import excess
-from .._workspace import TICKETS, partial_sums
 from . import config, reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._arrival import arrives_last
+from .._kernel_functions import is_last_block
 from .._launch import kernel
 
 
@@ -104,7 +104,7 @@ def _add_up(
     """The end of a kernel with a program per group of an image, each of which has filled its place in the first part of
     `scratch`: the last program of a group sums over the images."""
     group = tl.program_id(0) % groups
-    if arrives_last(tickets + group, images):
+    if is_last_block(tickets + group, images):
         within = tl.arange(0, D_BLOCK)
         sum_dy = tl.zeros((D_BLOCK,), tl.float32)
         sum_dy_xhat = tl.zeros((D_BLOCK,), tl.float32)

@@ -17,7 +17,7 @@ from .. import _library
 from .._checks import check_per_channel, check_tensors
 from .._device import facts, next_power_of_2
 from .._op import Op, laid_out_like
-from .._workspace import TICKETS, partial_sums
+from .._partial_sums import TICKETS, partial_sums
 from . import config, reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")

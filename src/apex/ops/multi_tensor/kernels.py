@@ -27,7 +27,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .._arrival import arrives_last
+from .._kernel_functions import is_last_block
 from .._launch import kernel
 from .kernels_blocks import walk
 from .kernels_reductions import reduce_rows
@@ -107,7 +107,7 @@ def apply_rule(
             tensor = 0
             start = 0
             stop = tl.num_programs(0)
-        if arrives_last(tickets + tensor, stop - start):
+        if is_last_block(tickets + tensor, stop - start):
             for quantity in tl.static_range(QUANTITIES):
                 reduce_rows(
                     (partials, grad_scale, out + tensor * FINISH[3] + quantity, factor),

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import _device
+from .._host import HOST
 from .._recording import keep
-from .._transfer import HOST
 from . import config
 
 # Sizes, counts and addresses are worked out on the host.

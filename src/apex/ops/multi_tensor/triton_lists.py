@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import _device, _library
+from .._partial_sums import TICKETS, partial_sums
 from .._recording import Number
-from .._workspace import TICKETS, partial_sums
 from . import config
 from .rule import FLAG_COUNT, GRADIENT, SCALARS, SLOTS, Rule
 from .tables import Layout, PointerTable, current_stream, keep_if_captured, upload

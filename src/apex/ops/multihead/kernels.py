@@ -7,8 +7,8 @@ they decide is kept as four bits of a byte.
 import triton
 import triton.language as tl
 
+from .._kernel_functions import random_words
 from .._launch import kernel
-from .._philox import four_words
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def dropout_add(
     x_c, r_c = _load(x, third, count, True, QUARTER), _load(residual, third, count, DRAWS, QUARTER)
     x_d, r_d = _load(x, fourth, count, True, QUARTER), _load(residual, fourth, count, DRAWS, QUARTER)
     if DRAWS:
-        a, b, c, d = four_words(tl.load(seed), places, 10)
+        a, b, c, d = random_words(tl.load(seed), places, 10)
         bits = _is_kept(a, dropout) + 2 * _is_kept(b, dropout) + 4 * _is_kept(c, dropout) + 8 * _is_kept(d, dropout)
         tl.store(kept + places, bits.to(tl.uint8))
     else:

@@ -7,7 +7,7 @@ They are added in a fixed order, whichever way.
 import triton
 import triton.language as tl
 
-from .._arrival import arrives_last
+from .._kernel_functions import is_last_block
 from .._launch import kernel
 
 
@@ -36,14 +36,14 @@ def add_up(partials, tickets, dweight, dbias, row_length, column, HAS_BIAS: tl.c
         sums = partials + 2 * programs * row_length
     else:
         sums = partials + programs * row_length
-    if arrives_last(tickets + 1 + group, members):
+    if is_last_block(tickets + 1 + group, members):
         tl.store(
             sums + group * row_length + column, _sum_rows(partials + first, members, row_length, column, GROUP), mask
         )
         if HAS_BIAS:
             total = _sum_rows(partials + programs * row_length + first, members, row_length, column, GROUP)
             tl.store(sums + (groups + group) * row_length + column, total, mask)
-        if arrives_last(tickets, groups):
+        if is_last_block(tickets, groups):
             total = _sum_rows(sums, groups, row_length, column, GROUP)
             tl.store(dweight + column, total.to(dweight.dtype.element_ty), mask)
             if HAS_BIAS:

@@ -18,7 +18,7 @@ from .. import _library
 from .._checks import check_tensors
 from .._device import facts
 from .._op import Op
-from .._workspace import partial_sums
+from .._partial_sums import partial_sums
 from . import config, reference
 
 kernels_forward = _library.LazyModule(f"{__package__}.kernels_forward")

@@ -6,8 +6,8 @@
 import triton
 import triton.language as tl
 
+from .._kernel_functions import random_words
 from .._launch import kernel
-from .._philox import four_words
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def transducer_joint_forward(
     if works:
         if FRAMES == 8:  # by a seed
             place = ((batch * groups + t // FRAMES) * U + u) * H + c
-            word_a, word_b, word_c, word_d = four_words(tl.load(noise), place, 7)
+            word_a, word_b, word_c, word_d = random_words(tl.load(noise), place, 7)
             words = (word_a & 0xFFFF, word_b & 0xFFFF, word_c & 0xFFFF, word_d & 0xFFFF)
             _four_frames(f, g, words, tensors, batch, lengths, sizes, t, u, c, PACKED, RELU)
             words = (word_a >> 16, word_b >> 16, word_c >> 16, word_d >> 16)

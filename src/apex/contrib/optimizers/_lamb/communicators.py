@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ....ops._transfer import on_host
+from ....ops._host import on_host
 from .._zero.groups import Groups, timeout_of
 
 # By world group; then by ranks, number and channels. Optimizers share them: a communicator takes memory on every device

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...._distributed.reducer import Sent
-from ....ops._transfer import on_host
+from ....ops._host import on_host
 from ....ops.multi_tensor.flat import flat
 from .arena import Arena, laid_out_like
 from .groups import Groups

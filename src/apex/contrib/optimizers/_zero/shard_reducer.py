@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...._distributed.collectives import Done, Work, all_reduce, reduce_scatter, reduce_scatter_all_reduce
 from ...._distributed.reducer import BucketReducer
-from ....ops._transfer import on_host
+from ....ops._host import on_host
 from .arena import Arena
 from .groups import Groups
 

@@ -11,7 +11,7 @@ import apex
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from apex.ops._philox import four_words  # noqa: E402
+from apex.ops._kernel_functions import random_words  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORD = 0xFFFFFFFF
@@ -20,7 +20,7 @@ WORD = 0xFFFFFFFF
 @triton.jit
 def _draw(seed, places, words, SIZE: tl.constexpr, ROUNDS: tl.constexpr):
     index = tl.arange(0, SIZE)
-    a, b, c, d = four_words(tl.load(seed), tl.load(places + index), ROUNDS)
+    a, b, c, d = random_words(tl.load(seed), tl.load(places + index), ROUNDS)
     tl.static_assert(a.dtype == tl.uint32)
     tl.store(words + index, a.to(tl.int64))
     tl.store(words + SIZE + index, b.to(tl.int64))

@@ -5,28 +5,28 @@ import threading
 import pytest
 import torch
 
-from apex.ops import _library, _workspace, norm
+from apex.ops import _library, _partial_sums, norm
 
 
 def test_nothing_is_kept_off_a_gpu() -> None:
-    before = dict(_workspace._kept)
-    pieces = [_workspace.partial_sums(8, torch.device("cpu")) for _ in range(2)]
+    before = dict(_partial_sums._kept)
+    pieces = [_partial_sums.partial_sums(8, torch.device("cpu")) for _ in range(2)]
     assert all(first.data_ptr() != second.data_ptr() for first, second in zip(*pieces, strict=True))
     assert all(not tickets.any() for _, tickets in pieces)
-    assert _workspace._kept.keys() == before.keys()
+    assert _partial_sums._kept.keys() == before.keys()
 
 
 @pytest.mark.gpu
 def test_one_piece_per_thread() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    first = _workspace.partial_sums(8, device)
-    assert _workspace.partial_sums(4, device) is first
-    larger = _workspace.partial_sums(first[0].numel() + 1, device)
+    first = _partial_sums.partial_sums(8, device)
+    assert _partial_sums.partial_sums(4, device) is first
+    larger = _partial_sums.partial_sums(first[0].numel() + 1, device)
     assert larger[0].numel() > first[0].numel()
     with torch.cuda.stream(torch.cuda.Stream()):
-        elsewhere = [_workspace.partial_sums(8, device) for _ in range(2)]
+        elsewhere = [_partial_sums.partial_sums(8, device) for _ in range(2)]
     others: list[tuple[torch.Tensor, torch.Tensor]] = []
-    thread = threading.Thread(target=lambda: others.append(_workspace.partial_sums(8, device)))
+    thread = threading.Thread(target=lambda: others.append(_partial_sums.partial_sums(8, device)))
     thread.start()
     thread.join()
     pieces = (larger, *elsewhere, *others)
@@ -63,7 +63,7 @@ def test_tickets_are_returned(rows: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     source = torch.randn(rows, 1000, device=device, requires_grad=True)
     weight, bias = (torch.rand(1000, device=device, requires_grad=True) for _ in range(2))
-    _workspace._kept.clear()
+    _partial_sums._kept.clear()
     with _library.implementation("triton"):
         output = norm.layer_norm(source, 1000, weight, bias)
         first, *others = [
@@ -71,8 +71,8 @@ def test_tickets_are_returned(rows: int) -> None:
             for _ in range(20)
         ]
     assert all(torch.equal(one, other) for again in others for one, other in zip(first, again, strict=True))
-    assert _workspace._kept
-    assert all(not tickets.any() for _, tickets in _workspace._kept.values())
+    assert _partial_sums._kept
+    assert all(not tickets.any() for _, tickets in _partial_sums._kept.values())
 
 
 @pytest.mark.gpu

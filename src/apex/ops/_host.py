@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host, without waiting for them."""
+"""The host: which tensors are there, and copies of numbers on their way to it, without waiting for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 HOST = torch.device("cpu")
 
 
-class Transfer:
+class HostCopy:
     """A copy of a small tensor that is being made in the host's memory."""
 
     def __init__(self, tensor: Tensor) -> None:

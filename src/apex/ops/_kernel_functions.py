@@ -1,0 +1,33 @@
+"""Functions that kernels of several families call: last-block counters and random words."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def is_last_block(counter, blocks):
+    """Whether this program is the last of `blocks` to ask; then it sees all that the others stored before they did.
+
+    The last one finishes the work of all, none of them waiting: what a second launch would do costs the host nothing
+    this way, 8 us of it on a slow one. Which is last depends on the run, what it adds up and in which order does not:
+    results are deterministic. Only for devices that `publishes_for_all`.
+
+    `counter` points to an int32 that is 0 before the first asks, and again after the last. What others stored must be
+    loaded with `cache_modifier=".cg"`, past the multiprocessor's own cache.
+    """
+    tl.debug_barrier()  # all threads of this program have stored what they had to
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == blocks - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def random_words(seed, place, ROUNDS: tl.constexpr):
+    """Four blocks of random uint32 for a block of int64 places, by Philox.
+
+    Not `tl.randint4x`, which before Triton 3.4 makes 64-bit words for 64-bit places; later ones make these words.
+    """
+    low = place.to(tl.uint32)
+    none = low * 0
+    return tl.philox(seed, low, (place >> 32).to(tl.uint32), none, none, ROUNDS)
