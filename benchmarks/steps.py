@@ -31,6 +31,10 @@ import torch
 from step_models import PROBLEMS, Batch, problem
 from torch import Tensor
 
+from apex import amp, graphs
+from apex._bench.environment import describe, device_name, device_stem
+from apex.optimizers import FusedAdam
+
 Step = Callable[..., Tensor]
 
 
@@ -65,7 +69,7 @@ def prepare(column: str, model: str, device: str, tiny: bool) -> tuple[Step, lis
     network, batches = problem(model, device, kind.ours, tiny)
     options: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.01}
     step = _apex_step(network, kind, options, tiny) if kind.ours else _torch_step(network, kind, options, device, tiny)
-    return (captured(step) if kind.graph else step), batches
+    return (graphs.capture(step) if kind.graph else step), batches
 
 
 def _compiled(network: torch.nn.Module, mode: str | None, tiny: bool) -> Any:
@@ -92,10 +96,7 @@ def _torch_step(network: torch.nn.Module, kind: Kind, options: dict[str, Any], d
 
 
 def _apex_step(network: torch.nn.Module, kind: Kind, options: dict[str, Any], tiny: bool) -> Step:
-    from apex import amp
-    from apex.optimizers import FusedAdam
-
-    optimizer = FusedAdam(network.parameters(), **options, adam_w_mode=True, capturable=kind.graph)
+    optimizer = FusedAdam(network.parameters(), **options, adam_w_mode=True)
     network, optimizer = amp.initialize(network, optimizer, opt_level="O5", verbosity=0)
     network = _compiled(network, kind.mode, tiny)
 
@@ -110,43 +111,6 @@ def _apex_step(network: torch.nn.Module, kind: Kind, options: dict[str, Any], ti
     return step
 
 
-def captured(step: Step) -> Step:
-    """The step in one CUDA graph; on a CPU the step itself."""
-    try:
-        from apex import graphs
-    except ImportError:
-        return _captured_here(step) if torch.cuda.is_available() else step
-    return graphs.capture(step)
-
-
-def _captured_here(step: Step, warm_up: int = 4) -> Step:
-    """The first calls run on a stream of their own, the next one is captured, the others are replayed."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    calls = 0
-    held: list[Tensor] = []
-    loss = torch.empty(0)
-
-    def call(*batch: Tensor) -> Tensor:
-        nonlocal calls, loss
-        calls += 1
-        if calls <= warm_up:
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                loss = step(*batch)
-            torch.cuda.current_stream().wait_stream(stream)
-            return loss
-        if not held:
-            held.extend(tensor.clone() for tensor in batch)
-            with torch.cuda.graph(graph):
-                loss = step(*held)
-        for place, tensor in zip(held, batch, strict=True):
-            place.copy_(tensor)
-        graph.replay()
-        return loss
-
-    return call
-
-
 def compete(column: str, model: str, arguments: argparse.Namespace) -> None:
     """One column: a line of JSON when it is warm, then one for every line that comes in."""
     device = arguments.device
@@ -157,6 +121,8 @@ def compete(column: str, model: str, arguments: argparse.Namespace) -> None:
     loss = torch.empty(0)
     for index in range(arguments.warmup):
         loss = step(*batches[index % count])
+    if reason := getattr(step, "reason", None):
+        raise SystemExit(f"not captured: {reason}")
     known: dict[str, Any] = {"loss": float(loss), "warm_up_seconds": round(time.perf_counter() - start, 1)}
     del loss
     if device == "cuda":
@@ -317,8 +283,6 @@ def main() -> None:
         compete(arguments.child, arguments.models[0], arguments)
         return
     deadline = time.monotonic() + arguments.limit
-    from apex._bench.environment import describe, device_name, device_stem
-
     device = torch.device(arguments.device)
     path = arguments.output or RESULTS / f"{device_stem(device_name(device))}-steps.json"
     settings = {name: getattr(arguments, name) for name in ("steps", "rounds", "warmup", "at_once", "tiny")}
