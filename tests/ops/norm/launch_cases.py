@@ -26,6 +26,8 @@ _SHAPES = [
     (4096, 16384, _BF16, _BF16, True, False),
     (4096, 16384, _F32, _F32, False, False),
     (4096, 12288, _F32, _F32, True, False),
+    (4096, 12288, _BF16, _BF16, True, False),
+    (4096, 15000, _BF16, _BF16, False, False),
     (4096, 16384, _F32, _F32, True, True),
     (4096, 16384, _BF16, None, True, False),
     (1024, 32768, _BF16, _BF16, True, False),

@@ -112,9 +112,11 @@ def backward_config(
     if row_length <= BACKWARD_WIDE_LIMIT and vector >= 16:
         # As many rows for every program, so that none works on while the others wait.
         programs = -(-rows // -(-rows // device.multiprocessors))
-        if element_size == 2 and device.backend != "hip":
+        chunk = block // (8 if bias_grad else 4)
+        if element_size == 2 and device.backend != "hip" and row_length > block - chunk:
             # 4096x16384 bfloat16: layer norm in 142 (read twice: 149), RMS norm in 116 (134). The latter has registers
-            # to spare, so that more threads do better than loading the next row ahead (128).
+            # to spare, so that more threads do better than loading the next row ahead (128). Shorter rows, read twice,
+            # leave chunks out; held they would take as long, and spill registers for their masks.
             return BackwardConfig(
                 kind="held",
                 programs=programs,
@@ -126,14 +128,13 @@ def backward_config(
             )
         # 4096x16384 float32, with the sum of the partials: layer norm in 230 (16 chunks, 5 held: 241; none held: 258),
         # RMS norm in 209 (8 chunks, 4 held: 215; 2 chunks, none held: 229).
-        chunk = block // (8 if bias_grad else 4)
         return BackwardConfig(
             kind="wide",
             programs=programs,
             rows_per_program=1,
             block=chunk,
             chunks=-(-row_length // chunk),
-            num_warps=_warps(256 if bias_grad else 1024, device),
+            num_warps=_warps(256 if bias_grad else chunk * element_size // 16, device),
             num_stages=1,
             held=2,
         )
