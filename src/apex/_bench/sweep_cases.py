@@ -96,8 +96,8 @@ def _tolerant(expected: Sequence[Expected]) -> list[Expected]:
     ]
 
 
-def _passes(leaves: list[Tensor], ours: Any, eager: Any, kink: Any = None) -> Passes:
-    """Forward and backward of a function of `leaves`; `eager` in float64 is right.
+def _passes(leaves: list[Tensor], ours: Any, eager: Any, kink: Any = None, summed: int = 1) -> Passes:
+    """Forward and backward of a function of `leaves`; `eager` in float64 is right. `summed` rounded values are added.
 
     Elements for which `kink` is nearly zero get no gradient: on which side they lie depends on rounding.
     """
@@ -107,7 +107,7 @@ def _passes(leaves: list[Tensor], ours: Any, eager: Any, kink: Any = None) -> Pa
         near = 1e-3 if leaves[0].dtype == torch.float32 else 0.05
         gradient.masked_fill_(kink(*(leaf.detach().double() for leaf in leaves)).abs() < near, 0)
     largest = max(leaf.numel() for leaf in leaves)
-    terms = [1, *(largest // leaf.numel() for leaf in leaves)]
+    terms = [1, *(summed * largest // leaf.numel() for leaf in leaves)]
     makers = with_peers(ours, eager, gradient.device, compile=False)
     right = {way: exact(eager, leaves, gradient, way, gradient.dtype, terms) for way in ("fwd", "bwd")}
     return {way: prepare(makers, leaves, gradient, way, _tolerant(right[way])) for way in right}
@@ -157,7 +157,7 @@ def _softmax(draw: Draw, device: torch.device) -> Drawn:
             return torch.softmax(x * 0.125 if hidden is None else (x * 0.125).masked_fill(hidden, -10000.0), -1)
 
         ours = functools.partial(masked_softmax, mask=mask, scale=0.125, causal=kind == "causal")
-        return _passes([draw.tensor(shape, dtype, device, layout)], ours, eager)
+        return _passes([draw.tensor(shape, dtype, device, layout)], ours, eager, summed=keys)
 
     return f"{kind} {_name(dtype, shape, layout)}", make
 

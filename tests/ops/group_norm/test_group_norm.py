@@ -364,6 +364,20 @@ def test_large_groups_are_cut_up() -> None:
         assert tile.rows * tile.channel_block <= 8192
 
 
+def test_scattered_groups_are_cut_up_in_large_tensors() -> None:
+    assert config.groups_apart(47 * 32 * 96 * 96, 2, last=False)
+    assert not config.groups_apart(47 * 32 * 96 * 96, 2, last=True)
+    assert config.groups_apart(18 * 32 * 8 * 8, 2, last=True)
+    assert config.groups_apart(8 * 320 * 64 * 64, 20, last=True)
+
+
+def test_one_program_takes_few_images() -> None:
+    small = config.small_config(16, 9, "backward")
+    assert small is not None
+    assert config.whole_groups(8, small)
+    assert not config.whole_groups(25, small)
+
+
 def test_no_program_works_long_while_others_have_nothing_to_do() -> None:
     """A program takes a tile, or a group of few elements, or one of a moderate size beside many others."""
     for images, groups, channels_of_group, positions in itertools.product(

@@ -11,8 +11,12 @@ from .._device import next_power_of_2
 # took 143 held at once and 55 in tiles.
 SMALL_GROUP = {"forward": 32768, "backward": 16384}
 # Elements of a group in all images up to which one program takes them all in the backward pass, which leaves no sums
-# to be added; for host-bound sizes, where a launch less counts for more than the time of the GPU.
-WHOLE_GROUP = 32768
+# to be added; for host-bound sizes, where a launch less counts for more than the time of the GPU. Each image takes 1.
+WHOLE_GROUP, WHOLE_IMAGES = 32768, 8
+# Bytes of a group side by side, where channels are last, from which on a program may read that group alone, and the
+# elements of a tensor up to which it may in any case: groups of one channel of 47x32x96x96 took 179 forward, cut up
+# they take as long as groups of many.
+GROUP_BYTES, SCATTERED = 16, 1 << 22
 # Elements of a group, its channels rounded up, up to which one program walks through all of it in tiles, and the fewest
 # such programs: a walk takes 0.6 ns per element however many there are, while cutting up 1 to 3 million elements takes
 # 17 forward and 23 backward, with two launches more. 2x320x64x64, 65536 elements in 64 programs, where the host is the
@@ -32,12 +36,22 @@ SUM_WARPS = 4
 PARAMETER_BLOCK = (16, 64)
 
 
+def groups_apart(elements: int, group_bytes: int, last: bool) -> bool:
+    """Whether each group may have a program of its own: not where it would use little of the memory that it fetches."""
+    return not last or group_bytes >= GROUP_BYTES or elements * (GROUP_BYTES // group_bytes) <= SCATTERED
+
+
 class SmallConfig(NamedTuple):
     """One program per group of an image."""
 
     position_block: int
     channel_block: int
     num_warps: int
+
+
+def whole_groups(images: int, small: SmallConfig) -> bool:
+    """Whether one program takes a group of all images in the backward pass."""
+    return images <= WHOLE_IMAGES and images * small.position_block * small.channel_block <= WHOLE_GROUP
 
 
 def small_config(positions: int, group_channels: int, direction: str) -> SmallConfig | None:

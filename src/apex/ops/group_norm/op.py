@@ -127,7 +127,8 @@ def launch_forward(
     statistics = torch.empty(images, groups, 2, dtype=torch.float32, device=x.device)
     given, sizes, epsilon = (x, weight, bias, y, statistics), (positions, channels, groups), (float(eps),)
     flags = _flags(weight, bias, group_channels, silu, last, group_channels if last else positions)
-    small = config.small_config(positions, group_channels, "forward")
+    apart = config.groups_apart(x.numel(), group_channels * x.itemsize, last)
+    small = config.small_config(positions, group_channels, "forward") if apart else None
     if small is not None:
         kernels.group_norm_forward_small(
             (images * groups,),
@@ -140,7 +141,7 @@ def launch_forward(
             num_warps=small.num_warps,
         )
         return y, statistics
-    walk = config.walk_config(images, positions, channels, group_channels, "forward")
+    walk = config.walk_config(images, positions, channels, group_channels, "forward") if apart else None
     if walk is not None:
         kernels_walk.group_norm_forward_walk(
             (images * groups,),
@@ -216,12 +217,13 @@ def launch_backward(
     add_up = param_grads and groups <= TICKETS and facts(x.device).publishes_for_all
     sizes, epsilon = (images, positions, channels, groups), (float(eps),)
     flags = _flags(weight, bias, group_channels, silu, last, group_channels if last else positions)
-    small = config.small_config(positions, group_channels, "backward")
-    walk = config.walk_config(images, positions, channels, group_channels, "backward")
+    apart = config.groups_apart(x.numel(), group_channels * x.itemsize, last)
+    small = config.small_config(positions, group_channels, "backward") if apart else None
+    walk = config.walk_config(images, positions, channels, group_channels, "backward") if apart else None
     scratch = tickets = None
     elements = images * 2 * channels
     if small is not None:
-        whole = param_grads and images * small.position_block * small.channel_block <= config.WHOLE_GROUP
+        whole = param_grads and config.whole_groups(images, small)
         if not whole:
             scratch, tickets = partial_sums(elements, x.device)
         kernels.group_norm_backward_small(
