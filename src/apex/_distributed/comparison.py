@@ -47,7 +47,7 @@ def check_same_everywhere(
 
 def _common_device(params: Sequence[Tensor], group: Any) -> torch.device:
     """A device of the kind that all processes of a group choose, also one that has no parameters."""
-    kinds = (dist.group.WORLD if group is None else group)._device_types
+    kinds = (dist.distributed_c10d._get_default_group() if group is None else group)._device_types
     chosen = kinds[0] if kinds and HOST not in kinds else HOST
     return next((param.device for param in params if param.device.type == chosen.type), chosen)
 

@@ -24,8 +24,6 @@ from ..ops.multi_tensor import scale
 from ..ops.multi_tensor.flat import FlatBuffer, offsets_of
 from ._storage_uses import USES_ARE_KNOWN, gradient_is_unshared, storage_uses
 
-# Elements from which a call of its own for a tensor costs less than passing over it twice.
-_LARGE = 1 << 14
 # Elements of a last bucket that are not worth a message less.
 _SHORT = 4_000_000
 _HALF = (torch.float16, torch.bfloat16)
@@ -62,23 +60,10 @@ def multiply(inputs: Sequence[Tensor], outputs: Sequence[Tensor], factor: float)
     if factor == 1.0:
         torch._foreach_copy_(list(outputs), list(inputs))
     elif on_host(inputs[0]) and inputs[0].dtype == outputs[0].dtype and inputs[0].dtype not in _HALF:
-        _multiply_on_host(inputs, outputs, factor)
+        torch._foreach_copy_(list(outputs), list(inputs))
+        torch._foreach_mul_(list(outputs), factor)
     else:
         scale(inputs, outputs, factor)
-
-
-def _multiply_on_host(inputs: Sequence[Tensor], outputs: Sequence[Tensor], factor: float) -> None:
-    """20 million elements in 5.6 ms on one core, where passes that copy and then multiply take 10 ms."""
-    few_from, few_to = [], []
-    for one, other in zip(inputs, outputs, strict=True):
-        if one.numel() >= _LARGE:
-            torch.mul(one, factor, out=other)
-        else:
-            few_from.append(one)
-            few_to.append(other)
-    if few_from:
-        torch._foreach_copy_(few_to, few_from)
-        torch._foreach_mul_(few_to, factor)
 
 
 class Bucket:
@@ -96,9 +81,6 @@ class Bucket:
     def __init__(self, params: Sequence[Tensor], names: Sequence[str], arithmetic: Arithmetic, retain: bool) -> None:
         self.params = list(params)
         self.names = list(names)
-        # Whether the buffer is that of the pass under way, and the gradients that have moved there for good.
-        self._is_open = False
-        self.taken: set[int] = set()
         # The mean of the last pass, where it is to be kept.
         self.retained: Tensor | None = None
         self._retain = retain
@@ -110,32 +92,10 @@ class Bucket:
         self._missing: list[int] = []
         self._outside: list[int] = []
         self._gives_views = USES_ARE_KNOWN and self._buffer_dtype == self.params[0].dtype and not retain
-        # Large gradients on the host; elsewhere one call for all of a bucket costs less.
-        early = self._gives_views and on_host(self.params[0])
-        self.takes_early = [early and param.numel() >= _LARGE for param in self.params]
 
     def __str__(self) -> str:
         first, last = self.names[0], self.names[-1]
         return f"{len(self.names)} gradients ({first} to {last})" if len(self.names) > 1 else f"the gradient of {first}"
-
-    @torch.no_grad()
-    def take(self, index: int) -> None:
-        """Puts a gradient that is there for good in its place at once, while it is in the cache.
-
-        Its memory is free for the next gradient then. To be called where `takes_early` says so.
-        """
-        self._open()
-        self._check_shape(index)
-        param = self.params[index]
-        if self._is_inside(index):
-            if self._before != 1.0:
-                self._places[index].mul_(self._before)
-        elif param.grad is not None and gradient_is_unshared(param):
-            multiply([param.grad], [self._places[index]], self._before)
-            self._moves_in(index)
-        else:
-            return
-        self.taken.add(index)
 
     @torch.no_grad()
     def start(self, group: Any, on_own_stream: bool = False) -> Work:
@@ -148,8 +108,6 @@ class Bucket:
         _recording.keep(self._buffer)  # a graph goes on to write to it, whatever becomes of the bucket
         self._missing, self._outside, gradients, places = [], [], [], []
         for index, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
-            if index in self.taken:
-                continue
             self._check_shape(index)
             gradient = param.grad
             if gradient is None:
@@ -178,7 +136,6 @@ class Bucket:
     @torch.no_grad()
     def finish(self) -> None:
         """Gives the sum, which has arrived, to the parameters."""
-        self._end()
         # Only who lacks a gradient has to ask the device whether others have it.
         others = self._present.tolist() if self._missing else []
         self._outside += [index for index in self._missing if others[index]]
@@ -191,15 +148,9 @@ class Bucket:
         else:
             self._write(self._outside, self._after)
 
-    def abandon(self, is_under_way: bool) -> None:
-        """Forgets a pass that failed; the buffer too, if it is under way, for which others may never send theirs."""
-        if is_under_way:
-            self._buffer = None
-        self._end()
-
-    def _end(self) -> None:
-        self._is_open = False
-        self.taken = set()
+    def abandon(self) -> None:
+        """Forgets the buffer of a pass that failed: other processes may still send to it."""
+        self._buffer = None
 
     def _layout(self) -> tuple[list[int], int]:
         """Where gradients start in the buffer, and what they take: a retained buffer has nothing in between."""
@@ -234,9 +185,6 @@ class Bucket:
 
     def _open(self) -> None:
         """Makes a buffer where there is none, or where anybody looks at it but this bucket and gradients inside."""
-        if self._is_open:
-            return
-        self._is_open = True
         if self._buffer is not None and not self._retain:
             inside = sum(map(self._is_inside, range(len(self.params))))
             if storage_uses(self._buffer.values) == self._own_uses + inside:

@@ -66,12 +66,7 @@ class Reduction(BucketReducer):
         self._arrived: list[int] = []
 
     def _make_buckets(self, members: list[list[int]]) -> None:
-        # For each parameter, its bucket and which one of it it is.
-        self._place_of = {
-            index: (number, position)
-            for number, indices in enumerate(members)
-            for position, index in enumerate(indices)
-        }
+        self._bucket_of = {index: number for number, indices in enumerate(members) for index in indices}
         self._set_buckets(members)
         self.buckets = [
             Bucket(
@@ -90,11 +85,8 @@ class Reduction(BucketReducer):
         self._make_buckets(agree(members, self.params[0].device))
         self._arrived = arrived
 
-    def arrived(self, param: Tensor, final: bool = False) -> None:
-        """Notes that a backward pass has added to a parameter's gradient; sends what can be sent.
-
-        `final`: this pass is not going to add more.
-        """
+    def arrived(self, param: Tensor) -> None:
+        """Notes that a backward pass has added to a parameter's gradient; sends what can be sent."""
         index = self._index.get(param)
         if index is None:
             raise RuntimeError(
@@ -105,9 +97,8 @@ class Reduction(BucketReducer):
             if index not in self._arrived[-1:]:
                 self._arrived.append(index)
             return
-        number, position = self._place_of[index]
-        bucket = self.buckets[number]
-        if number in self._sent or position in bucket.taken:
+        number = self._bucket_of[index]
+        if number in self._sent:
             raise RuntimeError(
                 f"the gradient of {self.names[index]} changed after it had been sent to the other processes: one "
                 "backward pass has added to it several times (a shared parameter under reentrant checkpointing?). Use "
@@ -115,8 +106,6 @@ class Reduction(BucketReducer):
             )
         self._arrived.append(index)
         self._note(index, (number,))
-        if final and bucket.takes_early[position]:
-            bucket.take(position)
         self._send_complete()
 
     def finish_pass(self) -> None:
@@ -140,9 +129,8 @@ class Reduction(BucketReducer):
 
     def abandon_pass(self) -> None:
         """Forgets a pass that has failed."""
-        under_way = {sent.bucket for sent in self._under_way}
-        for number, bucket in enumerate(self.buckets):
-            bucket.abandon(number in under_way)
+        for sent in self._under_way:
+            self.buckets[sent.bucket].abandon()
         self._under_way.clear()
         self._start_round()
 

@@ -196,11 +196,10 @@ class DistributedDataParallel(nn.Module):
         # The autograd engine runs hooks in one thread per device.
         self._lock = threading.RLock()
         self._in_pass = False
-        self._task = -1
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: groups and streams are made anew, but for those that were given."""
-        transient = ("_reduction", "_groups", "_streams", "_fallback_buffers", "_hooked", "_lock", "_in_pass", "_task")
+        transient = ("_reduction", "_groups", "_streams", "_fallback_buffers", "_hooked", "_lock", "_in_pass")
         state = {name: value for name, value in self.__dict__.items() if name not in transient}
         return {**state, "allreduce_communicators": None}
 
@@ -311,7 +310,6 @@ class DistributedDataParallel(nn.Module):
         with self._lock:
             if not self._in_pass and not self._disable_allreduce:
                 self._in_pass = True
-                self._task = torch._C._current_graph_task_id()
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[attr-defined]
 
     def _gradient_arrived(self, param: Tensor) -> None:
@@ -338,8 +336,7 @@ class DistributedDataParallel(nn.Module):
     def comm_ready_buckets(self, param: Tensor) -> None:
         """Notes that a parameter's gradient is there, and sends the buckets that are complete, in their order."""
         if self._reduction is not None and param.requires_grad:
-            # A pass inside of the pass, as reentrant checkpoints have, may not be the last one that adds to it.
-            self._reduction.arrived(param, final=self._in_pass and torch._C._current_graph_task_id() == self._task)
+            self._reduction.arrived(param)
 
     def sync_bucket_structure(self) -> None:
         """Makes the buckets of rank 0 those of all processes; to be called in all of them, in a first pass."""

@@ -123,7 +123,9 @@ def parameters(contiguous: bool, dtype: torch.dtype) -> Check:
                 arena.outgoing = [arena.shard(shard, number) for number in range(len(arena.layout.bucket_sizes))]
             else:
                 buckets = range(len(arena.layout.bucket_sizes))
-                arena.outgoing = [arena.shard_of_bucket(arena.bucket(arena.parameter_buffer, n)) for n in buckets]
+                arena.outgoing = [
+                    arena.shard_of_bucket(arena.bucket(arena.parameter_buffer.values, n)) for n in buckets
+                ]
             for piece in arena.owned:
                 value = arena.params[piece.param].detach().reshape(-1)[piece.start : piece.stop]
                 arena.outgoing[piece.bucket][piece.offset : piece.offset + piece.size] = value + 1

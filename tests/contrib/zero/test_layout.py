@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apex.contrib.optimizers._zero.layout import Layout, joined
+from apex.contrib.optimizers._zero.layout import Layout, merge_adjacent
 
 LAYOUTS = st.builds(
     Layout,
@@ -77,10 +77,10 @@ def test_cut_buckets(layout: Layout) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(LAYOUTS)
-def test_joined_pieces(layout: Layout) -> None:
+def test_merged_pieces(layout: Layout) -> None:
     for rank in range(layout.ranks):
         pieces = layout.owned_by(rank)
-        wide = joined(pieces)
+        wide = merge_adjacent(pieces)
         expected = {(piece.param, piece.start + k, piece.flat + k) for piece in pieces for k in range(piece.size)}
         assert {(piece.param, piece.start + k, piece.flat + k) for piece in wide for k in range(piece.size)} == expected
         assert sum(piece.size for piece in wide) == len(expected)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +17,10 @@ from torch import Tensor
 from ...._distributed.collectives import all_reduce, can_multiply_while_reducing
 from ...._distributed.reducer import Sent
 from ....ops.multi_tensor import l2norm, rules, scale, zero
+from ....ops.multi_tensor.flat import FlatBuffer
 from .._zero.arena import Arena, laid_out_like
+from .._zero.layout import Piece, pick
 from .._zero.shard_reducer import ShardReducer, check_dense
-from .._zero.weights import pick
 from .communicators import Communicators
 from .lists import FixedLists
 
@@ -54,7 +54,7 @@ class Reductions(ShardReducer):
             self._add(arena)
             self.make_buffer(arena)
             for number in range(len(arena.layout.bucket_sizes)):
-                self._pieces.append(arena.layout.cut(arena.bucket(self._buffer(arena), number), number))
+                self._pieces.append(arena.layout.cut(arena.bucket(self._flat(arena).values, number), number))
         # From the last to the first, as gradients arrive.
         self._order.reverse()
         self._places = {
@@ -142,7 +142,7 @@ class Reductions(ShardReducer):
             # What is not finite stays so on its way to the other processes.
             factor = torch.where(torch.isfinite(self.norm), torch.clamp(limit / self.norm, max=1.0), 1.0)
             if not fused_scale or self.groups.is_one or not can_multiply_while_reducing():
-                buffers = [self._buffer(arena) for arena in self.arenas]
+                buffers = [self._flat(arena).values for arena in self.arenas]
                 scale(buffers, buffers, factor)
                 factor = None
         self._is_filled, self._factor = True, factor
@@ -164,7 +164,7 @@ class Reductions(ShardReducer):
         places: list[Tensor] = []
         missing: list[Tensor] = []
         for arena in self.arenas:
-            for gradient, place in zip(arena.gradients, arena.gradient_views, strict=True):
+            for gradient, place in zip(arena.gradients, self._flat(arena).views, strict=True):
                 if gradient is None:
                     missing.append(place)
                 else:
@@ -176,7 +176,7 @@ class Reductions(ShardReducer):
             return l2norm(sources, outputs=places, of_inputs=True)[0]
         if sources:
             torch._foreach_copy_(places, sources)
-        return l2norm([self._buffer(arena) for arena in self.arenas])[0]
+        return l2norm([self._flat(arena).values for arena in self.arenas])[0]
 
     # Buckets ----------------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Reductions(ShardReducer):
         arena = self.arenas[place]
         if not self._is_filled and (missing := arena.copy_gradients(number, self._pieces[bucket])):
             torch._foreach_zero_(missing)
-        values = arena.bucket(self._buffer(arena), number)
+        values = arena.bucket(self._flat(arena).values, number)
         shard = values if self._gets_all else arena.shard(self.shards(arena), number)
         return Sent(bucket, self._reduce(bucket, values, shard, self._factor))
 
@@ -199,12 +199,12 @@ class Reductions(ShardReducer):
         """Whether `of_units` gives the same tensors every time: it does."""
         return True
 
-    def of_units(self, arena: Arena, units: Sequence[Any]) -> list[Tensor]:
+    def of_units(self, arena: Arena, units: Sequence[Piece]) -> list[Tensor]:
         """The mean's elements of stretches of this rank's shards."""
         if not self._gets_all:
             return pick(self.shards(arena), units)
         buckets = range(len(arena.layout.bucket_sizes))
-        return pick([arena.shard_of_bucket(arena.bucket(self._buffer(arena), n)) for n in buckets], units)
+        return pick([arena.shard_of_bucket(arena.bucket(self._flat(arena).values, n)) for n in buckets], units)
 
     def _norm_of_mean(self) -> Tensor:
         """From the shards of the processes that divide the state."""
@@ -218,6 +218,6 @@ class Reductions(ShardReducer):
             all_reduce(total, self.groups.distributed, "measuring the norm of all gradients").wait()
         return total.sqrt_()
 
-    def _buffer(self, arena: Arena) -> Tensor:
+    def _flat(self, arena: Arena) -> FlatBuffer:
         assert arena.gradient_buffer is not None
         return arena.gradient_buffer

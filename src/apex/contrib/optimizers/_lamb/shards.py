@@ -12,7 +12,7 @@ from .._zero.arena import ALIGNMENT, Arena, Dtypes
 from .._zero.groups import Groups
 from .._zero.layout import round_up
 from .._zero.state import ArenaState
-from .._zero.weights import Stored, Unit
+from .._zero.weights import Stored
 
 
 def make_arena(params: Sequence[Tensor], owners: Sequence[int], groups: Groups, buckets: int) -> Arena:
@@ -57,8 +57,4 @@ class Masters(Stored):
 
 def make_state(arena: Arena, in_bytes: bool) -> ArenaState:
     """Masters and moments of an arena; a unit is a piece of one parameter, whose length LAMB measures."""
-    units = [
-        Unit(arena.owners[piece.param], piece.param, piece.bucket, piece.offset, piece.flat, piece.size)
-        for piece in arena.owned
-    ]
-    return ArenaState(arena, ("exp_avg", "exp_avg_sq"), Masters(arena, in_bytes), units)
+    return ArenaState(arena, ("exp_avg", "exp_avg_sq"), Masters(arena, in_bytes), arena.owned)

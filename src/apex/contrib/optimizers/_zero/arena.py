@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....ops.multi_tensor.flat import flat, is_dense
+from ....ops.multi_tensor.flat import FlatBuffer, flat, is_dense
 from .groups import Groups
-from .layout import Layout, LocalPiece, joined
+from .layout import Layout, Piece, merge_adjacent
 
 # Parameters start at multiples of so many bytes in every buffer.
 ALIGNMENT = 128
@@ -24,7 +24,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 class Dtypes(NamedTuple):
     """Of the optimizer's state, and of gradients and parameters on their way between processes.
 
-    Parameters may travel as integers: see `upper_bytes`.
+    Parameters may travel as integers: of each its most significant bytes, as many as the integer has.
     """
 
     state: torch.dtype
@@ -46,10 +46,10 @@ class Arena:
     A flat buffer of the whole layout has `layout.size` elements, `bucket(buffer, number)` is one bucket of it. A flat
     shard has `layout.shard_size` elements, `shard(buffer, number)` is this rank's shard of one bucket of it. `owned`
     says which elements of which parameters lie where in a flat shard, bucket by bucket; `parts` says the same with
-    neighbours joined.
+    neighbours merged.
 
-    `owners` has a number for each parameter, that of its parameter group, by which `runs` are found. `outgoing` has,
-    for each bucket, the shard of updated parameters that `ParameterSync` sends; an optimizer sets it.
+    `owners` has the number of each parameter's parameter group. `outgoing` has, for each bucket, the shard of updated
+    parameters that `ParameterSync` sends; an optimizer sets it.
     """
 
     def __init__(
@@ -91,38 +91,26 @@ class Arena:
         # This rank's shards of the sum over all processes.
         self.gradient_shard: Tensor | None = None
         # Whole buffers, where parameters and gradients are views of such.
-        self.gradient_buffer: Tensor | None = None
-        self.gradient_views: list[Tensor] = []
-        self.parameter_buffer: Tensor | None = None
+        self.gradient_buffer: FlatBuffer | None = None
+        self.parameter_buffer: FlatBuffer | None = None
 
     @functools.cached_property
-    def owned(self) -> tuple[LocalPiece, ...]:
+    def owned(self) -> tuple[Piece, ...]:
         """What this rank owns, bucket by bucket."""
         return self.layout.owned_by(self.groups.rank)
 
     @functools.cached_property
-    def parts(self) -> list[LocalPiece]:
-        """What this rank owns, with neighbours joined: with one rank, every parameter that has elements, whole."""
-        return joined(self.owned)
-
-    @functools.cached_property
-    def runs(self) -> list[tuple[int, int, slice]]:
-        """(owner, bucket, elements of the bucket's shard): stretches without another owner's parameters in them.
-
-        With padding, whose elements are zero and stay so.
-        """
-        found: list[tuple[int, int, slice]] = []
-        for piece in self.owned:
-            owner = self.owners[piece.param]
-            elements = slice(piece.offset, piece.offset + piece.size)
-            if found and found[-1][:2] == (owner, piece.bucket):
-                elements = slice(found.pop()[2].start, elements.stop)
-            found.append((owner, piece.bucket, elements))
-        return found
+    def parts(self) -> list[Piece]:
+        """What this rank owns, with neighbours merged: with one rank, every parameter that has elements, whole."""
+        return merge_adjacent(self.owned)
 
     def new_shard(self, dtype: torch.dtype) -> Tensor:
         """A flat shard of zeros."""
         return torch.zeros(self.layout.shard_size, dtype=dtype, device=self.device)
+
+    def new_buffer(self, dtype: torch.dtype) -> FlatBuffer:
+        """A whole buffer of zeros, with a view for each parameter."""
+        return FlatBuffer(self.params, self.layout.starts, self.layout.size, dtype, self.allocate)
 
     def shard(self, buffer: Tensor, bucket: int) -> Tensor:
         """This rank's shard of a bucket, in a flat shard."""
@@ -138,13 +126,6 @@ class Arena:
         """This rank's shard of a whole bucket."""
         size = len(values) // self.groups.ranks
         return values[self.groups.rank * size : (self.groups.rank + 1) * size]
-
-    def view(self, buffer: Tensor, index: int) -> Tensor:
-        """A parameter's place in a whole buffer, shaped and strided like it."""
-        param = self.params[index]
-        offset = buffer.storage_offset() + self.layout.starts[index]
-        # `.data`: with a version counter of its own, as if the views had nothing to do with each other.
-        return buffer.as_strided(param.shape, param.stride(), offset).data
 
     def copy_gradients(self, number: int, places: Sequence[Tensor]) -> list[Tensor]:
         """Copies what there is of a bucket's gradients to the places of its pieces; returns those that stay as is."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,21 +22,11 @@ from ....ops._host import on_host
 from ....ops.multi_tensor.flat import flat
 from .arena import Arena, laid_out_like
 from .groups import Groups
+from .layout import Piece, pick
 from .shard_reducer import ShardReducer, check_dense
 
 _dtype = operator.attrgetter("dtype")
 _grad_of = operator.attrgetter("grad")
-
-
-class _Unit(Protocol):
-    """A stretch of a flat shard; of one process, a parameter."""
-
-    @property
-    def param(self) -> int: ...
-    @property
-    def flat(self) -> int: ...
-    @property
-    def size(self) -> int: ...
 
 
 class GradientSync(ShardReducer):
@@ -80,7 +69,7 @@ class GradientSync(ShardReducer):
         for arena in self.arenas:
             arena.gradients = [None] * len(arena.params)
             if arena.gradient_buffer is not None:
-                arena.gradient_buffer.zero_()
+                arena.gradient_buffer.values.zero_()
         self._filled.clear()
         self._own.clear()
         self.is_complete = False
@@ -111,7 +100,7 @@ class GradientSync(ShardReducer):
         if arena.gradient_buffer is not None:
             while any(sent.bucket in buckets for sent in self._under_way):
                 self._finish_first()
-            view = arena.gradient_views[index]
+            view = arena.gradient_buffer.views[index]
             if view.data_ptr() != gradient.data_ptr():
                 view.add_(gradient)
             arena.gradients[index] = view
@@ -197,12 +186,13 @@ class GradientSync(ShardReducer):
             values = torch.zeros(arena.layout.bucket_sizes[number], dtype=arena.dtypes.gradients, device=arena.device)
             arena.copy_gradients(number, arena.layout.cut(values, number))
             return values
+        views = arena.gradient_buffer.views
         for piece in arena.layout.pieces[number]:
             # A backward pass that is not over would add to what is under way.
             gradient = arena.params[piece.param].grad
-            if gradient is not None and gradient.data_ptr() == arena.gradient_views[piece.param].data_ptr():
+            if gradient is not None and gradient.data_ptr() == views[piece.param].data_ptr():
                 arena.params[piece.param].grad = None
-        return arena.bucket(arena.gradient_buffer, number)
+        return arena.bucket(arena.gradient_buffer.values, number)
 
     def _let_go(self, place: int, number: int) -> None:
         """Forgets gradients of a bucket of which no part is left to be sent."""
@@ -241,8 +231,9 @@ class GradientSync(ShardReducer):
             if self._filled:
                 self.shards(arena).copy_(_multiplied(self.shards(arena), factor, drop))
             if arena.gradient_buffer is not None:
-                self._take_strays(place)
-                arena.gradient_buffer.copy_(_multiplied(arena.gradient_buffer, factor, drop))
+                self._take_strays(place, arena.gradient_buffer.views)
+                values = arena.gradient_buffer.values
+                values.copy_(_multiplied(values, factor, drop))
                 continue
             for index in range(len(arena.params)):
                 self.take(place, index)
@@ -252,10 +243,10 @@ class GradientSync(ShardReducer):
                     arena.gradients[index] = _multiplied(gradient.to(arena.dtypes.gradients), factor, drop)
                     self._own.add((place, index))
 
-    def _take_strays(self, place: int) -> None:
+    def _take_strays(self, place: int, views: Sequence[Tensor]) -> None:
         """Takes gradients that are no views of the buffer; views stay where backward passes add to them."""
         arena = self.arenas[place]
-        for index, view in enumerate(arena.gradient_views):
+        for index, view in enumerate(views):
             gradient = arena.params[index].grad
             if gradient is not None and gradient.data_ptr() != view.data_ptr():
                 self.take(place, index)
@@ -269,7 +260,7 @@ class GradientSync(ShardReducer):
             if self._filled:
                 found.append(self.shards(arena))
             if arena.gradient_buffer is not None:
-                found.append(arena.gradient_buffer)
+                found.append(arena.gradient_buffer.values)
             found.extend(
                 gradient for gradient in (*arena.gradients, *map(_grad_of, arena.params)) if gradient is not None
             )
@@ -291,16 +282,15 @@ class GradientSync(ShardReducer):
         """Whether `of_units` gives the same tensors every time."""
         return not self.groups.is_one or arena.gradient_buffer is not None
 
-    def of_units(self, arena: Arena, units: Sequence[_Unit]) -> list[Tensor]:
+    def of_units(self, arena: Arena, units: Sequence[Piece]) -> list[Tensor]:
         """The gradients of stretches of this rank's flat shard; those of one process laid out like their parameters.
 
         All of one dtype: their own, or, where they have several, that in which they would travel.
         """
         if not self.groups.is_one:
-            shards = self.shards(arena)
-            return [shards[unit.flat : unit.flat + unit.size] for unit in units]
+            return pick(self.shards(arena), units)
         if arena.gradient_buffer is not None:
-            return [arena.gradient_buffer[unit.flat : unit.flat + unit.size] for unit in units]
+            return pick(arena.gradient_buffer.values, units)
         given = [arena.gradients[unit.param] for unit in units]
         present = [gradient for gradient in given if gradient is not None]
         dtypes = set(map(_dtype, present))

@@ -14,31 +14,17 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `start` to `stop` of a parameter, which lie in a bucket from `offset` on."""
+    """Elements `start` to `stop` of a parameter: in `bucket` from `offset` on, in the flat space from `flat` on.
 
-    param: int
-    start: int
-    stop: int
-    bucket: int
-    offset: int
-
-    @property
-    def size(self) -> int:
-        """In elements."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
-class LocalPiece:
-    """Elements `start` to `stop` of a parameter, which one rank owns.
-
-    They lie in its shard of `bucket` from `offset` on, and in its flat shard from `flat` on.
+    Of what a rank owns, these are places in its shard of the bucket, and in its flat shard.
     """
 
     param: int
@@ -115,7 +101,7 @@ class Layout:
             while start < size:
                 bucket, offset = divmod(begin + start, full)
                 stop = min(size, start + self.bucket_sizes[bucket] - offset)
-                found[bucket].append(Piece(param, start, stop, bucket, offset))
+                found[bucket].append(Piece(param, start, stop, bucket, offset, begin + start))
                 start = stop
         return tuple(map(tuple, found))
 
@@ -140,7 +126,7 @@ class Layout:
         """The pieces of a bucket, given as a tensor, in order: one call, where a slice for each takes many times it."""
         return bucket.split(self._cuts[number])[1::2]
 
-    def owned_by(self, rank: int) -> tuple[LocalPiece, ...]:
+    def owned_by(self, rank: int) -> tuple[Piece, ...]:
         """What a rank owns, in the order of its flat shard; a parameter may have several pieces."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank={rank} is not among the {self.ranks} ranks")
@@ -154,7 +140,7 @@ class Layout:
                     start = piece.start + begin - piece.offset
                     offset = begin - rank * shard
                     flat = self.shard_starts[piece.bucket] + offset
-                    found.append(LocalPiece(piece.param, start, start + end - begin, piece.bucket, offset, flat))
+                    found.append(Piece(piece.param, start, start + end - begin, piece.bucket, offset, flat))
         return tuple(found)
 
 
@@ -167,20 +153,23 @@ def check_fill(layouts: Sequence[Layout]) -> None:
         )
 
 
-def joined(pieces: Sequence[LocalPiece]) -> list[LocalPiece]:
-    """The same with pieces of one parameter joined where they follow each other in the flat shard.
+def merge_adjacent(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same with pieces of one parameter merged where they follow each other in the flat shard.
 
     On one rank every parameter is one piece then. `bucket` and `offset` are those of the first part.
     """
-    found: list[LocalPiece] = []
+    found: list[Piece] = []
     for piece in pieces:
-        last = found[-1] if found else None
-        if last is not None and (last.param, last.stop, last.flat + last.size) == (
-            piece.param,
-            piece.start,
-            piece.flat,
-        ):
-            found[-1] = LocalPiece(last.param, last.start, piece.stop, last.bucket, last.offset, last.flat)
+        last = found[-1] if found else piece
+        if (last.param, last.stop, last.flat + last.size) == (piece.param, piece.start, piece.flat):
+            found[-1] = replace(last, stop=piece.stop)
         else:
             found.append(piece)
     return found
+
+
+def pick(storage: Tensor | list[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
+    """The elements of each piece of a flat shard, or of this rank's shards of the buckets, given one by one."""
+    if isinstance(storage, list):
+        return [storage[piece.bucket][piece.offset : piece.offset + piece.size] for piece in pieces]
+    return [storage[piece.flat : piece.flat + piece.size] for piece in pieces]

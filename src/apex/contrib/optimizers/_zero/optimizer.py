@@ -313,7 +313,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("there is a buffer of gradients with contiguous_grad_buffer=True only")
         self.init_params()
         place, index = self._places[param]
-        return self._gradients.arenas[place].gradient_views[index]
+        buffer = self._gradients.arenas[place].gradient_buffer
+        assert buffer is not None
+        return buffer.views[index]
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Forgets all gradients. With `contiguous_grad_buffer` `param.grad` becomes a view of the buffer."""
@@ -329,9 +331,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     param.grad = None
                 elif param.grad is not None:
                     param.grad.detach_().zero_() if param.grad.grad_fn is not None else param.grad.zero_()
-            for arena in self._gradients.arenas if self.contiguous_grad_buffer and not set_to_none else ():
-                if arena.dtypes.gradients == arena.params[0].dtype:
-                    for param, view in zip(arena.params, arena.gradient_views, strict=True):
+            for arena in self._gradients.arenas if not set_to_none else ():
+                if arena.gradient_buffer is not None and arena.dtypes.gradients == arena.params[0].dtype:
+                    for param, view in zip(arena.params, arena.gradient_buffer.views, strict=True):
                         param.grad = view
 
     def grad_norm(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...._distributed.collectives import Done, Work, all_gather
-from . import upper_bytes
 from .arena import Arena
 from .groups import Groups
 
@@ -25,14 +24,6 @@ class _Gathered:
     key: _Key
     bucket: Tensor
     work: Work
-
-
-@dataclass
-class _Copy:
-    """Where the elements of a bucket go, while the parameters are at these addresses."""
-
-    addresses: list[int]
-    places: list[Tensor] = field(default_factory=list)
 
 
 class ParameterSync:
@@ -54,7 +45,8 @@ class ParameterSync:
         # Buckets that an update has changed and that have not been sent, in the order in which they will be.
         self._waiting: deque[_Key] = deque()
         self._under_way: deque[_Gathered] = deque()
-        self._copies: dict[_Key, _Copy] = {}
+        # Of each bucket where its elements go, while the parameters are at these addresses.
+        self._targets: dict[_Key, tuple[list[int], list[Tensor]]] = {}
 
     def add(self, arena: Arena) -> None:
         """Takes care of one more arena."""
@@ -73,12 +65,8 @@ class ParameterSync:
                     f"parameter {index} of shape {tuple(param.shape)} is {param.dtype} and cannot be a view of a "
                     f"buffer of {arena.dtypes.parameters}: contiguous_param_buffer needs param_sync_dtype={param.dtype}"
                 )
-        buffer = arena.allocate(arena.layout.size, dtype=arena.dtypes.parameters, device=arena.device)
-        views = [arena.view(buffer, index) for index in range(len(arena.params))]
-        torch._foreach_copy_(views, [param.detach() for param in arena.params])
-        for param, view in zip(arena.params, views, strict=True):
-            param.data = view
-        arena.parameter_buffer = buffer
+        arena.parameter_buffer = arena.new_buffer(arena.dtypes.parameters)
+        arena.parameter_buffer.adopt(arena.params)
 
     # Which buckets ----------------------------------------------------------------------------------------------------
 
@@ -127,12 +115,12 @@ class ParameterSync:
         arena = self.arenas[place]
         shard, size = arena.outgoing[number], arena.layout.bucket_sizes[number]
         if arena.sent_bytes is not None:
-            shard, size = upper_bytes.taken(shard, arena.sent_bytes), size * arena.sent_bytes
+            shard, size = _truncated(shard, arena.sent_bytes), size * arena.sent_bytes
         if self.groups.ranks == 1:
             self._under_way.append(_Gathered(key, shard, Done()))
             return
         if arena.parameter_buffer is not None and arena.sent_bytes is None:
-            bucket = arena.bucket(arena.parameter_buffer, number)
+            bucket = arena.bucket(arena.parameter_buffer.values, number)
         else:
             bucket = torch.empty(size, dtype=shard.dtype, device=arena.device)
         group = self._turns[number % len(self._turns)]
@@ -146,21 +134,37 @@ class ParameterSync:
         place, number = gathered.key
         arena, bucket = self.arenas[place], gathered.bucket
         if arena.sent_bytes is not None:
-            bucket = upper_bytes.restored(bucket, arena.sent_bytes, arena.dtypes.parameters)
+            bucket = _extended(bucket, arena.sent_bytes, arena.dtypes.parameters)
         if arena.parameter_buffer is None:
-            torch._foreach_copy_(self._copy_of(gathered.key).places, list(arena.layout.cut(bucket, number)))
+            torch._foreach_copy_(self._targets_of(gathered.key), list(arena.layout.cut(bucket, number)))
         elif arena.sent_bytes is not None:
-            arena.bucket(arena.parameter_buffer, number).copy_(bucket)
+            arena.bucket(arena.parameter_buffer.values, number).copy_(bucket)
 
-    def _copy_of(self, key: _Key) -> _Copy:
+    def _targets_of(self, key: _Key) -> list[Tensor]:
         place, number = key
         arena = self.arenas[place]
         pieces = arena.layout.pieces[number]
         addresses = [arena.params[piece.param].data_ptr() for piece in pieces]
-        copy = self._copies.get(key)
-        if copy is None or copy.addresses != addresses:
-            copy = self._copies[key] = _Copy(addresses)
-            flats = arena.flat_params()
-            for piece in pieces:
-                copy.places.append(flats[piece.param][piece.start : piece.stop])
-        return copy
+        known = self._targets.get(key)
+        if known is None or known[0] != addresses:
+            params = arena.flat_params()
+            targets = [params[piece.param][piece.start : piece.stop] for piece in pieces]
+            known = self._targets[key] = addresses, targets
+        return known[1]
+
+
+def _truncated(values: Tensor, count: int) -> Tensor:
+    """The `count` most significant bytes of each value, as a vector of bytes; numbers are little-endian."""
+    return _bytes_of(values)[:, -count:].reshape(-1)
+
+
+def _extended(received: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Values with these most significant bytes and zeros in the others: the last bits of mantissas are cut off."""
+    values = torch.zeros(len(received) // count, dtype=dtype, device=received.device)
+    _bytes_of(values)[:, -count:] = received.view(-1, count)
+    return values
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    """[elements, bytes of each], in the memory of the values."""
+    return values.view(torch.uint8).view(len(values), values.element_size())

@@ -13,7 +13,7 @@ from ...._distributed.collectives import all_gather
 from ...._failures import explained
 from ....ops.multi_tensor.flat import flat
 from .arena import Arena
-from .layout import LocalPiece
+from .layout import Piece
 from .state import PARAM
 
 
@@ -37,9 +37,9 @@ def names_of(state: State) -> tuple[str, ...]:
     return PARAM, *state.names
 
 
-def by_param(parts: Iterable[LocalPiece]) -> dict[int, list[LocalPiece]]:
+def by_param(parts: Iterable[Piece]) -> dict[int, list[Piece]]:
     """The parts of each parameter that has any."""
-    found: dict[int, list[LocalPiece]] = {}
+    found: dict[int, list[Piece]] = {}
     for part in parts:
         found.setdefault(part.param, []).append(part)
     return found

@@ -16,7 +16,7 @@ from ....ops.multi_tensor.tables import current_stream
 from ....ops.multi_tensor.triton_lists import TritonLists
 from .arena import Arena
 from .gradients import GradientSync
-from .layout import LocalPiece, cuts
+from .layout import Piece, cuts
 from .state import PARAM, Apply, in_slots
 from .weights import Weights
 
@@ -24,9 +24,7 @@ from .weights import Weights
 class _Bucket:
     """This rank's shard of a bucket: its pieces, and the lists of them, which stay where they are."""
 
-    def __init__(
-        self, pieces: list[LocalPiece], arena: Arena, first_row: int, stored: list[Tensor], wide: Tensor
-    ) -> None:
+    def __init__(self, pieces: list[Piece], arena: Arena, first_row: int, stored: list[Tensor], wide: Tensor) -> None:
         """`stored` has the shard of weights and state, `wide` a row of memory to work in for each of them."""
         self.pieces = pieces
         self.rows = slice(first_row, first_row + len(pieces))

@@ -49,11 +49,9 @@ class ShardReducer(BucketReducer):
         self._set_buckets({piece.param for piece in pieces} for arena in self.arenas for pieces in arena.layout.pieces)
 
     def make_buffer(self, arena: Arena) -> None:
-        """Gives an arena a buffer for all its gradients, and views of it."""
+        """Gives an arena a buffer for all its gradients."""
         if arena.gradient_buffer is None:
-            buffer = arena.allocate(arena.layout.size, dtype=arena.dtypes.gradients, device=arena.device)
-            arena.gradient_buffer = buffer
-            arena.gradient_views = [arena.view(buffer, index) for index in range(len(arena.params))]
+            arena.gradient_buffer = arena.new_buffer(arena.dtypes.gradients)
 
     def shards(self, arena: Arena) -> Tensor:
         """This rank's flat shard of the sums, after the end of a round; with more than one process."""

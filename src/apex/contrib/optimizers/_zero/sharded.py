@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arena import Arena
-from .layout import LocalPiece, joined
+from .layout import Piece, merge_adjacent
 from .saved import Restoring, State, Stretch, by_param, names_of
 
 
@@ -23,7 +23,7 @@ def sharded(states: Sequence[State], key_of: Callable[[Tensor], str]) -> dict[st
     found: dict[str, dict[str, Any]] = {}
     for state in states:
         arena = state.arena
-        everywhere = [by_param(joined(arena.layout.owned_by(rank))) for rank in range(arena.groups.ranks)]
+        everywhere = [by_param(merge_adjacent(arena.layout.owned_by(rank))) for rank in range(arena.groups.ranks)]
         for name in names_of(state):
             values = state.read(name)
             for index, param in enumerate(arena.params):
@@ -32,7 +32,7 @@ def sharded(states: Sequence[State], key_of: Callable[[Tensor], str]) -> dict[st
     return found
 
 
-def _tensor(arena: Arena, index: int, parts: Sequence[Sequence[LocalPiece]], values: Tensor) -> Any:
+def _tensor(arena: Arena, index: int, parts: Sequence[Sequence[Piece]], values: Tensor) -> Any:
     size = arena.layout.sizes[index]
     mine = parts[arena.groups.rank]
     if not size:

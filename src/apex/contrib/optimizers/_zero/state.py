@@ -15,7 +15,8 @@ from ....ops.multi_tensor.tables import current_stream
 from ....ops.multi_tensor.torch_lists import TorchLists
 from ....ops.multi_tensor.triton_lists import TritonLists
 from .arena import Arena, laid_out_like
-from .weights import Unit, Weights, pick, units_of
+from .layout import Piece, pick
+from .weights import Weights, units_of
 
 # Gets the number of a parameter group and the lists of its tensors: weights, gradients, then state.
 Apply = Callable[[int, Lists], None]
@@ -35,7 +36,7 @@ class Gradients(Protocol):
     """`GradientSync`, or the reductions of LAMB."""
 
     def has_fixed(self, arena: Arena) -> bool: ...
-    def of_units(self, arena: Arena, units: Sequence[Unit]) -> list[Tensor]: ...
+    def of_units(self, arena: Arena, units: Sequence[Piece]) -> list[Tensor]: ...
 
 
 class _Known(NamedTuple):
@@ -58,16 +59,16 @@ class ArenaState:
     """
 
     def __init__(
-        self, arena: Arena, names: Sequence[str], weights: Weights, units: Sequence[Unit] | None = None
+        self, arena: Arena, names: Sequence[str], weights: Weights, units: Sequence[Piece] | None = None
     ) -> None:
         self.arena = arena
         self.names = tuple(names)
         self.weights = weights
         self.moments = {name: arena.new_shard(arena.dtypes.state) for name in names}
         # What rules walk over, by parameter group.
-        self.units: dict[int, list[Unit]] = {}
+        self.units: dict[int, list[Piece]] = {}
         for unit in units_of(arena) if units is None else units:
-            self.units.setdefault(unit.owner, []).append(unit)
+            self.units.setdefault(arena.owners[unit.param], []).append(unit)
         self._lists: dict[int, _Known] = {}
 
     def connect(self) -> None:
@@ -90,7 +91,7 @@ class ArenaState:
         where = (current_stream(self.arena.device), self.weights.addresses())
         return {owner: self._lists_of(owner, units, gradients, where) for owner, units in self.units.items()}
 
-    def _lists_of(self, owner: int, units: list[Unit], gradients: Gradients, where: tuple[int, list[int]]) -> Lists:
+    def _lists_of(self, owner: int, units: list[Piece], gradients: Gradients, where: tuple[int, list[int]]) -> Lists:
         """The lists of a parameter group: as they are, with other gradients, or, where weights have moved, new ones."""
         known = self._lists.get(owner)
         if known is not None and known.where != where:
@@ -108,7 +109,7 @@ class ArenaState:
             known.lists.point_to(*self._slots(units, given))
         return known.lists
 
-    def _slots(self, units: list[Unit], gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], Any]:
+    def _slots(self, units: list[Piece], gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], Any]:
         state = [pick(moment, units) for moment in self.moments.values()]
         return in_slots(self.weights.slot(units), gradients, state), self.weights.copy(units)
 

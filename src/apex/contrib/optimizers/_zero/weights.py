@@ -12,49 +12,31 @@ the rule walks over: of one process the parameters, else the runs of its shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ....ops.multi_tensor.packed_floats import join_remainders, split_remainders
 from .arena import Arena
-from .layout import cuts
-
-# A flat shard, or this rank's shards of the buckets one by one.
-Storage = Tensor | list[Tensor]
+from .layout import Piece, cuts, pick
 
 
-class Unit(NamedTuple):
-    """A stretch of elements that a rule takes as one tensor: see `Run` and `LocalPiece`."""
+def units_of(arena: Arena) -> list[Piece]:
+    """What a rule takes as one tensor: of one process the parameters, else stretches of the shards of buckets.
 
-    owner: int
-    param: int
-    bucket: int
-    offset: int
-    flat: int
-    size: int
-
-
-def units_of(arena: Arena) -> list[Unit]:
-    """The units of an arena."""
+    A stretch has parameters of one parameter group, with the padding between them, which is zero and stays so.
+    """
     if arena.groups.is_one:
-        return [
-            Unit(arena.owners[part.param], part.param, part.bucket, part.offset, part.flat, part.size)
-            for part in arena.parts
-        ]
-    starts = arena.layout.shard_starts
-    return [
-        Unit(owner, -1, bucket, at.start, starts[bucket] + at.start, at.stop - at.start)
-        for owner, bucket, at in arena.runs
-    ]
-
-
-def pick(storage: Storage, units: Sequence[Unit]) -> list[Tensor]:
-    """The elements of each unit."""
-    if isinstance(storage, Tensor):
-        return [storage[unit.flat : unit.flat + unit.size] for unit in units]
-    return [storage[unit.bucket][unit.offset : unit.offset + unit.size] for unit in units]
+        return arena.parts
+    found: list[Piece] = []
+    for piece in arena.owned:
+        first = found[-1] if found else None
+        if first and (arena.owners[first.param], first.bucket) == (arena.owners[piece.param], piece.bucket):
+            found[-1] = replace(first, stop=first.start + piece.offset + piece.size - first.offset)
+        else:
+            found.append(piece)
+    return found
 
 
 class Weights:
@@ -80,11 +62,11 @@ class Weights:
     def end(self) -> None:
         """Takes what an update has written."""
 
-    def slot(self, units: Sequence[Unit]) -> list[Tensor]:
+    def slot(self, units: Sequence[Piece]) -> list[Tensor]:
         """What is updated."""
         raise NotImplementedError
 
-    def copy(self, units: Sequence[Unit]) -> list[Tensor] | None:
+    def copy(self, units: Sequence[Piece]) -> list[Tensor] | None:
         """What gets a copy of it."""
         return None
 
@@ -120,7 +102,7 @@ class Weights:
             torch._foreach_copy_(list(values.split(self._cuts)[1::2]), self._parts)
         return values
 
-    def make_outgoing(self) -> Storage:
+    def make_outgoing(self) -> Tensor | list[Tensor]:
         """Shards in the dtype that parameters travel in, with what these are now: a skipped update sends that.
 
         In the parameters' buffer, where there is one.
@@ -128,11 +110,11 @@ class Weights:
         arena = self.arena
         buckets = range(len(arena.layout.bucket_sizes))
         if arena.parameter_buffer is None:
-            storage: Storage = self.gather(arena.new_shard(arena.dtypes.parameters))
+            storage: Tensor | list[Tensor] = self.gather(arena.new_shard(arena.dtypes.parameters))
         elif arena.groups.ranks == 1:
-            storage = arena.parameter_buffer
+            storage = arena.parameter_buffer.values
         else:
-            storage = [arena.shard_of_bucket(arena.bucket(arena.parameter_buffer, number)) for number in buckets]
+            storage = [arena.shard_of_bucket(arena.bucket(arena.parameter_buffer.values, number)) for number in buckets]
         arena.outgoing = [arena.shard(storage, n) for n in buckets] if isinstance(storage, Tensor) else storage
         return storage
 
@@ -143,7 +125,7 @@ class Weights:
 
 
 class InPlace(Weights):
-    def slot(self, units: Sequence[Unit]) -> list[Tensor]:
+    def slot(self, units: Sequence[Piece]) -> list[Tensor]:
         params = self.flat_params()
         return [params[unit.param] for unit in units]
 
@@ -157,7 +139,7 @@ class InPlace(Weights):
 
 
 class Stored(Weights):
-    _outgoing: Storage | None = None
+    _outgoing: Tensor | list[Tensor] | None = None
 
     def __init__(self, arena: Arena) -> None:
         super().__init__(arena)
@@ -173,10 +155,10 @@ class Stored(Weights):
         else:
             self._outgoing = self.make_outgoing()
 
-    def slot(self, units: Sequence[Unit]) -> list[Tensor]:
+    def slot(self, units: Sequence[Piece]) -> list[Tensor]:
         return pick(self.values, units)
 
-    def copy(self, units: Sequence[Unit]) -> list[Tensor] | None:
+    def copy(self, units: Sequence[Piece]) -> list[Tensor] | None:
         if self._writes_params:
             params = self.flat_params()
             return [params[unit.param] for unit in units]
@@ -217,11 +199,11 @@ class Gathered(Weights):
     def end(self) -> None:
         self._values = None
 
-    def slot(self, units: Sequence[Unit]) -> list[Tensor]:
+    def slot(self, units: Sequence[Piece]) -> list[Tensor]:
         assert self._values is not None
         return pick(self._values, units)
 
-    def copy(self, units: Sequence[Unit]) -> list[Tensor] | None:
+    def copy(self, units: Sequence[Piece]) -> list[Tensor] | None:
         return pick(self._outgoing, units)
 
     def addresses(self) -> list[int]:
@@ -249,7 +231,7 @@ class Remainders(Gathered):
         self.write(self._values)
         self._values = None
 
-    def copy(self, units: Sequence[Unit]) -> list[Tensor] | None:
+    def copy(self, units: Sequence[Piece]) -> list[Tensor] | None:
         return None
 
     def read(self) -> Tensor:
