@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._distributed.collectives import all_gather
-from apex.contrib.optimizers._lamb.reductions import Reductions
+from apex.contrib.optimizers._lamb.reducer import LambReducer
 from apex.contrib.optimizers._zero.groups import Groups
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.optimizers import FusedLAMB
@@ -34,16 +34,16 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 def busy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that several processes do is done, with NCCL, by the one that there is."""
     monkeypatch.setattr(Groups, "is_one", False)
-    made = Reductions.__init__
+    made = LambReducer.__init__
 
-    def never_in_place(self: Reductions, *arguments: Any, **options: Any) -> None:
+    def never_in_place(self: LambReducer, *arguments: Any, **options: Any) -> None:
         made(self, *arguments, **options)
         if not options["full"]:
             self._gets_all = False
             for arena in self.arenas:
                 arena.gradient_shard = arena.new_shard(arena.dtypes.gradients)
 
-    monkeypatch.setattr(Reductions, "__init__", never_in_place)
+    monkeypatch.setattr(LambReducer, "__init__", never_in_place)
 
 
 def net(dtype: torch.dtype) -> nn.Module:

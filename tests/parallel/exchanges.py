@@ -19,15 +19,15 @@ GATHERED, SUMMED = "_allgather_base", "allreduce"
 def counted() -> Iterator[Counter[str]]:
     """Collectives that are called inside, by `GATHERED` and `SUMMED`."""
     found: Counter[str] = Counter()
-    carrier = _statistics._carrier
+    backend_of = _statistics._backend_of
 
     class Counted:
         def __init__(self, group: Any, device: torch.device) -> None:
-            self._carrier = carrier(group, device)
+            self._backend = backend_of(group, device)
 
         def __getattr__(self, name: str) -> Any:
             found[name] += 1
-            return getattr(self._carrier, name)
+            return getattr(self._backend, name)
 
-    with mock.patch.object(_statistics, "_carrier", Counted):
+    with mock.patch.object(_statistics, "_backend_of", Counted):
         yield found

@@ -29,7 +29,7 @@ def check_same_everywhere(
     described = [(name, tuple(param.shape), str(param.dtype), param.requires_grad) for name, param in named_params]
     elements = sum(param.numel() for _, param in named_params)
     facts = [len(described), elements, zlib.crc32(repr((described, options)).encode())]
-    device = _common_device([param for _, param in named_params], group)
+    device = common_device([param for _, param in named_params], group)
     found = gathered(torch.tensor(facts, dtype=torch.int64, device=device), what, group)
     other = next((index for index, each in enumerate(found) if each != found[0]), None)
     if other is None:
@@ -43,13 +43,6 @@ def check_same_everywhere(
         f"elements, and {found[other][0]} with {found[other][1]}. "
         f"{_difference(ranks[0], everything[0], ranks[other], everything[other])}"
     )
-
-
-def _common_device(params: Sequence[Tensor], group: Any) -> torch.device:
-    """A device of the kind that all processes of a group choose, also one that has no parameters."""
-    kinds = (dist.distributed_c10d._get_default_group() if group is None else group)._device_types
-    chosen = kinds[0] if kinds and HOST not in kinds else HOST
-    return next((param.device for param in params if param.device.type == chosen.type), chosen)
 
 
 def _difference(rank: int, mine: Any, other_rank: int, others: Any) -> str:
@@ -98,6 +91,13 @@ def gathered(mine: Tensor, what: str, group: Any) -> list[list[int]]:
     with explained(f"comparing the {what} of all ranks"):
         dist.all_gather(everywhere, mine, group=group)
     return [each.tolist() for each in everywhere]
+
+
+def common_device(tensors: Sequence[Tensor], group: Any) -> torch.device:
+    """A device of the kind that all processes of a group choose, also one that has no such tensors."""
+    kinds = (dist.distributed_c10d._get_default_group() if group is None else group)._device_types
+    chosen = kinds[0] if kinds and HOST not in kinds else HOST
+    return next((tensor.device for tensor in tensors if tensor.device.type == chosen.type), chosen)
 
 
 def ranks_of(group: Any) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,18 @@ class BucketReducer:
         """From now on buckets are sent in the order in which this round completed them in the first process."""
         order = dict.fromkeys([*self._complete, *self._order])
         self._order = from_first_rank(list(order), device, group, root)
+
+
+def weak_method(owner: Any, method: Callable[[Any, Any], None]) -> Callable[[Any], None]:
+    """A hook that calls a method of `owner` as long as it lives: parameters may outlive it."""
+    reference = weakref.ref(owner)
+
+    def call(argument: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            method(alive, argument)
+
+    return call
 
 
 def from_first_rank(numbers: list[Any], device: torch.device, group: Any = None, root: int = 0) -> list[Any]:

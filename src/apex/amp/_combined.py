@@ -13,52 +13,47 @@ import torch
 from torch import Tensor
 
 from ..ops._host import on_host
-from ..ops.multi_tensor import flat
+from ..ops.multi_tensor.flat import FlatBuffer, flat, offsets_of
 from ._combined_ddp import CombinedReduction
 from ._master_params import AmpOptimizerState
 from ._overflow_messages import NonfiniteCounts
 from .scaler import LossScaler
 
 
-class _Flat:
+class _FlatGradients(FlatBuffer):
     """A buffer with a place for the gradient of each of some tensors of one dtype and device."""
 
     def __init__(self, members: list[Tensor], offsets: list[int], size: int) -> None:
+        super().__init__(members, offsets, size)
         self.members = members
-        self.buffer = torch.zeros(size, dtype=members[0].dtype, device=members[0].device)
-        self.places = [
-            flat.view_like(self.buffer, offset, member) for offset, member in zip(offsets, members, strict=True)
-        ]
-        # The same places in one dimension, for passes that count for each gradient.
-        self.parts = [
-            self.buffer.narrow(0, offset, member.numel()) for offset, member in zip(offsets, members, strict=True)
-        ]
+        # The views in one dimension, for passes that count for each gradient.
+        self.parts = list(map(flat, self.views))
 
     def put(self, gradients: list[Tensor | None]) -> None:
         """Copies gradients to their places, zeros where there is none."""
         moved, values = [], []
-        for gradient, place in zip(gradients, self.places, strict=True):
+        for index, (gradient, view) in enumerate(zip(gradients, self.views, strict=True)):
             if gradient is None:
-                place.zero_()
+                view.zero_()
             elif gradient.layout != torch.strided:
                 raise RuntimeError("combine_grad=True takes dense gradients only; an embedding has sparse=True")
-            elif gradient.data_ptr() != place.data_ptr() or gradient.stride() != place.stride():
-                moved.append(place)
+            elif not self.holds(index, gradient):
+                moved.append(view)
                 values.append(gradient.detach())
         if moved:
             torch._foreach_copy_(moved, values)
 
     def give(self, has_gradient: list[bool]) -> None:
         """Makes the places the gradients."""
-        for member, place, has in zip(self.members, self.places, has_gradient, strict=True):
-            member.grad = place if has else None
+        for member, view, has in zip(self.members, self.views, has_gradient, strict=True):
+            member.grad = view if has else None
 
     def moved_away(self) -> list[Tensor]:
         """Members whose gradient is somewhere else."""
         return [
             member
-            for member, place in zip(self.members, self.places, strict=True)
-            if member.grad is not None and member.numel() and member.grad.data_ptr() != place.data_ptr()
+            for member, view in zip(self.members, self.views, strict=True)
+            if member.grad is not None and member.numel() and member.grad.data_ptr() != view.data_ptr()
         ]
 
 
@@ -66,13 +61,13 @@ class _Kind:
     """Model parameters of one dtype and device, and their masters where they have any."""
 
     def __init__(self, params: list[Tensor], masters: list[Tensor]) -> None:
-        offsets, size = flat.offsets_of(params)
+        offsets, size = offsets_of(params)
         self.params = params
         self._layout = offsets, size
-        self.grads = _Flat(params, offsets, size)
+        self.grads = _FlatGradients(params, offsets, size)
         # At the same offsets, so that one pass can go from one buffer to the other.
-        self.masters = _Flat(masters, offsets, size) if masters else None
-        self._fresh: _Flat | None = None
+        self.masters = _FlatGradients(masters, offsets, size) if masters else None
+        self._fresh: _FlatGradients | None = None
         # Where the gradients of the last backward pass are.
         self._source = self.grads
 
@@ -81,12 +76,12 @@ class _Kind:
         new = [param.grad for param in self.params]
         earlier = any(stashed.get(param) is not None for param in self.params)
         if earlier and self.masters is None:
-            self._fresh = self._fresh or _Flat(self.params, *self._layout)
+            self._fresh = self._fresh or _FlatGradients(self.params, *self._layout)
             self._source = self._fresh
         else:
             self._source = self.grads
         self._source.put(new)
-        return self._source.buffer, [gradient is not None for gradient in new]
+        return self._source.values, [gradient is not None for gradient in new]
 
     def unscale(self, present: list[bool], stashed: dict[Tensor, Tensor], scaler: LossScaler) -> NonfiniteCounts:
         """Unscales what was collected, and adds it to what was there before; `present` has a gradient."""
@@ -101,7 +96,7 @@ class _Kind:
         self.grads.give([new or gradient is not None for new, gradient in zip(present, earlier, strict=True)])
         return counted
 
-    def _unscale_to_masters(self, masters: _Flat, present: list[bool], scaler: LossScaler) -> NonfiniteCounts:
+    def _unscale_to_masters(self, masters: _FlatGradients, present: list[bool], scaler: LossScaler) -> NonfiniteCounts:
         earlier = [master.grad for master in masters.members]
         self.grads.give(present)
         if all(gradient is None for gradient in earlier):
@@ -112,11 +107,13 @@ class _Kind:
         masters.give([new or gradient is not None for new, gradient in zip(present, earlier, strict=True)])
         return counted
 
-    def _run(self, scaler: LossScaler, source: _Flat, target: _Flat, earlier: _Flat | None) -> NonfiniteCounts:
+    def _run(
+        self, scaler: LossScaler, source: _FlatGradients, target: _FlatGradients, earlier: _FlatGradients | None
+    ) -> NonfiniteCounts:
         """Unscales the buffer as a whole where the host can count afterwards what is not finite, else by its parts."""
-        at_once = on_host(source.buffer) and on_host(scaler.overflow)
-        tensors = lambda each: [each.buffer] if at_once else each.parts  # noqa: E731
-        nonfinite_counts = torch.zeros(len(self.params), 2, dtype=torch.int32, device=source.buffer.device)
+        at_once = on_host(source.values) and on_host(scaler.overflow)
+        tensors = lambda each: [each.values] if at_once else each.parts  # noqa: E731
+        nonfinite_counts = torch.zeros(len(self.params), 2, dtype=torch.int32, device=source.values.device)
         counters = None if at_once else nonfinite_counts
         if earlier is None:
             in_place = source is target
@@ -124,7 +121,7 @@ class _Kind:
         else:
             scaler.unscale_with_stashed(tensors(source), tensors(earlier), tensors(target), nonfinite_counts=counters)
         if at_once and scaler.overflow_known_on_host():
-            counts = [[place.isinf().sum(), place.isnan().sum()] for place in target.places]
+            counts = [[place.isinf().sum(), place.isnan().sum()] for place in target.views]
             nonfinite_counts = torch.tensor(counts, dtype=torch.int32, device=nonfinite_counts.device)
         return NonfiniteCounts(self.params, nonfinite_counts)
 
@@ -154,14 +151,14 @@ class CombinedGradients:
     def buffers(self) -> list[Tensor]:
         """The buffers that hold the gradients of what the optimizer updates."""
         self._make()
-        return [(kind.masters or kind.grads).buffer for kind in self._kinds]
+        return [(kind.masters or kind.grads).values for kind in self._kinds]
 
     def zero(self) -> None:
         """Zeroes all gradients in place."""
         for kind in self._kinds:
             for each in (kind.grads, kind.masters):
                 if each is not None:
-                    each.buffer.zero_()
+                    each.values.zero_()
 
     def moved_away(self) -> list[Tensor]:
         """What the optimizer is about to update with gradients that are not in the buffers."""

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._failures import explained
+from .._distributed.collectives import start
+from .._distributed.comparison import common_device, gathered
 
 
 class CombinedReduction:
@@ -43,16 +44,16 @@ class CombinedReduction:
         anywhere = torch.ones(len(flags), dtype=torch.uint8, device=buffers[0].device)
         for position in (position for position, flag in enumerate(flags) if not flag):
             anywhere[position] = 0
-        with explained("the reduction of combined gradients"):
-            works = [
-                dist.all_reduce(part, async_op=True)
-                for buffer in buffers
-                for part in buffer.split(max(1, -(-buffer.numel() // self.parts)))
-                if part.numel()
-            ]
-            works.append(dist.all_reduce(anywhere, dist.ReduceOp.MAX, async_op=True))
-            for work in works:
-                work.wait()
+        what = "the reduction of combined gradients"
+        works = [
+            start(what, dist.all_reduce, part)
+            for buffer in buffers
+            for part in buffer.split(max(1, -(-buffer.numel() // self.parts)))
+            if part.numel()
+        ]
+        works.append(start(what, dist.all_reduce, anywhere, op=dist.ReduceOp.MAX))
+        for work in works:
+            work.wait()
         for buffer in buffers:
             buffer.mul_(1 / dist.get_world_size())
         # Who has all gradients need not ask the device what others have.
@@ -64,12 +65,10 @@ class CombinedReduction:
         layout = [(str(buffer.dtype), buffer.numel(), len(each)) for buffer, each in zip(buffers, present, strict=True)]
         if layout == self._checked:
             return
-        device = buffers[0].device if buffers else None
-        mine = torch.tensor([zlib.crc32(repr(layout).encode())], dtype=torch.int64, device=device)
-        everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        with explained("comparing the parameters of all ranks"):
-            dist.all_gather(everywhere, mine)
-        different = [rank for rank, other in enumerate(everywhere) if other.item() != everywhere[0].item()]
+        facts = [zlib.crc32(repr(layout).encode())]
+        mine = torch.tensor(facts, dtype=torch.int64, device=common_device(buffers, None))
+        everywhere = gathered(mine, "parameters", None)
+        different = [rank for rank, other in enumerate(everywhere) if other != everywhere[0]]
         if different:
             raise RuntimeError(
                 f"combine_ddp=True needs the same parameters in all processes, but those of rank 0 and rank "

@@ -46,11 +46,9 @@ class Combination:
         self.members = members
         self._groups = groups
         self.params, self._homes = flat.combine(members)
-        self.grads = torch.zeros_like(self.params)
+        gradients = flat.FlatBuffer(members)
+        self.grads, self._grad_homes = gradients.values, gradients.views
         self._offsets, _ = flat.offsets_of(members)
-        self._grad_homes = [
-            flat.view_like(self.grads, offset, member) for offset, member in zip(self._offsets, members, strict=True)
-        ]
         self._addresses = list(map(_data_ptr, self._homes))
         self._grad_addresses = list(map(_data_ptr, self._grad_homes))
         # Whether a gradient's place in the buffer is in use; otherwise it is zero.

@@ -51,7 +51,11 @@ def _new_group(size: int, processes: int) -> dist.ProcessGroup:
     if size == processes:
         assert dist.group.WORLD is not None  # processes are connected
         return dist.group.WORLD
-    # Every process takes part in making every group.
+    return new_consecutive_group(size, processes)
+
+
+def new_consecutive_group(size: int, processes: int) -> dist.ProcessGroup:
+    """A new group of this process and its neighbours; every process takes part in making every group."""
     groups = [dist.new_group(range(first, first + size)) for first in range(0, processes, size)]
     own = groups[dist.get_rank() // size]
     assert isinstance(own, dist.ProcessGroup)

@@ -7,6 +7,7 @@ host is busy for 50 us of the 275 that it takes for a backward pass.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -53,16 +54,8 @@ class GroupExchange(NamedTuple):
             all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             all_gather(gathered, rank_stats, group=self.group)
             return gathered.view(-1, values)
-        try:
-            work = _carrier(self.group, rank_stats.device)._allgather_base(
-                gathered, rank_stats, _at_once("AllgatherOptions")
-            )
-            if work is not None:
-                work.wait()
-        except OWN:
-            raise
-        except RuntimeError as error:
-            raise unanswered(_GATHERING, error) from error
+        backend = _backend_of(self.group, rank_stats.device)
+        _run(_GATHERING, backend._allgather_base, gathered, rank_stats, _synchronous("AllgatherOptions"))
         return gathered.view(-1, values)
 
     def add_up(self, rank_stats: Tensor) -> None:
@@ -70,18 +63,24 @@ class GroupExchange(NamedTuple):
         if torch.compiler.is_compiling():
             dist.all_reduce(rank_stats, group=self.group)
             return
-        try:
-            work = _carrier(self.group, rank_stats.device).allreduce([rank_stats], _at_once("AllreduceOptions"))
-            if work is not None:
-                work.wait()
-        except OWN:
-            raise
-        except RuntimeError as error:
-            raise unanswered(_ADDING, error) from error
+        backend = _backend_of(self.group, rank_stats.device)
+        _run(_ADDING, backend.allreduce, [rank_stats], _synchronous("AllreduceOptions"))
 
 
-def _carrier(group: Any, device: torch.device) -> Any:
-    """What carries messages of a group from such a device; itself where it is all of one piece."""
+def _run(what: str, collective: Callable[..., Any], *arguments: Any) -> None:
+    """Runs a collective of a backend; `what` is said to have failed where other processes do not answer."""
+    try:
+        work = collective(*arguments)
+        if work is not None:
+            work.wait()
+    except OWN:
+        raise
+    except RuntimeError as error:
+        raise unanswered(what, error) from error
+
+
+def _backend_of(group: Any, device: torch.device) -> Any:
+    """The backend of a group for a device; the group itself where it has only one."""
     try:
         return group._get_backend(device)
     except (AttributeError, RuntimeError):
@@ -89,7 +88,7 @@ def _carrier(group: Any, device: torch.device) -> Any:
 
 
 @functools.cache
-def _at_once(kind: str) -> Any:
+def _synchronous(kind: str) -> Any:
     """Options of a collective for the stream that the caller is on, without another one in between, if PyTorch can."""
     options = getattr(dist.distributed_c10d, kind)()
     if hasattr(options, "asyncOp"):

@@ -1,4 +1,4 @@
-"""Who can see a tensor's memory: what may be replaced, or written over, without anybody noticing."""
+"""How many tensors share a memory: whether a gradient may be replaced, or a buffer used again, unnoticed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..ops._host import HOST
 
-# Missing in some older PyTorch that was built without CUDA; nothing is taken for unseen then.
+# Missing in some older PyTorch that was built without CUDA; every gradient counts as shared then.
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 USES_ARE_KNOWN = _use_count is not None
 
@@ -21,22 +21,22 @@ def storage_uses(tensor: Tensor) -> int:
     return -1 if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
 
 
-def _seen(param: Tensor) -> tuple[int, int]:
+def _uses_of_gradient(param: Tensor) -> tuple[int, int]:
     gradient = param.grad
     assert gradient is not None
     return sys.getrefcount(gradient), storage_uses(gradient)
 
 
 @functools.cache
-def _unseen() -> tuple[int, int]:
-    """What `_seen` gives for a gradient that nobody holds but its parameter."""
+def _uses_if_unshared() -> tuple[int, int]:
+    """What `_uses_of_gradient` gives for a gradient that nobody holds but its parameter."""
     param = torch.empty(1, dtype=torch.float32, device=HOST, requires_grad=True)
     param.grad = torch.empty_like(param)
-    return _seen(param)
+    return _uses_of_gradient(param)
 
 
 def gradient_is_unshared(param: Tensor) -> bool:
     """Whether nobody would notice if `param.grad` became another tensor with the same values."""
     if _use_count is None or type(param.grad) is not Tensor or param.grad.requires_grad:
         return False
-    return _seen(param) == _unseen()
+    return _uses_of_gradient(param) == _uses_if_unshared()

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from .._distributed.comparison import check_same_everywhere
+from .._distributed.reducer import weak_method
 from .._failures import explained
 from ._buckets import Arithmetic, multiply
 from ._flat import (
@@ -28,7 +29,7 @@ from ._flat import (
     split_half_float_double_bfloat16,
     unflatten,
 )
-from ._reduction import Reduction, signature_of
+from ._gradient_reducer import GradientReducer, signature_of
 
 __all__ = [
     "DistributedDataParallel",
@@ -77,7 +78,7 @@ class Reducer:
         _check_process_group("Reducer")
         self.module: nn.Module | None = None
         self.grads: list[Tensor] = []
-        self._reduction: Reduction | None = None
+        self._reducer: GradientReducer | None = None
         if isinstance(module_or_grads_list, nn.Module):
             self.module = module_or_grads_list
             _take_state_of_first_rank(self.module)
@@ -90,12 +91,12 @@ class Reducer:
             flat_dist_call(self.grads, dist.all_reduce)
             return
         named = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
-        if self._reduction is None or self._reduction.signature != signature_of([param for _, param in named]):
-            self._reduction = Reduction(named, Arithmetic(), delay=True)
+        if self._reducer is None or self._reducer.signature != signature_of([param for _, param in named]):
+            self._reducer = GradientReducer(named, Arithmetic(), delay=True)
         try:
-            self._reduction.reduce_all()
+            self._reducer.reduce_all()
         except BaseException:
-            self._reduction = None  # half of it is done: the next one begins anew
+            self._reducer = None  # half of it is done: the next one begins anew
             raise
 
 
@@ -187,7 +188,7 @@ class DistributedDataParallel(nn.Module):
         self._prepare()
 
     def _start_fresh(self) -> None:
-        self._reduction: Reduction | None = None
+        self._reducer: GradientReducer | None = None
         self._groups: Sequence[Any] | None = None
         self._streams: Sequence[Any] = (None,)
         self._fallback_buffers: list[Tensor | None] = []
@@ -199,7 +200,7 @@ class DistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: groups and streams are made anew, but for those that were given."""
-        transient = ("_reduction", "_groups", "_streams", "_fallback_buffers", "_hooked", "_lock", "_in_pass")
+        transient = ("_reducer", "_groups", "_streams", "_fallback_buffers", "_hooked", "_lock", "_in_pass")
         state = {name: value for name, value in self.__dict__.items() if name not in transient}
         return {**state, "allreduce_communicators": None}
 
@@ -242,17 +243,17 @@ class DistributedDataParallel(nn.Module):
         """Makes buckets anew when parameters have changed, and forgets a pass that failed."""
         if self._in_pass and torch._C._current_graph_task_id() == -1:
             self._in_pass = False
-            if self._reduction is not None:
-                self._reduction.abandon_pass()
+            if self._reducer is not None:
+                self._reducer.abandon_pass()
         named = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
-        if self._reduction is not None and self._reduction.signature == signature_of([param for _, param in named]):
+        if self._reducer is not None and self._reducer.signature == signature_of([param for _, param in named]):
             self._stay_last()
             return
         if self._groups is None:
             self._connect()
-        self._reduction = None
+        self._reducer = None
         if named:
-            self._reduction = Reduction(
+            self._reducer = GradientReducer(
                 named,
                 self._arithmetic,
                 message_size=self.message_size,
@@ -288,11 +289,11 @@ class DistributedDataParallel(nn.Module):
         for output in _pytree.tree_leaves(outputs):
             # A leaf would keep the hook for good.
             if isinstance(output, Tensor) and output.grad_fn is not None:
-                output.register_hook(_quiet_caller(self, DistributedDataParallel._begin_pass))
+                output.register_hook(weak_method(self, DistributedDataParallel._begin_pass))
 
     def create_hooks(self) -> None:
         """Has backward passes say when they have added to the gradient of a parameter."""
-        hook = _quiet_caller(self, DistributedDataParallel._gradient_arrived)
+        hook = weak_method(self, DistributedDataParallel._gradient_arrived)
         for param in self.module.parameters():
             known = self._hooked.get(id(param))
             if param.requires_grad and (known is None or known[0]() is not param):
@@ -325,8 +326,8 @@ class DistributedDataParallel(nn.Module):
         with self._lock, self._named("apex: wait for gradients"):
             self._in_pass = False
             self._fallback_buffers = []
-            if self._reduction is not None:
-                self._reduction.finish_pass()
+            if self._reducer is not None:
+                self._reducer.finish_pass()
 
     def _named(self, name: str) -> Any:
         return torch.profiler.record_function(name) if self.prof else _UNNAMED
@@ -335,13 +336,13 @@ class DistributedDataParallel(nn.Module):
 
     def comm_ready_buckets(self, param: Tensor) -> None:
         """Notes that a parameter's gradient is there, and sends the buckets that are complete, in their order."""
-        if self._reduction is not None and param.requires_grad:
-            self._reduction.arrived(param)
+        if self._reducer is not None and param.requires_grad:
+            self._reducer.arrived(param)
 
     def sync_bucket_structure(self) -> None:
         """Makes the buckets of rank 0 those of all processes; to be called in all of them, in a first pass."""
-        if self._reduction is not None:
-            self._reduction.plan()
+        if self._reducer is not None:
+            self._reducer.plan()
 
     def allreduce_fallback(self) -> None:
         """Reduces all gradients now, one bucket per type: what `disable_allreduce` left undone."""
@@ -383,19 +384,19 @@ class DistributedDataParallel(nn.Module):
     @property
     def allreduce_buffers(self) -> list[Tensor | None]:
         """With `retain_allreduce_buffers`: the means of the last pass, a vector per bucket."""
-        if self._reduction is not None and self.retain_allreduce_buffers and not self._fallback_buffers:
-            return [bucket.retained for bucket in self._reduction.buckets]
+        if self._reducer is not None and self.retain_allreduce_buffers and not self._fallback_buffers:
+            return [bucket.retained for bucket in self._reducer.buckets]
         return self._fallback_buffers
 
     @property
     def needs_refresh(self) -> bool:
         """Whether the next backward pass is one that finds the buckets."""
-        return self._reduction is None or not self._reduction.is_planned
+        return self._reducer is None or not self._reducer.is_planned
 
     @property
     def active_i_buckets(self) -> list[list[int]]:
         """For each bucket, the indices of its parameters among those that require gradients."""
-        return [] if self._reduction is None else self._reduction.members
+        return [] if self._reducer is None else self._reducer.members
 
     @property
     def bucket_sizes(self) -> list[int]:
@@ -423,15 +424,3 @@ def _check_communicators(count: int, communicators: Sequence[Sequence[Any]] | No
             f"allreduce_communicators needs num_allreduce_streams={count} (at least 2) process groups and as many "
             f"streams, but has {len(groups)} and {len(streams or ())}"
         )
-
-
-def _quiet_caller(owner: Any, method: Callable[..., None]) -> Callable[..., None]:
-    """Calls a method of `owner` as long as it lives: parameters may outlive their wrapper."""
-    reference = weakref.ref(owner)
-
-    def call(argument: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            method(alive, argument)
-
-    return call

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..ops._checks import check_floats
 from ..ops.batch_norm import BatchNormSpec, Channels, average_factor, batch_norm_with_statistics
+from ._consecutive_groups import new_consecutive_group
 from ._statistics import exchange_of, process_count
 
 
@@ -156,9 +157,4 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     processes = dist.get_world_size()
     if group_size < 0 or processes % group_size:
         raise ValueError(f"group_size={group_size} must be 0 or divide the number of processes, {processes}")
-    groups = [
-        dist.new_group(range(first, first + group_size)) for first in range(0, processes, group_size)
-    ]  # every process takes part in making every group
-    own = groups[dist.get_rank() // group_size]
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    return new_consecutive_group(group_size, processes)

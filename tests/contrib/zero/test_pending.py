@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from apex.contrib.optimizers._zero.pending import arrive, is_pending, postpone, release
+from apex.contrib.optimizers._zero.pending import is_pending, postpone, release, wait_for_values
 
 USES: dict[str, Callable[[nn.Linear], Any]] = {
     "forward": lambda net: net(torch.ones(1, 3)).sum(),
@@ -67,4 +67,4 @@ def test_what_looks_at_no_values_does_not_wait() -> None:
     release(param)
     assert type(param) is nn.Parameter
     release(param)
-    arrive(param)
+    wait_for_values(param)

@@ -238,21 +238,8 @@ class DistributedFusedAdam(ZeroOptimizer):
         self._settle()
         formats.load(self, state_dict)
 
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """The state for `torch.distributed.checkpoint`, of which each process saves and loads its own part.
-
-        Tensors are views of the state where possible: save them before the next step, and after loading into them call
-        `load_sharded_state_dict`. The number of processes may be another then.
-        """
-        self._settle()
-        return formats.sharded_dict(self)
-
-    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what was loaded into what `sharded_state_dict` gave."""
-        formats.load_sharded(self, state_dict)
-
     def _settle(self) -> None:
-        """Has everything be where it belongs, and the host know of it."""
+        """Makes missing state, waits for gradients and parameters, and takes skipped steps off the count."""
         self.init_params()
         self.grad_sync()
         self.param_sync()

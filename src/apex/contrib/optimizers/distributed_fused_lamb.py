@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,17 +14,17 @@ from ...optimizers._buckets import check_parameter
 from ...optimizers._checks import check_options
 from ._lamb import state as states
 from ._lamb.communicators import make_communicators, processes_of_machine, processes_that_divide
-from ._lamb.reductions import Reductions
+from ._lamb.reducer import LambReducer
 from ._lamb.shards import make_arena, make_state
 from ._lamb.update import Update
-from ._zero import formats
-from ._zero.groups import take_params_of_first
-from ._zero.hooks import Listener
+from ._zero.divided import DividedOptimizer
+from ._zero.hooks import GradientHooks
 from ._zero.parameters import ParameterSync
 from ._zero.state import ArenaState
+from ._zero.steps import Steps
 
 
-class DistributedFusedLAMB(torch.optim.Optimizer):
+class DistributedFusedLAMB(DividedOptimizer):
     """LAMB (see `apex.optimizers.FusedLAMB`) of the mean of all processes' gradients, with divided state.
 
     Each process holds and updates 1/n of the float32 masters and moments, n being `dwu_group_size` or, with 0, the
@@ -112,10 +111,10 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         self._last_step = False
         self._global_scale: float | Tensor | None = None
         self._param_order = dict(param_order) if param_order else None
-        self._listener: Listener | None = None
+        self._gradient_hooks: GradientHooks | None = None
         self._viewed: list[tuple[int, Tensor]] = []
         self._states: list[ArenaState] = []
-        self._reductions: Reductions | None = None
+        self._reducer: LambReducer | None = None
         self._update: Update | None = None
         defaults = {
             "lr": lr,
@@ -152,18 +151,15 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         # What is written to `_lr`, or put in its place, is the learning rate of all groups: clients of the original do.
         self._lr: float | Tensor = torch.zeros((), dtype=torch.float32, device=first.device)
         self._untouched_lr = self._lr, self._lr._version
+        self._steps = Steps({}, first.device, capturable=True)
         # Whether the last gradients kept a step from being taken.
-        self._steps = states.StepCount(first.device)
         self._overflow_buf = torch.zeros(1, dtype=torch.int32, device=first.device)
+        self._made = True
         self._take_params_of_first(0)
-        self._listener = Listener(self, DistributedFusedLAMB._arrived)
-        self._listener.listen(self.parameters())
+        self._gradient_hooks = GradientHooks(self, DistributedFusedLAMB._arrived)
+        self._gradient_hooks.register(self.parameters())
 
     # Parameters and their layout --------------------------------------------------------------------------------------
-
-    def parameters(self) -> Iterator[Any]:
-        """All parameters, group by group."""
-        return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
 
     @property
     def _trained(self) -> list[Tensor]:
@@ -172,35 +168,25 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
     @property
     def _step(self) -> Tensor:
         """How many steps have been taken, int32 [1]."""
-        return self._steps.tensor
+        return self._steps.count
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, before the first backward pass."""
-        if self._reductions is not None:
+        """Adds a group, before the first backward pass, in all processes alike."""
+        if self._reducer is not None:
             raise RuntimeError("a parameter group cannot be added after the first backward pass or step")
-        if isinstance(param_group, dict):
-            check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        if self._listener is not None:
-            try:
-                self._take_params_of_first(len(self.param_groups) - 1)
-            except RuntimeError:
-                self.param_groups.pop()
-                raise
-            self._listener.listen(self.parameters())
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.register(self.parameters())
 
-    def _take_params_of_first(self, first: int) -> None:
-        if not self._groups.is_one:
-            params = (param for group in self.param_groups[first:] for param in group["params"])
-            order = self._param_order and [self._param_order.get(param) for param in params]
-            options = (self._num_buckets, order)
-            take_params_of_first(self.param_groups, first, self._groups.process_group, options)
+    def _layout_options(self, first: int) -> Any:
+        params = (param for group in self.param_groups[first:] for param in group["params"])
+        return self._num_buckets, self._param_order and [self._param_order.get(param) for param in params]
 
     @torch.no_grad()
-    def _prepare(self) -> Reductions:
+    def _prepare(self) -> LambReducer:
         """Lays parameters out, with the dtypes and values that they have when they are first needed."""
-        if self._reductions is not None:
-            return self._reductions
+        if self._reducer is not None:
+            return self._reducer
         kinds: dict[Any, list[tuple[int, Tensor]]] = {}
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
@@ -228,10 +214,10 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         if self._set_flat_param_view:
             self._viewed = [(param.data_ptr(), param) for arena in arenas for param in arena.params]
         overlap = self._overlap_reductions and self._clip_after_ar
-        self._reductions = Reductions(arenas, self._communicators, full=self._full_ar, overlap=overlap)
-        self._steps.tensor = self._steps.tensor.to(arenas[0].device)
+        self._reducer = LambReducer(arenas, self._communicators, full=self._full_ar, overlap=overlap)
+        self._steps = Steps({}, arenas[0].device, capturable=True)
         self._overflow_buf = self._overflow_buf.to(arenas[0].device)
-        return self._reductions
+        return self._reducer
 
     def _check_views(self) -> None:
         """Raises if parameters have left the buffer that their values arrive in."""
@@ -271,7 +257,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
     @property
     def L2_grad_norm(self) -> Tensor | None:
         """Float32 [1], with the loss scale in it: of the mean or, with `clip_after_ar=False`, of this process's own."""
-        return None if self._reductions is None else self._reductions.norm
+        return None if self._reducer is None else self._reducer.norm
 
     @property
     def has_overflow(self) -> bool:
@@ -279,15 +265,15 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         return bool(self._overflow_buf.item())
 
     def _arrived(self, param: Tensor) -> None:
-        reductions = self._prepare()
-        reductions.is_complete = False
+        reducer = self._prepare()
+        reducer.is_complete = False
         if not self._is_accumulation_step:
-            reductions.arrived(param, may_send=not self._last_step)
+            reducer.arrived(param, may_send=not self._last_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients; those of the last backward pass can still be reduced."""
-        if self._reductions is not None:
-            self._reductions.hold(keep_tensors=not set_to_none)
+        if self._reducer is not None:
+            self._reducer.hold(keep_tensors=not set_to_none)
         super().zero_grad(set_to_none=set_to_none)
 
     def complete_reductions(self) -> None:
@@ -296,16 +282,16 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _complete(self, loss_scale: float | Tensor | None) -> None:
-        reductions = self._prepare()
+        reducer = self._prepare()
         if self._clip_after_ar:
-            reductions.complete()
+            reducer.complete()
         else:
             limit = self.defaults["max_grad_norm"]
             if limit and loss_scale is not None:
                 limit = limit * loss_scale
-            reductions.complete_clipped(limit or None, fused_norm=self._fused_norm, fused_scale=self._fuse_scale)
-        assert reductions.norm is not None
-        infinite = torch.logical_not(torch.isfinite(reductions.norm))
+            reducer.complete_clipped(limit or None, fused_norm=self._fused_norm, fused_scale=self._fuse_scale)
+        assert reducer.norm is not None
+        infinite = torch.logical_not(torch.isfinite(reducer.norm))
         if not self._clip_after_ar and not self._groups.is_one:
             flag = infinite.to(torch.float32)
             all_reduce(flag, self._groups.process_group, "asking whether all gradients are finite").wait()
@@ -328,18 +314,15 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None
     ) -> Any:
         """One step with the mean of all gradients; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._run_closure(closure)
         loss_scale = self._global_scale
         if loss_scale is None and grad_scaler is not None:
             loss_scale = grad_scaler._get_scale_async()
-        reductions = self._prepare()
+        reducer = self._prepare()
         self._check_views()
-        if not reductions.is_complete:
+        if not reducer.is_complete:
             self._complete(loss_scale)
-        reductions.is_complete = False
+        reducer.is_complete = False
         self._take_step(loss_scale)
         if grad_scaler is not None:
             flags = grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"]
@@ -350,8 +333,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _take_step(self, loss_scale: float | Tensor | None) -> None:
-        self._step.add_(1 - self._overflow_buf)
-        count = self._step.to(torch.float64).reshape(())
+        count = self._steps.next(self._overflow_buf)
         rate = self._common_rate()
         hyper = [
             {
@@ -413,18 +395,8 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         self._prepare()
         states.load(state_dict, self._step, self._states, self.param_groups)
 
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """The state for `torch.distributed.checkpoint`, of which each process saves and loads its own part.
-
-        Tensors are views of the state where possible: save them before the next step, and after loading into them call
-        `load_sharded_state_dict`. The number of processes may be another then.
-        """
+    def _settle(self) -> None:
         self._prepare()
-        return formats.sharded_dict(self)
-
-    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what was loaded into what `sharded_state_dict` gave, parameters included."""
-        formats.load_sharded(self, state_dict)
 
 
 def _check_positive(**numbers: int) -> None:

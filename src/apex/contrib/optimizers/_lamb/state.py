@@ -34,21 +34,6 @@ def saved(step: Tensor, shards: Sequence[ArenaState], param_groups: Sequence[dic
     return found
 
 
-class StepCount:
-    """The count of steps, int32 [1] on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.tensor = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def settle(self) -> int:
-        """The count, which waits for the device."""
-        return int(self.tensor)
-
-    def set(self, count: int) -> None:
-        """Goes on from another count."""
-        self.tensor.fill_(int(count))
-
-
 @torch.no_grad()
 def load(
     state: dict[str, Any], step: Tensor, shards: Sequence[ArenaState], param_groups: Sequence[dict[str, Any]]

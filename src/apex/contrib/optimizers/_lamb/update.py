@@ -12,13 +12,13 @@ from ...._distributed.collectives import all_reduce
 from ....ops.multi_tensor import rules
 from .._zero.groups import Groups
 from .._zero.state import ArenaState
-from .reductions import Reductions
+from .reducer import LambReducer
 
 
 class Update:
     """The update of all that this process owns of the parameters of `states`, which `groups` divide."""
 
-    def __init__(self, states: Sequence[ArenaState], gradients: Reductions, groups: Groups) -> None:
+    def __init__(self, states: Sequence[ArenaState], gradients: LambReducer, groups: Groups) -> None:
         self._states = states
         self._gradients = gradients
         self._groups = groups

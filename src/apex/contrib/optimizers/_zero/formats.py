@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....ops.multi_tensor.packed_floats import join_remainders
-from .saved import Restoring, Stretch, gather, gather_objects, like_param, names_of
+from .saved import StateLoader, Stretch, gather, gather_objects, like_param, names_of
 from .sharded import restore, sharded
 from .state import PARAM
 
@@ -178,15 +178,15 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     for each in ranks:
         _check_groups(optimizer, each["param_groups"])
     names = tuple(dict.fromkeys(chain.from_iterable(map(names_of, optimizer._states))))
-    restoring = Restoring(optimizer._states)
+    loader = StateLoader(optimizer._states)
     for each in ranks:
         state = each["state"]
         if "buckets" in state:
-            restoring.add(_bucket_stretches(optimizer, state, names))
+            loader.add(_bucket_stretches(optimizer, state, names))
         else:
             indices = list(chain.from_iterable(group["params"] for group in each["param_groups"]))
-            restoring.add(_whole_stretches(optimizer, state, indices))
-    restoring.finish(optional=(PARAM,))
+            loader.add(_whole_stretches(optimizer, state, indices))
+    loader.finish(optional=(PARAM,))
     _load_groups(optimizer, ranks[0]["param_groups"])
     _go_on(optimizer, _steps_of(ranks[0]))
 

@@ -298,11 +298,11 @@ class GradientSync(ShardReducer):
             return present
         dtype = dtypes.pop() if len(dtypes) == 1 else arena.dtypes.gradients
         return [
-            self._nothing(unit.size, dtype, arena.device) if gradient is None else gradient.to(dtype)
+            self._missing_gradient(unit.size, dtype, arena.device) if gradient is None else gradient.to(dtype)
             for unit, gradient in zip(units, given, strict=True)
         ]
 
-    def _nothing(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _missing_gradient(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros in the place of a gradient that there is not; only ever read."""
         zeros = self._zeros
         if zeros is None or len(zeros) < size or zeros.dtype != dtype or zeros.device != device:

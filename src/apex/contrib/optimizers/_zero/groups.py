@@ -78,7 +78,7 @@ class Groups:
 
 
 @torch.no_grad()
-def take_params_of_first(param_groups: Sequence[dict[str, Any]], first: int, processes: Any, options: Any) -> None:
+def broadcast_params(param_groups: Sequence[dict[str, Any]], first: int, processes: Any, options: Any) -> None:
     """Gives the parameters of groups from `first` on the values that the first process has.
 
     Raises, in all processes, unless they have the same parameters in the same order: what each owns and sends follows

@@ -1,4 +1,4 @@
-"""Optimizers that hear of every gradient: of several that have had a parameter, the last one only."""
+"""Hooks that tell an optimizer of every gradient; of several optimizers of a parameter the last one has the hook."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-# The hook of the optimizer that listens to a parameter.
-_listening: WeakIdKeyDictionary = WeakIdKeyDictionary()
+from ...._distributed.reducer import weak_method
+
+# The hook of each parameter that has one.
+_hook_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _remove(hooks: list[Any]) -> None:
@@ -18,30 +20,21 @@ def _remove(hooks: list[Any]) -> None:
         hook.remove()
 
 
-class Listener:
+class GradientHooks:
     """Calls `method(owner, param)` when a backward pass has added to a gradient, for as long as the owner lives."""
 
     def __init__(self, owner: Any, method: Callable[[Any, Tensor], None]) -> None:
-        self._this = weakref.ref(owner)
-        self._method = method
+        self._call = weak_method(owner, method)
         self._hooks: list[Any] = []
-        self._heard: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._registered: WeakIdKeyDictionary = WeakIdKeyDictionary()
         weakref.finalize(owner, _remove, self._hooks)
 
-    def listen(self, params: Iterable[Tensor]) -> None:
-        """To these as well, and no other optimizer any more; those that require no gradient are passed over."""
-        this, method = self._this, self._method
-
-        def arrived(param: Tensor) -> None:
-            owner = this()
-            if owner is not None:
-                method(owner, param)
-
+    def register(self, params: Iterable[Tensor]) -> None:
+        """Hooks of these parameters, in place of those of other optimizers; frozen ones are passed over."""
         for param in params:
-            if param.requires_grad and param not in self._heard:
-                if param in _listening:
-                    _listening[param].remove()
-                hook = param.register_post_accumulate_grad_hook(arrived)
-                _listening[param] = hook
-                self._heard[param] = True
+            if param.requires_grad and param not in self._registered:
+                if param in _hook_of:
+                    _hook_of[param].remove()
+                _hook_of[param] = hook = param.register_post_accumulate_grad_hook(self._call)
+                self._registered[param] = True
                 self._hooks.append(hook)

@@ -18,50 +18,50 @@ _MEASURING = "measuring the norm of all gradients"
 
 
 class Norms:
-    """Of the gradients of `GradientSync`, after `synchronize`."""
+    """Norms of the gradients that a `GradientSync` has synchronized, and the factor that the next step applies."""
 
     def __init__(self, gradients: GradientSync, device: torch.device) -> None:
         self._gradients = gradients
         self._device = device
         # What gradients are multiplied by; None for 1.
-        self.given_scale: Tensor | None = None
-        self._known: tuple[int, float, Tensor] | None = None
+        self.grad_scale: Tensor | None = None
+        self._cached: tuple[int, float, Tensor] | None = None
         # What `found_inf` found since gradients were cleared.
         self.overflowed: Tensor | None = None
 
     def reset(self) -> None:
         """Gradients are new: they are multiplied by nothing."""
-        self.given_scale = None
-        self._known = None
+        self.grad_scale = None
+        self._cached = None
         self.overflowed = None
 
     @property
     def scale(self) -> Tensor:
         """What gradients are multiplied by."""
-        if self.given_scale is None:
-            self.given_scale = torch.ones(1, dtype=torch.float32, device=self._device)
-        return self.given_scale.reshape(())
+        if self.grad_scale is None:
+            self.grad_scale = torch.ones(1, dtype=torch.float32, device=self._device)
+        return self.grad_scale.reshape(())
 
     @scale.setter
     def scale(self, value: Tensor) -> None:
-        self.given_scale = value.detach().to(self._device, torch.float32).reshape(1)
+        self.grad_scale = value.detach().to(self._device, torch.float32).reshape(1)
 
     def scale_by(self, factor: Tensor) -> None:
         """One more factor."""
         factor = factor.detach().to(self._device, torch.float32).reshape(1)
-        self.given_scale = factor if self.given_scale is None else self.given_scale * factor
+        self.grad_scale = factor if self.grad_scale is None else self.grad_scale * factor
 
     def norm(self, chosen: set[Tensor] | None = None, order: float = 2.0, force: bool = False) -> Tensor:
         """float32, without dimensions; of gradients as they will be used."""
         found = self._raw_norm(chosen, order, force)
-        return found if self.given_scale is None else found * self.given_scale.reshape(())
+        return found if self.grad_scale is None else found * self.grad_scale.reshape(())
 
     def _raw_norm(self, chosen: set[Tensor] | None, order: float, force: bool = False) -> Tensor:
         if order not in (2.0, torch.inf):
             raise ValueError(f"norm_type={order} is not supported; 2 and infinity are")
         version = self._gradients.version
-        if chosen is None and not force and self._known is not None and self._known[:2] == (version, order):
-            return self._known[2]
+        if chosen is None and not force and self._cached is not None and self._cached[:2] == (version, order):
+            return self._cached[2]
         tensors = [
             gradient
             for arena in self._gradients.arenas
@@ -75,12 +75,12 @@ class Norms:
                 ]
             )
         ]
-        found = self._joined(tensors, order)
+        found = self._global_norm(tensors, order)
         if chosen is None:
-            self._known = version, order, found
+            self._cached = version, order, found
         return found
 
-    def _joined(self, tensors: list[Tensor], order: float) -> Tensor:
+    def _global_norm(self, tensors: list[Tensor], order: float) -> Tensor:
         """The norm of the tensors of all processes that divide the state."""
         groups = self._gradients.groups
         if not tensors:
@@ -142,7 +142,7 @@ class Norms:
             return None
         state = grad_scaler._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED and not state["found_inf_per_device"]:
-            if self.given_scale is not None:
+            if self.grad_scale is not None:
                 raise RuntimeError(
                     "gradients were clipped or scaled after scaler.unscale_(optimizer), which finds none, because the "
                     "optimizer has taken them, and unscales nothing; call "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ....ops.multi_tensor import Lists
-from ....optimizers._checks import check_options
 from .arena import Arena, Dtypes
 from .buffers import allocator
+from .divided import DividedOptimizer
 from .gradients import GradientSync
-from .groups import Groups, take_params_of_first
-from .hooks import Listener
+from .groups import Groups
+from .hooks import GradientHooks
 from .layout import check_fill
 from .norms import Norms
 from .parameters import ParameterSync
@@ -32,7 +31,7 @@ from .steps import Steps
 from .weights import weights_of
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(DividedOptimizer):
     """Base of optimizers with divided state; see `DistributedFusedAdam` for the options."""
 
     # torch.amp.GradScaler then leaves gradients, and its flag, to `step`.
@@ -44,6 +43,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
     _takes_gradients = True
     # Set by apex.amp: the float32 values of a parameter that was cast before it got state, or None.
     _exact_value: Callable[[Tensor], Tensor | None] | None = None
+    # Options of `DistributedFusedAdam`, which says what they mean.
+    average_grad_sync: bool
+    overlap_grad_sync: bool
+    overlap_param_sync: bool
+    bucket_cap_mb: float
+    pipeline_size: int
+    contiguous_param_buffer: bool
+    contiguous_grad_buffer: bool
+    store_params: bool
+    store_param_remainders: bool
+    with_scaled_states: bool
+    nccl_ub: bool
+    capturable: bool
     # Set during a step: 1 where it is to be skipped.
     found_inf: Tensor | None = None
 
@@ -55,23 +67,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         dtypes: Dtypes,
         *,
         device: Any = None,
-        average_grad_sync: bool = True,
-        overlap_grad_sync: bool = True,
-        overlap_param_sync: bool = False,
-        bucket_cap_mb: float = 100.0,
-        pipeline_size: int = 2,
-        contiguous_param_buffer: bool = False,
-        contiguous_grad_buffer: bool = False,
-        store_params: bool = True,
-        store_param_remainders: bool = False,
-        with_scaled_states: bool = False,
-        nccl_ub: bool = False,
-        capturable: bool = False,
+        **options: Any,
     ) -> None:
-        if bucket_cap_mb <= 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive")
-        if pipeline_size < 1:
-            raise ValueError(f"pipeline_size={pipeline_size} must be at least 1")
+        """`options` are those that are annotated above; `groups` divide the state."""
+        vars(self).update(options)
+        if self.bucket_cap_mb <= 0:
+            raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} must be positive")
+        if self.pipeline_size < 1:
+            raise ValueError(f"pipeline_size={self.pipeline_size} must be at least 1")
         self._groups = groups
         self._dtypes = dtypes
         self.process_group = groups.process_group
@@ -82,30 +85,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.distributed_size, self.distributed_rank = groups.ranks, groups.rank
         self.redundant_size = groups.replicas
         self.dtype, self.grad_sync_dtype, self.param_sync_dtype = dtypes
-        self.average_grad_sync = average_grad_sync
         self.greedy_grad_copy = True
-        self.overlap_grad_sync = overlap_grad_sync
-        self.overlap_param_sync = overlap_param_sync
-        self.bucket_cap_mb = bucket_cap_mb
-        self.pipeline_size = pipeline_size
-        self.contiguous_param_buffer = contiguous_param_buffer
-        self.contiguous_grad_buffer = contiguous_grad_buffer
-        self.store_params = store_params
-        self.store_param_remainders = store_param_remainders
-        self.with_scaled_states = with_scaled_states
-        self.nccl_ub = nccl_ub
-        self.capturable = capturable
         self._gradients = GradientSync(
-            groups, average=average_grad_sync, in_flight=pipeline_size, contiguous=contiguous_grad_buffer
+            groups, average=self.average_grad_sync, in_flight=self.pipeline_size, contiguous=self.contiguous_grad_buffer
         )
-        self._parameters = ParameterSync(groups, in_flight=pipeline_size, contiguous=contiguous_param_buffer)
+        self._parameters = ParameterSync(groups, in_flight=self.pipeline_size, contiguous=self.contiguous_param_buffer)
         self._states: list[ArenaState | ScaledState] = []
         # Where each parameter is: the number of its arena, and its own in it.
         self._places: dict[Tensor, tuple[int, int]] = {}
-        self._listener = Listener(self, ZeroOptimizer._gradient_arrived)
+        self._gradient_hooks = GradientHooks(self, ZeroOptimizer._gradient_arrived)
         # The autograd engine runs hooks in threads of its own.
         self._lock = threading.RLock()
-        self._made = False
         self._in_pass = False
         self._count = 0
         super().__init__(params, defaults)
@@ -114,9 +104,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.device = first.device
         _check_device(device, first.device)
         self._norms = Norms(self._gradients, first.device)
-        self._steps = Steps(self.state, first.device, capturable)
-        self._take_params_of_root(0)
-        self._listener.listen(self.parameters())
+        self._steps = Steps(self.state, first.device, self.capturable)
+        self._take_params_of_first(0)
+        self._gradient_hooks.register(self.parameters())
 
     # What a subclass provides -----------------------------------------------------------------------------------------
 
@@ -132,34 +122,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # Parameters -------------------------------------------------------------------------------------------------------
 
-    def parameters(self) -> Iterator[Any]:
-        """All parameters, group by group."""
-        return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """One more parameter group; its state is made when it is first needed."""
-        if isinstance(param_group, dict):  # else PyTorch complains
-            check_options({**self.defaults, **param_group})
+        """One more parameter group, in all processes alike; its state is made when it is first needed."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if self._made:
-            try:
-                self._take_params_of_root(len(self.param_groups) - 1)
-            except RuntimeError:
-                self.param_groups.pop()
-                raise
         self._count += len(group["params"])
         if self.capturable:
             device = group["params"][0].device
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
         if self._made:
-            self._listener.listen(group["params"])
+            self._gradient_hooks.register(group["params"])
             if self._places:
                 self.init_params()  # now, while processes are at the same place
 
-    def _take_params_of_root(self, first: int) -> None:
-        if not self._groups.is_one:
-            take_params_of_first(self.param_groups, first, self.process_group, (self.bucket_cap_mb, self._dtypes))
+    def _layout_options(self, first: int) -> Any:
+        return self.bucket_cap_mb, self._dtypes
 
     def init_params(
         self,
@@ -221,7 +198,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 exact = list(map(self._exact_value, arena.params))
                 if self.store_params:
                     start_from(self._states[-1], exact)
-        self._listener.listen(chosen)
+        self._gradient_hooks.register(chosen)
         if all(param in self._places for param in owners if param.requires_grad):
             check_fill([state.arena.layout for state in self._states])
 
@@ -265,10 +242,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._gradients.take(place, index)
 
     def _begin_pass(self) -> None:
-        """Has the backward pass that is going on end its round.
+        """Has the end of the present backward pass end the round of gradients, too.
 
-        A pass inside another one, of a reentrant checkpoint, in which the first gradient of all arrives ends one of its
-        own: sums add up.
+        A reentrant checkpoint runs a backward pass inside another one. If the first gradient arrives in the inner pass,
+        that is a round of its own; the sums of rounds add up.
         """
         if not self._in_pass and not self._groups.is_one:
             self._in_pass = True
@@ -414,10 +391,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         With a `grad_scaler` an infinite or NaN gradient in any process turns it into nothing in all of them, without a
         wait for the device.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._run_closure(closure)
         self._step(grad_scaler)
         return loss
 
@@ -431,7 +405,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             noop = self._norms.flag_of(self, grad_scaler)
             if noop is None and self.found_inf is not None:
                 noop = self.found_inf.to(self.device, torch.float32).reshape(1)
-            scale = self._norms.given_scale
+            scale = self._norms.grad_scale
             count = self._steps.next(noop)
 
             def update(number: int, lists: Lists) -> None:

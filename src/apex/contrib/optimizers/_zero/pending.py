@@ -38,7 +38,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 # What does not look at values: such calls do not wait.
-_BLIND = {
+_METADATA_CALLS = {
     *(
         getattr(Tensor, name).__get__
         for name in ("device", "dtype", "grad", "is_leaf", "layout", "ndim", "requires_grad")
@@ -50,20 +50,20 @@ _BLIND = {
 }
 
 
-def _through(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    if function in _BLIND:
+def _torch_function(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if function in _METADATA_CALLS:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
     for param in list(_tensors((args, kwargs or {}))):
-        arrive(param)
+        wait_for_values(param)
     return function(*args, **(kwargs or {}))
 
 
-def _after_arrival(name: str) -> Callable[..., Any]:
+def _after_waiting(name: str) -> Callable[..., Any]:
     """A method that is called after the values have arrived: those that look at the class before anything else."""
 
     def method(self: Any, *args: Any) -> Any:
-        arrive(self)
+        wait_for_values(self)
         return getattr(self, name)(*args)
 
     return method
@@ -71,8 +71,8 @@ def _after_arrival(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _pending_class(cls: type) -> type:
-    methods = {name: _after_arrival(name) for name in ("__deepcopy__", "__reduce_ex__")}
-    return type(cls)(cls.__name__, (cls,), {"__torch_function__": classmethod(_through), _CLASS: cls, **methods})
+    methods = {name: _after_waiting(name) for name in ("__deepcopy__", "__reduce_ex__")}
+    return type(cls)(cls.__name__, (cls,), {"__torch_function__": classmethod(_torch_function), _CLASS: cls, **methods})
 
 
 def postpone(param: Tensor, wait: Callable[[], None]) -> None:
@@ -89,7 +89,7 @@ def release(param: Tensor) -> None:
         del param.__dict__[_WAIT]
 
 
-def arrive(param: Tensor) -> None:
+def wait_for_values(param: Tensor) -> None:
     """Waits for the values of a parameter, if it is pending."""
     if is_pending(param):
         wait = param.__dict__[_WAIT]

@@ -80,7 +80,7 @@ def gather(states: Sequence[State], keep: bool) -> dict[Tensor, dict[str, Tensor
     return found
 
 
-class Restoring:
+class StateLoader:
     """Collects stretches of saved state; nothing changes before `finish`, which wants all that this rank owns."""
 
     def __init__(self, states: Sequence[State]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .arena import Arena
 from .layout import Piece, merge_adjacent
-from .saved import Restoring, State, Stretch, by_param, names_of
+from .saved import State, StateLoader, Stretch, by_param, names_of
 
 
 def sharded(states: Sequence[State], key_of: Callable[[Tensor], str]) -> dict[str, dict[str, Any]]:
@@ -63,12 +63,12 @@ def _tensor(arena: Arena, index: int, parts: Sequence[Sequence[Piece]], values: 
 
 def restore(states: Sequence[State], saved: dict[str, dict[str, Any]], key_of: Callable[[Tensor], str]) -> None:
     """Puts back what `sharded` gave, or what was loaded into it."""
-    restoring = Restoring(states)
+    loader = StateLoader(states)
     for state in states:
         for param in state.arena.params:
             for name in names_of(state):
-                restoring.add(_stretches(param, name, saved[key_of(param)][name]))
-    restoring.finish()
+                loader.add(_stretches(param, name, saved[key_of(param)][name]))
+    loader.finish()
 
 
 def _stretches(param: Tensor, name: str, tensor: Any) -> list[Stretch]:

@@ -33,13 +33,13 @@ def in_slots(
 
 
 class Gradients(Protocol):
-    """`GradientSync`, or the reductions of LAMB."""
+    """`GradientSync`, or the reducer of LAMB."""
 
     def has_fixed(self, arena: Arena) -> bool: ...
     def of_units(self, arena: Arena, units: Sequence[Piece]) -> list[Tensor]: ...
 
 
-class _Known(NamedTuple):
+class _CachedLists(NamedTuple):
     """Lists, what they depend on besides gradients (the stream, addresses), and the dtype of those."""
 
     lists: Lists
@@ -69,7 +69,7 @@ class ArenaState:
         self.units: dict[int, list[Piece]] = {}
         for unit in units_of(arena) if units is None else units:
             self.units.setdefault(arena.owners[unit.param], []).append(unit)
-        self._lists: dict[int, _Known] = {}
+        self._lists: dict[int, _CachedLists] = {}
 
     def connect(self) -> None:
         """To be called when parameters became views of a buffer."""
@@ -101,7 +101,7 @@ class ArenaState:
         given = gradients.of_units(self.arena, units)
         if known is None or known.dtype != given[0].dtype:
             lists = make_lists(*self._slots(units, given))
-            self._lists[owner] = _Known(lists, where, given[0].dtype)
+            self._lists[owner] = _CachedLists(lists, where, given[0].dtype)
             return lists
         if isinstance(known.lists, TritonLists):
             known.lists.move_gradients(list(map(Tensor.data_ptr, given)))

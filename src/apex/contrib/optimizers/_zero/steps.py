@@ -19,6 +19,11 @@ class Steps:
         self._skipped: Tensor | None = None
         self.set(0)
 
+    @property
+    def count(self) -> Any:
+        """The count so far, skipped steps that the host has not heard of included."""
+        return self._state["step"]
+
     def next(self, noop: Tensor | None) -> Any:
         """Counts a step, unless `noop` is set: an int, or a float64 tensor."""
         if self._capturable:
@@ -46,6 +51,9 @@ class Steps:
     def set(self, count: int) -> None:
         """Goes on from another count."""
         self._skipped = None
-        count = int(count)
-        on_device = torch.full((1,), count, dtype=torch.int32, device=self._device) if self._capturable else count
-        self._state["step"] = on_device
+        if not self._capturable:
+            self._state["step"] = int(count)
+        elif "step" in self._state:
+            self._state["step"].fill_(int(count))  # a graph that was captured goes on reading it
+        else:
+            self._state["step"] = torch.full((1,), int(count), dtype=torch.int32, device=self._device)

@@ -12,7 +12,7 @@ from .._distributed.reducer import BucketReducer, Sent
 from ._buckets import Arithmetic, Bucket, agree, plan
 
 
-class Reduction(BucketReducer):
+class GradientReducer(BucketReducer):
     """Sums gradients over all processes; those of a backward pass while it is still going on.
 
     The first pass only notes the order in which gradients arrive; buckets are made from it, those of rank 0 in all

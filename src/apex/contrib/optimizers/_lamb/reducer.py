@@ -25,7 +25,7 @@ from .communicators import Communicators
 from .lists import FixedLists
 
 
-class Reductions(ShardReducer):
+class LambReducer(ShardReducer):
     """The gradients of `arenas`.
 
     With `full` every process gets the whole mean, else its shards, which then are averaged over machines. `norm` is

@@ -1,0 +1,69 @@
+"""What optimizers whose state is divided among processes have in common, whatever their algorithm."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ....optimizers._checks import check_options
+from . import formats
+from .groups import Groups, broadcast_params
+
+
+class DividedOptimizer(torch.optim.Optimizer):
+    """Base of `DistributedFusedAdam` and `DistributedFusedLAMB`."""
+
+    _groups: Groups
+    # Whether the constructor is over, after which new groups take the parameters of the first process at once.
+    _made = False
+
+    def parameters(self) -> Iterator[Any]:
+        """All parameters, group by group."""
+        return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """One more parameter group, in all processes alike."""
+        if isinstance(param_group, dict):  # else PyTorch complains
+            check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        if self._made:
+            try:
+                self._take_params_of_first(len(self.param_groups) - 1)
+            except RuntimeError:
+                self.param_groups.pop()
+                raise
+
+    def _take_params_of_first(self, first: int) -> None:
+        """Gives the parameters of groups from `first` on the values of the first process."""
+        if not self._groups.is_one:
+            broadcast_params(self.param_groups, first, self._groups.process_group, self._layout_options(first))
+
+    def _layout_options(self, first: int) -> Any:
+        """What the layout of parameters of groups from `first` on depends on, beside these."""
+        raise NotImplementedError
+
+    def _run_closure(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def _settle(self) -> None:
+        """Makes state that has not been made, and has everything be where it belongs."""
+        raise NotImplementedError
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The state for `torch.distributed.checkpoint`, of which each process saves and loads its own part.
+
+        Tensors are views of the state where possible: save them before the next step, and after loading into them call
+        `load_sharded_state_dict`. The number of processes may be another then.
+        """
+        self._settle()
+        return formats.sharded_dict(self)
+
+    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what was loaded into what `sharded_state_dict` gave, parameters included."""
+        formats.load_sharded(self, state_dict)
