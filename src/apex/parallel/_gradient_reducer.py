@@ -106,7 +106,8 @@ class GradientReducer(BucketReducer):
             )
         self._arrived.append(index)
         self._note(index, (number,))
-        self._send_complete()
+        if not self._waiting_for[number]:
+            self._send_complete()
 
     def finish_pass(self) -> None:
         """Sends the rest, and waits for everything; does nothing if no gradient has arrived."""

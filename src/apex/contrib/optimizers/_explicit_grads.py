@@ -48,11 +48,40 @@ class ExplicitGradsOptimizer(torch.optim.Optimizer):
             check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
-    def _run_closure(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: float | Tensor = 1.0,
+        grad_norms: Any = None,
+    ) -> Any:
+        """One optimization step; returns the closure's loss.
+
+        - `grads`: gradients in place of the parameters' own, a list, or a list per group; None where there is none.
+        - `output_params`: tensors, laid out like `grads`, that get a copy of the updated parameters.
+        - `scale`: what gradients are divided by.
+        - `grad_norms`: the norm of each group's gradients, before that division; computed where it is wanted and not
+          given.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grads, output_params, scale, grad_norms = self._from_amp(grads, output_params, scale, grad_norms)
+        by_group = self._members(grads, output_params)
+        for group, norm, members in zip(self.param_groups, self._norms(grad_norms, by_group), by_group, strict=True):
+            self._update(group, members, scale, norm)
+        return loss
+
+    def _from_amp(self, *arguments: Any) -> tuple[Any, ...]:
+        """`grads`, `output_params`, `scale` and `grad_norms`, as given or as amp has set them aside."""
+        return arguments
+
+    def _update(self, group: dict[str, Any], members: list[Member], scale: float | Tensor, norm: Any) -> None:
+        """One step of a group's members, whose gradients have been multiplied by `scale` and then have `norm`."""
+        raise NotImplementedError
 
     def _members(self, grads: Any, output_params: Any) -> list[list[Member]]:
         """What is to be updated, by group: parameters that have a gradient, given or their own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,33 +57,14 @@ class FusedAdam(ExplicitGradsOptimizer):
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return "exp_avg", "exp_avg_sq"
 
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self,
-        closure: Callable[[], Any] | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: float | Tensor = 1.0,
-        grad_norms: Any = None,
-    ) -> Any:
-        """One optimization step; returns the closure's loss.
-
-        - `grads`: gradients in place of the parameters' own, a list, or a list per group; None where there is none.
-        - `output_params`: tensors, laid out like `grads`, that get a copy of the updated parameters.
-        - `scale`: what gradients are divided by.
-        - `grad_norms`: the norm of each group's gradients, before that division; computed where it is not given.
-        """
-        loss = self._run_closure(closure)
+    def _from_amp(self, *arguments: Any) -> tuple[Any, ...]:
         stash = getattr(self, "_amp_stash", None)
-        if stash is not None and hasattr(stash, "grads"):
-            grads, output_params, grad_norms = stash.grads, stash.output_params, stash.grad_norms
-            scale = stash.scale * self._amp_scale_adjustment
-        by_group = self._members(grads, output_params)
-        for group, norm, members in zip(self.param_groups, self._norms(grad_norms, by_group), by_group, strict=True):
-            self._update(group, members, _combined_scale(scale, norm, group["max_grad_norm"]))
-        return loss
+        if stash is None or not hasattr(stash, "grads"):
+            return arguments
+        return stash.grads, stash.output_params, stash.scale * self._amp_scale_adjustment, stash.grad_norms
 
-    def _update(self, group: dict[str, Any], members: list[Member], scale: float | Tensor) -> None:
+    def _update(self, group: dict[str, Any], members: list[Member], scale: float | Tensor, norm: Any) -> None:
+        scale = _combined_scale(scale, norm, group["max_grad_norm"])
         alike: dict[Any, list[Member]] = {}
         for member in members:
             state = self.state[member.param]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,31 +68,13 @@ class FusedSGD(ExplicitGradsOptimizer):
             buffers.append(state["momentum_buffer"])
         return buffers, fresh
 
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self,
-        closure: Callable[[], Any] | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: float | Tensor = 1.0,
-        grad_norms: Any = None,
-    ) -> Any:
-        """One optimization step; returns the closure's loss.
-
-        - `grads`: gradients in place of the parameters' own, a list, or a list per group; None where there is none.
-        - `output_params`: tensors, laid out like `grads`, that get a copy of the updated parameters.
-        - `scale`: what gradients are divided by.
-        - `grad_norms` is not looked at.
-        """
+    def _from_amp(self, *arguments: Any) -> tuple[Any, ...]:
         if hasattr(self, "_amp_stash"):
             raise RuntimeError("apex.contrib.optimizers.FusedSGD is not for amp; apex.optimizers.FusedSGD is")
-        loss = self._run_closure(closure)
-        by_group = self._members(grads, output_params)
-        for group, members in zip(self.param_groups, by_group, strict=True):
-            self._update(group, members, 1 / number(scale))
-        return loss
+        return *arguments[:3], None  # norms are not looked at
 
-    def _update(self, group: dict[str, Any], members: list[Member], factor: float | Tensor) -> None:
+    def _update(self, group: dict[str, Any], members: list[Member], scale: float | Tensor, norm: Any) -> None:
+        factor = 1 / number(scale)
         alike: dict[Any, list[Member]] = {}
         for member in members:
             first = self.state[member.param].get("momentum_buffer") is None
