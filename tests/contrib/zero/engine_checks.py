@@ -170,7 +170,10 @@ def native(rank: int) -> None:
     """The collectives that devices use; Gloo has them in later versions."""
     if not hasattr(dist, "reduce_scatter_single"):
         return
-    with mock.patch.object(module_of_collectives, "on_host", return_value=False):
+    with (
+        mock.patch.object(module_of_collectives, "on_host", return_value=False),
+        mock.patch.object(module_of_collectives, "_through_host", return_value=False),
+    ):
         rounds(contiguous=False, in_flight=2)(rank)
         parameters(contiguous=True, dtype=torch.bfloat16)(rank)
         parameters(contiguous=False, dtype=torch.float32)(rank)
