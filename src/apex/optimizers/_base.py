@@ -151,13 +151,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         capturable: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        flags = {
-            "master_weights": master_weights,
-            "stochastic_rounding": stochastic_rounding,
-            "capturable": capturable,
-            "set_grad_none": set_grad_none,
-        }
-        self._check_options({**defaults, **flags})
+        flags = dict(master_weights=master_weights, stochastic_rounding=stochastic_rounding, capturable=capturable)
+        self._check_options({**defaults, **flags, "set_grad_none": set_grad_none})
         if stochastic_rounding and master_weights:
             raise ValueError("stochastic_rounding rounds parameters that have no master copy; master_weights makes one")
         if stochastic_rounding and capturable:

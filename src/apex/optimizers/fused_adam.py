@@ -36,14 +36,9 @@ class FusedAdam(FusedOptimizer):
         *,
         stochastic_rounding: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-        }
+        defaults = dict(
+            lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad
+        )
         self.adam_w_mode = 1 if adam_w_mode else 0
         super().__init__(
             params,

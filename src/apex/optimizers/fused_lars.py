@@ -44,16 +44,8 @@ class FusedLARS(MomentumOptimizer):
         set_grad_none: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "is_skipped": False,
-        }
+        defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
+        defaults |= dict(trust_coefficient=trust_coefficient, eps=eps, is_skipped=False)
         self.trust_coefficient = trust_coefficient
         self.eps = eps
         super().__init__(

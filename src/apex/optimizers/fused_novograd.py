@@ -55,16 +55,8 @@ class FusedNovoGrad(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
+        defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        defaults |= dict(grad_averaging=grad_averaging, norm_type=norm_type, init_zero=init_zero)
         self.moment_mode = 0 if reg_inside_moment else 1
         super().__init__(params, defaults, set_grad_none=set_grad_none, **options)
 

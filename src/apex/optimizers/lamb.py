@@ -12,6 +12,7 @@ from ..ops.multi_tensor import rules
 from ._base import LossScaling, Options, adam_hyperparameters
 from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
+from ._norms import clipped_together
 
 # Weights longer than this are taken as this long.
 LONGEST_WEIGHT = 10.0
@@ -21,7 +22,8 @@ class Lamb(NpuFusedOptimizerBase):
     """LAMB without bias correction, the norm of the weights clamped to 10.
 
     Each parameter moves by `lr * min(|p|, 10) / |u| * u`, where u is Adam's step plus `weight_decay * p`; by `lr * u`
-    where a norm is zero, and with `adam`. `apex.optimizers.FusedLAMB` is LAMB with bias correction.
+    where a norm is zero, and with `adam`. With `use_global_grad_norm` gradients longer than 1, all taken together, are
+    first divided by their norm. `apex.optimizers.FusedLAMB` is LAMB with bias correction.
     """
 
     _counts_steps = False
@@ -36,22 +38,26 @@ class Lamb(NpuFusedOptimizerBase):
         eps: float = 1e-6,
         weight_decay: float = 0,
         adam: bool = False,
+        use_global_grad_norm: bool = False,
         **options: Unpack[Options],
     ) -> None:
         self.adam = adam
+        self.use_global_grad_norm = use_global_grad_norm
+        # What this step's gradients are multiplied by, the loss scale included.
+        self._clipping: LossScaling | None = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **options)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return "exp_avg", "exp_avg_sq"
 
-    def _clipped(self, scaling: LossScaling) -> LossScaling:
-        """`scaling` with what gradients are multiplied by before they are used."""
-        return scaling
+    def _before_update(self, scaling: LossScaling) -> None:
+        buckets = [bucket for _, bucket in self._ready]
+        self._clipping = clipped_together(buckets, scaling, 1.0) if self.use_global_grad_norm else None
 
     def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         hyper = adam_hyperparameters(group, step)
         lists, flags = bucket.lists, (True,)
-        factor = self._clipped(scaling).on(bucket.device).inverse_scale
+        factor = (self._clipping or scaling).on(bucket.device).inverse_scale
         if self.adam:
             lists.apply(rules.LAMB_UNSCALED, hyper, flags, noop=scaling.found_inf, grad_scale=factor, seed=seed)
             return

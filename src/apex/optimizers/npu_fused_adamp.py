@@ -42,15 +42,9 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
         nesterov: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "delta": delta,
-            "wd_ratio": wd_ratio,
-            "nesterov": nesterov,
-        }
+        defaults = dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, delta=delta, wd_ratio=wd_ratio, nesterov=nesterov
+        )
         super().__init__(params, defaults, **options)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:

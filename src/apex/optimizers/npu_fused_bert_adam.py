@@ -89,17 +89,8 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, ParameterSteps):
         max_grad_norm: float = -1,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "schedule": schedule,
-            "warmup": warmup,
-            "t_total": t_total,
-            "b1": b1,
-            "b2": b2,
-            "e": e,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-        }
+        defaults = dict(lr=lr, schedule=schedule, warmup=warmup, t_total=t_total, max_grad_norm=max_grad_norm)
+        defaults |= dict(b1=b1, b2=b2, e=e, weight_decay=weight_decay)
         self.global_grad_norm: Tensor | None = None
         super().__init__(params, defaults, **options)
 

@@ -38,16 +38,8 @@ class NpuFusedRMSprop(NpuFusedOptimizerBase):
         centered: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "alpha": alpha,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "centered": centered,
-            **self._more_defaults,
-        }
-        super().__init__(params, defaults, **options)
+        defaults = dict(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered)
+        super().__init__(params, {**defaults, **self._more_defaults}, **options)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         buffer = ("momentum_buffer",) if group["momentum"] > 0 else ()

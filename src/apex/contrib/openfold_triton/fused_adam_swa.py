@@ -77,13 +77,7 @@ class FusedAdamSWA(FusedOptimizer):
         self.swa_decay_rate = swa_decay_rate
         self.compute_param_groups = [{"params": compute_params}]
         self.swa_param_groups: list[dict[str, Any]] = [{"params": swa_params, "n_averaged": 0}]
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
+        defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, defaults, set_grad_none=set_grad_none)
         self._pair_up()
 
