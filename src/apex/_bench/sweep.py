@@ -27,7 +27,8 @@ from .environment import describe
 from .registry import OURS, Call
 from .sweep_cases import FAMILIES, Draw, Passes
 
-ROUNDS, CALLS = 4, 3  # samples of each kind of time are rounds x calls
+# Calls of each round on the GPU alone and between events. The latter need a few until the host's caches know the code.
+ROUNDS, GPU_CALLS, EVENT_CALLS = 3, 4, 12
 LIMIT = 1.05  # times PyTorch's time: above it a case counts as slower
 BINS = (0.5, 0.7, 0.9, 1.0, LIMIT, 1.2, 1.5, math.inf)
 WORST = 12  # cases that are printed
@@ -148,8 +149,8 @@ def compare(calls: Mapping[str, Call], device: torch.device) -> tuple[dict[str, 
     for _ in range(ROUNDS):
         for name, call in calls.items():
             if device.type == "cuda":
-                alone[name] += _between_events(call, delays[name])
-                whole[name] += _between_events(call, 0)
+                alone[name] += _between_events(call, GPU_CALLS, delays[name])
+                whole[name] += _between_events(call, EVENT_CALLS)
             else:
                 begin = time.perf_counter()
                 call()
@@ -170,11 +171,11 @@ def _warm_up(call: Call, device: torch.device) -> int:
     return int(timing.CYCLES_PER_MICROSECOND * (min(2 * host, 20_000) + 100))
 
 
-def _between_events(call: Call, delay: int) -> list[float]:
+def _between_events(call: Call, calls: int, delay: int = 0) -> list[float]:
     cache = torch.empty(timing.CACHE_BYTES // 4, dtype=torch.int32, device="cuda")
     events = []
     torch.cuda.synchronize()
-    for _ in range(CALLS):
+    for _ in range(calls):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         cache.zero_()
         if delay:
