@@ -50,6 +50,7 @@ def record() -> None:
     """Collects (under `recording`) attentions: with all parts, an odd one, packed ones."""
     _biased((256, 4, 256, 32), 256, torch.bfloat16, (256, 1, 1, 256), (1, 4, 256, 256))
     _biased((64, 8, 131, 24), 67, torch.float32, (1, 1, 1, 67), None)
+    _biased((3, 2, 536, 64), 536, torch.float16, (3, 1, 1, 536), (1, 2, 536, 536))
     _packed((9000, 3, 16, 64), 32, 512, torch.float16, 0.1, True)
     _packed((8192, 3, 16, 128), 16, 512, torch.bfloat16, 0.0, False)
     _behind_cudnn()

@@ -34,3 +34,15 @@ def test_little_shared_memory_means_small_tiles() -> None:
     assert (tile.queries, tile.keys, tile.num_stages) == (64, 64, 1)
     assert config.largest_head(4, SMALL) == 128
     assert config.largest_head(2, SMALL) == config.largest_head(4, LARGE) == config.largest_head(4, AMD) == 256
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_few_heads_are_shared_by_all_multiprocessors(rule) -> None:
+    split = "keys" if rule is config.keys_tile else "queries"
+    for heads in (1, 6, 24, 130, 5000):
+        for length in (40, 172, 536, 762, 5000):
+            chosen = rule(64, 2, length, length, LARGE)
+            tile = config.spread(chosen, split, length, heads, LARGE)
+            block = getattr(tile, split)
+            assert heads * -(-length // block) >= min(LARGE.multiprocessors, heads * -(-length // 32))
+            assert block in (32, getattr(chosen, split)) or heads * -(-length // (2 * block)) < LARGE.multiprocessors

@@ -76,8 +76,12 @@ class Problem(NamedTuple):
             return 0, self.total, self.heads * self.total
         return self.heads * self.rows, self.rows, self.batch * self.heads * self.rows
 
-    def choose(self, rule: config.TileRule) -> config.Tile:
-        return rule(self.head_dim, self.dtype.itemsize, self.rows, self.columns, facts(self.device))
+    def choose(self, rule: config.TileRule, split: str = "queries") -> config.Tile:
+        """The tile of a kernel whose programs share the queries or the keys."""
+        device = facts(self.device)
+        tile = rule(self.head_dim, self.dtype.itemsize, self.rows, self.columns, device)
+        length = self.rows if split == "queries" else self.columns
+        return config.spread(tile, split, length, self.batch * self.heads, device)
 
     def tiling(self, tile: config.Tile) -> dict[str, Any]:
         """The constants of a tile, and its warps and stages."""
@@ -164,7 +168,7 @@ def launch_dkey_dvalue(
 
     With `batches`, a first one and a number, it is for these alone, takes no `delta` and writes `dlogits`.
     """
-    tile = problem.choose(config.keys_tile)
+    tile = problem.choose(config.keys_tile, "keys")
     first, count = batches or (0, problem.batch)
     problem.launch(
         kernels_backward.attention_backward_keys,
