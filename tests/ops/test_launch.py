@@ -83,7 +83,7 @@ def test_a_tensor_without_memory_is_refused_also_after_others_were_launched(monk
         norm.rms_norm(x, 16, _Wrapper(weight))
     _import_norm_kernels()
     launched: list[tuple] = []
-    bound = _launch.BoundLaunch(KERNELS["sum_partials"], (1,), (2,), (3,), torch.device("cuda", 0), num_warps=1)
+    bound = _launch.BoundLaunch(torch.device("cuda", 0), KERNELS["sum_partials"], (1,), (2,), (3,), num_warps=1)
     bound._run, bound._absent = lambda *arguments: launched.append(arguments), 1
     monkeypatch.setattr(_launch, "current_device", lambda: 0)
     monkeypatch.setattr(_launch, "current_stream", lambda index: 5)
@@ -108,7 +108,7 @@ def test_an_integer_eps_is_not_that_of_the_next_call() -> None:
     x = torch.randn(64, 1000, device="cuda")
     _import_norm_kernels()
     with _library.implementation("triton"):
-        KERNELS["norm_forward_rows"]._launches.clear()
+        norm.op._forward_launch.cache_clear()
         for eps in (1, 2, 1e-5, 0):
             output = norm.rms_norm(x, 1000, eps=eps)
             assert_close(output, torch.nn.functional.rms_norm(x.double(), (1000,), eps=eps))
@@ -134,7 +134,7 @@ def test_the_cached_path_gives_the_same_bits_as_the_first_launch() -> None:
     x = torch.randn(64, 1000, device="cuda")
     _import_norm_kernels()
     with _library.implementation("triton"):
-        KERNELS["norm_forward_rows"]._launches.clear()
+        norm.op._forward_launch.cache_clear()
         results = [norm.rms_norm(x, 1000) for _ in range(3)]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])

@@ -50,7 +50,7 @@ class Kernel:
     def __init__(self, function: Any) -> None:
         self.function = function
         self.name: str = function.fn.__name__
-        self._launches: dict[tuple, BoundLaunch] = {}
+        self._prepared: dict[tuple, PreparedLaunch] = {}
         KERNELS[self.name] = self
 
     def __call__(
@@ -69,21 +69,48 @@ class Kernel:
         `constants` are the kernel's `tl.constexpr` arguments. Triton compiles for their values and for those of the
         integers in `sizes`, never for those of floats.
         """
-        device = tensors[0].device  # type: ignore[union-attr]
-        # Of an integer, 1 for an eps, say, Triton would compile a kernel that takes no other number.
-        floats = tuple(map(float, floats))
-        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-        key = (grid, sizes, device, num_warps, num_stages, *dtypes, *constants, *constants.values())
-        launch = self._launches.get(key)
+        key = (grid, sizes, num_warps, num_stages, *constants, *constants.values())
+        launch = self._prepared.get(key)
         if launch is None:
-            names = self.function.arg_names
-            values = tuple(constants[name] for name in names[len(names) - len(constants) :])
-            launch = BoundLaunch(self, grid, sizes, values, device, num_warps, num_stages)
-            if _recorder is None:
-                if len(self._launches) >= MOST_LAUNCHES:
-                    self._launches.clear()
-                self._launches[key] = launch
+            launch = self.prepare(grid, sizes, num_warps=num_warps, num_stages=num_stages, **constants)
+            if len(self._prepared) >= MOST_LAUNCHES:
+                self._prepared.clear()
+            self._prepared[key] = launch
         launch(tensors, floats)
+
+    def prepare(
+        self,
+        grid: tuple[int, ...],
+        sizes: tuple[int, ...] = (),
+        *,
+        num_warps: int,
+        num_stages: int = 1,
+        **constants: Any,
+    ) -> PreparedLaunch:
+        """The same without tensors and floats: what a launch rule can answer, so that no constants are looked up."""
+        names = self.function.arg_names
+        values = tuple(constants[name] for name in names[len(names) - len(constants) :])
+        return PreparedLaunch(self, grid, sizes, values, num_warps, num_stages)
+
+
+class PreparedLaunch:
+    """A launch that lacks its tensors and its floats."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+        self._bound: dict[tuple, BoundLaunch] = {}
+
+    def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
+        """Launches the kernel on the device of the first tensor; None stands for an absent one."""
+        device = tensors[0].device  # type: ignore[union-attr]
+        key = (device, *[None if tensor is None else tensor.dtype for tensor in tensors])
+        launch = self._bound.get(key)
+        if launch is None:
+            launch = BoundLaunch(device, *self._arguments)
+            if _recorder is None:
+                self._bound[key] = launch
+        # Of an integer, 1 for an eps, say, Triton would compile a kernel that takes no other number.
+        launch(tensors, tuple(map(float, floats)))
 
 
 class BoundLaunch:
@@ -94,11 +121,11 @@ class BoundLaunch:
 
     def __init__(
         self,
+        device: torch.device,
         kernel: Kernel,
         grid: tuple[int, ...],
         sizes: tuple[int, ...],
         constants: tuple[Any, ...],
-        device: torch.device,
         num_warps: int,
         num_stages: int = 1,
     ) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
-from .._device import facts
+from .._device import DeviceFacts, facts, launch_rule
 from .._op import Op
 from .._partial_sums import partial_sums
 from . import config, reference
@@ -167,37 +167,46 @@ def launch_forward(input: Tensor, weight: Tensor | None, bias: Tensor | None, *s
     """Output and statistics, as `reference.forward`."""
     row_length, eps, subtract_mean, _, out_dtype, input_dtype = settings
     rows, device = input.numel() // row_length, input.device
-    chosen = config.forward_config(rows, row_length, input_dtype.itemsize, subtract_mean, facts(device))
     output = torch.empty_like(input, dtype=out_dtype)
     statistics = torch.empty(1 + subtract_mean, rows, dtype=torch.float32, device=device)
-    tensors = (input, weight, bias, output, statistics)
-    flags = {"ALIGN": math.gcd(16, row_length), "SUBTRACT_MEAN": subtract_mean}
-    flags |= {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
-    if chosen.rows_per_program:
-        kernels_forward.norm_forward_rows(
-            (-(-rows // chosen.rows_per_program),),
-            tensors,
-            (rows, row_length),
-            (eps,),
-            **flags,
-            ROWS=chosen.rows_per_program,
-            BLOCK=chosen.block,
-            FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
-            num_warps=chosen.num_warps,
-        )
-    else:
-        kernels_forward.norm_forward_long(
-            (rows,),
-            tensors,
-            (row_length,),
-            (eps,),
-            **flags,
-            BLOCK=chosen.block,
-            FULL=row_length % chosen.block == 0,
-            STREAM=rows * row_length * out_dtype.itemsize >= config.STREAMED,
-            num_warps=chosen.num_warps,
-        )
+    parameters = (weight is not None, bias is not None)
+    launch = _forward_launch(
+        rows, row_length, input_dtype.itemsize, out_dtype.itemsize, subtract_mean, *parameters, facts(device)
+    )
+    launch((input, weight, bias, output, statistics), (eps,))
     return output, statistics
+
+
+@launch_rule
+def _forward_launch(
+    rows: int,
+    row_length: int,
+    itemsize: int,
+    out_itemsize: int,
+    subtract_mean: bool,
+    has_weight: bool,
+    has_bias: bool,
+    device: DeviceFacts,
+) -> Any:
+    """The forward kernel for these sizes, which lacks its tensors and eps."""
+    chosen = config.forward_config(rows, row_length, itemsize, subtract_mean, device)
+    flags: dict[str, Any] = {"ALIGN": math.gcd(16, row_length), "SUBTRACT_MEAN": subtract_mean}
+    flags |= {"HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "BLOCK": chosen.block, "num_warps": chosen.num_warps}
+    if chosen.rows_per_program:
+        return kernels_forward.norm_forward_rows.prepare(
+            (-(-rows // chosen.rows_per_program),),
+            (rows, row_length),
+            ROWS=chosen.rows_per_program,
+            FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
+            **flags,
+        )
+    return kernels_forward.norm_forward_long.prepare(
+        (rows,),
+        (row_length,),
+        FULL=row_length % chosen.block == 0,
+        STREAM=rows * row_length * out_itemsize >= config.STREAMED,
+        **flags,
+    )
 
 
 def launch_backward(
@@ -205,100 +214,100 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As `reference.backward`; the gradients of weight and bias are summed over programs last."""
     row_length, _, subtract_mean, from_output, _, input_dtype, wanted = settings
-    rows, where = saved.numel() // row_length, saved.device
-    device = facts(where)
-    has_bias = bias is not None
+    rows, device = saved.numel() // row_length, saved.device
     param_grads = weight is not None and (wanted[1] or wanted[2])
-    chosen = config.backward_config(rows, row_length, saved.dtype.itemsize, has_bias and param_grads, device)
-    group = chosen.group if param_grads else 0
+    flags = (subtract_mean, from_output, weight is not None, bias is not None, param_grads)
+    launches = _backward_launches(rows, row_length, saved.dtype.itemsize, flags, facts(device))
     dx = torch.empty_like(saved, dtype=input_dtype)
     partials = tickets = dweight = dbias = None
     if param_grads:
         dweight = torch.empty_like(weight)  # type: ignore[arg-type]
         dbias = torch.empty_like(bias) if bias is not None else None
-        sums = chosen.programs + -(-chosen.programs // group) if group else chosen.programs
-        partials, tickets = partial_sums(sums * row_length * (1 + has_bias), where)
-    given = (dy, saved, weight, bias, statistics)
-    sizes, limit = (rows, row_length), (math.sqrt(row_length),)
-    flags = {
-        "ALIGN": math.gcd(16, row_length),
-        "SUBTRACT_MEAN": subtract_mean,
-        "FROM_OUTPUT": from_output,
-        "HAS_WEIGHT": weight is not None,
-        "HAS_BIAS": has_bias,
-    }
-    warps = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+        partials, tickets = partial_sums(launches.partials, device)
+    given, limit = (dy, saved, weight, bias, statistics), (math.sqrt(row_length),)
+    if launches.kind == "rows":
+        launches.main((*given, dx, partials, tickets, dweight, dbias), limit)
+    elif launches.kind == "columns":
+        row_means = torch.empty(2, rows, dtype=torch.float32, device=device)
+        launches.row_means((*given, row_means), limit)
+        launches.main((*given, row_means, dx, partials), limit)
+    else:
+        launches.main((*given, dx, partials), limit)
+    if launches.sums is not None:
+        launches.sums((partials, dweight, dbias))
+    return dx, dweight, dbias
+
+
+class BackwardLaunches(NamedTuple):
+    """The kernels of a backward pass, which lack their tensors."""
+
+    kind: str
+    partials: int  # elements of memory for partial sums of the gradients of weight and bias
+    main: Any
+    row_means: Any = None  # before the main one
+    sums: Any = None  # of the partial sums, after it
+
+
+@launch_rule
+def _backward_launches(
+    rows: int, row_length: int, itemsize: int, flags: tuple[bool, ...], device: DeviceFacts
+) -> BackwardLaunches:
+    subtract_mean, from_output, has_weight, has_bias, param_grads = flags
+    chosen = config.backward_config(rows, row_length, itemsize, has_bias and param_grads, device)
+    group = chosen.group if param_grads else 0
+    partials = chosen.programs + -(-chosen.programs // group) if group else chosen.programs
+    sizes, align = (rows, row_length), math.gcd(16, row_length)
+    common: dict[str, Any] = {"ALIGN": align, "SUBTRACT_MEAN": subtract_mean, "FROM_OUTPUT": from_output}
+    common |= {"HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias}
+    main = {**common, "PARAM_GRADS": param_grads, "BLOCK": chosen.block}
+    main |= {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+    row_means = sums = None
     if chosen.kind == "rows":
-        kernels_backward.norm_backward_rows(
+        launch = kernels_backward.norm_backward_rows.prepare(
             (chosen.programs,),
-            (*given, dx, partials, tickets, dweight, dbias),
             sizes,
-            limit,
-            **flags,
-            PARAM_GRADS=param_grads,
             ROWS=chosen.rows_per_program,
-            BLOCK=chosen.block,
             FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
             STAGES=chosen.num_stages,
             GROUP=group,
-            **warps,
+            **main,
         )
     elif chosen.kind == "wide":
-        kernels_backward.norm_backward_wide(
+        launch = kernels_backward.norm_backward_wide.prepare(
             (chosen.programs,),
-            (*given, dx, partials),
             sizes,
-            limit,
-            **flags,
-            PARAM_GRADS=param_grads,
             CHUNKS=chosen.chunks,
             HELD=chosen.held,
-            BLOCK=chosen.block,
             FULL=row_length == chosen.block * chosen.chunks,
-            **warps,
+            **main,
         )
     elif chosen.kind == "held":
-        kernels_backward.norm_backward_held(
+        launch = kernels_backward.norm_backward_held.prepare(
             (chosen.programs,),
-            (*given, dx, partials),
             sizes,
-            limit,
-            **flags,
-            PARAM_GRADS=param_grads,
-            BLOCK=chosen.block,
             FULL=row_length == chosen.block,
             STAGES=chosen.num_stages,
             NVIDIA=device.backend == "cuda",
-            **warps,
+            **main,
         )
     else:
-        row_means = torch.empty(2, rows, dtype=torch.float32, device=where)
-        kernels_backward.norm_backward_row_means(
-            (rows,), (*given, row_means), (row_length,), limit, **flags, BLOCK=4096, num_warps=2 * chosen.num_warps
+        row_means = kernels_backward.norm_backward_row_means.prepare(
+            (rows,), (row_length,), **common, BLOCK=4096, num_warps=2 * chosen.num_warps
         )
-        kernels_backward.norm_backward_columns(
-            (-(-row_length // chosen.block), chosen.programs),
-            (*given, row_means, dx, partials),
-            sizes,
-            limit,
-            **flags,
-            PARAM_GRADS=param_grads,
-            ROWS=chosen.rows_per_program,
-            BLOCK=chosen.block,
-            **warps,
+        launch = kernels_backward.norm_backward_columns.prepare(
+            (-(-row_length // chosen.block), chosen.programs), sizes, ROWS=chosen.rows_per_program, **main
         )
     if param_grads and not group:
-        kernels_sums.sum_partials(
+        sums = kernels_sums.sum_partials.prepare(
             (-(-row_length // 16), 1 + has_bias),
-            (partials, dweight, dbias),
             (chosen.programs, row_length),
-            ALIGN=flags["ALIGN"],
+            ALIGN=align,
             HAS_BIAS=has_bias,
             ROWS=256,  # nearly all in one step: 2 us less than 64 by 32 at 16384x1024, no more elsewhere
             BLOCK=16,
             num_warps=4,
         )
-    return dx, dweight, dbias
+    return BackwardLaunches(chosen.kind, partials * row_length * (1 + has_bias), launch, row_means, sums)
 
 
 def _save(arguments: tuple, results: tuple) -> tuple:
