@@ -25,6 +25,7 @@ from . import cores, timing
 from .check import worst_excess
 from .environment import describe
 from .registry import OURS, Call
+from .runner import _describe
 from .sweep_cases import FAMILIES, Draw, Passes
 
 # Calls of each round on the GPU alone and between events. The latter need a few until the host's caches know the code.
@@ -120,7 +121,7 @@ def _measure(name: str, family: str, make: Callable[[], Passes], device: torch.d
     try:
         prepared = make()
     except Exception as error:
-        return [Pass(name, family, error=_line(error))]
+        return [Pass(name, family, error=_describe(error))]
     found = []
     for direction, each in prepared.items():
         result = Pass(f"{name} {direction}".strip(), family)
@@ -132,13 +133,9 @@ def _measure(name: str, family: str, make: Callable[[], Passes], device: torch.d
                 makers = each.timed or each.implementations
                 result.gpu, result.events = compare({peer: makers[peer]() for peer in makers}, device)
         except Exception as error:
-            result.error = _line(error)
+            result.error = _describe(error)
         found.append(result)
     return found
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def compare(calls: Mapping[str, Call], device: torch.device) -> tuple[dict[str, float], dict[str, float]]:

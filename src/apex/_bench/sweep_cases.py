@@ -175,7 +175,9 @@ def _xentropy(draw: Draw, device: torch.device) -> Drawn:
             wide = x if x.dtype == torch.float64 else x.float()
             return F.cross_entropy(wide, labels, reduction="none", label_smoothing=smoothing)
 
-        ours: Any = lambda x: SoftmaxCrossEntropyLoss.apply(x, labels, smoothing, -100, True)  # noqa: E731
+        def ours(x: Tensor) -> Tensor:
+            return SoftmaxCrossEntropyLoss.apply(x, labels, smoothing, -100, True)
+
         return _passes([draw.tensor(shape, dtype, device, layout)], ours, eager)
 
     return _name(dtype, shape, layout, "smoothing" * (smoothing > 0)), make
@@ -208,13 +210,15 @@ def _group_norm(draw: Draw, device: torch.device) -> Drawn:
     groups, dtype, silu = draw.choice((8, 16, 32, 32)), draw.dtype(), draw.random() < 0.7
     shape, memory = _image(draw, groups, 2560)
 
-    def eager(x: Tensor, *parameters: Tensor) -> Tensor:
-        output = F.group_norm(x, groups, *parameters)
+    def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return group_norm(x, groups, weight, bias, 1e-5, "silu" * silu)
+
+    def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        output = F.group_norm(x, groups, weight, bias, 1e-5)
         return F.silu(output) if silu else output
 
     def make() -> Passes:
         x = draw.tensor(shape, dtype, device).contiguous(memory_format=memory)
-        ours: Any = lambda x, *parameters: group_norm(x, groups, *parameters, 1e-5, "silu" * silu)  # noqa: E731
         return _passes([x, *draw.parameters(2, shape[1], dtype, device)], ours, eager)
 
     return _name(dtype, shape, memory, f"groups {groups}", "silu" * silu), make
