@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._device import facts
+from .._device import facts, launch_rule
 from .._partial_sums import partial_sums
 from .._tolerance import excess
 from . import config, reference
@@ -74,20 +74,28 @@ def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
 
 def _measure(x: Tensor, channel_dim: int) -> tuple[Tensor, int, int, int]:
     """Statistics of parts of a dense input: `partials`, how many parts, the channels, and how far parts lie apart."""
-    pace, geometry, device = config.FORWARD_PACE, _geometry(x, channel_dim), x.device
-    tiles = config.tiling(geometry, pace.elements)
-    programs = config.measure_programs(tiles.units, tiles.channel_blocks, facts(device).multiprocessors, pace)
-    pitch = config.pitch(geometry.channels)
+    geometry, device = _geometry(x, channel_dim), x.device
+    launch, programs, pitch = _measure_launch(geometry, facts(device).multiprocessors)
     partials, _ = partial_sums(programs * pitch, device)
-    kernels.batch_norm_measure(
+    launch((x, partials))
+    return partials, programs, geometry.channels, pitch
+
+
+@launch_rule
+def _measure_launch(geometry: config.Geometry, multiprocessors: int) -> tuple[Any, int, int]:
+    """The kernel that measures, the parts it makes, and how far these lie apart."""
+    pace = config.FORWARD_PACE
+    tiles = config.tiling(geometry, pace.elements)
+    programs = config.measure_programs(tiles.units, tiles.channel_blocks, multiprocessors, pace)
+    pitch = config.pitch(geometry.channels)
+    launch = kernels.batch_norm_measure.prepare(
         (programs * tiles.channel_blocks,),
-        (x, partials),
         (*tiles.sizes, programs, pitch),
         **tiles.constants,
         UNROLL=pace.unroll,
         num_warps=config.WARPS,
     )
-    return partials, programs, geometry.channels, pitch
+    return launch, programs, pitch
 
 
 def _combine(
@@ -111,14 +119,18 @@ def _combine(
 
 
 def _launch_statistics(partials, mean, variance, running_mean, running_var, parts, channels, pitch, momentum):  # type: ignore[no-untyped-def]
+    launch = _statistics_launch(parts, channels, pitch, running_mean is not None, variance is None)
+    launch((partials, mean, variance, running_mean, running_var), (momentum,))
+
+
+@launch_rule
+def _statistics_launch(parts: int, channels: int, pitch: int, running: bool, rank_stats: bool) -> Any:
     part_block, channel_block = config.finish_block(parts)
-    kernels.batch_norm_statistics(
+    return kernels.batch_norm_statistics.prepare(
         (-(-channels // channel_block),),
-        (partials, mean, variance, running_mean, running_var),
         (parts, channels, pitch),
-        (float(momentum),),
-        RUNNING=running_mean is not None,
-        RANK_STATS=variance is None,
+        RUNNING=running,
+        RANK_STATS=rank_stats,
         P_BLOCK=part_block,
         C_BLOCK=channel_block,
         num_warps=config.FINISH_WARPS,
@@ -134,20 +146,25 @@ def normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNo
         return torch.ops.apex.batch_norm_normalise(input, z, *channels, *flags)
     x = _dense(input, spec.channel_dim)
     y = torch.empty_like(x)
-    tiles = config.tiling(_geometry(x, spec.channel_dim), config.APPLY_TILE)
-    kernels.batch_norm_apply(
+    flags = (z is not None, channels.weight is not None, channels.bias is not None, spec.relu)
+    launch = _apply_launch(_geometry(x, spec.channel_dim), *flags)
+    launch((x, _like(x, z), *_kernel_channels(channels), y), (spec.eps,))
+    return y
+
+
+@launch_rule
+def _apply_launch(geometry: config.Geometry, has_z: bool, has_weight: bool, has_bias: bool, relu: bool) -> Any:
+    tiles = config.tiling(geometry, config.APPLY_TILE)
+    return kernels.batch_norm_apply.prepare(
         (tiles.units * tiles.channel_blocks,),
-        (x, _like(x, z), *_kernel_channels(channels), y),
         tiles.sizes,
-        (spec.eps,),
-        HAS_Z=z is not None,
-        HAS_WEIGHT=channels.weight is not None,
-        HAS_BIAS=channels.bias is not None,
-        RELU=spec.relu,
+        HAS_Z=has_z,
+        HAS_WEIGHT=has_weight,
+        HAS_BIAS=has_bias,
+        RELU=relu,
         **tiles.constants,
         num_warps=config.WARPS,
     )
-    return y
 
 
 def gradient_sums(
@@ -183,42 +200,57 @@ def gradient_sums(
 
 def _launch_sums(dy, input, output, channels, spec, keep_dz, for_ranks):  # type: ignore[no-untyped-def]
     x = _dense(input, spec.channel_dim)
-    dy, device = _like(x, dy), x.device
-    geometry = _geometry(x, spec.channel_dim)
-    pace = config.backward_pace(geometry, dy.element_size())
-    tiles = config.tiling(geometry, pace.elements)
-    programs = config.measure_programs(tiles.units, tiles.channel_blocks, facts(device).multiprocessors, pace)
+    dy, device, geometry = _like(x, dy), x.device, _geometry(x, spec.channel_dim)
     count, write_dz = geometry.channels, keep_dz and spec.relu
+    flags = (channels.weight is not None, channels.bias is not None, _mask(spec, output), write_dz)
+    multiprocessors = facts(device).multiprocessors
+    measure, add_up, programs = _sums_launches(geometry, dy.dtype.itemsize, multiprocessors, for_ranks, *flags)
     dz = torch.empty_like(dy) if write_dz else None
     sum_dy = torch.empty(count, dtype=torch.float32, device=device)
     sum_dy_xhat = torch.empty_like(sum_dy)
     rank_stats = torch.empty(2 * count + 1, dtype=torch.float32, device=device) if for_ranks else None
     partials, _ = partial_sums(programs * 2 * count, device)
-    kernels.batch_norm_measure_backward(
+    measure((x, dy, _like(x, output), *_kernel_channels(channels), dz, partials), (spec.eps,))
+    add_up((partials, sum_dy, sum_dy_xhat, rank_stats), (geometry.images * geometry.positions,))
+    return dy if keep_dz and not spec.relu else dz, sum_dy, sum_dy_xhat, rank_stats
+
+
+@launch_rule
+def _sums_launches(
+    geometry: config.Geometry,
+    itemsize: int,
+    multiprocessors: int,
+    for_ranks: bool,
+    has_weight: bool,
+    has_bias: bool,
+    mask: int,
+    write_dz: bool,
+) -> tuple[Any, Any, int]:
+    """The kernel that sums parts of the gradients, the one that adds these up, and the number of parts."""
+    pace = config.backward_pace(geometry, itemsize)
+    tiles = config.tiling(geometry, pace.elements)
+    programs = config.measure_programs(tiles.units, tiles.channel_blocks, multiprocessors, pace)
+    measure = kernels.batch_norm_measure_backward.prepare(
         (programs * tiles.channel_blocks,),
-        (x, dy, _like(x, output), *_kernel_channels(channels), dz, partials),
         (*tiles.sizes, programs),
-        (spec.eps,),
-        HAS_WEIGHT=channels.weight is not None,
-        HAS_BIAS=channels.bias is not None,
-        MASK=_mask(spec, output),
+        HAS_WEIGHT=has_weight,
+        HAS_BIAS=has_bias,
+        MASK=mask,
         WRITE_DZ=write_dz,
         **tiles.constants,
         UNROLL=pace.unroll,
         num_warps=config.WARPS,
     )
     part_block, channel_block = config.finish_block(programs)
-    kernels.batch_norm_sums(
-        (-(-count // channel_block),),
-        (partials, sum_dy, sum_dy_xhat, rank_stats),
-        (programs, count),
-        (geometry.images * geometry.positions,),
+    add_up = kernels.batch_norm_sums.prepare(
+        (-(-geometry.channels // channel_block),),
+        (programs, geometry.channels),
         RANK_STATS=for_ranks,
         P_BLOCK=part_block,
         C_BLOCK=channel_block,
         num_warps=config.FINISH_WARPS,
     )
-    return dy if keep_dz and not spec.relu else dz, sum_dy, sum_dy_xhat, rank_stats
+    return measure, add_up, programs
 
 
 def input_gradient(
@@ -233,22 +265,30 @@ def input_gradient(
     sum_dy, sum_dy_xhat, inverse_count = sums
     x = _dense(input, spec.channel_dim)
     dx, geometry = torch.empty_like(x), _geometry(x, spec.channel_dim)
+    flags = (channels.weight is not None, channels.bias is not None, _mask(spec, output), spec.training)
+    launch = _apply_backward_launch(geometry, sum_dy_xhat is None, *flags)
+    gradients = (_like(x, dy), _like(x, output))
+    of_channels = (*_kernel_channels(channels), sum_dy.contiguous(), _contiguous(sum_dy_xhat))
+    launch((x, *gradients, *of_channels, dx), (spec.eps, inverse_count))
+    return dx
+
+
+@launch_rule
+def _apply_backward_launch(
+    geometry: config.Geometry, rank_stats: bool, has_weight: bool, has_bias: bool, mask: int, training: bool
+) -> Any:
     tiles = config.tiling(geometry, config.APPLY_BACKWARD_TILE[geometry.last])
-    of_channels = _kernel_channels(channels)
-    kernels.batch_norm_apply_backward(
+    return kernels.batch_norm_apply_backward.prepare(
         (tiles.units * tiles.channel_blocks,),
-        (x, _like(x, dy), _like(x, output), *of_channels, sum_dy.contiguous(), _contiguous(sum_dy_xhat), dx),
         tiles.sizes,
-        (spec.eps, inverse_count),
-        HAS_WEIGHT=channels.weight is not None,
-        HAS_BIAS=channels.bias is not None,
-        MASK=_mask(spec, output),
-        BATCH=spec.training,
-        RANK_STATS=sum_dy_xhat is None,
+        HAS_WEIGHT=has_weight,
+        HAS_BIAS=has_bias,
+        MASK=mask,
+        BATCH=training,
+        RANK_STATS=rank_stats,
         **tiles.constants,
         num_warps=config.WARPS,
     )
-    return dx
 
 
 def _mask(spec: BatchNormSpec, output: Tensor | None) -> int:
