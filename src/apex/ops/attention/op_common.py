@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._device import facts
+from .._device import DeviceFacts, facts, launch_rule
 from . import config
 from .reference import dropout_threshold
 
@@ -93,24 +93,15 @@ class Problem(NamedTuple):
         tail = -(-self.total // block) if self.tail else 0
         return (batch * -(-rows // block) + tail) * self.heads
 
-    def launch(
-        self,
-        kernel: Any,
-        programs: int,
-        tile: config.Tile,
-        tensors: tuple[Tensor | None, ...],
-        strides: tuple[int, ...],
-        *more: int,
-        **flags: bool,
-    ) -> None:
-        """Launches a kernel with these sizes and options; `more` and `flags` are what it takes beside them."""
+    def prepare(
+        self, kernel: Any, programs: int, tile: config.Tile, strides: tuple[int, ...], *more: int, **flags: bool
+    ) -> Any:
+        """The launch of a kernel with these sizes and options; `more` and `flags` are what it takes beside them."""
         mask_group, bias_group, total, dropout = self.mask_group, self.bias_group, self.total, self.dropout_p
         sizes = (*self[:5], total, *strides, *self._statistics_strides())
-        kernel(
+        return kernel.prepare(
             (programs,),
-            tensors,
             (*sizes, mask_group or 1, bias_group or 1, dropout_threshold(dropout), *more),
-            (1 / math.sqrt(self.head_dim), self.inf, 1 / (1 - dropout)),
             HAS_MASK=mask_group > 0,
             HAS_BIAS=bias_group > 0,
             PACKED=total > 0,
@@ -119,6 +110,10 @@ class Problem(NamedTuple):
             **flags,
             **self.tiling(tile),
         )
+
+    def floats(self) -> tuple[float, float, float]:
+        """What kernels multiply logits and kept probabilities by, and take from excluded logits."""
+        return 1 / math.sqrt(self.head_dim), self.inf, 1 / (1 - self.dropout_p)
 
 
 def launch_output(
@@ -132,13 +127,19 @@ def launch_output(
 
     `strides` are those of q, k, v and output.
     """
+    launch = _output_launch(problem, strides, statistics is not None, facts(problem.device))
+    launch((*given, output, statistics), problem.floats())
+
+
+@launch_rule
+def _output_launch(problem: Problem, strides: tuple[int, ...], saves: bool, device: DeviceFacts) -> Any:
     tile = problem.choose(config.forward_tile)
     programs = problem.programs(problem.batch, problem.rows, tile.queries)
     kernel = kernels_forward.attention_forward
     if problem.cudnn_first:
         kernel = kernels_forward.attention_repair
-        programs = min(programs, config.REPAIRS_PER_MULTIPROCESSOR * facts(problem.device).multiprocessors)
-    problem.launch(kernel, programs, tile, (*given, output, statistics), strides, SAVES=statistics is not None)
+        programs = min(programs, config.REPAIRS_PER_MULTIPROCESSOR * device.multiprocessors)
+    return problem.prepare(kernel, programs, tile, strides, SAVES=saves)
 
 
 def launch_dquery(
@@ -149,9 +150,15 @@ def launch_dquery(
     `given` is q, k, v, mask, bias, cu_seqlens, seed, output, its gradient, statistics; `strides` are those of q, k, v,
     output, its gradient and dquery.
     """
+    launch = _dquery_launch(problem, strides, facts(problem.device))
+    launch((*given, delta, dquery), problem.floats())
+
+
+@launch_rule
+def _dquery_launch(problem: Problem, strides: tuple[int, ...], device: DeviceFacts) -> Any:
     tile = problem.choose(config.queries_tile)
     programs = problem.programs(problem.batch, problem.rows, tile.queries)
-    problem.launch(kernels_backward.attention_backward_queries, programs, tile, (*given, delta, dquery), strides)
+    return problem.prepare(kernels_backward.attention_backward_queries, programs, tile, strides)
 
 
 def launch_dkey_dvalue(
@@ -168,17 +175,19 @@ def launch_dkey_dvalue(
 
     With `batches`, a first one and a number, it is for these alone, takes no `delta` and writes `dlogits`.
     """
+    batches = batches or (0, problem.batch)
+    launch = _dkey_dvalue_launch(problem, strides, batches, dlogits is not None, facts(problem.device))
+    launch((*given, delta, dlogits, dkey, dvalue), problem.floats())
+
+
+@launch_rule
+def _dkey_dvalue_launch(
+    problem: Problem, strides: tuple[int, ...], batches: tuple[int, int], stores: bool, device: DeviceFacts
+) -> Any:
     tile = problem.choose(config.keys_tile, "keys")
-    first, count = batches or (0, problem.batch)
-    problem.launch(
-        kernels_backward.attention_backward_keys,
-        problem.programs(count, problem.columns, tile.keys),
-        tile,
-        (*given, delta, dlogits, dkey, dvalue),
-        strides,
-        first,
-        STORES=dlogits is not None,
-    )
+    first, count = batches
+    programs = problem.programs(count, problem.columns, tile.keys)
+    return problem.prepare(kernels_backward.attention_backward_keys, programs, tile, strides, first, STORES=stores)
 
 
 def launch_dquery_from_dlogits(
@@ -188,12 +197,16 @@ def launch_dquery_from_dlogits(
 
     `dlogits` is what `launch_dkey_dvalue` wrote for these; `strides` are those of key and dquery.
     """
+    launch = _stored_launch(problem, strides, batches, facts(problem.device))
+    launch((dlogits, key, dquery), problem.floats()[:1])
+
+
+@launch_rule
+def _stored_launch(problem: Problem, strides: tuple[int, ...], batches: tuple[int, int], device: DeviceFacts) -> Any:
     tile = problem.choose(config.stored_tile)
     first, count = batches
-    kernels_backward.attention_backward_stored(
+    return kernels_backward.attention_backward_stored.prepare(
         (problem.programs(count, problem.rows, tile.queries),),
-        (dlogits, key, dquery),
         (problem.heads, problem.rows, problem.columns, problem.head_dim, *strides, first),
-        (1 / math.sqrt(problem.head_dim),),
         **problem.tiling(tile),
     )

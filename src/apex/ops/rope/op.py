@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_floats, check_optional_tensors, check_tensors, values_at_hand
-from .._device import DeviceFacts, facts
+from .._device import DeviceFacts, facts, launch_rule
 from .._tolerance import excess
 from . import config, reference
 from .reference import RopeSpec
@@ -247,26 +247,43 @@ def launch(
     if cu_seqlens is not None and not cu_seqlens.is_contiguous():
         cu_seqlens = cu_seqlens.contiguous()
     outputs = [_empty_result(t, spec.swap_memory) for t in tensors]
-    layout, shape, rotated = spec.layout, first.shape, tables[0].shape[-1]
-    constants = config.channel_constants(layout, len(tables), spec.inverse, shape[-1], rotated)
     edges = spec.width if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    sizes = (shape[DIMENSIONS[layout][0]], tables[0].numel() // rotated, edges, edges.bit_length())
-    given = (*tensors, *outputs, *tables, *_ABSENT[len(tables)], cu_seqlens)
-    programs, side, tile, num_warps = _side(first, outputs[0], layout, device)
-    if len(tensors) == 1:
-        kernels.rope((programs,), given, (*sizes, *side), CHANNELS=constants, TILE=tile, num_warps=num_warps)
-        return outputs
-    key_programs, key_side, key_tile, key_warps = _side(tensors[1], outputs[1], layout, device)
-    kernels.rope_pair(
+    table = (len(tables), tables[0].shape[-1], tables[0].numel())
+    sides = tuple([(t.shape, t.stride(), output.stride()) for t, output in zip(tensors, outputs, strict=True)])
+    prepared = _prepared_launch(sides, first.dtype.itemsize, spec.layout, spec.inverse, table, edges, device)
+    prepared((*tensors, *outputs, *tables, *_ABSENT[len(tables)], cu_seqlens))
+    return outputs
+
+
+Side = tuple[torch.Size, tuple[int, ...], tuple[int, ...]]  # shape and strides of a tensor, strides of its result
+
+
+@launch_rule
+def _prepared_launch(
+    sides: tuple[Side, ...],
+    itemsize: int,
+    layout: str,
+    inverse: bool,
+    table: tuple[int, int, int],
+    edges: int,
+    device: DeviceFacts,
+) -> Any:
+    """The kernel for a tensor, or for two; `table` is how many tables there are, their last dimension and elements."""
+    shape, (tables, rotated, numel) = sides[0][0], table
+    constants = config.channel_constants(layout, tables, inverse, shape[-1], rotated)
+    sizes = (shape[DIMENSIONS[layout][0]], numel // rotated, edges, edges.bit_length())
+    programs, side, tile, num_warps = _side(*sides[0], layout, itemsize, device)
+    if len(sides) == 1:
+        return kernels.rope.prepare((programs,), (*sizes, *side), CHANNELS=constants, TILE=tile, num_warps=num_warps)
+    key_programs, key_side, key_tile, key_warps = _side(*sides[1], layout, itemsize, device)
+    return kernels.rope_pair.prepare(
         (programs + key_programs,),
-        given,
         (*sizes, programs, *side, *key_side),
         CHANNELS=constants,
         QUERY_TILE=tile,
         KEY_TILE=key_tile,
         num_warps=max(num_warps, key_warps),
     )
-    return outputs
 
 
 def _kernel_tables(tables: Sequence[Tensor]) -> list[Tensor]:
@@ -278,11 +295,15 @@ def _kernel_tables(tables: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _side(
-    t: Tensor, output: Tensor, layout: str, device: DeviceFacts
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    layout: str,
+    itemsize: int,
+    device: DeviceFacts,
 ) -> tuple[int, tuple[int, ...], tuple[int, int, bool, int], int]:
     """Of one tensor of a launch: programs, its sizes and strides in kernel order, TILE of the kernels, and warps."""
     token_dim, batch_dim, head_dim = DIMENSIONS[layout]
-    shape, strides, out_strides = t.shape, t.stride(), output.stride()
     tokens, heads = shape[token_dim], shape[head_dim]
     batch, batch_stride, out_batch_stride = 1, 0, 0
     if batch_dim is not None:
@@ -294,7 +315,7 @@ def _side(
     elif heads == 1:
         batch, heads, head_stride, out_head_stride = 1, batch, batch_stride, out_batch_stride
         batch_stride = out_batch_stride = 0
-    tile = config.tile(tokens, heads, shape[-1], t.dtype.itemsize, layout == "image", device)
+    tile = config.tile(tokens, heads, shape[-1], itemsize, layout == "image", device)
     source = (strides[token_dim], batch_stride, head_stride)
     target = (out_strides[token_dim], out_batch_stride, out_head_stride)
     unit, counted = config.strides_in_units((*source, *target))
