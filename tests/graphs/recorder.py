@@ -72,8 +72,6 @@ class CpuGraphs:
 
     def __init__(self, forbids_reading: bool = False) -> None:
         self.forbids_reading = forbids_reading
-        self.captures = 0
-        self.forgotten = 0
 
     @staticmethod
     def device_of(tensors: Iterable[Tensor]) -> torch.device:
@@ -92,8 +90,4 @@ class CpuGraphs:
         finally:
             tape.undo()
             torch.set_rng_state(random)
-        self.captures += 1
         return tape.replay, result
-
-    def forget(self) -> None:
-        self.forgotten += 1

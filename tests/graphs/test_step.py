@@ -242,16 +242,22 @@ def test_gradients_are_accumulated_over_calls(outside: bool) -> None:
     assert_equal_bits(run(None), run(captured))
 
 
-def test_state_that_is_saved_and_loaded_between_replays() -> None:
-    whole = Training(None, device="cpu", dropout=0.0).run(20).outcome()
-    training = Training(captured, device="cpu", dropout=0.0).run(8)
-    state = training.model.state_dict(), training.optimizer.state_dict(), training.schedule.state_dict()
-    state = tuple({key: _copied(value) for key, value in each.items()} for each in state)
-    training.run(4, first=8)  # taken back
-    for part, each in zip((training.model, training.optimizer, training.schedule), state, strict=True):
+@pytest.mark.parametrize(("level", "overflows"), [(None, ()), ("O2", (1, 6, 9, 15))])
+def test_state_that_is_saved_and_loaded_between_replays(level: str | None, overflows: tuple[int, ...]) -> None:
+    """Where overflows skip steps, the count of those goes on in the memory that the graph has."""
+    options: dict[str, Any] = {"level": level, "device": "cpu", "dropout": 0.0}
+    whole = Training(None, **options).run(20, overflows).outcome()
+    training = Training(captured, **options).run(8, overflows)
+    parts = [training.model, training.optimizer, training.schedule]
+    state = [_copied(part.state_dict()) for part in parts]
+    scales = amp.state_dict() if level else None
+    training.run(4, (8, 10), first=8)  # taken back
+    for part, each in zip(parts, state, strict=True):
         part.load_state_dict(each)
+    if level:
+        amp.load_state_dict(scales)
     del training.losses[8:]
-    training.run(12, first=8)
+    training.run(12, overflows, first=8)
     assert training.step.graphs == 1
     assert_equal_bits(whole, training.outcome())
 
@@ -287,6 +293,16 @@ def test_hyperparameters_that_a_graph_cannot_read_are_noticed() -> None:
             results.append(training.outcome())
         assert training.step.graphs == 2
         assert_equal_bits(*results)
+
+
+def test_rates_of_pytorch_optimizers_that_are_numbers_are_followed() -> None:
+    make = lambda params: torch.optim.Adam(params, lr=0.01, fused=True)  # noqa: E731
+    eager, graph = (Training(way, make=make, device="cpu").run(12) for way in (None, captured))
+    assert isinstance(graph.optimizer.param_groups[0]["lr"], float)
+    assert graph.step.graphs == 1
+    for (name, one), other in zip(eager.model.named_parameters(), graph.model.parameters(), strict=True):
+        if name != "0.bias":  # a batch norm takes it off again: its gradients are rounding errors
+            torch.testing.assert_close(one, other)
 
 
 def test_what_every_call_changes_in_python_is_named() -> None:
@@ -331,13 +347,13 @@ def test_numbers_that_change_between_calls_make_other_graphs() -> None:
     assert run.graphs == 2
 
 
-def test_invalidate_forgets_graphs_and_memory() -> None:
+def test_invalidate_forgets_graphs() -> None:
     run = captured(lambda x: x * 2, warmup=1)
     for _ in range(2):
         run(torch.ones(1))
     assert run.graphs == 1
     run.invalidate()
-    assert (run.graphs, run._backend.forgotten) == (0, 1)
+    assert run.graphs == 0
     for _ in range(3):
         assert float(run(torch.ones(1))) == 2.0
     assert run.graphs == 1

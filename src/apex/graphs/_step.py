@@ -116,12 +116,16 @@ class CapturedStep:
         try:
             graph = Graph(self._function, inputs, self._optimizers, references, self._backend, device, self._returned)
         except Exception as error:  # whatever a capture does not allow comes as errors of all kinds
-            outputs = self._eagerly(inputs, device)  # an error that has nothing to do with the capture comes up again
-            self._give_up(f"{type(error).__name__}: {_first_line(error)}", line_of(error, self._function))
-            return outputs
-        self._graphs[kind].append(graph)
-        self._captures += 1
-        return graph.outputs()
+            reason, line = f"{type(error).__name__}: {_first_line(error)}", line_of(error, self._function)
+        else:
+            self._graphs[kind].append(graph)
+            self._captures += 1
+            return graph.outputs()
+        # Here the error is gone, and with it what its traceback held. One that has nothing to do with the capture comes
+        # up again.
+        outputs = self._eagerly(inputs, device)
+        self._give_up(reason, line)
+        return outputs
 
     def _give_up(self, reason: str, line: str | None = None) -> None:
         place = f"{line}: " if line else ""
@@ -146,7 +150,6 @@ class CapturedStep:
     def invalidate(self) -> None:
         """Drops all graphs and frees their memory; the next calls run eagerly, then it is captured anew."""
         self._reset()
-        self._backend.forget()
 
     @property
     def graphs(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -12,13 +14,15 @@ from torch import Tensor
 
 
 class CudaGraphs:
-    """Captures functions of one device: on one stream, with one memory pool for all graphs."""
+    """Captures functions of one device: on one stream, with one memory pool for all graphs that are alive."""
 
     # Of all captures: a stream has workspaces of libraries, which are never freed.
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+    # Kept, because allocators go on to ask a capture that was broken off which streams are its own.
+    _broken: ClassVar[list[torch.cuda.CUDAGraph]] = []
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     @staticmethod
     def device_of(tensors: Iterable[Tensor]) -> torch.device | None:
@@ -43,9 +47,11 @@ class CudaGraphs:
         with torch.cuda.device(device):
             stream, here = self._stream(device), torch.cuda.current_stream(device)
             stream.wait_stream(here)
-            with torch.cuda.stream(stream):
-                yield
-            here.wait_stream(stream)
+            try:
+                with torch.cuda.stream(stream):
+                    yield
+            finally:
+                here.wait_stream(stream)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
@@ -62,43 +68,45 @@ class CudaGraphs:
             gc.collect()  # memory that garbage holds would be beside the pool's
             torch.cuda.empty_cache()
             graph = torch.cuda.CUDAGraph()
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
+            # A pool ends with its last graph, and cannot be used again.
+            pool = next((other.pool() for other in self._graphs), None) or torch.cuda.graph_pool_handle()
             with torch.cuda.stream(self._stream(device)):
-                # Other threads go on: those that load data, and NCCL's, which asks after its work.
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
+                    # Other threads go on: those that load data, and NCCL's, which asks after its work.
+                    graph.capture_begin(pool, capture_error_mode="thread_local")
                     result = function()
                 except BaseException:
-                    self._abandon(graph, device)
+                    with contextlib.suppress(RuntimeError):  # what failed has made the capture invalid
+                        self._end(graph, pool, device)
                     raise
-                try:
-                    graph.capture_end()
-                except BaseException:
-                    self._repair(graph, device)
-                    raise
+                self._end(graph, pool, device)
+        self._graphs.add(graph)
         return graph.replay, result
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    def _end(self, graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
         try:
-            graph.capture_end()
-        except RuntimeError:  # what failed has made the capture invalid
-            self._repair(graph, device)
+            _end_capture(graph)
+        except BaseException:
+            self._broken.append(graph)
+            self._graphs.clear()  # the next capture is to have another pool: PyTorch has not done with this one
+            _repair(pool, device)
+            raise
 
-    def _repair(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
-        """Does what PyTorch leaves undone at the end of an invalid capture, which versions differ in."""
-        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-            with contextlib.suppress(RuntimeError):  # it was done
-                getattr(torch._C, name)(device.index, self._pool)
-        self._pool = None
-        self._streams.pop(device, None)
-        # A capture that ends well tells the random number generators that no capture is under way.
-        other = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.Stream(device)):
-            other.capture_begin(capture_error_mode="thread_local")
-            torch.zeros(1, dtype=torch.float32, device=device)
-            other.capture_end()
 
-    def forget(self) -> None:
-        """Lets go of the memory pool, which is freed when its last graph is."""
-        self._pool = None
+def _end_capture(graph: torch.cuda.CUDAGraph) -> None:
+    with warnings.catch_warnings():
+        # A function may have nothing to do on the device, or fail before it does.
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        graph.capture_end()
+
+
+def _repair(pool: Any, device: torch.device) -> None:
+    """Does what PyTorch leaves undone where the end of a capture fails."""
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None) or torch._C._cuda_endAllocateCurrentStreamToPool
+    with contextlib.suppress(RuntimeError):  # the capture did not begin, and the pool does not count it
+        end(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
+    # A capture that ends well tells the random number generators that none is under way.
+    other = torch.cuda.CUDAGraph()
+    other.capture_begin(capture_error_mode="thread_local")
+    _end_capture(other)
