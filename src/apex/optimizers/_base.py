@@ -402,9 +402,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of this class, or of PyTorch's optimizer of the same algorithm, returned."""
         load_state(self, state_dict, super().load_state_dict)
-        self._plans.clear()
-        for skipped in self._skipped.values():
-            skipped.zero_()
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle_all_skipped()
@@ -415,7 +412,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._plans = {}
         self._states = []
-        self._skipped = {}
+        # PyTorch's `load_state_dict` comes by here, too: what a graph may go on to count in stays.
+        for skipped in self.__dict__.setdefault("_skipped", {}).values():
+            skipped.zero_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedOptimizer:
         self._settle_all_skipped()
