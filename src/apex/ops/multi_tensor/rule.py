@@ -63,12 +63,14 @@ class Rule:
 
 
 # What rules call `tl`: the functions of PyTorch that `triton.language` has under the same names. A rule is written once
-# and runs with either.
+# and runs with either. A sum of two products is an `fma`: left to the compiler, the one that is not rounded first is
+# chosen anew for every kernel, and a captured step, whose kernels read hyperparameters from memory, has other bits.
 tl = types.SimpleNamespace(
     sqrt=torch.sqrt,
     abs=torch.abs,
     maximum=torch.maximum,
     minimum=torch.minimum,
+    fma=lambda x, y, z: x * y + z,
     where=torch.where,
     float16=torch.float16,
     float32=torch.float32,

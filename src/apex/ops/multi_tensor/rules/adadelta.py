@@ -11,9 +11,9 @@ def _adadelta(values, whole, scalars, FLAGS):
     p, g, square, travelled, a = values
     lr, rho, rest, eps, decay, _b, _c, _d = scalars
     g = g + decay * p
-    square = square * rho + rest * g * g
+    square = tl.fma(square, rho, rest * g * g)
     delta = tl.sqrt((travelled + eps) / (square + eps)) * g  # one root is quicker than two, and closer
-    travelled = travelled * rho + rest * delta * delta
+    travelled = tl.fma(travelled, rho, rest * delta * delta)
     return p - lr * delta, g, square, travelled, a
 
 

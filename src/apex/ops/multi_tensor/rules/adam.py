@@ -14,7 +14,7 @@ def _adam(values, whole, scalars, FLAGS):
     if not FLAGS[0]:
         g = g + decay * p
     m = m + (g - m) * rest1
-    v = v * beta2 + rest2 * g * g
+    v = tl.fma(v, beta2, rest2 * g * g)
     if FLAGS[1]:
         peak = tl.maximum(peak, v)
         deviation = tl.sqrt(peak) * root + eps

@@ -23,7 +23,7 @@ def _adamp_measure(values, whole, scalars, FLAGS):
     """FLAGS: Nesterov."""
     p, g, m, v, a = values
     m = m + (g - m) * scalars[1]
-    v = v * scalars[2] + scalars[3] * g * g
+    v = tl.fma(v, scalars[2], scalars[3] * g * g)
     direction = _direction(g, m, v, scalars, FLAGS[0])
     return (p, g, m, v, a), (p * g, g * g, p * p, p * direction)
 

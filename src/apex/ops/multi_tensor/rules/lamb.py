@@ -23,7 +23,7 @@ def _direction(p, m, v, scalars, FLAGS):
 def _moments(p, g, m, v, scalars, FLAGS):
     if not FLAGS[0]:
         g = g + scalars[5] * p
-    m = m * scalars[2] + scalars[3] * g
+    m = tl.fma(m, scalars[2], scalars[3] * g)
     v = v + (g * g - v) * scalars[7]
     return m, v
 

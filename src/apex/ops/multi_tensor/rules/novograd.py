@@ -17,11 +17,11 @@ def _novograd(values, whole, scalars, FLAGS):
         norm = tl.sqrt(norm)
     inverse = 1.0 / (norm * root + eps)
     if FLAGS[0]:
-        m = m * beta1 + share * (g * inverse + decay * p)
+        m = tl.fma(m, beta1, share * tl.fma(g, inverse, decay * p))
         p = p - step_size * m
     else:
-        m = m * beta1 + share * g
-        p = p - (step_size * inverse * m + decay * p)
+        m = tl.fma(m, beta1, share * g)
+        p = p - tl.fma(decay, p, step_size * inverse * m)
     return p, g, m, a, b
 
 

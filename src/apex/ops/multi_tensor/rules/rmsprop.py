@@ -16,7 +16,7 @@ def _rmsprop(values, whole, scalars, FLAGS):
     lr, inner_lr, alpha, rest, eps, decay, shrink, momentum = scalars
     p = p - shrink * p
     g = g + decay * p
-    square = square * alpha + rest * g * g
+    square = tl.fma(square, alpha, rest * g * g)
     spread = square
     if FLAGS[0]:
         if FLAGS[1]:

@@ -17,7 +17,7 @@ def _sgd(values, whole, scalars, FLAGS):
     lr, keep, rest, decay, momentum, _c, _d, _e = scalars
     if not FLAGS[1]:
         g = g + decay * p
-    buffer = buffer * keep + rest * g
+    buffer = tl.fma(buffer, keep, rest * g)
     if FLAGS[2]:
         # The step uses what is stored. Else a parameter and a step that are equal in float16 do not cancel.
         buffer = buffer.to(tl.float16).to(tl.float32)
