@@ -146,8 +146,8 @@ def normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNo
         return torch.ops.apex.batch_norm_normalise(input, z, *channels, *flags)
     x = _dense(input, spec.channel_dim)
     y = torch.empty_like(x)
-    flags = (z is not None, channels.weight is not None, channels.bias is not None, spec.relu)
-    launch = _apply_launch(_geometry(x, spec.channel_dim), *flags)
+    has_weight, has_bias = channels.weight is not None, channels.bias is not None
+    launch = _apply_launch(_geometry(x, spec.channel_dim), z is not None, has_weight, has_bias, spec.relu)
     launch((x, _like(x, z), *_kernel_channels(channels), y), (spec.eps,))
     return y
 
@@ -265,8 +265,8 @@ def input_gradient(
     sum_dy, sum_dy_xhat, inverse_count = sums
     x = _dense(input, spec.channel_dim)
     dx, geometry = torch.empty_like(x), _geometry(x, spec.channel_dim)
-    flags = (channels.weight is not None, channels.bias is not None, _mask(spec, output), spec.training)
-    launch = _apply_backward_launch(geometry, sum_dy_xhat is None, *flags)
+    has_weight, has_bias, mask = channels.weight is not None, channels.bias is not None, _mask(spec, output)
+    launch = _apply_backward_launch(geometry, sum_dy_xhat is None, has_weight, has_bias, mask, spec.training)
     gradients = (_like(x, dy), _like(x, output))
     of_channels = (*_kernel_channels(channels), sum_dy.contiguous(), _contiguous(sum_dy_xhat))
     launch((x, *gradients, *of_channels, dx), (spec.eps, inverse_count))

@@ -248,9 +248,9 @@ def launch(
         cu_seqlens = cu_seqlens.contiguous()
     outputs = [_empty_result(t, spec.swap_memory) for t in tensors]
     edges = spec.width if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    table = (len(tables), tables[0].shape[-1], tables[0].numel())
+    of_tables = (len(tables), tables[0].shape[-1], tables[0].numel())
     sides = tuple([(t.shape, t.stride(), output.stride()) for t, output in zip(tensors, outputs, strict=True)])
-    prepared = _prepared_launch(sides, first.dtype.itemsize, spec.layout, spec.inverse, table, edges, device)
+    prepared = _prepared_launch(sides, first.dtype.itemsize, spec.layout, spec.inverse, of_tables, edges, device)
     prepared((*tensors, *outputs, *tables, *_ABSENT[len(tables)], cu_seqlens))
     return outputs
 
