@@ -9,7 +9,11 @@ from apex.ops.index_mul import op
 
 def record() -> None:
     """Plans and (under `recording`) collects forward, backward and its backward of every shape."""
-    for in1_rows, count, width, dtype in ((200000, 800000, 256, torch.float32), (1000, 50001, 67, torch.float16)):
+    for in1_rows, count, width, dtype in (
+        (200000, 800000, 256, torch.float32),
+        (200000, 800000, 200, torch.float16),
+        (1000, 50001, 67, torch.float16),
+    ):
         in1 = torch.empty(in1_rows, width, dtype=dtype, device="meta")
         in2 = torch.empty(count, width, dtype=dtype, device="meta")
         index = torch.empty(count, dtype=torch.int64, device="meta")

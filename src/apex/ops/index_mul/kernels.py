@@ -4,7 +4,8 @@ Matrices are contiguous, `width` elements to a row; arithmetic is float32. The g
 the same index. No atomics: positions are sorted by index first (`keys` are the sorted indices, `order` the positions
 they come from, `offsets` where each row of in1 begins among them), cut into chunks of STEPS positions, and each chunk
 adds up what belongs together. A row whose positions lie in several chunks leaves partial sums, which
-`index_mul_finish` adds. An index out of range gives rows of NaN and adds to nothing.
+`index_mul_finish` adds. An index out of range gives rows of NaN and adds to nothing. ALIGN, a power of two up to 16,
+divides `width`: that this was multiplied by ALIGN shows Triton how wide loads may be.
 """
 
 import triton
@@ -24,11 +25,13 @@ def index_mul_forward(
     in1_rows,
     width,
     column_blocks,
+    ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """A tile of ROWS x BLOCK per program. FULL: no row or column needs a mask."""
+    width = width // ALIGN * ALIGN
     program = tl.program_id(0)
     row = (program // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -77,6 +80,7 @@ def index_mul_backward(
     in1_rows,
     width,
     column_blocks,
+    ALIGN: tl.constexpr,
     NEED2: tl.constexpr,
     TWICE: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -89,6 +93,7 @@ def index_mul_backward(
     grad_grad_out = grad_grad1[index] * in2 + grad_grad2 * in1[index], grad2 = grad_grad1[index] * grad_out, and grad1
     sums grad_grad2 * grad_out.
     """
+    width = width // ALIGN * ALIGN
     program = tl.program_id(0)
     column = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)
     column_mask = (column < width)[None, :]
@@ -142,11 +147,13 @@ def index_mul_finish(
     in1_rows,
     width,
     column_blocks,
+    ALIGN: tl.constexpr,
     STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Zero for ROWS rows of in1 where no index names them, then the sum of the row that a chunk begins but not ends."""
+    width = width // ALIGN * ALIGN
     program = tl.program_id(0) // column_blocks
     column = (tl.program_id(0) % column_blocks) * BLOCK + tl.arange(0, BLOCK)
     column_mask = (column < width)[None, :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -88,6 +89,7 @@ def launch_forward(in1: Tensor, in2: Tensor, index: Tensor) -> Tensor:
         (-(-count // tile.rows) * column_blocks,),
         (in1, in2, index, out),
         (count, in1.shape[0], width, column_blocks),
+        ALIGN=math.gcd(width, 16),
         ROWS=tile.rows,
         BLOCK=tile.block,
         FULL=count % tile.rows == 0 and width % tile.block == 0,
@@ -129,6 +131,7 @@ def launch_sums(
         (-(-chunks // tile.rows) * column_blocks,),
         (*given, grad1, grad2, grad_grad_out, partials),
         sizes,
+        ALIGN=math.gcd(width, 16),
         NEED2=need2,
         TWICE=twice,
         CHUNKS=tile.rows,
@@ -140,6 +143,7 @@ def launch_sums(
         (max(chunks, -(-in1_rows // config.FINISH_ROWS)) * column_blocks,),
         (keys, offsets, partials, grad1),
         sizes,
+        ALIGN=math.gcd(width, 16),
         STEPS=steps,
         ROWS=config.FINISH_ROWS,
         BLOCK=tile.block,
