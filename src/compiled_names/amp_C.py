@@ -7,7 +7,6 @@ where it is set; those that look for infinite and NaN values set it to 1. Nothin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from apex.ops.multi_tensor import rules
 from apex.ops.multi_tensor.grouping import check
 from apex.ops.multi_tensor.op import (
     TensorLists,
+    adam_hyper,
     average_norms,
     clip_factor,
     expect,
@@ -27,6 +27,7 @@ from apex.ops.multi_tensor.op import (
     per_tensor,
     update,
 )
+from apex.ops.multi_tensor.op import update_scale_hysteresis as update_scale_hysteresis
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float | Tensor) -> None:
@@ -141,27 +142,6 @@ def multi_tensor_sgd(
     update(rules.SGD, named, hyper, flags, noop=expect_flag(noop_flag), grad_scale=scale)
 
 
-def _hyper(
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int | Tensor,
-    bias_correction: int,
-    weight_decay: float,
-) -> dict[str, Any]:
-    """What the rules of Adam's relatives call their hyperparameters."""
-    return {
-        "lr": number(lr),
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "step": number(step),
-        "bias_correction": bool(bias_correction),
-    }
-
-
 def multi_tensor_adam(
     chunk_size: int,
     noop_flag: Tensor,
@@ -180,7 +160,7 @@ def multi_tensor_adam(
     The flag is not looked at.
     """
     expect(tensor_lists, 4)
-    hyper = _hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay) | {"decoupled": bool(mode)}
+    hyper = adam_hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay, decoupled=bool(mode))
     update(rules.ADAM, in_slots(tensor_lists, 1, 0, 2, 3), hyper, (bool(mode), False))
 
 
@@ -197,7 +177,7 @@ def _adam_capturable(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    hyper = _hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay) | {"decoupled": bool(mode)}
+    hyper = adam_hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay, decoupled=bool(mode))
     noop = expect_flag(noop_flag)
     update(rules.ADAM_UNSCALING, named, hyper, (bool(mode), False), noop=noop, grad_scale=inv_scale)
 
@@ -285,8 +265,8 @@ def multi_tensor_novograd(
     flag = expect_flag(noop_flag)
     if norm_type not in (0, 2):
         raise ValueError(f"norm_type={norm_type} is neither 2 (L2) nor 0 (largest absolute value)")
-    hyper = _hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
-    hyper |= {"grad_averaging": bool(grad_averaging), "inside": mode == 0}
+    more = {"grad_averaging": bool(grad_averaging), "inside": mode == 0}
+    hyper = adam_hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay, **more)
     named = in_slots(tensor_lists, 1, 0, 2)
     check(*named)  # before norms change
     average_norms(tensor_lists[0], grad_norms, beta2, maximum=norm_type == 0, overflow=flag, name="grad_norms")
@@ -318,8 +298,8 @@ def multi_tensor_lamb(
     are overwritten.
     """
     expect(tensor_lists, 4)
-    hyper = _hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
-    hyper |= {"grad_averaging": bool(grad_averaging)}
+    averages = bool(grad_averaging)
+    hyper = adam_hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay, grad_averaging=averages)
     lamb(
         in_slots(tensor_lists, 1, 0, 2, 3),
         hyper,
@@ -353,8 +333,8 @@ def multi_tensor_lamb_mp(
     Gradients are multiplied by `inv_scale` too. Does nothing where the flag or `found_inf` is set.
     """
     expect(tensor_lists, 4, 5)
-    hyper = _hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
-    hyper |= {"grad_averaging": bool(grad_averaging)}
+    averages = bool(grad_averaging)
+    hyper = adam_hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay, grad_averaging=averages)
     noop = expect_flag(noop_flag).to(torch.float32).reshape(1) + expect_flag(found_inf, "found_inf").reshape(1)
     lamb(
         in_slots(tensor_lists, 1, 0, 2, 3, None, 4 if len(tensor_lists) == 5 else None),
@@ -453,27 +433,4 @@ def multi_tensor_lars(
         noop=expect_flag(noop_flag),
         grad_scale=scale,
         whole=whole,
-    )
-
-
-def update_scale_hysteresis(
-    current_scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-) -> Tensor:
-    """Lowers the loss scale after `hysteresis` overflows in a row, raises it after `growth_interval` good steps."""
-    return multi_tensor.update_scale_hysteresis(
-        current_scale,
-        growth_tracker,
-        hysteresis_tracker,
-        found_inf,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        hysteresis,
     )

@@ -241,19 +241,7 @@ def bn_fwd_nhwc_occupancy() -> int:
     return _OCCUPANCY
 
 
-def bn_bwd_nhwc_occupancy() -> int:
-    """Programs per multiprocessor; at most two are ever asked for."""
-    return _OCCUPANCY
-
-
-def bn_addrelu_fwd_nhwc_occupancy() -> int:
-    """Programs per multiprocessor; at most two are ever asked for."""
-    return _OCCUPANCY
-
-
-def bn_addrelu_bwd_nhwc_occupancy() -> int:
-    """Programs per multiprocessor; at most two are ever asked for."""
-    return _OCCUPANCY
+bn_bwd_nhwc_occupancy = bn_addrelu_fwd_nhwc_occupancy = bn_addrelu_bwd_nhwc_occupancy = bn_fwd_nhwc_occupancy
 
 
 def get_buffer_size(bn_sync_steps: int) -> int:

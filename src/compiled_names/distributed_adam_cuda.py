@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from apex.ops.multi_tensor import packed_floats, rules
-from apex.ops.multi_tensor.op import TensorLists, expect, expect_flag, in_slots, number, update
+from apex.ops.multi_tensor.op import TensorLists, adam_hyper, expect, expect_flag, in_slots, update
 
 
 def _step(
@@ -27,16 +25,7 @@ def _step(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    hyper: dict[str, Any] = {
-        "lr": number(lr),
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "step": number(step),
-        "bias_correction": bool(bias_correction),
-        "decoupled": bool(mode),
-    }
+    hyper = adam_hyper(lr, beta1, beta2, eps, step, bias_correction, weight_decay, decoupled=bool(mode))
     update(rules.ADAM, named, hyper, (bool(mode), False), noop=noop, grad_scale=grad_scale)
 
 

@@ -13,25 +13,10 @@ import torch
 from torch import Tensor
 
 from apex.ops.multi_tensor import rules
-from apex.ops.multi_tensor.op import TensorLists, expect, expect_flag, in_slots, number, update
+from apex.ops.multi_tensor.op import TensorLists, adam_hyper, expect, expect_flag, in_slots, number, update
 from apex.ops.multi_tensor.packed_floats import from_bytes, to_bytes
 from apex.ops.multi_tensor.packed_floats import maybe_cast as _cast
 from apex.ops.multi_tensor.rule import Rule
-
-
-def _hyper(
-    lr: float, beta1: float, beta2: float, eps: float, grad_scale: float, step: int, bias_correction: int, decay: float
-) -> dict[str, Any]:
-    return {
-        "lr": number(lr),
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": decay,
-        "step": number(step),
-        "bias_correction": bool(bias_correction),
-        "scale": number(grad_scale),
-    }
 
 
 def _step(
@@ -79,7 +64,7 @@ def adam(
     decay: float,
 ) -> None:
     """One step of one parameter, a copy of which goes to `p_copy`."""
-    hyper = _hyper(lr, beta1, beta2, eps, grad_scale, step, bias_correction, decay)
+    hyper = adam_hyper(lr, beta1, beta2, eps, step, bias_correction, decay, scale=number(grad_scale))
     _step(rules.EARLY_ADAM, (p, g, m, v), p_copy if p_copy.numel() else None, hyper, mode)
 
 
@@ -100,7 +85,7 @@ def adam_mt(
     """[parameters, first moments, second moments, gradients] or these and [copies]; the flag is not looked at."""
     expect(tensor_lists, 4, 5)
     named = in_slots(tensor_lists, 0, 3, 1, 2, None, 4 if len(tensor_lists) == 5 else None)
-    hyper = _hyper(lr, beta1, beta2, eps, grad_scale, step, bias_correction, decay)
+    hyper = adam_hyper(lr, beta1, beta2, eps, step, bias_correction, decay, scale=number(grad_scale))
     update(rules.EARLY_ADAM, named, hyper, (mode == 0,))
 
 
@@ -122,7 +107,7 @@ def reversible_adam(
     decay: float,
 ) -> None:
     """As `adam`; elements whose gradient is not finite stay, and make the copy's first element infinite."""
-    hyper = _hyper(lr, beta1, beta2, eps, grad_scale, step, bias_correction, decay)
+    hyper = adam_hyper(lr, beta1, beta2, eps, step, bias_correction, decay, scale=number(grad_scale))
     in_bytes = p_copy.dtype == torch.uint8
     if p_copy.numel() not in (0, p.numel()):
         raise ValueError(f"p_copy has {p_copy.numel()} elements, p has {p.numel()}")
@@ -152,7 +137,7 @@ def maybe_adam_undo(
     decay: float,
 ) -> None:
     """Takes a step of `reversible_adam` back where the flag is set (or there is none), but for rounding."""
-    hyper = _hyper(lr, beta1, beta2, eps, grad_scale, step, bias_correction, decay)
+    hyper = adam_hyper(lr, beta1, beta2, eps, step, bias_correction, decay, scale=number(grad_scale))
     noop = None
     if overflow_flag.numel():
         noop = (expect_flag(overflow_flag, "overflow_flag") == 0).to(torch.int32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import re
 from datetime import datetime
@@ -12,8 +11,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-
-TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
+from .._installed import TRITON_DISTRIBUTIONS, installed_version
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -50,16 +48,6 @@ def device_name(device: torch.device) -> str:
 def device_stem(name: str) -> str:
     """A device name as the beginning of a file name: "NVIDIA H200" -> "nvidia_h200"."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-
-
-def installed_version(*distributions: str) -> str | None:
-    """The version of the first of these distributions that is installed."""
-    for name in distributions:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def describe(device: torch.device) -> dict[str, Any]:

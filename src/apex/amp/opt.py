@@ -88,6 +88,7 @@ class OptimWrapper:
             return None
         return self._optimizer.step()
 
+    # `state_dict`, `zero_grad` and the like are the optimizer's.
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 
@@ -99,15 +100,3 @@ class OptimWrapper:
 
     def __repr__(self) -> str:
         return repr(self._optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state_dict)
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        self._optimizer.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._optimizer.add_param_group(param_group)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .._delegation import delegated
 from ..amp._amp_state import maybe_print
 from ..amp._checks import check_flags, checked_scale
 from ..amp.scaler import LossScaler
@@ -276,23 +277,9 @@ class FP16_Optimizer:
     def loss_scale(self, value: float) -> None:
         self.loss_scaler._loss_scale = value
 
-    @property
-    def state(self) -> Any:
-        """The state of the optimizer inside."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer inside: for learning rates, and for the masters."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
+    state = delegated("optimizer", "state")
+    # For learning rates, and for the masters.
+    param_groups = delegated("optimizer", "param_groups")
 
 
 def _joined(groups: Iterable[Iterable[Tensor]]) -> list[Tensor]:

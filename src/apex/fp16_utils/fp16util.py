@@ -8,26 +8,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
 from ..ops.multi_tensor import scale, zero
 from ..RNN.RNNBackend import stackedRNN
-from .loss_scaler import to_python_float
+from .loss_scaler import to_python_float as to_python_float
 
-__all__ = [
-    "BN_convert_float",
-    "FP16Model",
-    "backwards_debug_hook",
-    "clip_grad_norm",
-    "convert_module",
-    "convert_network",
-    "master_params_to_model_params",
-    "model_grads_to_master_grads",
-    "network_to_half",
-    "prep_param_lists",
-    "to_python_float",
-    "tofp16",
-]
+clip_grad_norm = nn.utils.clip_grad_norm_
 
 # What inputs that are indices or masks have; cast, they would be useless.
 _INDEX_TYPES = (torch.int32, torch.int64, torch.bool)

@@ -92,12 +92,17 @@ class DynamicLossScaler(_Scaler):
 
     def update_scale(self, overflow: bool) -> None:
         """Adapts the scale; call it once per iteration, with what `has_overflow` said."""
-        if overflow:
-            self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
-            self.last_overflow_iter = self.cur_iter
-        elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
-            self.cur_scale *= self.scale_factor
-        self.cur_iter += 1
+        adapt_scale(self, overflow)
+
+
+def adapt_scale(scaler: Any, overflow: bool) -> None:
+    """Lowers a dynamic scale after an overflow, raises it after `scale_window` iterations without; counts this one."""
+    if overflow:
+        scaler.cur_scale = max(scaler.cur_scale / scaler.scale_factor, 1)
+        scaler.last_overflow_iter = scaler.cur_iter
+    elif (scaler.cur_iter - scaler.last_overflow_iter) % scaler.scale_window == 0:
+        scaler.cur_scale *= scaler.scale_factor
+    scaler.cur_iter += 1
 
 
 def _any_non_finite(tensors: Iterable[Tensor]) -> bool:

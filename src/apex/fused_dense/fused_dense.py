@@ -12,18 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import init
 
-from ..ops.dense import DenseNoBiasFunc, FusedDenseFunc, FusedDenseGeluDenseFunc, dense, dense_gelu_dense
-
-__all__ = [
-    "DenseNoBiasFunc",
-    "FusedDense",
-    "FusedDenseFunc",
-    "FusedDenseGeluDense",
-    "FusedDenseGeluDenseFunc",
-    "dense_no_bias_function",
-    "fused_dense_function",
-    "fused_dense_gelu_dense_function",
-]
+from ..ops.dense import DenseNoBiasFunc as DenseNoBiasFunc
+from ..ops.dense import FusedDenseFunc as FusedDenseFunc
+from ..ops.dense import FusedDenseGeluDenseFunc as FusedDenseGeluDenseFunc
+from ..ops.dense import dense, dense_gelu_dense
 
 
 def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

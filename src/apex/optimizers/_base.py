@@ -218,15 +218,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimization step; returns the closure's loss."""
-        loss = self._run_closure(closure)
+        loss = run_closure(closure)
         self._step(self._loss_scaling())
         return loss
-
-    def _run_closure(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
 
     def _step(self, scaling: LossScaling) -> None:
         if torch.compiler.is_compiling():
@@ -438,6 +432,14 @@ def _unscale_gradients(gradients: list[Tensor], factor: Tensor, noop: Tensor | N
         factor = torch.where(noop.reshape(1) != 0, 1.0, factor)
     ignored = torch.zeros(1, dtype=torch.float32, device=factor.device)
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, ignored, factor)
+
+
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """The loss of a closure that was given to `step`, or None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def adam_hyperparameters(group: dict[str, Any], step: Any, **more: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base import FusedOptimizer, LossScaling
+from ._base import FusedOptimizer, LossScaling, run_closure
 from ._buckets import Bucket
 from ._checks import check_nesterov, check_options
 
@@ -59,7 +59,7 @@ class MomentumOptimizer(FusedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimization step; returns the closure's loss."""
-        loss = self._run_closure(closure)
+        loss = run_closure(closure)
         self._step(self._with_recent_scale(self._loss_scaling()))
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..ops.multi_tensor import rules
-from ._base import FusedOptimizer, LossScaling, adam_hyperparameters, compiled_function
+from ._base import FusedOptimizer, LossScaling, adam_hyperparameters, compiled_function, run_closure
 from ._buckets import Bucket
 
 
@@ -68,7 +68,7 @@ class FusedAdam(FusedOptimizer):
                 "apex.optimizers.FusedAdam takes no grads, output_params, scale or grad_norms; "
                 "apex.contrib.optimizers.FusedAdam does"
             )
-        loss = self._run_closure(closure)
+        loss = run_closure(closure)
         self._step(self._loss_scaling(**scaler))
         return loss
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops._host import HOST
+from ._base import run_closure
 from ._buckets import MASTER
 from ._checks import check_options, check_step
 from .fused_lamb import FusedLAMB
@@ -66,7 +67,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         self, closure: Callable[[], Any] | None = None, **scaler: Any
     ) -> Any:
         """One optimization step; returns the closure's loss. Takes a `torch.amp.GradScaler` as `grad_scaler`."""
-        loss = self._run_closure(closure)
+        loss = run_closure(closure)
         self._step(self._loss_scaling(**scaler))
         return loss
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from .._delegation import delegated
 from ..ops import _recording
 from ..ops.multi_tensor import rules
 from ..ops.multi_tensor.grouping import check, groups_of
-from ..optimizers._base import FusedOptimizer
+from ..optimizers._base import FusedOptimizer, run_closure
 from ..optimizers._buckets import local
 
 _NAMES = ("params", "gradients")
@@ -30,24 +31,9 @@ class LARC:
         self.eps = eps
         self.clip = clip
 
-    @property
-    def state(self) -> Any:
-        """The optimizer's."""
-        return self.optim.state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's."""
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The optimizer's."""
-        return self.optim.defaults
+    state = delegated("optim", "state")
+    param_groups = delegated("optim", "param_groups")
+    defaults = delegated("optim", "defaults")
 
     def __repr__(self) -> str:
         return repr(self.optim)
@@ -70,10 +56,7 @@ class LARC:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Scales the gradients, then takes the optimizer's step; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         decays = [group.get("weight_decay", 0) for group in self.optim.param_groups]
         had_decay = ["weight_decay" in group for group in self.optim.param_groups]
         self._scale_gradients()

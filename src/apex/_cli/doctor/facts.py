@@ -5,11 +5,11 @@ PyTorch is imported inside `collect`, so that an installation whose PyTorch does
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..._installed import TRITON_DISTRIBUTIONS, installed_version
 from ..._version import __version__
 from .findings import Finding, import_problem, one_line
 from .installation import Installation, inspect_installation
@@ -89,7 +89,7 @@ def collect() -> Report:
 
 
 def _versions(torch_problem: str | None, importable: bool) -> Versions:
-    torch_version = _distribution_version("torch")
+    torch_version = installed_version("torch")
     cuda = hip = triton_problem = None
     if torch_problem is None:
         import torch
@@ -105,20 +105,11 @@ def _versions(torch_problem: str | None, importable: bool) -> Versions:
         platform=f"{platform.system()} {platform.machine()}",
         torch=torch_version,
         torch_problem=torch_problem,
-        triton=_distribution_version("triton", "pytorch-triton", "pytorch-triton-rocm"),
+        triton=installed_version(*TRITON_DISTRIBUTIONS),
         triton_problem=triton_problem,
         cuda=cuda,
         hip=hip,
     )
-
-
-def _distribution_version(*names: str) -> str | None:
-    for name in names:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def _add_devices(report: Report) -> None:

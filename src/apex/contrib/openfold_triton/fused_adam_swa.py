@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...ops.multi_tensor import rules
-from ...optimizers._base import FusedOptimizer, LossScaling
+from ...optimizers._base import FusedOptimizer, LossScaling, adam_hyperparameters, run_closure
 from ...optimizers._buckets import Bucket
 
 # The name under which a parameter's state has its average, between a step and the next one.
@@ -110,7 +110,7 @@ class FusedAdamSWA(FusedOptimizer):
         self, closure: Callable[[], Any] | None = None, grad_clip_scale: Tensor | float | None = None
     ) -> Any:
         """One optimization step; returns the closure's loss. Gradients are multiplied by `grad_clip_scale`."""
-        loss = self._run_closure(closure)
+        loss = run_closure(closure)
         scaling = self._loss_scaling()
         if grad_clip_scale is not None:
             scaling = LossScaling(
@@ -155,19 +155,8 @@ class FusedAdamSWA(FusedOptimizer):
         return "exp_avg", "exp_avg_sq", _AVERAGE
 
     def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
-        beta1, beta2 = group["betas"]
         decoupled = self.adam_math_mode is AdamMathType.ApexAdamW
-        hyper = {
-            "lr": group["lr"],
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "step": step,
-            "bias_correction": bool(group["bias_correction"]),
-            "decoupled": decoupled,
-            "average_decay": self.swa_decay_rate,
-        }
+        hyper = adam_hyperparameters(group, step, decoupled=decoupled, average_decay=self.swa_decay_rate)
         bucket.lists.apply(
             rules.ADAM_AVERAGE,
             hyper,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...ops.multi_tensor import l2norm
 from ...ops.multi_tensor.grouping import check
+from ...optimizers._base import run_closure
 from ...optimizers._checkpoints import check_saved
 from ...optimizers._checks import check_options
 
@@ -65,10 +66,7 @@ class ExplicitGradsOptimizer(torch.optim.Optimizer):
         - `grad_norms`: the norm of each group's gradients, before that division; computed where it is wanted and not
           given.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         grads, output_params, scale, grad_norms = self._from_amp(grads, output_params, scale, grad_norms)
         by_group = self._members(grads, output_params)
         for group, norm, members in zip(self.param_groups, self._norms(grad_norms, by_group), by_group, strict=True):

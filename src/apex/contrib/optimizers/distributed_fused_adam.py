@@ -116,13 +116,7 @@ class DistributedFusedAdam(ZeroOptimizer):
         nccl_ub: bool = False,
         capturable: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
+        defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
         check_options(defaults)
         dtypes = Dtypes(dtype, grad_sync_dtype or dtype, param_sync_dtype or dtype).check()
         _check_options(dtypes, store_params, store_param_remainders, with_scaled_states, capturable)

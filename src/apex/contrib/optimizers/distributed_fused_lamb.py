@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..._distributed.collectives import all_reduce
 from ..._env import processes_on_machine
+from ...optimizers._base import run_closure
 from ...optimizers._buckets import check_parameter
 from ...optimizers._checks import check_options
 from ._lamb import state as states
@@ -86,8 +87,9 @@ class DistributedFusedLAMB(DividedOptimizer):
         param_order: Mapping[Tensor, int] | None = None,
         nccl_allgather_channels: int = 0,
     ) -> None:
-        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
-        check_options(numbers)
+        defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        defaults |= dict(grad_averaging=grad_averaging, max_grad_norm=max_grad_norm)
+        check_options(defaults)
         _check_positive(
             dwu_num_blocks=dwu_num_blocks,
             dwu_num_chunks=dwu_num_chunks,
@@ -116,15 +118,6 @@ class DistributedFusedLAMB(DividedOptimizer):
         self._states: list[ArenaState] = []
         self._reducer: LambReducer | None = None
         self._update: Update | None = None
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-        }
         super().__init__(params, defaults)
         first = self.param_groups[0]["params"][0]
         if self._param_order is not None:
@@ -314,7 +307,7 @@ class DistributedFusedLAMB(DividedOptimizer):
         self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None
     ) -> Any:
         """One step with the mean of all gradients; returns the closure's loss."""
-        loss = self._run_closure(closure)
+        loss = run_closure(closure)
         loss_scale = self._global_scale
         if loss_scale is None and grad_scaler is not None:
             loss_scale = grad_scaler._get_scale_async()

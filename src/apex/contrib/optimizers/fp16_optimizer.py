@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._delegation import delegated
+from ...fp16_utils.loss_scaler import adapt_scale
 from ...ops.multi_tensor import l2norm
 
 logger = logging.getLogger("apex.contrib.optimizers")
@@ -92,30 +94,13 @@ class FP16_Optimizer:
         if skip and self.verbose:
             logger.info("gradients overflowed in iteration %d with a loss scale of %s", self.cur_iter, self.cur_scale)
         if self.dynamic_loss_scale:
-            if skip:
-                self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
-                self.last_overflow_iter = self.cur_iter
-            elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
-                self.cur_scale *= self.scale_factor
-        self.cur_iter += 1
+            adapt_scale(self, skip)
+        else:
+            self.cur_iter += 1
 
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's, with the masters as parameters."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
+    state = delegated("optimizer", "state")
+    # With the masters as parameters.
+    param_groups = delegated("optimizer", "param_groups")
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, masters, and the wrapped optimizer's state."""

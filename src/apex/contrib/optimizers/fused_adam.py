@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...ops.multi_tensor import rules
 from ...ops.multi_tensor.op import number, update
-from ...optimizers._base import state_dtype
+from ...optimizers._base import adam_hyperparameters, state_dtype
 from ...optimizers._checks import check_options
 from ._explicit_grads import ExplicitGradsOptimizer, Member
 
@@ -43,14 +43,8 @@ class FusedAdam(ExplicitGradsOptimizer):
             raise RuntimeError("apex.contrib.optimizers.FusedAdam does not support the AMSGrad variant")
         self.eps_mode = 0 if eps_inside_sqrt else 1
         self._amp_scale_adjustment = amp_scale_adjustment
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-        }
+        defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        defaults["max_grad_norm"] = max_grad_norm
         check_options(defaults)
         super().__init__(params, defaults)
 
@@ -74,20 +68,10 @@ class FusedAdam(ExplicitGradsOptimizer):
                     state[name] = torch.zeros_like(member.param, dtype=state_dtype(member.param))
             state["step"] += 1
             alike.setdefault((int(state["step"]), member.output is None), []).append(member)
-        beta1, beta2 = group["betas"]
         for (step, alone), chosen in alike.items():
             params, gradients, outputs = (list(column) for column in zip(*chosen, strict=True))
             moments = ([self.state[param][name] for param in params] for name in ("exp_avg", "exp_avg_sq"))
-            hyper = {
-                "lr": group["lr"],
-                "beta1": beta1,
-                "beta2": beta2,
-                "eps": group["eps"],
-                "weight_decay": group["weight_decay"],
-                "step": step,
-                "bias_correction": bool(group["bias_correction"]),
-                "scale": scale,
-            }
+            hyper = adam_hyperparameters(group, step, scale=scale)
             slots = [params, gradients, *moments, None, None if alone else outputs]
             update(rules.EARLY_ADAM, (slots, _NAMES), hyper, (self.eps_mode == 0,))
 

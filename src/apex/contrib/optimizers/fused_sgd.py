@@ -41,13 +41,7 @@ class FusedSGD(ExplicitGradsOptimizer):
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
+        defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
         check_options(defaults)
         check_nesterov(defaults)
         self.wd_after_momentum = wd_after_momentum

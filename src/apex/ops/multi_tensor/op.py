@@ -224,7 +224,7 @@ def _norm(
 
 @torch.no_grad()
 def update_scale_hysteresis(
-    scale: Tensor,
+    current_scale: Tensor,
     growth_tracker: Tensor,
     hysteresis_tracker: Tensor,
     found_inf: Tensor,
@@ -237,21 +237,25 @@ def update_scale_hysteresis(
 
     No wait for the device: everything is computed with `where`.
     """
-    overflowed = found_inf.reshape(scale.shape) > 0
+    overflowed = found_inf.reshape(current_scale.shape) > 0
     patience = torch.where(overflowed, hysteresis_tracker - 1, hysteresis_tracker)
     backs_off = overflowed & (patience <= 0)
     successes = growth_tracker + 1
     # In double, so that factors that are no powers of two give the same sequence everywhere.
-    grown = (scale.double() * growth_factor).to(scale.dtype)
-    lowered = (scale.double() * backoff_factor).to(scale.dtype)
+    grown = (current_scale.double() * growth_factor).to(current_scale.dtype)
+    lowered = (current_scale.double() * backoff_factor).to(current_scale.dtype)
     # As upstream's kernel, which knows no numbers below the smallest normal one.
-    lowered = torch.where(lowered < torch.finfo(scale.dtype).smallest_normal, torch.zeros_like(lowered), lowered)
+    lowered = torch.where(
+        lowered < torch.finfo(current_scale.dtype).smallest_normal, torch.zeros_like(lowered), lowered
+    )
     # Growth that would leave float32 is not taken; the tracker starts anew all the same.
     grows = ~overflowed & (successes == growth_interval)
-    scale.copy_(torch.where(backs_off, lowered, torch.where(grows & torch.isfinite(grown), grown, scale)))
+    current_scale.copy_(
+        torch.where(backs_off, lowered, torch.where(grows & torch.isfinite(grown), grown, current_scale))
+    )
     growth_tracker.copy_(torch.where(overflowed | grows, torch.zeros_like(successes), successes))
     hysteresis_tracker.copy_(torch.where(overflowed, patience, torch.full_like(patience, hysteresis)))
-    return scale
+    return current_scale
 
 
 def flag_on(flag: Tensor | None, device: torch.device) -> Tensor | None:
@@ -312,6 +316,29 @@ def update(
         if measured is not None:
             found.append(measured)
     return found
+
+
+def adam_hyper(
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int | Tensor,
+    bias_correction: int,
+    weight_decay: float,
+    **more: Any,
+) -> dict[str, Any]:
+    """What the rules of Adam and its relatives call the numbers of compiled names, in the order these have."""
+    corrected = {"step": number(step), "bias_correction": bool(bias_correction)}
+    return {
+        "lr": number(lr),
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        **corrected,
+        **more,
+    }
 
 
 def lamb_step(

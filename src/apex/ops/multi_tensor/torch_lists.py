@@ -191,10 +191,10 @@ class TorchLists:
         return self.total(found, maximum=rule.maximum, root=root)
 
     def measured_clip(
-        self, rule: Rule, limit: float, margin: float, *, noop: Tensor | None = None, grad_scale: Tensor | None = None
+        self, rule: Rule, limit: float, margin: float, *, grad_scale: Tensor | None = None, **noop: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The norm of all gradients, and what brings them down to `limit`: see `TritonLists.measured_clip`."""
-        norm = self.measured_total(rule, {}, root=not rule.maximum, noop=noop, grad_scale=grad_scale)
+        norm = self.measured_total(rule, {}, root=not rule.maximum, grad_scale=grad_scale, **noop)
         factor = torch.clamp(limit / (norm + margin), max=1.0)
         return norm, factor if grad_scale is None else factor * grad_scale
 

@@ -88,31 +88,13 @@ class TritonLists:
         flags: tuple[bool, ...] = (),
         *,
         noop: Tensor | None = None,
-        grad_scale: Tensor | None = None,
-        whole: Tensor | None = None,
-        overflow: Tensor | None = None,
-        nonfinite_counts: Tensor | None = None,
-        checks: tuple[int, ...] = (),
-        seed: int | None = None,
+        **given: Any,
     ) -> Tensor | None:
         """Runs `rule`; returns what it measured, float32 [tensors, 2 or more]. See `TorchLists.apply`."""
         finish, found = None, None
-        if rule.quantities and self._finishes_each and _may_finish(noop, overflow):
+        if rule.quantities and self._finishes_each and _may_finish(noop, given.get("overflow")):
             finish, found = _Finish(True), self._empty(len(self.sizes), max(2, rule.quantities))
-        partials, layout = self._run(
-            rule,
-            hyper,
-            flags,
-            noop=noop,
-            grad_scale=grad_scale,
-            overflow=overflow,
-            checks=checks,
-            whole=whole,
-            nonfinite_counts=nonfinite_counts,
-            seed=seed,
-            finish=finish,
-            out=found,
-        )
+        partials, layout = self._run(rule, hyper, flags, noop=noop, **given, finish=finish, out=found)
         return self._per_tensor(rule, partials, layout, noop) if rule.quantities and found is None else found
 
     def _per_tensor(self, rule: Rule, partials: Tensor, layout: Layout, noop: Tensor | None) -> Tensor:
@@ -137,21 +119,19 @@ class TritonLists:
         limit: float = 0.0,
         margin: float = 0.0,
         noop: Tensor | None = None,
-        grad_scale: Tensor | None = None,
-        overflow: Tensor | None = None,
-        checks: tuple[int, ...] = (),
+        **given: Any,
     ) -> Tensor:
         """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1].
 
         See `kernels_reductions.reduce_partials` for `factor`, `limit` and `margin`.
         """
         out = self._empty(1)
-        given: dict[str, Any] = {"noop": noop, "grad_scale": grad_scale, "overflow": overflow, "checks": checks}
-        if self._finishes_all and _may_finish(noop, overflow):
-            finish, by = _Finish(False, root), (limit, margin, 0.0)
-            self._run(rule, hyper, (), **given, finish=finish, out=out, factor=factor, by=by)
+        by = (limit, margin, 0.0)
+        if self._finishes_all and _may_finish(noop, given.get("overflow")):
+            finish = _Finish(False, root)
+            self._run(rule, hyper, (), noop=noop, **given, finish=finish, out=out, factor=factor, by=by)
             return out
-        partials, layout = self._run(rule, hyper, (), **given)
+        partials, layout = self._run(rule, hyper, (), noop=noop, **given)
         count, columns = layout.count, 1
         if count > config.TOTAL_AT_ONCE:
             partials = self._per_tensor(rule, partials, layout, noop)
@@ -161,41 +141,25 @@ class TritonLists:
             self._bounds_of_all(count),
             out,
             noop=noop,
-            grad_scale=grad_scale,
+            grad_scale=given.get("grad_scale"),
             columns=columns,
             maximum=rule.maximum,
             root=root,
             factor=factor,
-            by=(limit, margin, 0.0),
+            by=by,
         )
         return out
 
-    def measured_clip(
-        self,
-        rule: Rule,
-        limit: float,
-        margin: float,
-        *,
-        noop: Tensor | None = None,
-        grad_scale: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def measured_clip(self, rule: Rule, limit: float, margin: float, **scaling: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of all gradients, and what brings them down to `limit`, `grad_scale` included; float32 [1] each.
 
         `rule` measures squares, or absolute values that are maximised.
         """
         factor = self._empty(1)
         how: dict[str, Any] = {"factor": factor, "limit": limit, "margin": margin}
-        return self.measured_total(rule, {}, root=not rule.maximum, noop=noop, grad_scale=grad_scale, **how), factor
+        return self.measured_total(rule, {}, root=not rule.maximum, **how, **scaling), factor
 
-    def measured_average(
-        self,
-        rule: Rule,
-        averages: Tensor,
-        share: float,
-        *,
-        noop: Tensor | None = None,
-        grad_scale: Tensor | None = None,
-    ) -> None:
+    def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Tensor | None) -> None:
         """Moves `averages`, float32 [tensors, 2], in column 0 by `share` towards what `rule` measures of each tensor.
 
         A negative average is none yet, and becomes what is measured.
@@ -203,9 +167,10 @@ class TritonLists:
         by = (0.0, 0.0, share)
         if self._finishes_each:
             finish = _Finish(True, averages=True)
-            self._run(rule, {}, (), noop=noop, grad_scale=grad_scale, finish=finish, out=averages, by=by)
+            self._run(rule, {}, (), **scaling, finish=finish, out=averages, by=by)
             return
-        partials, layout = self._run(rule, {}, (), noop=noop, grad_scale=grad_scale)
+        partials, layout = self._run(rule, {}, (), **scaling)
+        noop = scaling.get("noop")
         self._reduce(partials, layout.bounds, averages, noop=noop, maximum=rule.maximum, averages=True, by=by)
 
     # Launches ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,12 +44,6 @@ class DividedOptimizer(torch.optim.Optimizer):
     def _layout_options(self, first: int) -> Any:
         """What the layout of parameters of groups from `first` on depends on, beside these."""
         raise NotImplementedError
-
-    def _run_closure(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
 
     def _settle(self) -> None:
         """Makes state that has not been made, and has everything be where it belongs."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ....ops.multi_tensor import Lists
+from ....optimizers._base import run_closure
 from .arena import Arena, Dtypes
 from .buffers import allocator
 from .divided import DividedOptimizer
@@ -391,7 +392,7 @@ class ZeroOptimizer(DividedOptimizer):
         With a `grad_scaler` an infinite or NaN gradient in any process turns it into nothing in all of them, without a
         wait for the device.
         """
-        loss = self._run_closure(closure)
+        loss = run_closure(closure)
         self._step(grad_scaler)
         return loss
 

@@ -27,7 +27,7 @@ def _adam(values, whole, scalars, FLAGS):
     return p - update, g, m, v, peak
 
 
-def corrections(beta1: float, beta2: float, step: Any, bias_correction: bool) -> tuple[Any, Any]:
+def corrections(beta1: float, beta2: float, *, step: Any, bias_correction: bool = True) -> tuple[Any, Any]:
     """The factors that undo the bias of Adam's moments towards zero: of the first, and of the second's root."""
     if not bias_correction:
         return 1.0, 1.0
@@ -35,17 +35,10 @@ def corrections(beta1: float, beta2: float, step: Any, bias_correction: bool) ->
 
 
 def _adam_scalars(
-    *,
-    lr: Any,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: Any,
-    bias_correction: bool = True,
-    decoupled: bool = True,
+    *, lr: Any, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool = True, **bias: Any
 ) -> tuple[Any, ...]:
-    first, root = corrections(beta1, beta2, step, bias_correction)
+    """`bias`, here and in Adam's relatives, is for `corrections`."""
+    first, root = corrections(beta1, beta2, **bias)
     # Not 1 - lr * weight_decay as a factor, whose rounding to float32 would add up over the steps.
     decay = lr * weight_decay if decoupled else weight_decay
     return lr * first, 1 - beta1, beta2, 1 - beta2, eps, decay, root

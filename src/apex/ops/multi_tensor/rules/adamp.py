@@ -36,7 +36,7 @@ def _adamp(values, whole, scalars, FLAGS):
 
 
 def _adamp_scalars(*, lr: Any, beta1: float, beta2: float, eps: float, step: Any) -> tuple[Any, ...]:
-    first, root = corrections(beta1, beta2, step, True)
+    first, root = corrections(beta1, beta2, step=step)
     return lr * first, 1 - beta1, beta2, 1 - beta2, eps, 0.0, root
 
 

@@ -52,18 +52,10 @@ def _lamb_unscaled(values, whole, scalars, FLAGS):
 
 
 def _lamb_scalars(
-    *,
-    lr: Any,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: Any,
-    bias_correction: bool = True,
-    grad_averaging: bool = True,
+    *, lr: Any, beta1: float, beta2: float, eps: float, weight_decay: float, grad_averaging: bool = True, **bias: Any
 ) -> tuple[Any, ...]:
     """lr, correction of m, beta1, share of the gradient in m, eps, decay, correction of v's root, 1 - beta2."""
-    first, root = corrections(beta1, beta2, step, bias_correction)
+    first, root = corrections(beta1, beta2, **bias)
     return lr, first, beta1, 1 - beta1 if grad_averaging else 1.0, eps, weight_decay, root, 1 - beta2
 
 

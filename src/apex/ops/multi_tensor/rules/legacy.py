@@ -68,18 +68,10 @@ def _adam_undo(values, whole, scalars, FLAGS):
 
 
 def _early_scalars(
-    *,
-    lr: Any,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: Any,
-    bias_correction: bool,
-    scale: Any,
+    *, lr: Any, beta1: float, beta2: float, eps: float, weight_decay: float, scale: Any, **bias: Any
 ) -> tuple[Any, ...]:
     """Size of the step, 1 - beta1, beta2, 1 - beta2, eps, what decay takes of a parameter, 1 / loss scale, beta1."""
-    first, root = corrections(beta1, beta2, step, bias_correction)
+    first, root = corrections(beta1, beta2, **bias)
     size = lr * first / root
     return size, 1 - beta1, beta2, 1 - beta2, eps, size * weight_decay, 1 / scale, beta1
 
@@ -117,11 +109,9 @@ def _lamb_update(values, whole, scalars, FLAGS):
     return p, g, m, v, update
 
 
-def _lamb_update_scalars(
-    *, beta1: float, beta2: float, beta3: float, eps: float, step: Any, bias_correction: bool = True
-) -> tuple[Any, ...]:
+def _lamb_update_scalars(*, beta1: float, beta2: float, beta3: float, eps: float, **bias: Any) -> tuple[Any, ...]:
     """As LAMB's, without a learning rate and with no decay for all tensors alike."""
-    first, root = corrections(beta1, beta2, step, bias_correction)
+    first, root = corrections(beta1, beta2, **bias)
     return 0.0, first, beta1, beta3, eps, 0.0, root, 1 - beta2
 
 

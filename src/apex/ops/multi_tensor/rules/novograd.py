@@ -32,12 +32,11 @@ def _novograd_scalars(
     beta2: float,
     eps: float,
     weight_decay: float,
-    step: Any,
-    bias_correction: bool = True,
     grad_averaging: bool = True,
     inside: bool = False,
+    **bias: Any,
 ) -> tuple[Any, ...]:
-    first, root = corrections(beta1, beta2, step, bias_correction)
+    first, root = corrections(beta1, beta2, **bias)
     decay = weight_decay if inside else lr * weight_decay
     return lr * first, beta1, 1 - beta1 if grad_averaging else 1.0, eps, decay, root
 
