@@ -8,6 +8,7 @@ it, and, for a PyTorch that has no such product, the accumulation of weight grad
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -135,6 +136,7 @@ def launch_activation_backward(
         (blocks, groups),
         (dy, saved, dz, sums, tickets, total),
         (rows, columns, rows_per_program),
+        ALIGN=math.gcd(columns, 16),
         ACTIVATION=reference.ACTIVATIONS.index(activation),
         BIAS_GRAD=bias_grad,
         ROWS=tile.rows,
