@@ -14,7 +14,7 @@ from torch.utils import _pytree
 
 from ..ops import _recording
 from ..ops._host import on_host
-from ..ops._recording import Guard, Number, Recording, is_number
+from ..ops._recording import Guard, Recording, is_number
 from ._references import References
 from ._state import Snapshot, State, hyperparameters
 
@@ -37,7 +37,7 @@ class Inputs:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What a graph is captured for: shapes and layouts of tensors, values of numbers, identities of objects."""
+        """What a graph is captured for: shapes and layouts of tensors, and everything else itself."""
         return (self._structure, *map(_kind, self.leaves))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -47,27 +47,12 @@ class Inputs:
         return _pytree.tree_unflatten(leaves, self._structure)
 
 
-class _Same:
-    """An object as a key: equal to itself alone, and kept alive, so that no other gets its id."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
 def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        if leaf.layout != torch.strided:
-            return leaf.layout, leaf.shape, leaf.dtype, leaf.device
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    if isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device | None):
+    if not isinstance(leaf, Tensor):
         return type(leaf), leaf
-    return _Same(leaf)
+    if leaf.layout != torch.strided:
+        return leaf.layout, leaf.shape, leaf.dtype, leaf.device
+    return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
 
 
 @contextlib.contextmanager
@@ -102,11 +87,8 @@ class Graph:
         references: References,
         backend: Any,
         device: torch.device,
-        returned: list[Any],
     ) -> None:
-        """`returned` are the numbers among the results of an eager call."""
         self._recording = recording = Recording(True, device)
-        self._stays = False
         known = list(optimizers.values())
         expected = references.guards()
         before = Snapshot(known)
@@ -126,10 +108,6 @@ class Graph:
             changed = next((guard.name for guard in expected if not guard.holds()), None)
             if changed is not None:
                 raise NotImplementedError(f"every call changes {changed}, a Python number that a graph cannot change")
-            if numbers_in(outputs) != returned:
-                raise NotImplementedError(
-                    f"it returns the Python numbers {numbers_in(outputs)}, and before {returned}: return tensors"
-                )
         except BaseException:
             before.restore()
             raise
@@ -147,23 +125,19 @@ class Graph:
         for guard in self._guards:
             if not guard.holds():
                 return f"{guard.name} (was {guard.expected!r})"
-        self._stays = self._state.is_as_left()
-        return None if self._stays else self._state.differs()
+        return self._state.differs()
 
     def __call__(self, inputs: Inputs) -> Any:
         """The function's call with other inputs of the same kind; to be called where nothing `differs`."""
         for action in self._recording.before:
             action()
-        self._recording.upload(first=False)
-        if not self._stays:
-            self._state.bring()
+        self._state.bring()
         with torch.no_grad():
             for static, tensor in zip(self._inputs, inputs.tensors, strict=True):
                 static.copy_(tensor, non_blocking=True)
         self._run(first=False)
         self._recording.count_steps()
-        if not self._stays:
-            self._state.leave()
+        self._state.leave()
         return self.outputs()
 
     def outputs(self) -> Any:
@@ -172,16 +146,10 @@ class Graph:
         return _pytree.tree_unflatten(leaves, self._structure)
 
     def _run(self, first: bool) -> None:
-        if first:
-            self._recording.upload(first=True)
+        self._recording.upload(first)
         self._replay()
         for action in self._recording.after:
             action()
-
-
-def numbers_in(outputs: Any) -> list[Any]:
-    """The Python numbers among results, which a graph returns as they were."""
-    return [leaf for leaf in _pytree.tree_leaves(outputs) if is_number(leaf)]
 
 
 def _static(tensor: Tensor, device: torch.device) -> Tensor:
@@ -200,35 +168,24 @@ def _tensor_rates(optimizers: Sequence[Any], recording: Recording) -> Iterator[N
     try:
         for optimizer in optimizers:
             for index, group in enumerate(optimizer.param_groups):
-                if _takes_tensor_rate(optimizer, group):
-                    read = lambda optimizer=optimizer, index=index: float(optimizer.param_groups[index]["lr"])  # noqa: E731
-                    number = Number(recording, f"{type(optimizer).__name__}.param_groups[{index}]['lr']", read(), read)
-                    replaced.append((optimizer, index, group["lr"]))
-                    group["lr"] = number.on(group["params"][0].device).float()
+                takes_tensor = group.get("capturable") or group.get("fused")
+                known = type(optimizer).__module__.startswith("torch.optim")
+                if known and takes_tensor and group["params"] and is_number(group.get("lr")):
+                    rate = recording.entry(optimizer, index, "lr", group["lr"])
+                    replaced.append((group, group["lr"]))
+                    group["lr"] = rate.on(group["params"][0].device).float()
         yield
     finally:
-        for optimizer, index, rate in replaced:
-            optimizer.param_groups[index]["lr"] = rate
-
-
-def _takes_tensor_rate(optimizer: Any, group: dict[str, Any]) -> bool:
-    known = type(optimizer).__module__.startswith("torch.optim") and (group.get("capturable") or group.get("fused"))
-    return bool(known) and is_number(group.get("lr")) and bool(group["params"])
+        for group, rate in replaced:
+            group["lr"] = rate
 
 
 def _frozen_numbers(optimizers: Sequence[Any], recording: Recording) -> list[Guard]:
     """Hyperparameters that a graph has frozen."""
-    frozen = []
+    followed = {number.name for number in recording.numbers}
+    frozen = [guard for guard in hyperparameters(optimizers, recording.reads_numbers) if guard.name not in followed]
     for optimizer in optimizers:
-        if id(optimizer) in recording.reads_numbers:
-            for name, value in optimizer.defaults.items():
-                read = functools.partial(optimizer.defaults.get, name)
-                frozen.append(Guard(f"{type(optimizer).__name__}.defaults[{name!r}]", read, value))
-            continue
-        rates = {
-            f"{type(optimizer).__name__}.param_groups[{index}]['lr']"
-            for index, group in enumerate(optimizer.param_groups)
-            if _takes_tensor_rate(optimizer, group)
-        }
-        frozen += [guard for guard in hyperparameters([optimizer]) if guard.name not in rates]
+        for name, value in optimizer.defaults.items() if id(optimizer) in recording.reads_numbers else ():
+            read = functools.partial(optimizer.defaults.get, name)
+            frozen.append(Guard(f"{type(optimizer).__name__}.defaults[{name!r}]", read, value))
     return frozen

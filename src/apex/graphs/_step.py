@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from ..ops._graph import CudaGraphs
-from ._captured import Graph, Inputs, numbers_in, rehearse
+from ._captured import Graph, Inputs, rehearse
 from ._references import References, line_of
 from ._state import hyperparameters, parameters
 
@@ -44,7 +44,6 @@ class CapturedStep:
         self._calls: dict[Any, int] = {}
         self._optimizers: dict[int, Any] = {}
         self._params: list[Tensor] = []
-        self._returned: list[Any] = []
         self._replays = self._captures = 0
         self._is_full = False
 
@@ -65,7 +64,11 @@ class CapturedStep:
         if device is None:
             return self._function(*args, **kwargs)
         kind = inputs.kind
-        count = self._calls.get(kind, 0)
+        try:
+            count = self._calls.get(kind, 0)
+        except TypeError as error:  # an array of NumPy, a set
+            self._give_up(f"an argument is neither a tensor nor something that compares: {error}")
+            return self._function(*args, **kwargs)
         if count < self._warmup:
             return self._rehearse(inputs, kind, device)
         graph, difference = self._fitting(kind)
@@ -84,7 +87,6 @@ class CapturedStep:
             outputs = rehearse(lambda: self._function(*args, **kwargs), self._optimizers, device)
         # One of each device.
         self._params = list({param.device: param for param in parameters(self._optimizers.values())}.values())
-        self._returned = numbers_in(outputs)
         return _pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
 
     def _rehearse(self, inputs: Inputs, kind: Any, device: torch.device) -> Any:
@@ -114,7 +116,7 @@ class CapturedStep:
     def _capture(self, inputs: Inputs, kind: Any, device: torch.device) -> Any:
         references = References(self._function)
         try:
-            graph = Graph(self._function, inputs, self._optimizers, references, self._backend, device, self._returned)
+            graph = Graph(self._function, inputs, self._optimizers, references, self._backend, device)
         except Exception as error:  # whatever a capture does not allow comes as errors of all kinds
             reason, line = f"{type(error).__name__}: {_first_line(error)}", line_of(error, self._function)
         else:

@@ -120,7 +120,7 @@ class Recording:
         # How often groups of optimizers were stepped, by optimizer and index.
         self._steps: dict[tuple[Any, int], int] = {}
         self._read_here: set[int] = set()
-        self._numbers: list[Number] = []
+        self.numbers: list[Number] = []
         self._places: Tensor | None = None
         if captures:
             self._places = torch.zeros(_MOST_NUMBERS, dtype=torch.float64, device=device)
@@ -133,10 +133,10 @@ class Recording:
             return torch.full((), number.value, dtype=torch.float64, device=device)
         if device != self._places.device:
             raise RuntimeError(f"a graph of {self._places.device} cannot read {number.name} on {device}")
-        if len(self._numbers) == _MOST_NUMBERS:
+        if len(self.numbers) == _MOST_NUMBERS:
             raise RuntimeError(f"a graph cannot read more than {_MOST_NUMBERS} numbers of optimizers")
-        self._numbers.append(number)
-        return self._places[len(self._numbers) - 1]
+        self.numbers.append(number)
+        return self._places[len(self.numbers) - 1]
 
     def reads(self, *tensors: Tensor | None) -> None:
         """Notes tensors that the graph reads although something else may take their place before it ends."""
@@ -156,16 +156,17 @@ class Recording:
         return Number(self, name, optimizer.param_groups[index]["step"], read)
 
     def group(self, optimizer: Any, index: int) -> dict[str, Any]:
-        """A parameter group with a `Number` in place of each number; other entries are guarded."""
+        """A parameter group, each entry of it as `entry` returns it."""
         return {
-            name: self._entry(optimizer, index, name, value) for name, value in optimizer.param_groups[index].items()
+            name: self.entry(optimizer, index, name, value) for name, value in optimizer.param_groups[index].items()
         }
 
     def constant(self, value: float) -> Number:
         """A number that is the same at every replay, whatever is in its place then."""
         return Number(self, "a constant", value, lambda: value)
 
-    def _entry(self, optimizer: Any, index: int, name: str, value: Any) -> Any:
+    def entry(self, optimizer: Any, index: int, name: str, value: Any) -> Any:
+        """An entry of a parameter group: a `Number` in place of a number, else itself, which is guarded."""
         if name in ("params", "step") or isinstance(value, Number):
             return value
         called = f"{type(optimizer).__name__}.param_groups[{index}][{name!r}]"
@@ -193,10 +194,10 @@ class Recording:
 
     def upload(self, first: bool) -> None:
         """Gives the graph its numbers; those of the captured call if it is the `first` replay, else as they are now."""
-        if not self._numbers:
+        if not self.numbers:
             return
         assert self._places is not None
-        values = [float(number.value if first else number.read()) for number in self._numbers]
+        values = [float(number.value if first else number.read()) for number in self.numbers]
         on_gpu = self._places.device.type == "cuda"
         # Pinned memory of its own: an earlier replay's may not have been read yet.
         host = torch.tensor(values, dtype=torch.float64, device="cpu", pin_memory=on_gpu)
