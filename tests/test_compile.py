@@ -38,6 +38,9 @@ def test_every_call_in_one_graph(level: str) -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
     table = [call for call in calls() if not call.name.startswith(LEFT_OUT)]
+    if torch.__version__ < "2.7":  # which compiles `Function.apply` where it is written so, not as the value of a name
+        table = [call for call in table if getattr(call.function, "__name__", "") != "apply"]
+        table = [call for call in table if call.name != "fast_mask_softmax_dropout_func"]
     if level in ("O2", "O4"):  # which cast functions as O5 and O1 do, to another dtype
         table = [call for call in table if isinstance(call.function, nn.Module)]
     arguments = [
@@ -64,25 +67,23 @@ def test_every_call_in_one_graph(level: str) -> None:
 @pytest.mark.parametrize("implementation", ["auto", "triton"])
 def test_what_inductor_fuses_better_is_decomposed(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kernels run, a graph has an operator for each op but for those that are better fused with others."""
-    monkeypatch.setattr(_library, "_answer_while_compiling", lambda *arguments: True)
-    seen: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        seen.extend(str(node.target) for node in graph.graph.nodes if str(node.target).startswith("apex."))
-        return graph.forward
-
     norm = FusedLayerNorm(16)
 
     def function(x: Tensor, angles: Tensor) -> Tensor:
         x = norm(fused_bias_swiglu.fused_bias_swiglu(x))
         return ops.rotary_embedding(x, angles)
 
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if str(node.target).startswith("apex."))
+        return lambda *inputs: (inputs[0],)  # it is not run
+
+    kernels_run = _library.Choice("triton", "as on a GPU")
+    monkeypatch.setattr(_library, "explain", lambda *arguments: kernels_run)
     monkeypatch.setattr(ops.norm.config, "NATIVE_BELOW", 0)
-    x, angles = torch.randn(4, 2, 2, 32), torch.rand(4, 1, 1, 16)
-    expected = function(x, angles)
     torch._dynamo.reset()
     with _library.implementation(implementation):
-        found = torch.compile(function, backend=backend, fullgraph=True)(x, angles)
-    torch.testing.assert_close(found, expected)
+        torch.compile(function, backend=backend, fullgraph=True)(torch.randn(4, 2, 2, 32), torch.rand(4, 1, 1, 16))
     operators = ["glu", "norm", "rope"] if implementation == "triton" else ["norm"]
     assert [name.split(".")[1] for name in seen] == operators

@@ -131,7 +131,9 @@ def forward(
     """The output, and what it was normalised by, without autograd."""
     channels = running
     if spec.training:
-        channels = Channels(*statistics(input, spec, running.mean, running.variance, exchange), *running[2:])
+        channels = Channels(
+            *statistics(input, spec, running.mean, running.variance, exchange), running.weight, running.bias
+        )
     return normalise(input, z, channels, spec), channels
 
 
@@ -162,7 +164,7 @@ def backward(
         sums = GradientSums(rank_stats, None, 0.0)
     dx = None
     if wants_input and dz is not None:  # the mask was applied: no need to ask the output again
-        dx = input_gradient(dz, input, None, channels, sums, spec._replace(relu=False))
+        dx = input_gradient(dz, input, None, channels, sums, reference.without_relu(spec))
     elif wants_input:
         dx = input_gradient(dy, input, output, channels, sums, spec)
     return dx, dz, sum_dy_xhat, sum_dy

@@ -363,7 +363,7 @@ def _largest_error(tensors: tuple[Tensor | None, ...], spec: BatchNormSpec, devi
     y = normalise(x, z, channels, spec)
     dz, dbias, dweight, _ = gradient_sums(dy, x, None if z is None else y, channels, spec, keep_dz=z is not None)
     count = values_per_channel(x, spec.channel_dim)
-    masked, plain = (dy, spec) if dz is None else (dz, spec._replace(relu=False))
+    masked, plain = (dy, spec) if dz is None else (dz, reference.without_relu(spec))
     dx = input_gradient(masked, x, None, channels, GradientSums(dbias, dweight, 1 / count), plain)
     x, z, gradient, weight, bias = _unless_none(tensors, Tensor.double)
     exact = Channels(*reference.combine(reference.rank_statistics(x, spec.channel_dim)[None]), weight, bias)

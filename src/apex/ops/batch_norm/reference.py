@@ -29,6 +29,11 @@ class BatchNormSpec(NamedTuple):
     channel_dim: int = 1
 
 
+def without_relu(spec: BatchNormSpec) -> BatchNormSpec:
+    """The same without ReLU. PyTorch 2.6 compiles neither `_replace` nor slices of a NamedTuple."""
+    return BatchNormSpec(spec.eps, spec.momentum, spec.training, False, spec.channel_dim)
+
+
 class Channels(NamedTuple):
     """What the channels are normalised by: mean and biased variance, then, where there are any, weight and bias.
 
@@ -151,11 +156,11 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of input, addend, weight and bias of a norm of one process, which can be differentiated again."""
     if spec.training:
-        channels = Channels(*combine(rank_statistics(input, spec.channel_dim)[None]), *channels[2:])
+        channels = Channels(*combine(rank_statistics(input, spec.channel_dim)[None]), channels.weight, channels.bias)
     output = None if output is None else output.detach()
     dz, sum_dy, sum_dy_xhat = gradient_sums(dy, input, output, channels, spec)
     sums = GradientSums(sum_dy, sum_dy_xhat, input.shape[spec.channel_dim] / max(1, input.numel()))
-    dx = input_gradient(dz, input, None, channels, sums, spec._replace(relu=False))
+    dx = input_gradient(dz, input, None, channels, sums, without_relu(spec))
     return dx, dz, sum_dy_xhat, sum_dy
 
 
@@ -168,7 +173,7 @@ def norm(
     rank_stats = rank_statistics(input, spec.channel_dim)[None]
     mean, variance = combine(rank_stats, running.mean, running.variance, spec.momentum)
     found = BatchStatistics(mean.detach(), variance.detach(), False)
-    return normalise(input, z, Channels(mean, variance, *running[2:]), spec), found
+    return normalise(input, z, Channels(mean, variance, running.weight, running.bias), spec), found
 
 
 def torch_norm(
@@ -182,7 +187,7 @@ def torch_norm(
     values = input if spec.channel_dim == 1 else input.movedim(-1, 1)
     rounds_within = values.is_cpu or not keeps_float32(values, spec.training)
     if input.dtype != wide and (z is not None or (torch.is_grad_enabled() and rounds_within)):
-        plain = spec._replace(relu=False)  # rounded once, behind the sum
+        plain = without_relu(spec)  # rounded once, behind the sum
         output, found = torch_norm(input.to(wide), z, running, plain, wanted)
         output = output.to(input.dtype)
         return output.relu_() if spec.relu else output, found
@@ -200,7 +205,7 @@ def torch_norm(
     else:
         output = torch.batch_norm(values, weight, bias, mean, variance, *flags)
     if spec.training:
-        for before, updated in zip(running[:2], (mean, variance), strict=True):
+        for before, updated in zip((running.mean, running.variance), (mean, variance), strict=True):
             if before is not None and updated is not before:
                 before.copy_(updated)
     # In place: no derivative of a batch norm asks for its output.

@@ -14,8 +14,15 @@ from torch import Tensor
 
 from .._library import autocast_dtype, compute_dtype
 
-# PyTorch 2.6 knows of ONNX alone.
-is_exporting = getattr(torch.compiler, "is_exporting", torch.onnx.is_in_onnx_export)
+
+def is_exporting() -> bool:
+    """Whether torch.export or torch.onnx is at work.
+
+    Not by torch.compiler.is_exporting, which up to PyTorch 2.10 at least is True wherever torch.compile is at work.
+    PyTorch 2.6 knows of ONNX alone.
+    """
+    return getattr(torch.compiler, "_is_exporting_flag", False) or torch.onnx.is_in_onnx_export()
+
 
 # Before it had a fused RMS norm, PyTorch computed the one of half-precision tensors in half precision.
 _RMS_NORM_IS_FUSED = hasattr(torch.ops.aten, "_fused_rms_norm")

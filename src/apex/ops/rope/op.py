@@ -105,7 +105,7 @@ def _rotate(
         check_optional_tensors(cu_seqlens=cu_seqlens)
     is_compiling = torch.compiler.is_compiling()
     if is_compiling and (spec.layout in ("thd", "image") or _library.runs_triton(FAMILY, tensors[0])):
-        return torch.ops.apex.rope(list(tensors), list(tables), cu_seqlens, *spec)
+        return _as_operator(tensors, tables, spec, cu_seqlens)
     if is_compiling or _library.sees_operators_only():
         if not torch.jit.is_tracing():  # under which sizes are tensors
             for t in tensors:
@@ -114,6 +114,13 @@ def _rotate(
     if torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[-1].requires_grad):
         return _apply_node(len(tensors), spec, cu_seqlens, *tensors, *tables)
     return _checked_run(tensors, tables, spec, cu_seqlens)
+
+
+def _as_operator(
+    tensors: Sequence[Tensor], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None
+) -> Sequence[Tensor]:
+    """Rotations as torch.compile has them in a graph where they are not decomposed."""
+    return torch.ops.apex.rope(list(tensors), list(tables), cu_seqlens, *spec)
 
 
 def _checked_run(
@@ -351,14 +358,14 @@ def forward_and_save(
     # These take gradients back, to lie in memory as the tensors do. PyTorch 2.6 cannot compile `_replace`.
     ctx.specs = [RopeSpec(spec.layout, _memory_is_swapped(t), not spec.inverse, spec.width) for t in tensors]
     if compiling:
-        return torch.ops.apex.rope(list(tensors), list(tables), cu_seqlens, *spec)
+        return _as_operator(tensors, tables, spec, cu_seqlens)
     return _checked_run(tensors, tables, spec, cu_seqlens)
 
 
 def backward_from_saved(ctx: Any, *gradients: Tensor | None) -> list[Tensor | None]:
     """The backward of such a Function: gradients laid out in memory as the inputs were; None gives None."""
     cu_seqlens, *tables = ctx.saved_tensors
-    rotate = _rotate if torch.is_grad_enabled() or torch.compiler.is_compiling() else _run
+    rotate = _as_operator if torch.compiler.is_compiling() else _rotate if torch.is_grad_enabled() else _run
     if len(gradients) == 1 and gradients[0] is not None:
         return list(rotate((gradients[0],), tables, ctx.specs[0], cu_seqlens))
     places = [place for place, gradient in enumerate(gradients) if gradient is not None]
