@@ -167,7 +167,7 @@ class State:
 
 def _need(place: Place, before: Any, after: Any, recording: Recording) -> Any:
     if isinstance(before, Tensor):
-        return _MISSING if place.passing and after is not before and not recording.has_read(before) else before
+        return _MISSING if place.passing and after is not before and id(before) not in recording.reads else before
     if is_number(before) and is_number(after) and before != after:
         raise NotImplementedError(f"{place.name} is a Python number that every step changes, from {before}")
     return before

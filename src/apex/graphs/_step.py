@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,14 +168,6 @@ class CapturedStep:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
-
-
-@overload
-def capture(train_step: Callable[..., Any], *, warmup: int = 3, max_graphs: int = 8) -> CapturedStep: ...
-
-
-@overload
-def capture(*, warmup: int = 3, max_graphs: int = 8) -> Callable[[Callable[..., Any]], CapturedStep]: ...
 
 
 def capture(train_step: Callable[..., Any] | None = None, *, warmup: int = 3, max_graphs: int = 8) -> Any:

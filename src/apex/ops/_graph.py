@@ -102,7 +102,8 @@ def _end_capture(graph: torch.cuda.CUDAGraph) -> None:
 
 def _repair(pool: Any, device: torch.device) -> None:
     """Does what PyTorch leaves undone where the end of a capture fails."""
-    end = getattr(torch._C, "_cuda_endAllocateToPool", None) or torch._C._cuda_endAllocateCurrentStreamToPool
+    names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")  # the latter before PyTorch 2.8
+    end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
     with contextlib.suppress(RuntimeError):  # the capture did not begin, and the pool does not count it
         end(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)

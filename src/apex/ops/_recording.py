@@ -119,7 +119,8 @@ class Recording:
         self.reads_numbers: set[int] = set()
         # How often groups of optimizers were stepped, by optimizer and index.
         self._steps: dict[tuple[Any, int], int] = {}
-        self._read_here: set[int] = set()
+        # Ids of tensors that the graph reads although something else may take their place before it ends.
+        self.reads: set[int] = set()
         self.numbers: list[Number] = []
         self._places: Tensor | None = None
         if captures:
@@ -133,18 +134,8 @@ class Recording:
             return torch.full((), number.value, dtype=torch.float64, device=device)
         if device != self._places.device:
             raise RuntimeError(f"a graph of {self._places.device} cannot read {number.name} on {device}")
-        if len(self.numbers) == _MOST_NUMBERS:
-            raise RuntimeError(f"a graph cannot read more than {_MOST_NUMBERS} numbers of optimizers")
         self.numbers.append(number)
         return self._places[len(self.numbers) - 1]
-
-    def reads(self, *tensors: Tensor | None) -> None:
-        """Notes tensors that the graph reads although something else may take their place before it ends."""
-        self._read_here.update(map(id, tensors))
-
-    def has_read(self, tensor: Tensor) -> bool:
-        """Whether `reads` was told of a tensor."""
-        return id(tensor) in self._read_here
 
     def counted(self, optimizer: Any, index: int) -> Any:
         """The step count of a parameter group that has just been counted up in `group["step"]`."""
@@ -157,9 +148,8 @@ class Recording:
 
     def group(self, optimizer: Any, index: int) -> dict[str, Any]:
         """A parameter group, each entry of it as `entry` returns it."""
-        return {
-            name: self.entry(optimizer, index, name, value) for name, value in optimizer.param_groups[index].items()
-        }
+        group = optimizer.param_groups[index]
+        return {name: self.entry(optimizer, index, name, value) for name, value in group.items()}
 
     def constant(self, value: float) -> Number:
         """A number that is the same at every replay, whatever is in its place then."""
@@ -241,7 +231,7 @@ def keep(*tensors: Any) -> bool:
 def reads(tensors: Iterable[Tensor | None]) -> None:
     """See `Recording.reads`."""
     if current is not None and current.captures:
-        current.reads(*tensors)
+        current.reads.update(map(id, tensors))
 
 
 def lifted(function: Callable[..., Any], first: Any, *others: Any) -> Any:
