@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops import _recording
-from ..ops._host import HostCopy, on_host
+from ..ops._host import HostCopy
 from ._amp_state import _amp_state, maybe_print
 from .scaler import LossScaler
 
@@ -44,7 +44,7 @@ class OverflowMessages:
 
     def note(self, scaler: LossScaler, loss_id: int, counted: list[NonfiniteCounts]) -> None:
         """Sends to the host what it will want to say if the gradients overflowed."""
-        if not self._pending and on_host(scaler.overflow) and not scaler._has_overflow:
+        if not self._pending and scaler.overflow.is_cpu and not scaler._has_overflow:
             self._skipped[loss_id] = self._skipped_at_floor[loss_id] = 0
             return
         device = scaler.overflow.device

@@ -20,7 +20,7 @@ from ..ops.multi_tensor import Lists, make_lists
 from ..ops.multi_tensor.flat import overlapping
 from ..ops.multi_tensor.grouping import DTYPES, kernel_fits, looks_like
 from ..ops.multi_tensor.rule import SLOTS
-from ..ops.multi_tensor.tables import current_stream, lie_at
+from ..ops.multi_tensor.tables import lie_at
 from ..ops.multi_tensor.torch_lists import TorchLists
 from ..ops.multi_tensor.triton_lists import TritonLists
 
@@ -156,7 +156,7 @@ class Bucket:
                     return self._refresh_slowly()
         except (TypeError, RuntimeError):  # a gradient that is None, sparse, or a tensor without memory
             return False
-        if lists.stream != current_stream(self.device):
+        if not lists.usable():
             return False
         if addresses is not None:
             lists.move_gradients(addresses)
@@ -202,7 +202,7 @@ class Bucket:
                 return False
             if not self._fit(gradients):
                 return False
-        if self._param_addresses() != self._addresses or self.lists.stream != current_stream(self.device):
+        if self._param_addresses() != self._addresses or not self.lists.usable():
             return False
         self._held = gradients if known else self._gradients()
         self.lists.point_to(*self._slots(self._held))

@@ -46,8 +46,8 @@ class FusedLAMB(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise RuntimeError(f"{type(self).__name__} does not support the AMSGrad variant")
-        defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
-        defaults |= dict(grad_averaging=grad_averaging, max_grad_norm=max_grad_norm)
+        defaults: dict[str, Any] = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps)
+        defaults |= dict(weight_decay=weight_decay, grad_averaging=grad_averaging, max_grad_norm=max_grad_norm)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
         # What this step's gradients are multiplied by, the loss scale included.

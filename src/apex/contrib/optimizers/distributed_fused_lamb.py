@@ -87,8 +87,8 @@ class DistributedFusedLAMB(DividedOptimizer):
         param_order: Mapping[Tensor, int] | None = None,
         nccl_allgather_channels: int = 0,
     ) -> None:
-        defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
-        defaults |= dict(grad_averaging=grad_averaging, max_grad_norm=max_grad_norm)
+        defaults: dict[str, Any] = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps)
+        defaults |= dict(weight_decay=weight_decay, grad_averaging=grad_averaging, max_grad_norm=max_grad_norm)
         check_options(defaults)
         _check_positive(
             dwu_num_blocks=dwu_num_blocks,

@@ -61,7 +61,8 @@ def check(slots: Slots, names: Sequence[str]) -> None:
         if len(tensors) != len(first):
             raise ValueError(f"{name} has {len(tensors)} tensors, {first_name} has {len(first)}")
         for index, (tensor, expected) in enumerate(zip(tensors, first, strict=True)):
-            check_tensors(**{f"{name}[{index}]": tensor})
+            if not isinstance(tensor, Tensor):
+                check_tensors(**{f"{name}[{index}]": tensor})  # raises; names of all would take longer than the rest
             if tensor.dtype not in DTYPES:
                 raise TypeError(
                     f"{name}[{index}] is {tensor.dtype}; float16, bfloat16, float32 and float64 are accepted"

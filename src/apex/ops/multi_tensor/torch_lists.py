@@ -11,7 +11,6 @@ from torch import Tensor
 from .._recording import Number, captures
 from .flat import flat, laid_out_alike
 from .rule import FLAG_COUNT, SCALARS, SLOTS, Rule
-from .tables import current_stream
 
 Slots = Sequence[Sequence[Tensor] | None]
 
@@ -39,7 +38,6 @@ class TorchLists:
     def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
         first = next(tensors for tensors in slots if tensors)
         self.device = first[0].device
-        self.stream = current_stream(self.device)
         self.sizes = tuple(map(Tensor.numel, first))
         self.row_counts = [self._row_count(tensor) for tensor in first]
         self.results = sum(self.row_counts)
@@ -53,6 +51,10 @@ class TorchLists:
         """Other tensors of the same sizes and dtypes in place of the present ones."""
         self.slots = tuple(slots)
         self.copy = copy
+
+    def usable(self) -> bool:
+        """Whether the lists may be used now, which those with tables of addresses may not on every stream."""
+        return True
 
     def _row_count(self, tensor: Tensor) -> int:
         """How many rows of a tensor are measured, and have the two numbers of `whole`, by themselves."""

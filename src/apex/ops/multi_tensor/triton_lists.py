@@ -45,7 +45,7 @@ class TritonLists:
     def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
         first = next(tensors for tensors in slots if tensors)
         self.device = first[0].device
-        self.stream = current_stream(self.device)
+        self._stream = current_stream(self.device)
         dtypes = [tensors[0].dtype if tensors else None for tensors in (*slots, copy)]
         # As the kernel takes them: the types, and the numbers in a row of the table.
         self._types = tuple(None if t is None else getattr(kernels.tl, str(t).removeprefix("torch.")) for t in dtypes)
@@ -70,6 +70,10 @@ class TritonLists:
         lists = [tensors if tensors is None or type(tensors) is list else list(tensors) for tensors in (*slots, copy)]
         gradients = lists.pop(GRADIENT)
         self._table.point_to([tensors for tensors in lists if tensors], gradients)
+
+    def usable(self) -> bool:
+        """Whether work that is launched now may read the tables: on another stream they may not have arrived yet."""
+        return self._stream == current_stream(self.device)
 
     def has_gradients(self, gradients: list[Tensor]) -> bool:
         """Whether these, as many, lie where the present gradients do."""
@@ -150,7 +154,7 @@ class TritonLists:
         )
         return out
 
-    def measured_clip(self, rule: Rule, limit: float, margin: float, **scaling: Tensor | None) -> tuple[Tensor, Tensor]:
+    def measured_clip(self, rule: Rule, limit: float, margin: float, **scaling: Any) -> tuple[Tensor, Tensor]:
         """The norm of all gradients, and what brings them down to `limit`, `grad_scale` included; float32 [1] each.
 
         `rule` measures squares, or absolute values that are maximised.
@@ -159,7 +163,7 @@ class TritonLists:
         how: dict[str, Any] = {"factor": factor, "limit": limit, "margin": margin}
         return self.measured_total(rule, {}, root=not rule.maximum, **how, **scaling), factor
 
-    def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Tensor | None) -> None:
+    def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Any) -> None:
         """Moves `averages`, float32 [tensors, 2], in column 0 by `share` towards what `rule` measures of each tensor.
 
         A negative average is none yet, and becomes what is measured.

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ....ops.multi_tensor import Lists, make_lists
 from ....ops.multi_tensor.rule import SLOTS
-from ....ops.multi_tensor.tables import current_stream
 
 
 class FixedLists:
@@ -17,11 +16,10 @@ class FixedLists:
     def __init__(self, slots: Sequence[list[Tensor] | None], copy: list[Tensor] | None = None) -> None:
         self._slots = [*slots, *(None for _ in range(SLOTS - len(slots)))]
         self._copy = copy
-        self._device = next(tensors for tensors in slots if tensors)[0].device
         self._lists: Lists | None = None
 
     def here(self) -> Lists:
         """On the stream that work goes to now: tables of addresses are copied to the device on it."""
-        if self._lists is None or self._lists.stream != current_stream(self._device):
+        if self._lists is None or not self._lists.usable():
             self._lists = make_lists(self._slots, self._copy)
         return self._lists
