@@ -110,7 +110,7 @@ class PreparedLaunch:
             if _recorder is None:
                 self._bound[key] = launch
         # Of an integer, 1 for an eps, say, Triton would compile a kernel that takes no other number.
-        launch(tensors, tuple(map(float, floats)))
+        launch(tensors, tuple(map(float, floats)) if floats else floats)
 
 
 class BoundLaunch:

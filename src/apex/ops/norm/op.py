@@ -75,7 +75,7 @@ def _norm(
     numel = input.numel()
     # torch.jit.trace, under which sizes are tensors, sees operators, not kernel launches. An exported program has
     # PyTorch's operators, which ONNX knows and which run without apex.
-    if type(numel) is Tensor or reference.is_exporting() or not numel:
+    if type(numel) is Tensor or not numel or (torch.compiler.is_compiling() and reference.is_exporting()):
         return reference.torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
     arguments = (input, weight, bias, _row_length(shape), eps, subtract_mean, memory_efficient, out_dtype, input.dtype)
     if memory_efficient and torch.is_grad_enabled():
@@ -112,7 +112,7 @@ def checked_shape(
         shape = tuple(normalized_shape)  # type: ignore[arg-type]
     else:
         shape = (int(normalized_shape),)
-    if torch.jit.is_tracing():  # under which sizes are tensors; PyTorch's operator checks them
+    if torch._C._is_tracing():  # under which sizes are tensors; PyTorch's operator checks them
         return shape
     sizes, device = input.shape, input.device
     if not shape or sizes[-len(shape) :] != shape:
@@ -121,20 +121,24 @@ def checked_shape(
         )
     if not input.is_floating_point():
         raise TypeError(f"a norm needs a floating-point input, got {input.dtype}")
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if not isinstance(parameter, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(parameter).__name__}")
-        if parameter.shape != shape:
-            raise ValueError(f"{name} has shape {list(parameter.shape)}, expected normalized_shape={list(shape)}")
-        if parameter.device != device:
-            raise ValueError(f"{name} is on {parameter.device}, the input on {device}")
-        if not parameter.is_floating_point():
-            raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
+    if weight is not None:
+        _check_parameter("weight", weight, shape, device)
+    if bias is not None:
+        _check_parameter("bias", bias, shape, device)
     if bias is not None and weight is None:
         raise ValueError("a bias needs a weight beside it")
     return shape
+
+
+def _check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(parameter, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(parameter).__name__}")
+    if parameter.shape != shape:
+        raise ValueError(f"{name} has shape {list(parameter.shape)}, expected normalized_shape={list(shape)}")
+    if parameter.device != device:
+        raise ValueError(f"{name} is on {parameter.device}, the input on {device}")
+    if not parameter.is_floating_point():
+        raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
 
 
 def _row_length(shape: Sequence[int]) -> int:
