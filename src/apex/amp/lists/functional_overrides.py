@@ -3,20 +3,11 @@
 import torch
 
 from ...ops.autocast.rules import BAN_MESSAGE, BANNED
+from .torch_overrides import CONVOLUTIONS
 
 MODULE = torch.nn.functional
 
-FP16_FUNCS = [
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "conv_tbc",
-    "linear",
-    "scaled_dot_product_attention",
-]
+FP16_FUNCS = [*CONVOLUTIONS, "linear", "scaled_dot_product_attention"]
 
 BFLOAT16_FUNCS = list(FP16_FUNCS)
 

@@ -4,7 +4,7 @@ import torch
 
 MODULE = torch
 
-FP16_FUNCS = [
+CONVOLUTIONS = [
     "conv1d",
     "conv2d",
     "conv3d",
@@ -12,6 +12,10 @@ FP16_FUNCS = [
     "conv_transpose2d",
     "conv_transpose3d",
     "conv_tbc",
+]
+
+FP16_FUNCS = [
+    *CONVOLUTIONS,
     "prelu",
     "addmm",
     "addmv",

@@ -110,19 +110,8 @@ class TransducerLoss(torch.nn.Module):
         else:
             # The check of x says what a shape without frames lacks.
             batch_offset, max_f_len = self.dummy_batch_offset, x.size(1) if x.dim() > 1 else 0
-        return TransducerLossFunc.apply(
-            x,
-            label,
-            f_len,
-            y_len,
-            batch_offset,
-            max_f_len,
-            blank_idx,
-            self.fuse_softmax_backward,
-            debug_list,
-            self.opt,
-            self.packed_input,
-        )
+        given = (x, label, f_len, y_len, batch_offset, max_f_len, blank_idx)
+        return TransducerLossFunc.apply(*given, self.fuse_softmax_backward, debug_list, self.opt, self.packed_input)
 
 
 class TransducerLossFunc(torch.autograd.Function):

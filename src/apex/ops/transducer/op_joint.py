@@ -8,8 +8,8 @@ a packed one has the sequences' T x U rows one after the other without the paddi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,23 +144,11 @@ def fill_rest(batch_offset: Tensor | None, packed: Tensor, value: float) -> None
 
 
 def launch_forward(
-    f: Tensor,
-    g: Tensor,
-    f_len: Tensor,
-    g_len: Tensor,
-    batch_offset: Tensor | None,
-    noise: Tensor | None,
-    relu: bool,
-    dropout: float,
-    scale: float,
-    frames: int,
-    tokens: int,
-    packed_rows: int,
-    want_mask: bool,
+    f: Tensor, g: Tensor, f_len: Tensor, g_len: Tensor, batch_offset: Tensor | None, noise: Tensor | None, *options: Any
 ) -> tuple[Tensor | None, ...]:
+    relu, dropout, scale, frames, tokens, packed_rows, want_mask = reference.JointOptions(*options)
     if not g.numel():
-        settings = (relu, dropout, scale, frames, tokens, packed_rows, want_mask)
-        return JOINT.run_reference(f, g, f_len, g_len, batch_offset, noise, *settings)
+        return JOINT.run_reference(f, g, f_len, g_len, batch_offset, noise, *options)
     batch_offset, features = within_rows(batch_offset, packed_rows), f.shape[2]
     seeded = noise is not None and noise.dtype == torch.int64
     tile = config.joint_forward_tile(tokens, features, seeded, facts(f.device))
@@ -185,20 +173,10 @@ def launch_forward(
 
 
 def launch_backward(
-    dh: Tensor,
-    kept: Tensor | None,
-    f_len: Tensor,
-    g_len: Tensor,
-    batch_offset: Tensor | None,
-    relu: bool,
-    dropout: float,
-    scale: float,
-    frames: int,
-    tokens: int,
-    packed_rows: int,
-    want_mask: bool,
-    wanted: Sequence[bool],
+    dh: Tensor, kept: Tensor | None, f_len: Tensor, g_len: Tensor, batch_offset: Tensor | None, *options: Any
 ) -> tuple[Tensor | None, ...]:
+    given = reference.JointOptions(*options[:-1])  # without `wanted`
+    frames, tokens = given.frames, given.tokens
     batches, features, device = len(f_len), dh.shape[-1], facts(dh.device)
     df, dg = (torch.empty(batches, n, features, dtype=dh.dtype, device=dh.device) for n in (frames, tokens))
     if not (df.numel() and dg.numel()):
@@ -214,7 +192,7 @@ def launch_backward(
         (programs * chunks,),
         (dh, kept, f_len, g_len, within_rows(batch_offset, len(dh)), df_sums, dg_sums),
         (batches, frames, tokens, features, chunks, chunk),
-        (scale,),
+        (given.scale,),
         TOKENS=tile.tokens,
         FEATURES=tile.features,
         STAGES=tile.num_stages,

@@ -7,7 +7,7 @@ log-probabilities, and there are no `sums`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,21 +97,12 @@ def _can_walk() -> bool:
 
 
 def launch_forward(
-    x: Tensor,
-    label: Tensor,
-    f_len: Tensor,
-    y_len: Tensor,
-    batch_offset: Tensor | None,
-    max_f_len: int,
-    blank_idx: int,
-    softmax: bool,
-    want_nodes: bool,
-    want_scores: bool,
+    x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor, batch_offset: Tensor | None, *options: Any
 ) -> tuple[Tensor | None, ...]:
-    batches, frames, tokens, words = len(f_len), max_f_len, label.shape[1] + 1, x.shape[-1]
+    frames, blank_idx, softmax, want_nodes, want_scores = reference.LossOptions(*options)
+    batches, tokens, words = len(f_len), label.shape[1] + 1, x.shape[-1]
     if not batches or not _can_walk():
-        settings = (max_f_len, blank_idx, softmax, want_nodes, want_scores)
-        return LOSS.run_reference(x, label, f_len, y_len, batch_offset, *settings)
+        return LOSS.run_reference(x, label, f_len, y_len, batch_offset, *options)
     device, both, skew = facts(x.device), want_nodes or want_scores, config.skew(frames, tokens)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -168,13 +159,9 @@ def launch_backward(
     batch_offset: Tensor | None,
     sums: Tensor | None,
     shares: Tensor,
-    max_f_len: int,
-    blank_idx: int,
-    softmax: bool,
-    want_nodes: bool,
-    want_scores: bool,
-    wanted: Sequence[bool],
+    *options: Any,
 ) -> Tensor:
+    given = reference.LossOptions(*options[:-1])  # without `wanted`
     if not x.numel():
         return torch.empty_like(x)
     batches, frames, tokens = shares.shape[1:]
@@ -184,8 +171,8 @@ def launch_backward(
     kernels.transducer_loss_backward(
         (batches * frames * -(-tokens // tile.rows),),
         (grad, x, label, f_len, y_len, batch_offset, sums, shares, dx),
-        (batches, frames, tokens, x.shape[-1], blank_idx),
-        SOFTMAX=softmax,
+        (batches, frames, tokens, x.shape[-1], given.blank_idx),
+        SOFTMAX=given.softmax,
         GROUPS=tile.groups,
         ROWS=tile.rows,
         LANES=tile.lanes,
@@ -195,7 +182,8 @@ def launch_backward(
     return dx
 
 
-def _fake(x, label, f_len, y_len, batch_offset, max_f_len, blank_idx, softmax, want_nodes, want_scores):  # type: ignore[no-untyped-def]
+def _fake(x, label, f_len, y_len, batch_offset, *options):  # type: ignore[no-untyped-def]
+    max_f_len, _, softmax, want_nodes, want_scores = reference.LossOptions(*options)
     nodes, compute = (label.shape[0], max_f_len, label.shape[1] + 1), reference.compute_dtype(x)
     return (
         x.new_empty(label.shape[0]),
