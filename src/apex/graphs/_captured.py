@@ -38,7 +38,7 @@ class Inputs:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What a graph is captured for: shapes and layouts of tensors, and everything else itself."""
-        return (self._structure, *map(_kind, self.leaves))
+        return (repr(self._structure), *map(_kind, self.leaves))  # PyTorch 2.6 does not hash structures
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other tensors."""
