@@ -18,6 +18,7 @@ __getattr__, __dir__ = lazy_subpackages(
         "multihead_attn",
         "openfold_triton",
         "optimizers",
+        "sparsity",
         "transducer",
         "xentropy",
     ],

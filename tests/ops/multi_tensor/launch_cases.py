@@ -31,7 +31,7 @@ def _record(
 ) -> None:
     slots = [None] * SLOTS
     for slot in rule.slots:
-        slots[slot] = _list((param, grad, _F32, _F32, _F32)[slot])
+        slots[slot] = _list((param, grad, torch.uint8 if rule is rules.MASK else _F32, _F32, _F32)[slot])
     lists = TritonLists(slots, _list(_BF16) if copy else None)
     numbers = options.pop("numbers", (0.5,) * SCALARS)
     plain = Rule(

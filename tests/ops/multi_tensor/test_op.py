@@ -6,6 +6,7 @@ from torch import Tensor
 
 from apex.ops import _library
 from apex.ops.multi_tensor import axpby, grouping, l2norm, max_norm, scale, update_scale_hysteresis, zero
+from apex.ops.multi_tensor import mask as mask_tensors
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -319,3 +320,20 @@ def test_calls_on_two_streams_do_not_share_a_table() -> None:
     assert_equal_bits(found[0::2], found[:1] * 20)
     assert_equal_bits(found[1::2], found[1:2] * 20)
     assert_close(found[0], torch.cat(first).double().norm().reshape(1), reduction=10)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_masks_zero_whatever_is_there(device: str, implementation) -> None:
+    """NaN too; tensors of several dtypes and layouts, in one call."""
+    shapes = [(3, 5), (40, 30), (4, 6, 2, 2)]
+    tensors = [torch.randn(shape).to(dtype) for shape in shapes for dtype in (torch.float32, torch.bfloat16)]
+    tensors[-2] = tensors[-2].to(memory_format=torch.channels_last)
+    masks = [torch.rand_like(tensor, dtype=torch.float32) > 0.5 for tensor in tensors]
+    expected = [torch.where(mask, tensor, 0) for tensor, mask in zip(tensors, masks, strict=True)]
+    for tensor, mask in zip(tensors, masks, strict=True):
+        tensor[~mask] = float("nan")
+    here = [tensor.to(device) for tensor in tensors]
+    with _library.implementation(implementation):
+        mask_tensors(here, [mask.to(device) for mask in masks])
+    assert all(torch.equal(tensor.cpu(), wanted) for tensor, wanted in zip(here, expected, strict=True))

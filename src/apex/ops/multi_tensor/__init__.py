@@ -4,7 +4,7 @@
 """
 
 from .grouping import Lists, make_lists
-from .op import axpby, clip, clipped_before, l2norm, lamb_step, max_norm, scale, update_scale_hysteresis, zero
+from .op import axpby, clip, clipped_before, l2norm, lamb_step, mask, max_norm, scale, update_scale_hysteresis, zero
 from .rule import Rule
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "l2norm",
     "lamb_step",
     "make_lists",
+    "mask",
     "max_norm",
     "scale",
     "update_scale_hysteresis",

@@ -99,6 +99,17 @@ def groups_of(slots: Slots, names: Sequence[str]) -> Groups:
     if found is not None:
         return found
     check(slots, names)
+    return _grouped(slots, kernel_fits)
+
+
+def groups_with_masks(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> Groups:
+    """Groups of tensors in slot 0 and their masks, uint8 tensors of the same shapes, in slot 2."""
+    slots: Slots = (tensors, None, masks)
+    fits = lambda pair: _library.runs_triton(FAMILY, pair[0]) and laid_out_alike(pair)  # noqa: E731
+    return known_groups(slots) or _grouped(slots, fits)
+
+
+def _grouped(slots: Slots, kernel_fits: Callable[[Sequence[Tensor]], bool]) -> Groups:
     used = [tensors for tensors in slots if tensors is not None]
     members: dict[Any, list[int]] = {}
     for index, tensors in enumerate(zip(*used, strict=True)):

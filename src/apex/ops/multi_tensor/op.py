@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import rules
-from .grouping import Groups, Lists, Slots, check, groups_of, known_groups
+from .grouping import Groups, Lists, Slots, check, groups_of, groups_with_masks, known_groups
 from .rule import Rule
 from .tables import upload
 
@@ -77,6 +77,13 @@ def zero(tensors: Iterable[Tensor]) -> None:
             alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for group in alike.values():
         torch._foreach_zero_(group)
+
+
+@torch.no_grad()
+def mask(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
+    """Zeroes the elements of each tensor whose mask, bool of the same shape and on the same device, is False."""
+    for _, lists in groups_with_masks(tensors, [mask.view(torch.uint8) for mask in masks]):
+        lists.apply(rules.MASK, {})
 
 
 def axpby(

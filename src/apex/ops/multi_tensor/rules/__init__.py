@@ -10,7 +10,7 @@ from .adadelta import ADADELTA
 from .adagrad import ADAGRAD
 from .adam import ADAM, ADAM_AMSGRAD, ADAM_AVERAGE, corrections
 from .adamp import ADAMP, ADAMP_MEASURE, ADAMP_NESTEROV
-from .elementary import AXPBY, MAXIMUM, SCALE, SCALE_AFTER_SQUARE_SUM, SCALE_EACH, SCALE_SQUARE_SUM, SQUARE_SUM
+from .elementary import AXPBY, MASK, MAXIMUM, SCALE, SCALE_AFTER_SQUARE_SUM, SCALE_EACH, SCALE_SQUARE_SUM, SQUARE_SUM
 from .lamb import LAMB_MOMENTS, LAMB_STEP, LAMB_UNSCALED
 from .lars import LARS, LARS_NORMS, PLAIN_LARS
 from .legacy import ADAM_UNDO, ADAM_UNSCALING, EARLY_ADAM, LAMB_UPDATE, LAMB_WEIGHTS, LARC, REVERSIBLE_ADAM
@@ -39,6 +39,7 @@ __all__ = [
     "LARC",
     "LARS",
     "LARS_NORMS",
+    "MASK",
     "MAXIMUM",
     "NOVOGRAD",
     "PLAIN_LARS",

@@ -23,6 +23,12 @@ def _axpby(values, whole, scalars, FLAGS):
     return scalars[0] * x + scalars[1] * y, x, y, a, b
 
 
+def _mask(values, whole, scalars, FLAGS):
+    """Zero where the mask is, whatever was there: NaN too."""
+    x, a, mask, b, c = values
+    return tl.where(mask > 0.0, x, 0.0), a, mask, b, c
+
+
 def _square_sum(values, whole, scalars, FLAGS):
     _out, x, a, b, c = values
     x = x * scalars[0]
@@ -45,6 +51,7 @@ def _factor(factor: Any = 1.0) -> tuple[Any, ...]:
 SCALE = Rule("scale", _scale, reads=(1,), writes=(0,), scalars=_factor)
 SCALE_EACH = Rule("scale_each", _scale_each, reads=(1,), writes=(0,), scalars=lambda: ())
 AXPBY = Rule("axpby", _axpby, reads=(1, 2), writes=(0,), scalars=lambda a, b: (a, b))
+MASK = Rule("mask", _mask, reads=(0, 2), writes=(0,), scalars=lambda: ())
 SQUARE_SUM = Rule("square_sum", _square_sum, reads=(1,), writes=(), scalars=_factor, quantities=1)
 SCALE_SQUARE_SUM = Rule("scale_square_sum", _square_sum, reads=(1,), writes=(0,), scalars=_factor, quantities=1)
 SCALE_AFTER_SQUARE_SUM = Rule(

@@ -1,0 +1,385 @@
+"""ASP, automatic sparsity: prunes a trained model to 2 of 4 weights and keeps it so while it is trained further."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor, nn
+
+from ._parameters import (
+    SparseParameter,
+    SparsityError,
+    mask_all,
+    masters_of,
+    optimizer_chain,
+    shard_like,
+    tied_tensors,
+    whole,
+    zero_shards,
+)
+from .permutation_lib import Permutation
+from .sparse_masklib import create_mask, find_pattern
+
+WHITELIST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+_PRUNED_NAMES: dict[type, tuple[str, ...]] = {
+    nn.Linear: ("weight",),
+    nn.Conv1d: ("weight",),
+    nn.Conv2d: ("weight",),
+    nn.Conv3d: ("weight",),
+    nn.MultiheadAttention: ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight"),
+}
+
+
+def eligible_modules(
+    model: nn.Module,
+    whitelist_layer_types: Iterable[type],
+    allowed_layer_names: Iterable[str] | None,
+    disallowed_layer_names: Iterable[str],
+) -> list[tuple[str, nn.Module]]:
+    """Modules (name, module) of these types, subclasses included, whose names are allowed and not disallowed."""
+    types: Any = tuple(whitelist_layer_types)
+    disallowed = set(disallowed_layer_names)
+    allowed = None if allowed_layer_names is None else set(allowed_layer_names)
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, types) and name not in disallowed and (allowed is None or name in allowed)
+    ]
+
+
+def _obstacle(param: Any) -> str | None:
+    """Why a parameter cannot be pruned for tensor cores, or None."""
+    if not isinstance(param, Tensor):
+        return "it has no such tensor"
+    if not isinstance(param, nn.Parameter):
+        return "it is computed from other tensors (a parametrization)"
+    if not param.requires_grad:
+        return "it is frozen (requires_grad is False)"
+    if not param.is_floating_point() or param.dim() < 2:
+        return f"it is {param.dtype} with {param.dim()} dimensions; floating-point ones of two to five can be pruned"
+    if param.shape[0] % 8 or param.shape[1] % 16:
+        return f"its shape {list(param.shape)} is not a multiple of 8 by a multiple of 16"
+    return None
+
+
+class ASP:
+    """Automatic sparsity of one model in this process; all methods belong to the class.
+
+    `init_model_for_pruning` chooses the parameters and adds their masks to the model as buffers, so that checkpoints
+    have them; `init_optimizer_for_pruning` has each step of an optimizer (call it for each) keep zeros zero;
+    `compute_sparse_masks` prunes. `reset` forgets the model.
+    """
+
+    __model: nn.Module | None = None
+    __calculate: Callable[[Tensor], Tensor]
+    __pattern: str | None = None
+    __recomputes = False
+    __verbosity = 3
+    __permutes = True
+    __optimizers: tuple[Any, ...] = ()
+    __hooks: tuple[Any, ...] = ()
+    __copies: tuple[nn.Module, ...] = ()
+    __parameters: tuple[SparseParameter, ...] = ()
+    __skipped: dict[str, str] = {}  # noqa: RUF012  never changed in place
+
+    @classmethod
+    def init_model_for_pruning(
+        cls,
+        model: nn.Module,
+        mask_calculator: str | Callable[[Tensor], Tensor] = "m4n2_1d",
+        verbosity: int = 3,
+        whitelist: Sequence[type] = WHITELIST,
+        allowed_layer_names: Iterable[str] | None = None,
+        disallowed_layer_names: Iterable[str] = (),
+        allow_recompute_mask: bool = False,
+        custom_layer_dict: dict[type, Sequence[str]] | None = None,
+        allow_permutation: bool = True,
+    ) -> None:
+        """Chooses the parameters of `model` to prune and registers a mask for each.
+
+        `mask_calculator` names a pattern of `sparse_masklib` or is a function from a parameter to its mask.
+        `custom_layer_dict` names the parameters to prune of further types of layers. With `allow_recompute_mask`
+        pruned values are kept in the host's memory, so that masks can be computed again. With `allow_permutation`
+        channels are reordered first so that pruning loses less, without a change to what the model computes.
+        """
+        if cls.__model is not None:
+            raise SparsityError("ASP has been initialized already; ASP.reset() forgets the model that it has")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if isinstance(mask_calculator, str):
+            find_pattern(mask_calculator)
+        elif not callable(mask_calculator):
+            raise TypeError(f"mask_calculator must be the name of a pattern or a function, got {mask_calculator!r}")
+        names = {**_PRUNED_NAMES, **{kind: tuple(each) for kind, each in (custom_layer_dict or {}).items()}}
+        types = (*whitelist, *(kind for kind in custom_layer_dict or {} if kind not in whitelist))
+        for kind in types:
+            if not any(base in names for base in kind.__mro__):
+                raise ValueError(
+                    f"whitelist has {kind.__name__}, of which it is not known what to prune; name its parameters with "
+                    f"custom_layer_dict={{{kind.__name__}: [...]}}"
+                )
+        found, skipped = cls.__find(model, types, names, allowed_layer_names, disallowed_layer_names)
+        if not found:
+            reasons = "".join(f"\n  {name}: {reason}" for name, reason in skipped.items())
+            raise ValueError(f"no parameter of the model can be pruned{reasons or ': it has no layer of these types'}")
+        cls.reset()
+        for sparse in found:
+            sparse.register(allow_recompute_mask)
+        cls.__model, cls.__parameters, cls.__skipped = model, tuple(found), skipped
+        cls.__calculate = mask_calculator if callable(mask_calculator) else _pattern_calculator(mask_calculator)
+        cls.__pattern = mask_calculator if isinstance(mask_calculator, str) else None
+        cls.__recomputes, cls.__verbosity, cls.__permutes = allow_recompute_mask, verbosity, allow_permutation
+        for sparse in found:
+            cls.__say(3, f"will prune {sparse.full_name}, {list(sparse.param.shape)} {sparse.param.dtype}")
+        for name, reason in skipped.items():
+            cls.__say(2, f"will not prune {name}: {reason}")
+
+    @staticmethod
+    def __find(
+        model: nn.Module,
+        types: Sequence[type],
+        names: dict[type, tuple[str, ...]],
+        allowed: Iterable[str] | None,
+        disallowed: Iterable[str],
+    ) -> tuple[list[SparseParameter], dict[str, str]]:
+        """The parameters to prune, and why others of these types of layers are not."""
+        chosen = {name for name, _ in eligible_modules(model, types, allowed, disallowed)}
+        found: list[SparseParameter] = []
+        skipped: dict[str, str] = {}
+        owners: dict[int, str] = {}
+        for module_name, module in eligible_modules(model, types, None, ()):
+            if module_name not in chosen:
+                skipped[module_name] = "its name is disallowed, or not among those allowed"
+                continue
+            known = next(names[base] for base in type(module).__mro__ if base in names)
+            present = [name for name in known if getattr(module, name, None) is not None]
+            for name in present or known[:1]:
+                sparse = SparseParameter(module_name, module, name)
+                param = getattr(module, name, None)
+                reason = _obstacle(param)
+                if reason is None and id(param) in owners:
+                    reason = f"it is the same parameter as {owners[id(param)]}"
+                if reason is None:
+                    owners[id(param)] = sparse.full_name
+                    found.append(sparse)
+                else:
+                    skipped[sparse.full_name] = reason
+        return found, skipped
+
+    @classmethod
+    def already_init_asp_model(cls) -> bool:
+        """Whether `init_model_for_pruning` was called."""
+        return cls.__model is not None
+
+    @classmethod
+    def skipped_layers(cls) -> dict[str, str]:
+        """Why each layer or parameter of the types asked for is not pruned, by name."""
+        return dict(cls.__skipped)
+
+    @classmethod
+    def init_optimizer_for_pruning(cls, optimizer: Any) -> None:
+        """Has each step of the optimizer mask gradients before and weights, master weights and state after it."""
+        cls.__check_model("init_optimizer_for_pruning")
+        if any(optimizer is known for known in cls.__optimizers):
+            raise SparsityError("this optimizer has been initialized for pruning already")
+        inner = optimizer_chain(optimizer)[-1]
+        if not hasattr(inner, "register_step_pre_hook"):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or wrap one, got {type(optimizer).__name__}")
+        hooks = (inner.register_step_pre_hook(_before_step), inner.register_step_post_hook(_after_step))
+        cls.__optimizers, cls.__hooks = (*cls.__optimizers, optimizer), (*cls.__hooks, *hooks)
+
+    @classmethod
+    def add_copy(cls, model: nn.Module) -> None:
+        """Has a copy of the model, such as a moving average of its weights, permuted and masked with it."""
+        cls.__check_model("add_copy")
+        cls.__copies = (*cls.__copies, model)
+
+    @classmethod
+    @torch.no_grad()
+    def compute_sparse_masks(cls, example_inputs: Any = None) -> None:
+        """Prunes the model: permutes channels where that is allowed, computes masks and applies them.
+
+        A tuple of `example_inputs` lets the permutation be checked: a group of layers that changes the model's output
+        is put back. With `allow_recompute_mask` a model that is pruned already gets its dense values back first.
+        """
+        model = cls.__check_model("compute_sparse_masks")
+        if any(not bool(local_all(sparse.mask)) for sparse in cls.__parameters):
+            cls.restore_pruned_weights()
+        if cls.__permutes:
+            inner = getattr(model, "module", model)
+            inner = inner if isinstance(inner, nn.Module) else model
+            entries = [(each.module_name, each.module, each.name) for each in cls.__parameters]
+            Permutation.set_permutation_params_from_asp(inner, entries, (), cls.__verbosity)
+            Permutation.permute_model(
+                inner, example_inputs=example_inputs, tied=cls.__tied_in_place, optimizers=cls.__optimizers
+            )
+        for sparse in cls.__parameters:
+            param, mask, pruned = sparse.param.detach(), sparse.mask, sparse.pruned
+            found = cls.__calculate(param if not hasattr(param, "placements") else whole(param))
+            if not isinstance(found, Tensor) or found.shape != param.shape:
+                shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+                raise ValueError(f"mask_calculator gave {shape} for {sparse.full_name} of shape {list(param.shape)}")
+            mask.copy_(shard_like(found.bool(), param))
+            if pruned is not None:
+                pruned.copy_(param * ~mask)
+            cls.__say(2, f"keeps {float(whole(mask).float().mean()):.1%} of {sparse.full_name}")
+        cls._mask_values_and_state()
+
+    @classmethod
+    @torch.no_grad()
+    def restore_pruned_weights(cls) -> None:
+        """Puts pruned values back: the model is dense again, and its masks are full."""
+        cls.__check_model("restore_pruned_weights")
+        if not cls.__recomputes:
+            raise SparsityError(
+                "the model is pruned and its pruned values were not kept: initialize ASP with allow_recompute_mask=True"
+            )
+        masters = masters_of(cls.__optimizers)
+        for shard, mask, pruned in zero_shards(cls.__parameters, cls.__optimizers):
+            if pruned is not None:
+                shard.copy_(torch.where(mask, shard, pruned.to(shard.device, shard.dtype)))
+        for sparse in cls.__parameters:
+            param, mask, pruned = sparse.param, sparse.mask, sparse.pruned
+            assert pruned is not None
+            for value in tied_tensors(param, cls.__optimizers, masters).values:
+                value.copy_(torch.where(mask, value, pruned.to(value.device, value.dtype)))
+            mask.fill_(True)
+            pruned.zero_()
+
+    @classmethod
+    def is_sparsity_enabled(cls) -> bool:
+        """Whether the model is pruned: False if all masks are full, True if all are as the pattern wants them."""
+        kept = [(int(whole(sparse.mask).sum()), sparse.mask.numel()) for sparse in cls.__parameters]
+        if all(ones == total for ones, total in kept):
+            return False
+        exact = cls.__pattern in ("m4n2_1d", "m4n2_2d_best")
+        if all(2 * ones == total if exact else ones < total for ones, total in kept):
+            return True
+        names = [
+            sparse.full_name for sparse, (ones, total) in zip(cls.__parameters, kept, strict=True) if ones == total
+        ]
+        raise SparsityError(f"some masks are full and others are not, or keep another share than half: {names or kept}")
+
+    @classmethod
+    def prune_trained_model(cls, model: nn.Module, optimizer: Any) -> None:
+        """Prunes a trained model, 2 of 4 weights in linear layers, convolutions and attention, for training it on."""
+        cls.init_model_for_pruning(
+            model,
+            mask_calculator="m4n2_1d",
+            verbosity=2,
+            whitelist=[nn.Linear, nn.Conv2d, nn.MultiheadAttention],
+            allow_recompute_mask=False,
+        )
+        cls.init_optimizer_for_pruning(optimizer)
+        cls.compute_sparse_masks()
+
+    @classmethod
+    def set_permutation_saving_params(
+        cls, allow_permutation: bool = True, save_permutation_graph: bool = False, permutation_output_dir: str = "."
+    ) -> None:
+        """Whether channels are permuted, and whether JSON files that describe it are written, to which folder."""
+        cls.__permutes = allow_permutation
+        Permutation.set_permutation_saving_params(allow_permutation, save_permutation_graph, permutation_output_dir)
+
+    @classmethod
+    def to_semi_structured(cls, model: nn.Module, *example_batch: Any, verbosity: int = 2) -> list[Any]:
+        """Converts the linear layers of a pruned model that are quicker as sparse ones at this batch, for inference.
+
+        Every layer is timed both ways with the inputs that it gets; those that win get a weight in the format of
+        sparse tensor cores. Prints a table and returns its rows.
+        """
+        from ._semi_structured import convert
+
+        return convert(model, example_batch, verbosity)
+
+    @classmethod
+    def reset(cls) -> None:
+        """Forgets model and optimizers and removes masks and hooks; weights stay as they are."""
+        for hook in cls.__hooks:
+            hook.remove()
+        for sparse in cls.__parameters:
+            sparse.unregister()
+        cls.__model, cls.__pattern, cls.__skipped = None, None, {}
+        cls.__optimizers, cls.__hooks, cls.__copies, cls.__parameters = (), (), (), ()
+
+    # What steps of optimizers call ------------------------------------------------------------------------------------
+
+    @classmethod
+    def _mask_gradients(cls) -> None:
+        masters = masters_of(cls.__optimizers)
+        mask_all(
+            (gradient, sparse.mask)
+            for sparse in cls.__parameters
+            for gradient in tied_tensors(sparse.param, (), masters).gradients
+        )
+
+    @classmethod
+    def _mask_values_and_state(cls, optimizers: Sequence[Any] | None = None) -> None:
+        """Masks weights, masters, state and copies; of the parameters of some optimizers only, if these are given."""
+        optimizers = cls.__optimizers if optimizers is None else optimizers
+        masters = masters_of(optimizers)
+        pairs = []
+        for sparse in cls.__parameters:
+            tied = tied_tensors(sparse.param, optimizers, masters)
+            pairs += [(tensor, sparse.mask) for tensor in (*tied.values, *tied.state)]
+            pairs += [(value, sparse.mask) for value in cls.__of_copies(sparse)]
+        pairs += [(shard, mask) for shard, mask, _ in zero_shards(cls.__parameters, optimizers)]
+        mask_all(pairs)
+
+    @classmethod
+    def __of_copies(cls, sparse: SparseParameter) -> list[Tensor]:
+        """The parameter in the copies of the model, which may have wrapped it."""
+        found = []
+        name = sparse.full_name.removeprefix("module.")
+        for copy in cls.__copies:
+            named = dict(copy.named_parameters())
+            found += [named[key].detach() for key in (name, f"module.{name}") if key in named][:1]
+        return found
+
+    @classmethod
+    def __tied_in_place(cls, module: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
+        """All that is permuted with a tensor of the model, itself included."""
+        model = cls.__check_model("permute")
+        found = tied_tensors(tensor, cls.__optimizers, masters_of(cls.__optimizers)).all
+        prefix = next((key for key, value in model.named_modules() if value is module), "")
+        full_name = f"{prefix}.{name}".lstrip(".").removeprefix("module.")
+        for copy in cls.__copies:
+            named = {**dict(copy.named_parameters()), **dict(copy.named_buffers())}
+            found += [named[key].detach() for key in (full_name, f"module.{full_name}") if key in named][:1]
+        found += getattr(cls.__calculate, "tied_tensors", lambda tensor: [])(tensor)
+        return found
+
+    @classmethod
+    def __check_model(cls, method: str) -> nn.Module:
+        if cls.__model is None:
+            raise SparsityError(f"ASP.{method} needs a model: call ASP.init_model_for_pruning first")
+        return cls.__model
+
+    @classmethod
+    def __say(cls, level: int, text: str) -> None:
+        alone = not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+        if cls.__verbosity >= level and alone:
+            print(f"[ASP] {text}")
+
+
+def _pattern_calculator(pattern: str) -> Callable[[Tensor], Tensor]:
+    return functools.partial(create_mask, pattern=pattern)
+
+
+def local_all(mask: Tensor) -> Tensor:
+    """Whether a mask, of which processes may hold parts, is full everywhere."""
+    return whole(mask).all()
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    ASP._mask_gradients()
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if hasattr(optimizer, "param_sync"):  # ZeRO, whose parameters may still be on their way
+        optimizer.param_sync()
+    ASP._mask_values_and_state()
