@@ -6,6 +6,8 @@ precision: mean and biased variance, or one over the standard deviation, to whic
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,14 +28,17 @@ _FIRST = BatchNormSpec(eps=1e-30)
 _LAST = BatchNormSpec(eps=1e-30, channel_dim=-1)
 
 
-def welford_mean_var(input: Tensor) -> list[Tensor]:
+# Functions of two layouts say by `spec` which one; their forms with `_c_last` take the same arguments, channels last.
+
+
+def welford_mean_var(input: Tensor, *, spec: BatchNormSpec = _FIRST) -> list[Tensor]:
     """[mean, biased variance] of every channel."""
-    return list(statistics(input, _FIRST))
+    return list(statistics(input, spec))
 
 
 def welford_mean_var_c_last(input: Tensor) -> list[Tensor]:
-    """[mean, biased variance] of every channel."""
-    return list(statistics(input, _LAST))
+    """As `welford_mean_var`."""
+    return welford_mean_var(input, spec=_LAST)
 
 
 def welford_parallel(
@@ -67,16 +72,25 @@ def batchnorm_forward_c_last(
     return normalise(input, z, _channels(mean, inv_std, weight, shift), _LAST._replace(relu=fuse_relu))
 
 
-def reduce_bn(grad_output: Tensor, input: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None) -> list[Tensor]:
-    """[sum of the gradient, sum of it times (input - mean), gradient of weight, of bias]; empty without a weight."""
-    return _reduce(grad_output, input, mean, inv_std, weight, _FIRST)
-
-
-def reduce_bn_c_last(
-    grad_output: Tensor, input: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None
+def reduce_bn(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    inv_std: Tensor,
+    weight: Tensor | None,
+    *,
+    spec: BatchNormSpec = _FIRST,
 ) -> list[Tensor]:
     """[sum of the gradient, sum of it times (input - mean), gradient of weight, of bias]; empty without a weight."""
-    return _reduce(grad_output, input, mean, inv_std, weight, _LAST)
+    _, sum_dy, sum_dy_xhat, _ = gradient_sums(grad_output, input, None, _channels(mean, inv_std, weight), spec)
+    if weight is None:
+        return [sum_dy, sum_dy_xhat / inv_std, mean.new_empty(0), mean.new_empty(0)]
+    return [sum_dy, sum_dy_xhat / inv_std, sum_dy_xhat.to(weight.dtype), sum_dy.to(weight.dtype)]
+
+
+def reduce_bn_c_last(*arguments: Any, **named: Any) -> list[Tensor]:
+    """As `reduce_bn`."""
+    return reduce_bn(*arguments, **named, spec=_LAST)
 
 
 def batchnorm_backward(
@@ -88,23 +102,18 @@ def batchnorm_backward(
     sum_dy: Tensor,
     sum_dy_xmu: Tensor,
     count: Tensor,
+    *,
+    spec: BatchNormSpec = _FIRST,
 ) -> Tensor:
     """The gradient of the input, given the sums over all processes and how many values each of them has."""
-    return _backward(grad_output, input, mean, inv_std, weight, sum_dy, sum_dy_xmu, count, _FIRST)
+    total = count.sum().clamp(min=1)
+    means = GradientSums(sum_dy / total, sum_dy_xmu * inv_std / total, 1.0)
+    return input_gradient(grad_output, input, None, _channels(mean, inv_std, weight), means, spec)
 
 
-def batchnorm_backward_c_last(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    inv_std: Tensor,
-    weight: Tensor | None,
-    sum_dy: Tensor,
-    sum_dy_xmu: Tensor,
-    count: Tensor,
-) -> Tensor:
-    """The gradient of the input, given the sums over all processes and how many values each of them has."""
-    return _backward(grad_output, input, mean, inv_std, weight, sum_dy, sum_dy_xmu, count, _LAST)
+def batchnorm_backward_c_last(*arguments: Any, **named: Any) -> Tensor:
+    """As `batchnorm_backward`."""
+    return batchnorm_backward(*arguments, **named, spec=_LAST)
 
 
 def relu_bw_c_last(
@@ -123,28 +132,3 @@ def relu_bw_c_last(
 
 def _channels(mean: Tensor, inv_std: Tensor, weight: Tensor | None, shift: Tensor | None = None) -> Channels:
     return Channels(mean, inv_std.square().reciprocal(), weight, shift)
-
-
-def _reduce(
-    grad_output: Tensor, input: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None, spec: BatchNormSpec
-) -> list[Tensor]:
-    _, sum_dy, sum_dy_xhat, _ = gradient_sums(grad_output, input, None, _channels(mean, inv_std, weight), spec)
-    if weight is None:
-        return [sum_dy, sum_dy_xhat / inv_std, mean.new_empty(0), mean.new_empty(0)]
-    return [sum_dy, sum_dy_xhat / inv_std, sum_dy_xhat.to(weight.dtype), sum_dy.to(weight.dtype)]
-
-
-def _backward(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    inv_std: Tensor,
-    weight: Tensor | None,
-    sum_dy: Tensor,
-    sum_dy_xmu: Tensor,
-    count: Tensor,
-    spec: BatchNormSpec,
-) -> Tensor:
-    total = count.sum().clamp(min=1)
-    means = GradientSums(sum_dy / total, sum_dy_xmu * inv_std / total, 1.0)
-    return input_gradient(grad_output, input, None, _channels(mean, inv_std, weight), means, spec)
