@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
-from .._device import facts
+from .._device import DeviceFacts, facts, launch_rule
 from .._op import Op
 from . import config, reference
 
@@ -64,44 +65,61 @@ def check(input: Tensor, bias: Tensor | None, activation: str) -> None:
 
 def launch_forward(input: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     *outer, columns = input.shape
-    rows, width = input.numel() // columns, columns // 2
-    tile = config.forward_tile(rows, width, facts(input.device))
+    output = torch.empty(*outer, columns // 2, dtype=input.dtype, device=input.device)
+    launch = _forward_launch(input.numel() // columns, columns // 2, activation, bias is not None, facts(input.device))
+    launch((input, bias, output))
+    return output
+
+
+@launch_rule
+def _forward_launch(rows: int, width: int, activation: str, has_bias: bool, device: DeviceFacts) -> Any:
+    tile = config.forward_tile(rows, width, device)
     column_blocks = -(-width // tile.block)
-    output = torch.empty(*outer, width, dtype=input.dtype, device=input.device)
-    kernels.glu_forward(
+    return kernels.glu_forward.prepare(
         (-(-rows // tile.rows) * column_blocks,),
-        (input, bias, output),
         (rows, width, column_blocks),
         ALIGN=math.gcd(width, 16),
         ACTIVATION=activation,
-        HAS_BIAS=bias is not None,
+        HAS_BIAS=has_bias,
         ROWS=tile.rows,
         BLOCK=tile.block,
         FULL=rows % tile.rows == 0 and width % tile.block == 0,
         num_warps=tile.num_warps,
     )
-    return output
 
 
 def launch_backward(
     dy: Tensor, input: Tensor, bias: Tensor | None, activation: str, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor | None]:
-    bias_grad = bias is not None and wanted[1]
-    columns = input.shape[-1]
-    rows, width = input.numel() // columns, columns // 2
-    device = facts(input.device)
-    tile = config.backward_tile(rows, width, input.dtype.itemsize, bias_grad, device)
-    column_blocks, tiles = -(-width // tile.block), -(-rows // tile.rows)
-    groups = config.backward_groups(tiles, column_blocks, device) if bias_grad else tiles
+    bias_grad, columns = bias is not None and wanted[1], input.shape[-1]
+    flags = (bias is not None, bias_grad)
+    launch, sum_partials, groups = _backward_launches(
+        input.numel() // columns, columns // 2, input.dtype.itemsize, activation, *flags, facts(input.device)
+    )
     dinput = torch.empty_like(input)
     partials = torch.empty(groups, columns, dtype=torch.float32, device=input.device) if bias_grad else None
-    kernels.glu_backward(
+    launch((dy, input, bias, dinput, partials))
+    if partials is None or bias is None:
+        return dinput, None
+    dbias = torch.empty_like(bias)
+    sum_partials((partials, dbias))
+    return dinput, dbias
+
+
+@launch_rule
+def _backward_launches(
+    rows: int, width: int, itemsize: int, activation: str, has_bias: bool, bias_grad: bool, device: DeviceFacts
+) -> tuple[Any, Any, int]:
+    """The kernel of the backward pass, the one that adds up its sums for the bias, and how many sums there are."""
+    tile = config.backward_tile(rows, width, itemsize, bias_grad, device)
+    column_blocks, tiles = -(-width // tile.block), -(-rows // tile.rows)
+    groups = config.backward_groups(tiles, column_blocks, device) if bias_grad else tiles
+    launch = kernels.glu_backward.prepare(
         (groups * column_blocks,),
-        (dy, input, bias, dinput, partials),
         (rows, width, column_blocks, groups),
         ALIGN=math.gcd(width, 16),
         ACTIVATION=activation,
-        HAS_BIAS=bias is not None,
+        HAS_BIAS=has_bias,
         BIAS_GRAD=bias_grad,
         ROWS=tile.rows,
         BLOCK=tile.block,
@@ -110,11 +128,9 @@ def launch_backward(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if partials is None or bias is None:
-        return dinput, None
-    dbias = torch.empty_like(bias)
-    kernels.glu_sum_partials((-(-columns // 32),), (partials, dbias), (groups, columns), ROWS=64, BLOCK=32, num_warps=4)
-    return dinput, dbias
+    columns = 2 * width
+    sums = kernels.glu_sum_partials.prepare((-(-columns // 32),), (groups, columns), ROWS=64, BLOCK=32, num_warps=4)
+    return launch, sums, groups
 
 
 FAMILY = _library.register_family(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_gradient, check_tensors
-from .._device import facts
+from .._device import DeviceFacts, facts, launch_rule
 from .._op import Op
 from . import config, reference
 from .reference import SoftmaxSpec
@@ -225,17 +225,28 @@ def _launch(
     noise: Tensor | None,
     spec: SoftmaxSpec,
 ) -> None:
-    keys = shape[-1]
-    device = facts(tensors[0].device)  # type: ignore[union-attr]
-    chosen = config.rows_config(queries, keys, spec.causal, name == "softmax_backward", device)
-    blocks = -(-queries // chosen.rows)
-    align = math.gcd(keys, 16)
     noise_kind = NO_NOISE if noise is None else SEED if noise.dtype == torch.int64 else KEEP
-    getattr(kernels, name)(
-        (math.prod(shape[:-1]) // queries * blocks,),
-        tensors,
+    device = facts(tensors[0].device)  # type: ignore[union-attr]
+    launch = _prepared_launch(name, math.prod(shape[:-1]), shape[-1], queries, sizes, mask_kind, noise_kind, device)
+    launch(tensors, (spec.scale, spec.dropout, reference.kept_scale(spec.dropout)))
+
+
+@launch_rule
+def _prepared_launch(
+    name: str,
+    rows: int,
+    keys: int,
+    queries: int,
+    sizes: tuple[int, ...],
+    mask_kind: int,
+    noise_kind: int,
+    device: DeviceFacts,
+) -> Any:
+    chosen = config.rows_config(queries, keys, mask_kind == CAUSAL, name == "softmax_backward", device)
+    blocks, align = -(-queries // chosen.rows), math.gcd(keys, 16)
+    return getattr(kernels, name).prepare(
+        (rows // queries * blocks,),
         (queries, keys // align, blocks, *sizes),
-        (float(spec.scale), float(spec.dropout), reference.kept_scale(spec.dropout)),
         MASK=mask_kind,
         NOISE=noise_kind,
         HELD=chosen.held,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
-from .._device import facts
+from .._device import DeviceFacts, facts, launch_rule
 from .._op import Op
 from . import config, reference
 from .reference import NO_PADDING
@@ -119,21 +119,26 @@ def launch_backward(
         tensors = (rows, labels, loss_gradient, log_sums, gradient)
         _launch_short(tensors, True, smoothing, padding_idx, loss_stride)
         return gradient
-    size = rows.dtype.itemsize
-    chosen = config.backward_config(count, classes, size, facts(rows.device))
-    kernels.xentropy_backward(
-        (count * chosen.splits,),
-        (loss_gradient, rows, log_sums, labels, gradient),
-        (chosen.splits, rows.stride(0), classes, padding_idx, loss_stride),
-        (smoothing,),
+    sizes = (rows.stride(0), classes, padding_idx, loss_stride)
+    launch = _backward_launch(count, sizes, rows.dtype.itemsize, facts(rows.device))
+    launch((loss_gradient, rows, log_sums, labels, gradient), (smoothing,))
+    return gradient
+
+
+@launch_rule
+def _backward_launch(rows: int, sizes: tuple[int, ...], itemsize: int, device: DeviceFacts) -> Any:
+    row_stride, classes, *_ = sizes
+    chosen = config.backward_config(rows, classes, itemsize, device)
+    return kernels.xentropy_backward.prepare(
+        (rows * chosen.splits,),
+        (chosen.splits, *sizes),
         EDGES=classes % config.ALIGNMENT != 0,
-        SAME_STRIDE=rows.stride(0) == classes,
+        SAME_STRIDE=row_stride == classes,
         GROUPS=chosen.groups,
         LANES=chosen.lanes,
-        VECTOR=16 // size,
+        VECTOR=16 // itemsize,
         num_warps=chosen.num_warps,
     )
-    return gradient
 
 
 def _whole_rows(logits: Tensor) -> Tensor:
@@ -146,19 +151,27 @@ def _whole_rows(logits: Tensor) -> Tensor:
 def _launch_losses(tensors: tuple[Any, ...], gradient: bool, smoothing: float, padding_idx: int) -> None:
     """One program per row, for its loss and with `gradient` also for the gradient in place of the logits."""
     logits, row_scale = tensors[0], tensors[-1]
-    (rows, classes), row_stride, size = logits.shape, logits.stride(0), logits.dtype.itemsize
-    chosen = config.forward_config(rows, classes, size, gradient, facts(logits.device))
-    kernels.xentropy_forward(
+    rows, classes = logits.shape
+    sizes = (logits.stride(0), classes, padding_idx, int(row_scale is not None))
+    itemsize, device = logits.dtype.itemsize, facts(logits.device)
+    _losses_launch(rows, sizes, smoothing > 0, gradient, itemsize, device)(tensors, (smoothing,))
+
+
+@launch_rule
+def _losses_launch(
+    rows: int, sizes: tuple[int, ...], smoothed: bool, gradient: bool, itemsize: int, device: DeviceFacts
+) -> Any:
+    row_stride, classes, *_ = sizes
+    chosen = config.forward_config(rows, classes, itemsize, gradient, device)
+    return kernels.xentropy_forward.prepare(
         (rows,),
-        tensors,
-        (row_stride, classes, padding_idx, int(row_scale is not None)),
-        (smoothing,),
-        SMOOTHED=smoothing > 0,
+        sizes,
+        SMOOTHED=smoothed,
         EDGES=row_stride % config.ALIGNMENT != 0 or classes % config.ALIGNMENT != 0,
         GRADIENT=gradient,
         GROUPS=chosen.groups,
         LANES=chosen.lanes,
-        VECTOR=16 // size,
+        VECTOR=16 // itemsize,
         num_warps=chosen.num_warps,
     )
 
@@ -168,18 +181,24 @@ def _launch_short(
 ) -> None:
     """Several rows per program, for losses or gradients."""
     logits = tensors[0]
-    (rows, classes), row_stride = logits.shape, logits.stride(0)
-    chosen = config.short_config(rows, classes, facts(logits.device))
-    kernels.xentropy_short_rows(
+    rows, classes = logits.shape
+    sizes = (rows, logits.stride(0), classes, padding_idx, loss_stride)
+    itemsize, device = logits.dtype.itemsize, facts(logits.device)
+    _short_launch(sizes, backward, smoothing > 0, itemsize, device)(tensors, (smoothing,))
+
+
+@launch_rule
+def _short_launch(sizes: tuple[int, ...], backward: bool, smoothed: bool, itemsize: int, device: DeviceFacts) -> Any:
+    rows, row_stride, classes, *_ = sizes
+    chosen = config.short_config(rows, classes, device)
+    return kernels.xentropy_short_rows.prepare(
         (-(-rows // chosen.rows_per_program),),
-        tensors,
-        (rows, row_stride, classes, padding_idx, loss_stride),
-        (smoothing,),
+        sizes,
         BACKWARD=backward,
-        SMOOTHED=smoothing > 0,
+        SMOOTHED=smoothed,
         ROWS=chosen.rows_per_program,
         BLOCK=chosen.block,
-        MULTIPLE=math.gcd(row_stride, classes, 16 // logits.dtype.itemsize),
+        MULTIPLE=math.gcd(row_stride, classes, 16 // itemsize),
         num_warps=chosen.num_warps,
     )
 
