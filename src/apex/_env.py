@@ -38,6 +38,16 @@ def torchrun_numbers() -> tuple[int, int] | None:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
+def rank_and_world_size() -> tuple[int, int]:
+    """What the launcher says; one process without a launcher."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def meeting_point() -> str:
+    """The address and port where processes meet; port 6000 of this machine without a launcher."""
+    return f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '6000')}"
+
+
 def processes_on_machine() -> int | None:
     """How many processes torchrun started on this machine, if it did."""
     number = os.environ.get("LOCAL_WORLD_SIZE", "")

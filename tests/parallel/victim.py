@@ -25,6 +25,8 @@ from apex.checkpoint import Series
 from apex.contrib.groupbn import BatchNorm2d_NHWC
 from apex.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
 from apex.parallel import DistributedDataParallel, SyncBatchNorm
+from apex.transformer import parallel_state
+from apex.transformer.tensor_parallel import ColumnParallelLinear, model_parallel_cuda_manual_seed
 
 # Checkpoints are saved after so many steps; the rank from the end that dies, in which step, and of what.
 EVERY = 5
@@ -65,7 +67,27 @@ def group_batch_norm() -> tuple[nn.Module, Any]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-KINDS = {make.__name__: make for make in (data_parallel, zero_adam, zero_lamb, sync_batch_norm, group_batch_norm)}
+class TensorParallel(nn.Sequential):
+    """Layers whose halves lie on different ranks."""
+
+    def __init__(self) -> None:
+        parallel_state.initialize_model_parallel(dist.get_world_size())
+        model_parallel_cuda_manual_seed(0)
+        super().__init__(*[ColumnParallelLinear(50, 50 * dist.get_world_size(), gather_output=False) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)[0].tanh()
+        return x
+
+
+def tensor_parallel() -> tuple[nn.Module, Any]:
+    model = TensorParallel()
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+MAKERS = (data_parallel, zero_adam, zero_lamb, sync_batch_norm, group_batch_norm, tensor_parallel)
+KINDS = {make.__name__: make for make in MAKERS}
 
 
 def train(kind: str, folder: Path) -> None:

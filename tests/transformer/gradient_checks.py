@@ -72,7 +72,13 @@ def sums_and_means(rank: int) -> None:
     assert model[0].grad.tolist() == [rank % 2 + 1.0] * 2
     assert model[1].grad.tolist() == [(0 + 1 + 2 + 3) / 2] * 2
     assert model[2].main_grad.tolist() == [rank % 2 + 1.0] * 2
-    assert model[2].grad is None
+    assert model[2].grad is None  # float64 is not the parameter's dtype
+    shared = nn.Parameter(torch.zeros(2))  # by a fused layer and another one
+    shared.main_grad, shared.grad = torch.full((2,), 1.0), torch.full((2,), float(rank))
+    for _ in range(2):  # the second time there is nothing to add
+        finalize_model_grads(nn.ParameterList([shared]))
+        assert shared.main_grad.tolist() == [rank % 2 + 2.0] * 2
+        assert shared.grad is shared.main_grad
     parallel_state.destroy_model_parallel()
 
     parallel_state.initialize_model_parallel(1, 2)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from apex.transformer import parallel_state as ps
+from tests.transformer.block_checks import replicated_block_equals_one_process
 
 
 def every_size(rank: int) -> None:
@@ -193,5 +194,6 @@ CHECKS = {
         contexts_and_experts,
         meshes,
         nccl_network_environment,
+        replicated_block_equals_one_process,
     )
 }

@@ -11,12 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from apex.transformer import parallel_state, tensor_parallel
+from apex.transformer import finalize_model_grads, parallel_state, tensor_parallel
 from apex.transformer.tensor_parallel import layers, mappings
 from apex.transformer.tensor_parallel.data import _check_data_types
 from apex.transformer.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from apex.transformer.tensor_parallel.random import _set_cuda_rng_state
+from apex.transformer.testing import commons
 from apex.transformer.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from tests.transformer.block_checks import block_equals_one_process, replicated_block_equals_one_process
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -65,57 +67,58 @@ def exchanges(rank: int, ranks: int) -> None:
 
 @split_over_all
 def gradients_of_exchanges(rank: int, ranks: int) -> None:
-    """Against what each mapping means: a function of all ranks' inputs whose outputs every rank uses in its own way.
+    """gradcheck of ways in and out again: functions of a tensor that all ranks have, whose result all ranks get.
 
-    gradcheck itself would change one rank's input and look at that rank's output alone, so the sum of all ranks' losses
-    is what is differentiated, numerically, here.
+    All ranks evaluate the same differences at the same time. Between in and out each rank has a factor of its own, so
+    that a missing sum or a wrong part shows.
     """
-    weights = [doubles(2 * ranks, 2, 2 * ranks) for _ in range(ranks)]
-    shared = doubles(2 * ranks, 2, 2 * ranks)
-    cases = {
-        mappings.copy_to_tensor_model_parallel_region: (shared, False, weights, True),
-        mappings.reduce_from_tensor_model_parallel_region: (weights[rank], True, [shared] * ranks, False),
-        mappings.scatter_to_tensor_model_parallel_region: (shared, False, weights, False),
-        mappings.gather_from_tensor_model_parallel_region: (
-            part(shared, rank, ranks, -1),
-            True,
-            [shared] * ranks,
-            False,
+    into, out_of = mappings.copy_to_tensor_model_parallel_region, mappings.reduce_from_tensor_model_parallel_region
+    to_parts, of_parts = mappings.scatter_to_sequence_parallel_region, mappings.gather_from_sequence_parallel_region
+    ways = [
+        lambda x: out_of(own(into(x))),
+        lambda x: mappings.gather_from_tensor_model_parallel_region(
+            own(mappings.scatter_to_tensor_model_parallel_region(x))
         ),
-        mappings.scatter_to_sequence_parallel_region: (shared, False, weights, False),
-        mappings.gather_from_sequence_parallel_region: (part(shared, rank, ranks, 0), True, weights, True),
-        mappings.reduce_scatter_to_sequence_parallel_region: (weights[rank], True, weights, False),
-    }
-    for mapping, (value, own, output_weights, sum_of_losses) in cases.items():
-        input_ = value.clone().requires_grad_()
-        weight = output_weights[rank]
+        lambda x: of_parts(own(to_parts(x)), to_model_parallel=False),
+        lambda x: out_of(own(of_parts(to_parts(x)))),
+        lambda x: of_parts(mappings.reduce_scatter_to_sequence_parallel_region(own(into(x))), to_model_parallel=False),
+    ]
 
-        def loss(input_: Tensor, mapping=mapping, weight=weight) -> Tensor:
-            output = mapping(input_)
-            return (output * weight[tuple(slice(size) for size in output.shape)]).square().sum()
+    def own(x: Tensor) -> Tensor:
+        return (x * (rank + 2)).tanh()
 
-        (gradient,) = torch.autograd.grad(loss(input_), input_)
-        direction = (
-            doubles(*value.shape)
-            if not own
-            else torch.randn(value.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    for way in ways:
+        x = doubles(ranks, ranks).requires_grad_()
+        assert torch.autograd.gradcheck(way, x, fast_mode=True)
+        assert torch.autograd.gradgradcheck(way, x, doubles(*way(x).shape), fast_mode=True)
+
+
+@split_over_all
+def other_shapes_are_named(rank: int, ranks: int) -> None:
+    """Where one rank passes another shape or dtype all stop at once, and can go on with what fits."""
+    column = ColumnParallelLinear(
+        4, 4 * ranks, gather_output=False, sequence_parallel_enabled=True, no_async_tensor_model_parallel_allreduce=True
+    )
+    last = rank == ranks - 1
+    message = rf"the all-gather of a sequence: .*rank 0 torch\.float32 \[3, 2, 4\].*rank {ranks - 1} torch\.float32 \[2"
+    with pytest.raises(ValueError, match=message):
+        column(torch.ones(2 if last else 3, 2, 4))
+    with pytest.raises(ValueError, match=rf"rank 0 torch\.float32 \[2\].*rank {ranks - 1} torch\.float64 \[2\]"):
+        mappings.reduce_from_tensor_model_parallel_region(torch.ones(2, dtype=torch.float64 if last else torch.float32))
+    with pytest.raises(ValueError, match=r"the broadcast of a batch: .* must pass the same dtype and shape"):
+        tensor_parallel.broadcast_data(
+            ["a", "b"][: 1 if last else 2], {"a": torch.ones(1), "b": torch.ones(1)}, torch.float32
         )
-        moved = [loss(value + sign * 1e-5 * direction) for sign in (1, -1)]
-        difference = (moved[0] - moved[1]) / 2e-5
-        mine = (gradient * direction).sum()
-        if own and not sum_of_losses and mapping is not mappings.reduce_scatter_to_sequence_parallel_region:
-            # All ranks have the same loss, which is counted once.
-            dist.all_reduce(mine)
-        elif own or mapping in (
-            mappings.scatter_to_tensor_model_parallel_region,
-            mappings.scatter_to_sequence_parallel_region,
-        ):
-            dist.all_reduce(difference)
-            if own:
-                dist.all_reduce(mine)
-        elif sum_of_losses:
-            dist.all_reduce(difference)
-        torch.testing.assert_close(mine, difference, rtol=1e-7, atol=1e-7)
+    uneven = nn.Parameter(torch.ones(3 if last else 2))
+    uneven.sequence_parallel_enabled = True
+    with pytest.raises(ValueError, match=r"the sum of gradients .*: all ranks must pass the same dtype and shape"):
+        finalize_model_grads(nn.ParameterList([uneven]))
+    # What the first rank cannot send, the others do not wait for.
+    with pytest.raises(
+        AssertionError, match="different than" if rank == 0 else "first tensor-parallel rank has no batch"
+    ):
+        tensor_parallel.broadcast_data(["a"], {"a": torch.ones(1)} if rank == 0 else None, torch.int64)
+    assert column(torch.ones(2, 2, 4))[0].shape == (2 * ranks, 2, 4)
 
 
 @split_over_all
@@ -311,6 +314,12 @@ def cross_entropy(rank: int, ranks: int) -> None:
             close = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else close
             torch.testing.assert_close(mine.grad.double(), part(exact.grad, rank, ranks, -1), **close)
         assert torch.equal(mine, given)
+        target[0] = -100  # counts for nothing, on one rank or several
+        mine.grad = None
+        loss = tensor_parallel.vocab_parallel_cross_entropy(mine, target, smoothing)
+        loss.sum().backward()
+        assert not loss[0].any()
+        assert not mine.grad[0].any()
     with pytest.raises(ValueError, match=r"target has shape \[3\]"):
         tensor_parallel.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.zeros(3, dtype=torch.int64))
 
@@ -386,6 +395,8 @@ def checkpoints(rank: int, ranks: int) -> None:
 @split_over_all
 def compiled(rank: int, ranks: int) -> None:
     """Column and row without a graph break, as they are without the compiler."""
+    if ranks > 2:
+        return  # tracing takes many seconds in each process, and two show as much
     for sequence in (False, True):
         options = {"sequence_parallel_enabled": sequence, "use_cpu_initialization": True}
         torch.manual_seed(5)
@@ -424,11 +435,36 @@ def attributes(rank: int, ranks: int) -> None:
     assert layers.param_is_not_tensor_parallel_duplicate(plain) == (rank == 0)
 
 
+@split_over_all
+def models_of_tests(rank: int, ranks: int) -> None:
+    """apex.transformer.testing.commons: the split model is the whole one's equal, alone or as a stage."""
+    commons.set_random_seed(5)
+    batch = torch.randn(3, 2 * ranks, 4)
+    results = []
+    for sequence in (False, True):
+        commons.set_random_seed(5)
+        model = commons.mlp_provider_func(4, True, True, sequence_parallel_enabled=sequence)
+        output, loss_function = commons.ToyParallelMLPFwdBwdStepFunc(sequence)([batch], model)
+        loss, reduced = loss_function(output)
+        loss.backward()
+        assert torch.equal(reduced["avg"], loss.detach().view(1))
+        model.set_input_tensor([torch.zeros(2 * ranks // (ranks if sequence else 1), 3, 4)])
+        assert torch.equal(model(None)[:, 0], model(None)[:, 1])
+        results.append(mappings._gather_along_first_dim(output) if sequence else output)
+    torch.testing.assert_close(*results)
+    model = commons.model_provider_func(4, True, True)
+    output, loss_function = commons.fwd_step_func(batch, model)
+    assert torch.equal(loss_function(output)[0], output.sum())
+    assert commons.IdentityLayer((2, 3), 0.0)().tolist() == [[0.0] * 3] * 2
+    commons.print_separator("passed")
+
+
 CHECKS = {
     check.__name__: check
     for check in (
         exchanges,
         gradients_of_exchanges,
+        other_shapes_are_named,
         second_derivatives,
         embedding,
         linear_layers,
@@ -440,6 +476,9 @@ CHECKS = {
         random_streams,
         checkpoints,
         attributes,
+        models_of_tests,
         compiled,
+        block_equals_one_process,
+        replicated_block_equals_one_process,
     )
 }

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._distributed import collectives
+from .._distributed import collectives, exchange
 from . import parallel_state
 
 __all__ = ["finalize_model_grads"]
@@ -25,12 +25,15 @@ def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_paralle
     - Everything gets the mean over data-parallel and context-parallel ranks, experts (`allreduce = False`) over the
       ranks that hold the same ones.
 
-    `model` may be a list of a stage's chunks. `main_grad` is taken where a parameter has one, else `grad`. The mean
+    `model` may be a list of a stage's chunks. `main_grad` is taken where a parameter has one, else `grad`; what layers
+    without gradient_accumulation_fusion have left in `grad` is added to it, and `grad` is `main_grad` afterwards where
+    it may have its dtype, for optimizers that know no other. The mean
     over replicas is left out for modules in torch's or apex's DistributedDataParallel, which have done it for `grad`,
     and with `data_parallel=False`, for optimizers that do it themselves (ZeRO). Every process must call it.
     """
     chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
+    _merge_gradients(parameters)
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     _sum_over(tensor_group, [p for p in parameters if getattr(p, "sequence_parallel_enabled", False)], False)
     if parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
@@ -47,6 +50,18 @@ def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_paralle
     _sum_over(parallel_state.get_data_parallel_group(with_context_parallel=True), dense, True)
     experts = [parameter for parameter in left if not getattr(parameter, "allreduce", True)]
     _sum_over(parallel_state.get_expert_data_parallel_group(), experts, True)
+
+
+@torch.no_grad()
+def _merge_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Adds `grad` to `main_grad` where a parameter has both: one that two layers share, of which one is fused."""
+    for parameter in parameters:
+        main_grad = getattr(parameter, "main_grad", None)
+        if main_grad is None:
+            continue
+        if parameter.grad is not None and parameter.grad is not main_grad:
+            main_grad.add_(parameter.grad)
+        parameter.grad = main_grad if main_grad.dtype == parameter.dtype else None
 
 
 def _reduces_gradients(module: nn.Module) -> bool:
@@ -74,6 +89,8 @@ def _sum_over(group: Any, parameters: Iterable[nn.Parameter], average: bool) -> 
         by_kind[gradient.dtype, gradient.device].append(gradient)
     for gradients in by_kind.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        collectives.all_reduce(flat, group, "the sum of gradients after a step's last backward pass", average).wait()
+        what = "the sum of gradients after a step's last backward pass"
+        exchange.check_alike(flat, group, what)
+        collectives.all_reduce(flat, group, what, average).wait()
         parts = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])

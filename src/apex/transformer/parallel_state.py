@@ -2,7 +2,7 @@
 
 `initialize_model_parallel` makes them once, on whatever backend the default process group has; everything else here
 answers questions about them. Ranks are ordered with tensor-parallel neighbours first, then those that share a sequence
-(context), then replicas (data), then pipeline stages; `_layout.py` has the lists.
+(context), then replicas (data), then pipeline stages; `_groups/layout.py` has the lists.
 """
 
 from __future__ import annotations

@@ -15,13 +15,15 @@ from ..parallel_state import (
 
 __all__ = ["vocab_parallel_cross_entropy"]
 
-_NO_PADDING = -100
+# Targets of words that count for nothing, as in `torch.nn.functional.cross_entropy`.
+_IGNORED = -100
 
 
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """The loss of each row of logits [..., classes / ranks], in float32 (float64 for such logits), like `target`.
 
-    With smoothing a wrong class has the probability label_smoothing / (classes - 1), over all ranks' classes.
+    With smoothing a wrong class has the probability label_smoothing / (classes - 1), over all ranks' classes. Rows
+    whose target is -100 have no loss and no gradient.
     """
     ranks = get_tensor_model_parallel_world_size()
     if vocab_parallel_logits.shape[:-1] != target.shape:
@@ -37,7 +39,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, 
         return _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, uniform)
     rows, labels = vocab_parallel_logits.reshape(-1, classes), target.reshape(-1)
     check_logits(rows, labels, uniform)
-    return XENTROPY(rows, labels, uniform, _NO_PADDING).view(target.shape)
+    return XENTROPY(rows, labels, uniform, _IGNORED).view(target.shape)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -68,17 +70,19 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if uniform:
             mean = found[:, 3].sum(0) / (size * found.shape[0])
             loss = (1 - uniform) * loss + uniform * (log_sum - mean)
-        ctx.save_for_backward(logits, log_sum, here, foreign)
+        ignored = target == _IGNORED
+        ctx.save_for_backward(logits, log_sum, here, foreign, ignored)
         ctx.uniform, ctx.classes = uniform, size * found.shape[0]
-        return loss
+        return loss.masked_fill(ignored, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss):  # type: ignore[override]
-        logits, log_sum, here, foreign = ctx.saved_tensors
+        logits, log_sum, here, foreign, ignored = ctx.saved_tensors
         gradient = (logits.to(log_sum.dtype) - log_sum.unsqueeze(-1)).exp()
         if ctx.uniform:
             gradient -= ctx.uniform / ctx.classes
         of_target = torch.full_like(log_sum, ctx.uniform - 1).masked_fill(foreign, 0.0)
         gradient.scatter_add_(-1, here.unsqueeze(-1), of_target.unsqueeze(-1))
+        grad_loss = grad_loss.masked_fill(ignored, 0.0)
         return (gradient * grad_loss.unsqueeze(-1)).to(logits.dtype), None, None

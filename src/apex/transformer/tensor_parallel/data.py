@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..._distributed import collectives
+from ..._distributed import collectives, exchange
 from .._groups.device import parameter_device
 from ..parallel_state import (
     get_tensor_model_parallel_group,
@@ -26,11 +25,10 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, datat
 
     The other ranks may pass None. What lies under other keys is left alone.
     """
-    sizes, numel, total = _build_key_size_numel_dictionaries(keys, data)
+    sizes, numel, total = _build_key_size_numel_dictionaries(keys, data, datatype)
     flat = torch.empty(total, dtype=datatype, device=parameter_device())
     if get_tensor_model_parallel_rank() == 0:
         assert data is not None
-        _check_data_types(keys, data, datatype)
         torch.cat([data[key].contiguous().view(-1).to(flat.device) for key in keys], out=flat)
     _broadcast(flat)
     parts = flat.split([numel[key] for key in keys])
@@ -45,24 +43,44 @@ def _check_data_types(keys: Sequence[str], data: Mapping[str, Tensor], target_dt
 
 
 def _build_key_size_numel_dictionaries(
-    keys: Sequence[str], data: Mapping[str, Tensor] | None
+    keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype | None = None
 ) -> tuple[dict[str, torch.Size], dict[str, int], int]:
-    """The first rank's sizes by key, their numbers of elements, and the sum of these, on every rank."""
+    """The first rank's sizes by key, their numbers of elements, and the sum of these, on every rank.
+
+    Where the first rank has nothing that can be sent, not of type `datatype` for one, all ranks raise.
+    """
     header = torch.zeros(len(keys), 1 + _MOST_DIMENSIONS, dtype=torch.int64, device=parameter_device())
     if get_tensor_model_parallel_rank() == 0:
-        assert data is not None, "the first tensor-parallel rank has no data to send"
-        rows: list[list[Any]] = []
-        for key in keys:
-            shape = list(data[key].shape)
-            assert len(shape) <= _MOST_DIMENSIONS, f"{key} has {len(shape)} dimensions, at most {_MOST_DIMENSIONS} fit"
-            rows.append([len(shape), *shape, *[0] * (_MOST_DIMENSIONS - len(shape))])
+        try:
+            rows = _header_rows(keys, data, datatype)
+        except BaseException:
+            _broadcast(header.fill_(-1))
+            raise
         header.copy_(torch.tensor(rows, dtype=torch.int64, device=header.device).view_as(header))
     _broadcast(header)
-    sizes = {key: torch.Size(row[1 : 1 + row[0]]) for key, row in zip(keys, header.tolist(), strict=True)}
+    rows = header.tolist()
+    assert all(row[0] >= 0 for row in rows), "the first tensor-parallel rank has no batch to send: its error says why"
+    sizes = {key: torch.Size(row[1 : 1 + row[0]]) for key, row in zip(keys, rows, strict=True)}
     numel = {key: size.numel() for key, size in sizes.items()}
     return sizes, numel, sum(numel.values())
 
 
+def _header_rows(
+    keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype | None
+) -> list[list[int]]:
+    """The number of dimensions and the sizes of each tensor, all rows of the same length."""
+    assert data is not None, "the first tensor-parallel rank has no data to send"
+    if datatype is not None:
+        _check_data_types(keys, data, datatype)
+    rows = []
+    for key in keys:
+        shape = list(data[key].shape)
+        assert len(shape) <= _MOST_DIMENSIONS, f"{key} has {len(shape)} dimensions, at most {_MOST_DIMENSIONS} fit"
+        rows.append([len(shape), *shape, *[0] * (_MOST_DIMENSIONS - len(shape))])
+    return rows
+
+
 def _broadcast(tensor: Tensor) -> None:
-    group = get_tensor_model_parallel_group()
-    collectives.broadcast(tensor, get_tensor_model_parallel_src_rank(), group, "the broadcast of a batch")
+    group, what = get_tensor_model_parallel_group(), "the broadcast of a batch"
+    exchange.check_alike(tensor, group, what)
+    collectives.broadcast(tensor, get_tensor_model_parallel_src_rank(), group, what)

@@ -236,7 +236,8 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         if needs_input:
             grad_input = grad_output @ weight
             if ctx.all_reduce:
-                grad_input, exchanged = exchange.start_sum(grad_input, group, "the all-reduce of an input's gradient")
+                what = "the all-reduce of an input's gradient"
+                grad_input, exchanged = exchange.start_sum_in_place(grad_input.contiguous(), group, what)
             elif ctx.sequence_parallel:
                 what = "the reduce-scatter of an input's gradient"
                 grad_input, exchanged = exchange.start_sum_of_part(grad_input, group, what)

@@ -1,0 +1,32 @@
+"""A GPT block split over processes beside one process: outputs, every gradient, five steps of the optimizer."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from apex.transformer import parallel_state
+from tests.transformer import block
+
+TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+def block_equals_one_process(rank: int) -> None:
+    """Split over all processes, with and without sequence parallelism; two runs have the same bits."""
+    for dtype, tolerance in TOLERANCES.items():
+        alone = block.train_alone(dtype)
+        parallel_state.initialize_model_parallel(dist.get_world_size())
+        for sequence in (False, True):
+            found = block.train(sequence, dtype)
+            block.assert_equals_alone(found, alone, tolerance)
+        block.assert_bit_equal(found, block.train(sequence, dtype))
+        parallel_state.destroy_model_parallel()
+
+
+def replicated_block_equals_one_process(rank: int) -> None:
+    """Split over half of the processes: two replicas, each of which has half of the batch."""
+    alone = block.train_alone(torch.float64)
+    parallel_state.initialize_model_parallel(dist.get_world_size() // 2)
+    sequence = dist.get_world_size() > 2
+    block.assert_equals_alone(block.train(sequence, torch.float64), alone, TOLERANCES[torch.float64])
+    parallel_state.destroy_model_parallel()
