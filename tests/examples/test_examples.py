@@ -54,6 +54,16 @@ def test_dcgan_scales_three_losses(tmp_path: Path) -> None:
     assert (tmp_path / "step3.pgm").read_bytes().startswith(b"P5 256 16 255\n")
 
 
+def test_pruned_models_are_as_good_as_dense_ones(tmp_path: Path) -> None:
+    """Dense, pruned, retrained: within 1% of the dense model, with a permutation and, beside it, without."""
+    output = run_example("sparsity", "--device", "cpu", "--steps", "150", "--width", "64", cwd=tmp_path)
+    dense = float(re.search(r"dense: accuracy (\d\.\d+)", output)[1])
+    retrained = [float(number) for number in re.findall(r"retrained (\d\.\d+), 50\.0% zeros", output)]
+    assert dense > 0.7
+    assert len(retrained) == 2
+    assert min(retrained) > dense - 0.01
+
+
 def test_distributed_learns_alike_and_resumes_to_the_bit(tmp_path: Path) -> None:
     def run(folder: str) -> str:
         arguments = ("--device", "cpu", "--steps", "40", "--batch", "8", "--save-every", "20", "--checkpoints", folder)

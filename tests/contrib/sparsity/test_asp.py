@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apex import amp
-from apex.contrib.sparsity import ASP, create_mask
+from apex.contrib.sparsity import ASP, WandaMask, create_mask
 from apex.contrib.sparsity.asp import eligible_modules
 from apex.fp16_utils import FP16_Optimizer
 from apex.graphs import CapturedStep
@@ -331,3 +331,56 @@ def test_masks_that_do_not_agree() -> None:
     model[0].get_buffer("__weight_mma_mask")[:] = False
     with pytest.raises(AssertionError, match=r"\['3.weight', '5.weight'\]"):
         ASP.is_sparsity_enabled()
+
+
+def test_wanda_weighs_inputs_and_is_permuted() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 32, 1), nn.Conv2d(32, 32, 1, groups=2), nn.Flatten(), nn.Linear(32, 16))
+    x = torch.randn(6, 16, 1, 1)
+    x[:, ::4] *= 100
+    with WandaMask(model) as calculator:
+        model(x[:3])
+        model(x[3:])
+    weight = model[0].weight.detach()
+    expected = create_mask(weight * x.square().sum((0, 2, 3)).sqrt()[None, :, None, None])
+    assert torch.equal(calculator(model[0].weight), expected)
+    assert not torch.equal(expected, create_mask(weight))
+    norms = calculator.tied_tensors(model[1].weight)[0].sqrt()
+    inside = model[0](x).square().sum((0, 2, 3)).sqrt()
+    torch.testing.assert_close(norms[:16, :, 0, 0], inside[None, :16].expand(16, -1))
+    torch.testing.assert_close(norms[16:, :, 0, 0], inside[None, 16:].expand(16, -1))
+    ones = lambda param: torch.ones_like(param)  # noqa: E731  permutes, prunes nothing
+    ones.tied_tensors = calculator.tied_tensors
+    quiet(model, mask_calculator=ones)
+    before = model[1].weight.detach().clone()
+    ASP.compute_sparse_masks()
+    assert not torch.equal(model[1].weight, before)
+    with WandaMask(model) as fresh:
+        model(x)
+    for layer in (model[0], model[1], model[3]):
+        torch.testing.assert_close(*(each.tied_tensors(layer.weight)[0] for each in (calculator, fresh)))
+
+
+def test_conversion_needs_a_gpu() -> None:
+    model = make()
+    with pytest.raises(ValueError, match="backend='other'"):
+        ASP.to_semi_structured(model, torch.ones(2, 16), backend="other")
+    with pytest.raises(RuntimeError, match="move the model to a GPU first"):
+        ASP.to_semi_structured(model, torch.ones(2, 16))
+
+
+@pytest.mark.gpu
+def test_conversion_keeps_outputs_and_says_what_it_did(capsys: pytest.CaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256), nn.Linear(256, 10)).cuda().bfloat16()
+    quiet(model)
+    ASP.compute_sparse_masks()
+    x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = model(x)
+        rows = ASP.to_semi_structured(model, x)
+        torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.05)
+    assert [row.name for row in rows] == ["0", "2", "3"]
+    assert rows[2].outcome.startswith("its sides are not multiples of 8")
+    assert all(row.outcome == "converted" or row.outcome.startswith(("stays", "PyTorch cannot")) for row in rows[:2])
+    assert "dense us" in capsys.readouterr().out

@@ -2,5 +2,6 @@
 
 from .asp import ASP
 from .sparse_masklib import create_mask
+from .wanda import WandaMask
 
-__all__ = ["ASP", "create_mask"]
+__all__ = ["ASP", "WandaMask", "create_mask"]

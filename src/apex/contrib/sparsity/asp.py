@@ -286,15 +286,17 @@ class ASP:
         Permutation.set_permutation_saving_params(allow_permutation, save_permutation_graph, permutation_output_dir)
 
     @classmethod
-    def to_semi_structured(cls, model: nn.Module, *example_batch: Any, verbosity: int = 2) -> list[Any]:
+    def to_semi_structured(
+        cls, model: nn.Module, *example_batch: Any, verbosity: int = 2, backend: str = "torch"
+    ) -> list[Any]:
         """Converts the linear layers of a pruned model that are quicker as sparse ones at this batch, for inference.
 
         Every layer is timed both ways with the inputs that it gets; those that win get a weight in the format of
-        sparse tensor cores. Prints a table and returns its rows.
+        sparse tensor cores, by PyTorch or by `torchao.sparsity.sparsify_`. Prints a table and returns its rows.
         """
         from ._semi_structured import convert
 
-        return convert(model, example_batch, verbosity)
+        return convert(model, example_batch, verbosity, backend)
 
     @classmethod
     def reset(cls) -> None:
