@@ -11,6 +11,7 @@ _SUBPACKAGES = (
     "log_util",
     "microbatches",
     "parallel_state",
+    "pipeline_parallel",
     "tensor_parallel",
     "testing",
     "utils",

@@ -23,6 +23,7 @@ from ..parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 from ..utils import divide
+from . import backward_part
 from .mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -226,7 +227,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output):  # type: ignore[override]
         whole, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_input, needs_weight, needs_bias = backward_part.wanted(*ctx.needs_input_grad[:3])
         group = get_tensor_model_parallel_group() if ctx.sequence_parallel or ctx.all_reduce else None
         gathered = exchanged = None
         if ctx.sequence_parallel and needs_weight:

@@ -1,0 +1,13 @@
+"""Models divided into stages, each on a rank of its own, through which microbatches pass one behind the other."""
+
+from . import p2p_communication, utils
+from .schedules import forward_backward_zero_bubble, get_forward_backward_func
+from .schedules.common import build_model
+
+__all__ = [
+    "build_model",
+    "forward_backward_zero_bubble",
+    "get_forward_backward_func",
+    "p2p_communication",
+    "utils",
+]

@@ -1,0 +1,346 @@
+"""Runs a list of actions: one executor for every pipeline schedule.
+
+Forward and backward passes are the caller's step function and autograd; messages are posted when their action comes
+and waited for when a pass needs them. The first message between two stages is preceded by the shapes and dtypes of its
+tensors; later ones must be the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import parallel_state
+from .._groups.device import parameter_device
+from ..enums import ModelType
+from ._gradient_sync import GradientSync
+from ._messages import Kind as TensorKind
+from ._messages import Link, Transfer, announced, kind_of
+from ._schedule import Action, Kind, Schedule
+from ._split_backward import backward_input
+from ._steps import Batch, FwdStepFunc, backward_step, forward_step, free_output_tensor
+from .utils import get_kth_microbatch, get_model_type
+
+Shapes = Callable[[int], "list[tuple[int, ...]] | None"]
+
+
+@dataclass
+class Options:
+    """What the functions of `schedules` are told, as far as passes and messages need it.
+
+    `shapes` has the shapes that a stage sends, where they are known beforehand. `checkpoint_window` (n, w) has a
+    microbatch i checkpointed wholly if i % w >= n. `param_sync` is called with the parameters of a chunk before it
+    and the chunk before it are first used.
+    """
+
+    forward_only: bool
+    dtype: torch.dtype | None = None
+    grad_scaler: Any = None
+    disable_autocast: bool = False
+    deallocate: bool = False
+    shapes: Shapes | None = None
+    checkpoint_window: tuple[int, int] | None = None
+    param_sync: Callable[[list[Tensor]], Any] | None = None
+
+
+def execute(
+    schedule: Schedule,
+    rank: int,
+    forward_step_func: FwdStepFunc,
+    batch: Batch,
+    model: Sequence[nn.Module],
+    microbatches: int,
+    options: Options,
+    sync: GradientSync,
+    leave_sync_before: Action | None = None,
+) -> list[Any]:
+    """Runs the actions of a rank; what the loss function returned beside the losses, in the last stage.
+
+    If anything fails, all ranks of the pipeline fail, and no context stays entered.
+    """
+    run = _Run(schedule, rank, forward_step_func, batch, model, microbatches, options, sync)
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_rank()
+    contexts = torch.no_grad() if options.forward_only else sync.step()
+    try:
+        with contexts:
+            for action in run.actions:
+                if action == leave_sync_before:
+                    sync.leave()
+                run.act(action)
+            if run.link is not None:
+                run.link.finish()
+    except BaseException:
+        if run.link is not None:
+            run.link.break_off()
+        raise
+    finally:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(virtual)
+    return run.losses
+
+
+class _Run:
+    """A step of one rank."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        forward_step_func: FwdStepFunc,
+        batch: Batch,
+        model: Sequence[nn.Module],
+        microbatches: int,
+        options: Options,
+        sync: GradientSync,
+    ) -> None:
+        self.placement, self.rank, self.options, self.sync = schedule.placement, rank, options, sync
+        self.forward_step_func, self.batch, self.model = forward_step_func, batch, model
+        self.microbatches = microbatches
+        self.model_type: ModelType = get_model_type(model[0])
+        self.actions = schedule.actions[rank]
+        self.losses: list[Any] = []
+        self.link: Link | None = None
+        if self.placement.ranks > 1:
+            self.link = Link(parallel_state.get_pipeline_model_parallel_group())
+            self._start_communicator()
+        # By (microbatch, chunk): what has come or is coming, and what the backward pass needs.
+        self.arriving: dict[tuple[Kind, int, int], list[Tensor | Transfer]] = {}
+        self.inputs: dict[tuple[int, int], list[Tensor | None]] = {}
+        self.outputs: dict[tuple[int, int], list[Tensor]] = {}
+        self.gradients: dict[tuple[int, int], list[Tensor]] = {}
+        self.weight_passes: dict[tuple[int, int], Callable[[], None]] = {}
+        self.kinds: dict[int, list[TensorKind]] = {}  # what a stage sends forward
+        self.synchronized: set[int] = set()
+        self.backwards_left: dict[int, int] = defaultdict(int)
+        for kind, _, chunk in self.actions:
+            self.backwards_left[chunk] += kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+    def _start_communicator(self) -> None:
+        """NCCL makes a communicator when a group is first used, for which all its ranks are needed at once."""
+        assert self.link is not None
+        if self.link.backend == dist.Backend.NCCL:
+            dist.all_reduce(
+                torch.zeros(1, dtype=torch.int32, device=parameter_device()), group=self.link.group, async_op=True
+            )
+
+    def act(self, action: Action) -> None:
+        """Does one thing of the list."""
+        kind, microbatch, chunk = action
+        if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+        if kind in _PASSES and self.link is not None:
+            self.link.flush()
+        {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.BACKWARD_INPUT: self.backward_input,
+            Kind.BACKWARD_WEIGHT: self.backward_weight,
+            Kind.SEND_FORWARD: self.send_forward,
+            Kind.RECEIVE_FORWARD: self.receive_forward,
+            Kind.SEND_BACKWARD: self.send_backward,
+            Kind.RECEIVE_BACKWARD: self.receive_backward,
+        }[kind](microbatch, chunk)
+
+    # Passes ----------------------------------------------------------------------------------------------------------
+
+    def forward(self, microbatch: int, chunk: int) -> None:
+        stage = self.placement.stage(self.rank, chunk)
+        self._synchronize_parameters(chunk)
+        inputs: list[Tensor | None] = [None]
+        if stage:
+            inputs = self._arrived(Kind.RECEIVE_FORWARD, microbatch, chunk)
+            if not self.options.forward_only:
+                for tensor in inputs:
+                    if tensor is not None and tensor.is_floating_point():
+                        tensor.requires_grad_(True)
+        window = self.options.checkpoint_window
+        outputs = forward_step(
+            self.forward_step_func,
+            get_kth_microbatch(self.batch, microbatch),
+            self.model[chunk],
+            inputs,
+            self.losses,
+            self.options.dtype,
+            self.options.disable_autocast,
+            None if window is None else microbatch % window[1] >= window[0],
+            last_stage=stage == self.placement.stages - 1,
+            num_microbatches=self.microbatches,
+        )
+        self.inputs[microbatch, chunk], self.outputs[microbatch, chunk] = inputs, outputs
+        sent = self._hand_over(Kind.RECEIVE_FORWARD, stage + 1, microbatch, outputs)
+        if self.options.forward_only:
+            del self.inputs[microbatch, chunk]
+            if not sent:
+                del self.outputs[microbatch, chunk]
+
+    def backward(self, microbatch: int, chunk: int) -> None:
+        inputs, outputs, gradients = self._for_backward(microbatch, chunk)
+        with self._last_backward(chunk, outputs[0]):
+            found = backward_step(
+                inputs,
+                outputs,
+                gradients,
+                self.model_type,
+                grad_scaler=self.options.grad_scaler,
+                deallocate_pipeline_outputs=self.options.deallocate,
+            )
+        self._keep_gradients(microbatch, chunk, inputs, found)
+
+    def backward_input(self, microbatch: int, chunk: int) -> None:
+        if self.placement.stage(self.rank, chunk) == 0:
+            self.backward(microbatch, chunk)  # no gradient of an input: there is nothing to be first
+            return
+        inputs, (output, *_), (gradient, *_) = self._for_backward(microbatch, chunk)
+        if gradient is None and self.options.grad_scaler is not None:
+            output = self.options.grad_scaler.scale(output)
+        tensors = [tensor for tensor in inputs if tensor is not None]
+        found, weight_pass = backward_input(output, gradient, tensors)
+        self.weight_passes[microbatch, chunk] = weight_pass
+        self._keep_gradients(microbatch, chunk, inputs, found)
+
+    def backward_weight(self, microbatch: int, chunk: int) -> None:
+        weight_pass = self.weight_passes.pop((microbatch, chunk), None)
+        if weight_pass is not None:
+            with self._last_backward(chunk, None):
+                weight_pass()
+
+    @contextlib.contextmanager
+    def _last_backward(self, chunk: int, output: Tensor | None) -> Iterator[None]:
+        """Counts the passes that add to the gradients of a chunk; they are reduced in the last one."""
+        self.backwards_left[chunk] -= 1
+        with contextlib.nullcontext() if self.backwards_left[chunk] else self.sync.last_backward(chunk, output):
+            yield
+
+    def _for_backward(self, microbatch: int, chunk: int) -> tuple[list[Any], list[Any], list[Any]]:
+        inputs, outputs = self.inputs.pop((microbatch, chunk)), self.outputs.pop((microbatch, chunk))
+        gradients: list[Any] = [None]
+        if self.placement.stage(self.rank, chunk) + 1 < self.placement.stages:
+            gradients = self._arrived(Kind.RECEIVE_BACKWARD, microbatch, chunk)
+        return inputs, outputs, gradients
+
+    def _keep_gradients(self, microbatch: int, chunk: int, inputs: list[Any], found: list[Tensor | None]) -> None:
+        """Gradients for the stage before; an input that had no part in the output has zeros."""
+        stage = self.placement.stage(self.rank, chunk)
+        if stage == 0:
+            return
+        whole = [
+            torch.zeros_like(tensor) if gradient is None else gradient
+            for tensor, gradient in zip(inputs, found, strict=True)
+        ]
+        if self._hand_over(Kind.RECEIVE_BACKWARD, stage - 1, microbatch, whole):
+            self.gradients[microbatch, chunk] = whole
+
+    def _synchronize_parameters(self, chunk: int) -> None:
+        for each in range(chunk, min(chunk + 2, len(self.model))):
+            if self.options.param_sync is not None and each not in self.synchronized:
+                self.options.param_sync(list(self.model[each].parameters()))
+                self.synchronized.add(each)
+
+    # Messages --------------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, kind: Kind, stage: int, microbatch: int, tensors: Sequence[Any]) -> bool:
+        """Passes tensors to a stage of this same rank; whether they are for another, to be sent by a later action."""
+        if stage == self.placement.stages:
+            return False
+        rank, chunk = self.placement.holder(stage)
+        if rank == self.rank:
+            self.arriving[kind, microbatch, chunk] = [tensor.detach() for tensor in tensors]
+        return rank != self.rank
+
+    def _arrived(self, kind: Kind, microbatch: int, chunk: int) -> list[Any]:
+        tensors = self.arriving.pop((kind, microbatch, chunk))
+        return [each.wait() if isinstance(each, Transfer) else each for each in tensors]
+
+    def _words(self, verb: str, what: str, microbatch: int, chunk: int, step: int) -> str:
+        stage = self.placement.stage(self.rank, chunk)
+        direction = "to" if verb == "sending" else "from"
+        return f"pipeline stage {stage}: {verb} {what} of microbatch {microbatch} {direction} stage {stage + step}"
+
+    def _peer(self, chunk: int, step: int) -> int:
+        rank, _ = self.placement.holder(self.placement.stage(self.rank, chunk) + step)
+        return dist.get_global_rank(parallel_state.get_pipeline_model_parallel_group(), rank)
+
+    def _tag(self, forward: bool, microbatch: int, stage: int) -> int:
+        """For messages between a stage and the next; as many follow for the message's tensors."""
+        return 8 * (2 * (microbatch * self.placement.stages + stage) + forward)
+
+    def send_forward(self, microbatch: int, chunk: int) -> None:
+        assert self.link is not None
+        stage, peer = self.placement.stage(self.rank, chunk), self._peer(chunk, 1)
+        outputs = self.outputs[microbatch, chunk]
+        what = self._words("sending", "the output", microbatch, chunk, 1)
+        tag = self._tag(True, microbatch, stage)
+        kinds = [kind_of(tensor) for tensor in outputs]
+        if stage not in self.kinds:
+            self.kinds[stage] = kinds
+            said = self.link.announce(kinds, outputs[0].device, peer, tag, what)
+            self.link.flush()
+            try:
+                self._check_shapes(stage, microbatch, kinds)
+            except RuntimeError:
+                said.wait()  # so that the receiver can say as much
+                raise
+        elif kinds != self.kinds[stage]:
+            raise RuntimeError(
+                f"pipeline stage {stage}, microbatch {microbatch}: the output is {_listed(kinds)}, but that of earlier "
+                f"microbatches {_listed(self.kinds[stage])}: all microbatches of a step must have the same shape"
+            )
+        for place, tensor in enumerate(outputs, 1):
+            self.link.send(tensor, peer, tag + place, what)
+        free_output_tensor(outputs, self.options.deallocate)
+        if self.options.forward_only:
+            del self.outputs[microbatch, chunk]
+
+    def receive_forward(self, microbatch: int, chunk: int) -> None:
+        assert self.link is not None
+        stage, peer = self.placement.stage(self.rank, chunk) - 1, self._peer(chunk, -1)
+        what = self._words("receiving", "the input", microbatch, chunk, -1)
+        tag, device = self._tag(True, microbatch, stage), parameter_device()
+        if stage not in self.kinds:
+            coming = self.link.await_announced(device, peer, tag, what)
+            self.link.flush()
+            self.kinds[stage] = announced(coming)
+            self._check_shapes(stage, microbatch, self.kinds[stage])
+        self.arriving[Kind.RECEIVE_FORWARD, microbatch, chunk] = [
+            self.link.receive(kind, device, peer, tag + place, what) for place, kind in enumerate(self.kinds[stage], 1)
+        ]
+
+    def _check_shapes(self, stage: int, microbatch: int, kinds: list[TensorKind]) -> None:
+        """At both ends: what a stage sends has the shapes that the caller said it would have."""
+        shapes = None if self.options.shapes is None else self.options.shapes(stage)
+        if shapes is not None and shapes != [kind.shape for kind in kinds]:
+            raise RuntimeError(
+                f"pipeline stage {stage}, microbatch {microbatch}: the output is {_listed(kinds)}, but stage "
+                f"{stage + 1} expects {', '.join(map(str, shapes))}: see tensor_shape"
+            )
+
+    def send_backward(self, microbatch: int, chunk: int) -> None:
+        assert self.link is not None
+        stage, peer = self.placement.stage(self.rank, chunk), self._peer(chunk, -1)
+        what = self._words("sending", "the input's gradient", microbatch, chunk, -1)
+        tag = self._tag(False, microbatch, stage - 1)
+        for place, tensor in enumerate(self.gradients.pop((microbatch, chunk)), 1):
+            self.link.send(tensor, peer, tag + place, what)
+
+    def receive_backward(self, microbatch: int, chunk: int) -> None:
+        assert self.link is not None
+        stage, peer = self.placement.stage(self.rank, chunk), self._peer(chunk, 1)
+        what = self._words("receiving", "the output's gradient", microbatch, chunk, 1)
+        tag = self._tag(False, microbatch, stage)
+        self.arriving[Kind.RECEIVE_BACKWARD, microbatch, chunk] = [
+            self.link.receive(kind, parameter_device(), peer, tag + place, what)
+            for place, kind in enumerate(self.kinds[stage], 1)
+        ]
+
+
+_PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+def _listed(kinds: Sequence[TensorKind]) -> str:
+    return ", ".join(map(str, kinds))

@@ -1,0 +1,264 @@
+"""Pipeline schedules as data: what each rank computes, sends and receives, in which order.
+
+A model is a sequence of stages; a rank holds one of them, or several as chunks. A schedule first says in which order a
+rank runs the forward and backward passes of its chunks. Messages are added to these orders by one rule for all of
+them: passes are put in the order of their ends on a clock, and a result that another rank needs is sent as soon as it
+is there. Since every message then has the same place among all messages at both of its ends, ranks that only follow
+their lists never wait for each other in a circle, whether messages are buffered or not; `_simulate.walk` tries it.
+
+m: microbatch, c: chunk of a rank, s: stage. A microbatch passes the stages 0, 1, 2, ... forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple
+
+from ._simulate import finish_times
+
+
+class Kind(Enum):
+    """What an action does."""
+
+    FORWARD = "F"
+    # Gradients of inputs and of parameters; the next two are its parts, for schedules that need them apart.
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    # The output of a forward pass, to the next stage; the input of one, from the stage before.
+    SEND_FORWARD = "SF"
+    RECEIVE_FORWARD = "RF"
+    # The gradient of an input, to the stage before; that of an output, from the next stage.
+    SEND_BACKWARD = "SB"
+    RECEIVE_BACKWARD = "RB"
+
+
+class Action(NamedTuple):
+    """Something that a rank does for one microbatch with one of its chunks."""
+
+    kind: Kind
+    microbatch: int
+    chunk: int
+
+
+class Placement(NamedTuple):
+    """Which rank holds which stages.
+
+    In a loop stage s is chunk s // ranks of rank s % ranks. Folded (a V), two chunks per rank, the second half of the
+    stages lies on the ranks in reverse, so that the last stage is on the first rank.
+    """
+
+    ranks: int
+    chunks: int = 1
+    folded: bool = False
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return self.ranks * self.chunks
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """The stage that is a rank's chunk."""
+        if self.folded and chunk:
+            return self.stages - 1 - rank
+        return chunk * self.ranks + rank
+
+    def holder(self, stage: int) -> tuple[int, int]:
+        """The rank and the chunk that are a stage."""
+        chunk, rank = divmod(stage, self.ranks)
+        return (self.ranks - 1 - rank if self.folded and chunk else rank), chunk
+
+
+class Schedule(NamedTuple):
+    """The actions of each rank."""
+
+    placement: Placement
+    actions: list[list[Action]]
+
+
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+Orders = list[list[Action]]
+
+
+def forwards(placement: Placement, microbatches: int) -> Orders:
+    """Forward passes alone, in groups of as many microbatches as there are ranks."""
+    one = [
+        Action(F, microbatch, chunk)
+        for first in range(0, microbatches, placement.ranks)
+        for chunk in range(placement.chunks)
+        for microbatch in range(first, min(first + placement.ranks, microbatches))
+    ]
+    return [list(one) for _ in range(placement.ranks)]
+
+
+def one_after_the_other(placement: Placement, microbatches: int) -> Orders:
+    """No pipelining: each microbatch forward and backward through the chunks of the one rank."""
+    chunks = range(placement.chunks)
+    return [
+        [
+            action
+            for microbatch in range(microbatches)
+            for action in (
+                *(Action(F, microbatch, chunk) for chunk in chunks),
+                *(Action(B, microbatch, chunk) for chunk in reversed(chunks)),
+            )
+        ]
+    ]
+
+
+def warmup(ranks: int, rank: int, microbatches: int) -> int:
+    """How many forward passes a rank of the 1F1B schedule runs before its first backward pass follows one."""
+    return min(ranks - rank - 1, microbatches)
+
+
+def one_forward_one_backward(placement: Placement, microbatches: int) -> Orders:
+    """1F1B: after a warm-up each forward pass is followed by the backward pass of an earlier microbatch."""
+    return [
+        _alternating(
+            [Action(F, microbatch, 0) for microbatch in range(microbatches)],
+            [Action(B, microbatch, 0) for microbatch in range(microbatches)],
+            warmup(placement.ranks, rank, microbatches),
+        )
+        for rank in range(placement.ranks)
+    ]
+
+
+def interleaved(placement: Placement, microbatches: int) -> Orders:
+    """1F1B over the chunks of each rank, which take turns after as many microbatches as there are ranks."""
+    ranks, chunks = placement.ranks, placement.chunks
+    if microbatches % ranks:
+        raise RuntimeError(
+            f"the number of microbatches must be a multiple of the number of pipeline ranks, {ranks}, in the "
+            f"interleaved schedule, got {microbatches}"
+        )
+    forward = forwards(placement, microbatches)[0]
+    backward = [Action(B, action.microbatch, chunks - 1 - action.chunk) for action in forward]
+    ahead = [
+        len(forward) if microbatches == ranks else min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, len(forward))
+        for rank in range(ranks)
+    ]
+    return [_alternating(forward, backward, count) for count in ahead]
+
+
+def _alternating(forward: list[Action], backward: list[Action], ahead: int) -> list[Action]:
+    turns = zip(forward[ahead:], backward, strict=False)
+    steady = [action for turn in turns for action in turn]
+    return [*forward[:ahead], *steady, *backward[len(forward) - ahead :]]
+
+
+def zero_bubble_h1(placement: Placement, microbatches: int) -> Orders:
+    """ZB-H1: 1F1B whose gradients of parameters wait until a rank would be idle.
+
+    Rank r lags r of them behind, so that it holds as many activations as the first rank does.
+    """
+    orders = []
+    for rank in range(placement.ranks):
+        ahead = warmup(placement.ranks, rank, microbatches)
+        order = [Action(F, microbatch, 0) for microbatch in range(ahead)]
+        done = 0
+        for microbatch in range(microbatches):
+            if ahead + microbatch < microbatches:
+                order.append(Action(F, ahead + microbatch, 0))
+            order.append(Action(I, microbatch, 0))
+            if microbatch >= rank:
+                order.append(Action(W, done, 0))
+                done += 1
+        orders.append([*order, *(Action(W, left, 0) for left in range(done, microbatches))])
+    return orders
+
+
+def zero_bubble_v(placement: Placement, microbatches: int) -> Orders:
+    """ZB-V: two chunks per rank in a V, so that the rank of the first stage has the first gradient as well.
+
+    Few microbatches are the first ones of more: the order is that of at least 2 ranks - 1.
+    """
+    ranks = placement.ranks
+    count = max(microbatches, 2 * ranks - 1)
+    orders = []
+    for rank in range(ranks):
+        order: list[Action] = []
+        done: dict[tuple[Kind, int], int] = {(kind, chunk): 0 for kind in (F, I, W) for chunk in (0, 1)}
+
+        def run(*steps: tuple[Kind, int], order: list[Action] = order, done: dict = done) -> None:
+            for step in steps:
+                order.append(Action(step[0], done[step], step[1]))
+                done[step] += 1
+
+        for _ in range(2 * (ranks - rank) - 1):
+            run((F, 0))
+        for _ in range(rank):
+            run((F, 1), (F, 0))
+        for _ in range(ranks - rank):
+            run((F, 1), (I, 1), (W, 1))
+        while done[F, 1] < count:
+            if done[F, 0] < count:
+                run((F, 0))
+            run((I, 0), (W, 0), (F, 1), (I, 1), (W, 1))
+        for _ in range(rank):
+            run((I, 0), (I, 1))
+        for _ in range(ranks - rank):
+            run((I, 0), (W, 0))
+        run(*[(W, 1)] * (count - done[W, 1]), *[(W, 0)] * (count - done[W, 0]))
+        orders.append([action for action in order if action.microbatch < microbatches])
+    return orders
+
+
+ORDERS: dict[str, Callable[[Placement, int], Orders]] = {
+    "no_pipelining": one_after_the_other,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb_h1": zero_bubble_h1,
+    "zb_v": zero_bubble_v,
+}
+
+
+# Every step of a training run asks for the same few.
+@functools.lru_cache(maxsize=16)
+def schedule(name: str, ranks: int, chunks: int, microbatches: int, forward_only: bool = False) -> Schedule:
+    """The actions of all ranks, messages included; see ORDERS for names."""
+    check_schedule(name, ranks, chunks)
+    placement = Placement(ranks, chunks, folded=name == "zb_v")
+    orders = (forwards if forward_only and ranks > 1 else ORDERS[name])(placement, microbatches)
+    if forward_only:
+        orders = [[action for action in order if action.kind is F] for order in orders]
+    return Schedule(placement, with_messages(placement, orders))
+
+
+def check_schedule(name: str, ranks: int, chunks: int) -> None:
+    """A ValueError where a schedule has another number of chunks or ranks."""
+    if name not in ORDERS:
+        raise ValueError(f"schedule must be one of {', '.join(ORDERS)}, got {name!r}")
+    if name == "no_pipelining" and ranks > 1:
+        raise ValueError(f"no pipelining needs one pipeline rank, got {ranks}")
+    wanted = {"1f1b": 1, "zb_h1": 1, "zb_v": 2}.get(name, chunks)
+    if chunks != wanted:
+        raise ValueError(f"the schedule {name} needs {wanted} model chunks per rank, got {chunks}")
+
+
+def with_messages(placement: Placement, orders: Orders) -> list[list[Action]]:
+    """The orders with a send after each pass whose result another rank needs, and a receive there at the same time."""
+    ends = [
+        (end, rank, action)
+        for rank, (order, times) in enumerate(zip(orders, finish_times(placement, orders), strict=True))
+        for action, end in zip(order, times, strict=True)
+    ]
+    # The sort keeps the order of passes of a rank that end at the same time: none does.
+    ends.sort(key=lambda each: each[:2])
+    lists: list[list[Action]] = [[] for _ in orders]
+    for _, rank, (kind, microbatch, chunk) in ends:
+        lists[rank].append(Action(kind, microbatch, chunk))
+        stage = placement.stage(rank, chunk)
+        if kind is F and stage + 1 < placement.stages:
+            other, other_chunk = placement.holder(stage + 1)
+            send, receive = Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD
+        elif kind in (B, I) and stage > 0:
+            other, other_chunk = placement.holder(stage - 1)
+            send, receive = Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD
+        else:
+            continue
+        if other != rank:
+            lists[rank].append(Action(send, microbatch, chunk))
+            lists[other].append(Action(receive, microbatch, other_chunk))
+    return lists

@@ -1,0 +1,126 @@
+"""One forward and one backward pass of a pipeline stage, and the memory of what has been sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.variable import Variable
+
+from .. import parallel_state
+from .._groups.device import parameter_device
+from ..enums import ModelType
+from .p2p_communication import FutureTensor
+from .utils import get_model_type, get_num_microbatches, unwrap_model
+
+Batch = Any  # a tensor, tensors in a list or tuple, or None where a stage needs none
+LossFunc = Callable[[Tensor], tuple[Tensor, Any]]
+FwdStepFunc = Callable[..., tuple[Tensor, LossFunc]]
+Tensors = Any  # a tensor, None, or a list of these
+
+_AUTOCAST_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def _listed(tensors: Any) -> list[Any]:
+    found = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+    return [tensor.get() if isinstance(tensor, FutureTensor) else tensor for tensor in found]
+
+
+def _passes_encoder_on(model_type: ModelType) -> bool:
+    """Whether a stage sends the encoder's output on beside its own."""
+    return model_type == ModelType.encoder_and_decoder and parallel_state.is_pipeline_stage_after_split()
+
+
+def forward_step(
+    forward_step_func: FwdStepFunc,
+    batch: Batch,
+    model: nn.Module,
+    input_tensor: Tensors,
+    losses_reduced: list[Any],
+    dtype: torch.dtype | None,
+    disable_autocast: bool = False,
+    checkpoint_activations_micro_batch: bool | None = None,
+    *,
+    last_stage: bool | None = None,
+    num_microbatches: int | None = None,
+) -> Any:
+    """Runs one microbatch through a stage; what the next stage is to get, or in the last one the loss.
+
+    The model's `set_input_tensor` is given what came from the stage before, as a list. float16 or bfloat16 as `dtype`
+    turns autocast on. The last stage's loss is divided by the number of microbatches, and what `loss_func` returned
+    beside it is added to `losses_reduced`. The stages of a decoder behind an encoder return two tensors, the second of
+    which is the encoder's output; otherwise there is a list only where the input was one.
+    """
+    inputs = _listed(input_tensor)
+    module = unwrap_model(model)
+    module.set_input_tensor(inputs)  # type: ignore[union-attr,operator]
+    enabled = dtype in _AUTOCAST_DTYPES and not disable_autocast
+    last = parallel_state.is_pipeline_last_stage() if last_stage is None else last_stage
+    extra = () if checkpoint_activations_micro_batch is None else (checkpoint_activations_micro_batch,)
+    with torch.autocast(parameter_device().type, dtype if enabled else None, enabled):
+        output, loss_func = forward_step_func(batch, model, *extra)
+        if last:
+            loss, reduced = loss_func(output)
+            output = loss / (get_num_microbatches() if num_microbatches is None else num_microbatches)
+            losses_reduced.append(reduced)
+    if _passes_encoder_on(get_model_type(module)):
+        return [output, inputs[-1]]
+    return [output] if isinstance(input_tensor, list) else output
+
+
+def backward_step(
+    input_tensor: Tensors,
+    output_tensor: Tensors,
+    output_tensor_grad: Tensors,
+    model_type: ModelType,
+    *,
+    grad_scaler: Any = None,
+    deallocate_pipeline_outputs: bool = False,
+) -> Any:
+    """The backward pass of one microbatch through a stage; the gradient of its input, as a list where that was one.
+
+    Without a gradient of the output it is the last stage's loss, which `grad_scaler` scales.
+    """
+    inputs, outputs, gradients = _listed(input_tensor), _listed(output_tensor), _listed(output_tensor_grad)
+    for tensor in inputs:
+        if tensor is not None:
+            tensor.retain_grad()
+    output = outputs[0]
+    if gradients[0] is None and grad_scaler is not None:
+        output = grad_scaler.scale(output)
+    freed = gradients[0] is not None and output.shape != gradients[0].shape
+    if deallocate_pipeline_outputs and freed:
+        custom_backward(output, gradients[0])
+    else:
+        torch.autograd.backward(output, grad_tensors=gradients[0])
+    found = [None if tensor is None else tensor.grad for tensor in inputs]
+    # Later decoder stages have used the encoder's output as well.
+    if _passes_encoder_on(model_type) and len(gradients) > 1 and gradients[1] is not None and inputs[-1] is not None:
+        found[-1] = gradients[1] if found[-1] is None else found[-1].add_(gradients[1])
+    return found if isinstance(input_tensor, list) else found[0]
+
+
+def free_output_tensor(output_tensors: Tensors, deallocate_pipeline_outputs: bool = False) -> None:
+    """Gives back the memory of outputs that have been sent: the backward pass needs only how they were made.
+
+    Views are left as they are, since the tensor behind them lives on.
+    """
+    if not deallocate_pipeline_outputs:
+        return
+    for tensor in _listed(output_tensors):
+        if tensor is not None and tensor._base is None and tensor.grad_fn is not None:
+            tensor.data = torch.empty((1,), dtype=tensor.dtype, device=tensor.device)
+
+
+def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
+    """The backward pass of an output whose memory was given back, which `torch.autograd.backward` would not take."""
+    assert output.numel() == 1, "output should be pseudo-'freed' in schedule, to optimize memory"
+    assert isinstance(output, Tensor), f"output == {type(output).__name__}"
+    assert isinstance(grad_output, (Tensor, type(None))), f"grad_output == {type(grad_output).__name__}"
+    if grad_output is None:
+        grad_output = torch.ones_like(output, memory_format=torch.preserve_format)
+    Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        (output,), (grad_output,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )

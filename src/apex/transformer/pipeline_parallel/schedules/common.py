@@ -1,0 +1,129 @@
+"""What all schedules share: models made of stages, and the passes of one microbatch through a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ... import parallel_state
+from ..._groups.device import parameter_device
+from ...enums import ModelType
+from ...layers import FastLayerNorm, FusedLayerNorm, MixedFusedLayerNorm
+from ...log_util import get_transformer_logger
+from ...tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
+from .._schedule import Placement
+from .._steps import Batch, FwdStepFunc, LossFunc, backward_step, custom_backward, forward_step, free_output_tensor
+from ..utils import listify_model
+
+logger = get_transformer_logger(__name__)
+
+__all__ = [
+    "Batch",
+    "FwdStepFunc",
+    "LossFunc",
+    "backward_step",
+    "build_model",
+    "custom_backward",
+    "forward_step",
+    "free_output_tensor",
+]
+
+
+def build_model(
+    model_provider_func: Callable[..., nn.Module],
+    wrap_with_ddp: bool = True,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    *args: Any,
+    placement: str = "loop",
+    **kwargs: Any,
+) -> list[nn.Module]:
+    """This rank's part of a model, as a list of its chunks: one, or `virtual_pipeline_model_parallel_size`.
+
+    `model_provider_func(*args, **kwargs, pre_process=..., post_process=...)` makes a chunk, with the first stage's
+    extras (embeddings) and the last one's (the head) or without; for an encoder-decoder it is also told `add_encoder`
+    and `add_decoder`. Chunks go to the device and, with `wrap_with_ddp`, into torch's DistributedDataParallel over the
+    data-parallel group. `placement="v"` is for the zero-bubble schedule ZB-V: two chunks, and the last stage is on the
+    first rank.
+    """
+    ranks, rank = _pipeline()
+    chunks = virtual_pipeline_model_parallel_size or 1
+    if placement not in ("loop", "v") or (placement == "v" and chunks != 2):
+        raise ValueError(
+            'placement must be "loop", or "v" with virtual_pipeline_model_parallel_size=2, got '
+            f"{placement!r} with {virtual_pipeline_model_parallel_size}"
+        )
+    both = model_type == ModelType.encoder_and_decoder
+    if both and virtual_pipeline_model_parallel_size is not None and ranks > 1:
+        raise ValueError(f"an encoder-decoder cannot be interleaved, got {virtual_pipeline_model_parallel_size} chunks")
+    stages = Placement(ranks, chunks, placement == "v")
+    before = parallel_state.get_virtual_pipeline_model_parallel_rank()
+    model = []
+    for chunk in range(chunks):
+        if virtual_pipeline_model_parallel_size is not None:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+        stage = stages.stage(rank, chunk)
+        parts: dict[str, bool] = {"pre_process": stage == 0, "post_process": stage == stages.stages - 1}
+        if both:
+            parts = _parts_of_both(rank, ranks)
+        module = model_provider_func(*args, **kwargs, **parts)
+        module.model_type = model_type  # type: ignore[assignment]
+        model.append(module)
+    if virtual_pipeline_model_parallel_size is not None:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(before)
+    for module in model:
+        for param in module.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+        module.to(parameter_device())
+    _report_parameters(model)
+    if not wrap_with_ddp:
+        return model
+    group = parallel_state.get_data_parallel_group()
+    return [nn.parallel.DistributedDataParallel(module, process_group=group) for module in model]
+
+
+def _pipeline() -> tuple[int, int]:
+    return (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+
+
+def _parts_of_both(rank: int, ranks: int) -> dict[str, bool]:
+    """Which parts of an encoder-decoder a stage has: each half has a first and a last stage."""
+    if ranks == 1:
+        return {"pre_process": True, "post_process": True, "add_encoder": True, "add_decoder": True}
+    split = parallel_state.get_pipeline_model_parallel_split_rank()
+    if split is None:
+        raise RuntimeError("Split rank needs to be specified for model with both encoder and decoder.")
+    return {
+        "pre_process": rank in (0, split),
+        "post_process": rank in (split - 1, ranks - 1),
+        "add_encoder": parallel_state.is_pipeline_stage_before_split(),
+        "add_decoder": parallel_state.is_pipeline_stage_after_split(),
+    }
+
+
+def _report_parameters(model: list[nn.Module]) -> None:
+    if parallel_state.model_parallel_is_initialized() and parallel_state.get_data_parallel_rank() == 0:
+        count = sum(param.numel() for module in model for param in module.parameters())
+        tensor, pipeline = parallel_state.get_tensor_model_parallel_rank(), _pipeline()[1]
+        logger.info(f"{count} parameters on (tensor, pipeline) model parallel rank ({tensor}, {pipeline})")
+
+
+def _get_params_for_weight_decay_optimization(
+    model: nn.Module | list[nn.Module], *, no_weight_decay_modules: Sequence[type] | None = None
+) -> list[dict[str, Any]]:
+    """Two groups for an optimizer: parameters that decay, and biases and layer norms, which do not."""
+    without = tuple(no_weight_decay_modules or (FusedLayerNorm, MixedFusedLayerNorm, FastLayerNorm, nn.LayerNorm))
+    decaying: dict[str, Any] = {"params": []}
+    others: dict[str, Any] = {"params": [], "weight_decay": 0.0}
+    for chunk in listify_model(model):
+        for module in chunk.modules():
+            for name, param in module._parameters.items():
+                if param is not None:
+                    group = others if isinstance(module, without) or name == "bias" else decaying
+                    group["params"].append(param)
+    return [decaying, others]

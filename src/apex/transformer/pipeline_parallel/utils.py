@@ -1,0 +1,256 @@
+"""Microbatches, timers and what training scripts print and average."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..._distributed import collectives
+from .. import parallel_state
+from .._groups.device import parameter_device
+from ..enums import ModelType
+from ..microbatches import NumMicroBatchesCalculator, build_num_microbatches_calculator
+from ..tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from ._timers import _Timers
+
+_calculator: NumMicroBatchesCalculator | None = None
+_timers: _Timers | None = None
+_autoresume: Any = None
+
+
+# Microbatches --------------------------------------------------------------------------------------------------------
+
+
+def setup_microbatch_calculator(
+    rank: int,
+    rampup_batch_size: list[int] | None,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int,
+) -> None:
+    """Says, once, how many samples a step and a microbatch have; see `apex.transformer.microbatches`."""
+    assert _calculator is None, "num microbatches calculator is already initialized."
+    _reconfigure_microbatch_calculator(rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size)
+
+
+def _reconfigure_microbatch_calculator(
+    rank: int,
+    rampup_batch_size: list[int] | None,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int,
+) -> None:
+    """The same, as often as one likes."""
+    global _calculator
+    _calculator = build_num_microbatches_calculator(
+        rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size
+    )
+
+
+def _calculated() -> Any:
+    assert _calculator is not None, "num microbatches calculator is not set: call setup_microbatch_calculator first"
+    return _calculator
+
+
+def get_micro_batch_size() -> int:
+    """How many samples a microbatch has."""
+    return _calculated().micro_batch_size
+
+
+def get_num_microbatches() -> int:
+    """How many microbatches a step has."""
+    return _calculated().get()
+
+
+def get_current_global_batch_size() -> int:
+    """How many samples a step of all ranks has."""
+    return _calculated().get_current_global_batch_size()
+
+
+def update_num_microbatches(consumed_samples: int, consistency_check: bool = True) -> None:
+    """Lets a growing batch grow: to be called before a step, with the number of samples seen so far."""
+    _calculated().update(consumed_samples, consistency_check)
+
+
+def get_kth_microbatch(batch: Any, k: int) -> Any:
+    """The k-th microbatch of every tensor of a list or tuple, as a list; anything else as it is."""
+    if not isinstance(batch, (list, tuple)):
+        return batch
+    size = get_micro_batch_size()
+    found = []
+    for tensor in batch:
+        assert tensor.shape[0] >= (k + 1) * size, (
+            f"microbatch {k} of {size} samples needs a batch of {(k + 1) * size}, got {tensor.shape[0]}"
+        )
+        found.append(tensor[k * size : (k + 1) * size])
+    return found
+
+
+def _split_batch_into_microbatch(
+    batch: list[Tensor], *, _micro_batch_size: int | None = None, _global_batch_size: int | None = None
+) -> Any:
+    """The microbatches of a batch of tensors one after the other."""
+    size = get_micro_batch_size() if _micro_batch_size is None else _micro_batch_size
+    samples = get_current_global_batch_size() if _global_batch_size is None else _global_batch_size
+    for first in range(0, samples, size):
+        yield [tensor[first : first + size] for tensor in batch]
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+def listify_model(model: nn.Module | list[nn.Module]) -> list[nn.Module]:
+    """A list of model chunks, which may be one already."""
+    return model if isinstance(model, list) else [model]
+
+
+def _wrappers() -> tuple[type, ...]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ...parallel import DistributedDataParallel as ApexDistributedDataParallel
+
+    return (DistributedDataParallel, ApexDistributedDataParallel)
+
+
+def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
+    """The module, or the modules of a list, inside of torch's and apex's DistributedDataParallel or the given types."""
+    if isinstance(model, list):
+        return [unwrap_model(each, module_instances) for each in model]
+    instances: Any = _wrappers() if module_instances is None else module_instances
+    while isinstance(model, instances):
+        model = model.module
+    return model
+
+
+def get_model_type(model: nn.Module) -> ModelType:
+    """Whether a module is an encoder or decoder, or both; `build_model` says so on the module."""
+    return getattr(unwrap_model(model), "model_type", ModelType.encoder_or_decoder)
+
+
+def param_is_not_shared(param: Tensor) -> bool:
+    """Whether a parameter is held by one pipeline stage only; copies are marked `shared` (or `shared_embedding`)."""
+    return not getattr(param, "shared", False) and not getattr(param, "shared_embedding", False)
+
+
+def calc_params_l2_norm(model: nn.Module | list[nn.Module], bf16: bool) -> float:
+    """The L2 norm of all parameters of the model, over all processes that hold parts of it, each counted once.
+
+    It is computed in float32 whatever `bf16` says. A parameter that several stages hold counts in the first of them.
+    """
+    found = [
+        param.detach()
+        for chunk in listify_model(model)
+        for param in chunk.parameters()
+        if param_is_not_tensor_parallel_duplicate(param)
+        and (param_is_not_shared(param) or parallel_state.is_pipeline_first_stage(ignore_virtual=True))
+    ]
+    square = torch.zeros(1, dtype=torch.float32, device=found[0].device if found else parameter_device())
+    for param in found:
+        square += torch.linalg.vector_norm(param, dtype=torch.float32).square()
+    collectives.all_reduce(square, parallel_state.get_model_parallel_group(), "the norm of all parameters").wait()
+    return square.sqrt().item()
+
+
+def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
+    """The means of some losses over the data-parallel ranks, as one vector."""
+    averaged = torch.cat([loss.detach().clone().view(1) for loss in losses])
+    group = parallel_state.get_data_parallel_group()
+    if dist.get_world_size(group) > 1:
+        collectives.all_reduce(averaged, group, "the mean of losses over data-parallel ranks", True).wait()
+    return averaged
+
+
+# What is printed -----------------------------------------------------------------------------------------------------
+
+
+def get_timers() -> _Timers:
+    """The timers that `_set_timers` made."""
+    assert _timers is not None, "timers is not initialized."
+    return _timers
+
+
+def _set_timers() -> None:
+    """Makes the timers."""
+    global _timers
+    assert _timers is None, "timers is already initialized."
+    _timers = _Timers()
+
+
+def get_autoresume() -> Any:
+    """Always None: there is no scheduler that asks jobs to end early."""
+    return _autoresume
+
+
+def is_last_rank() -> bool:
+    """Whether this is the last process."""
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def print_rank_0(message: str) -> None:
+    """Prints in the first process, or where there is only one."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(message, flush=True)
+
+
+def print_rank_last(message: str) -> None:
+    """Prints in the last process, or where there is only one."""
+    if not dist.is_initialized() or is_last_rank():
+        print(message, flush=True)
+
+
+def report_memory(name: str) -> None:
+    """Prints the memory of the device in use, in every data-parallel rank 0."""
+    words = f"{name} memory (MB)"
+    if torch.cuda.is_available():
+        for what in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+            words += f" | {what.replace('memory_', '').replace('_', ' ')}: {getattr(torch.cuda, what)() / 2**20:.1f}"
+    if parallel_state.is_unitialized() or parallel_state.get_data_parallel_rank() == 0:
+        print(f"[rank {dist.get_rank() if dist.is_initialized() else 0}] {words}", flush=True)
+
+
+def print_params_min_max_norm(optimizer: Any, iteration: int) -> None:
+    """Prints minimum, maximum and L2 norm of every parameter of an optimizer, one process after the other."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    lines = ["iteration, rank, index, tensor-model-parallel, min, max, norm"]
+    index = 0
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            index += 1
+            data, split = param.detach(), int(getattr(param, "tensor_model_parallel", False))
+            lowest, highest, norm = data.min().item(), data.max().item(), data.float().norm().item()
+            lines.append(f"{iteration:7d}, {rank:4d}, {index:4d}, {split:2d}, {lowest:.6E}, {highest:.6E}, {norm:.6E}")
+    print("\n".join(lines), flush=True)
+
+
+# Masks ---------------------------------------------------------------------------------------------------------------
+
+
+def get_ltor_masks_and_position_ids(
+    data: Tensor, eod_token: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For token ids [batch, sequence]: attention mask, loss mask and positions of a left-to-right model.
+
+    The attention mask, bool [1 or batch, 1, sequence, sequence], is True where nothing may be seen: what comes later
+    and, with `reset_attention_mask`, earlier documents, which end with `eod_token`. The loss mask, float32, is 0 at
+    `eod_token` with `eod_mask_loss`. Positions begin anew after it with `reset_position_ids`.
+    """
+    batch, length = data.shape
+    places = torch.arange(length, dtype=torch.long, device=data.device)
+    ends = data == eod_token
+    # The number of ends before a token is its document; the token that ends one belongs to it.
+    documents = ends.cumsum(1) - ends.long()
+    hidden = (places[None, :] > places[:, None])[None]
+    if reset_attention_mask:
+        hidden = hidden | (documents[:, None, :] != documents[:, :, None])
+    loss_mask = torch.ones(data.shape, dtype=torch.float, device=data.device)
+    if eod_mask_loss:
+        loss_mask[ends] = 0.0
+    positions = places[None].expand(batch, length)
+    if reset_position_ids:
+        starts = torch.where(torch.roll(ends, 1, 1) & (places > 0), places, 0)
+        positions = places - starts.cummax(1).values
+    return hidden[:, None], loss_mask, positions.contiguous()

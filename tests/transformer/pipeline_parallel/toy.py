@@ -1,0 +1,133 @@
+"""A sequence of layers as pipeline stages, its training step in one process, and the same step in a pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex.transformer import parallel_state
+from apex.transformer.pipeline_parallel import build_model, utils
+from apex.transformer.pipeline_parallel._schedule import Placement
+from apex.transformer.pipeline_parallel.schedules import (
+    _forward_backward_pipelining_with_interleaving,
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+    forward_backward_zero_bubble,
+)
+
+HIDDEN, SAMPLES, LENGTH = 6, 2, 3
+STEPS: dict[str, Callable[..., list[Any]]] = {
+    "1f1b": forward_backward_pipelining_without_interleaving,
+    "interleaved": _forward_backward_pipelining_with_interleaving,
+    "zb_h1": forward_backward_zero_bubble,
+    "zb_v": forward_backward_zero_bubble,
+}
+
+
+class Layer(nn.Module):
+    """The index-th layer of a model, the same wherever it is made; some use a weight twice."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(100 + index)
+        self.first, self.norm, self.second = nn.Linear(HIDDEN, 8), nn.LayerNorm(8), nn.Linear(8, HIDDEN)
+        self.between = nn.Linear(8, 8)
+        self.repeats = 2 if index % 4 == 0 else 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x))
+        for _ in range(self.repeats):
+            hidden = torch.tanh(self.between(hidden))
+        return x + self.second(hidden)
+
+
+class Part(nn.Module):
+    """Some consecutive layers."""
+
+    def __init__(self, indices: range, pre_process: bool = True, post_process: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(index): Layer(index) for index in indices})
+        self.ends = (pre_process, post_process)
+        self.received: Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
+        assert isinstance(tensors, list)
+        assert (tensors[0] is None) == self.ends[0]
+        self.received = tensors[0]
+
+    def forward(self, x: Tensor | None) -> Tensor:
+        x = x if self.received is None else self.received
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def step_function(batch: list[Tensor], model: nn.Module) -> Any:
+    def loss(output: Tensor) -> tuple[Tensor, Tensor]:
+        value = (output.float() - batch[1].transpose(0, 1).float()).square().mean()
+        return value, value.detach()
+
+    return model(batch[0].transpose(0, 1).contiguous()), loss
+
+
+def batch_of(microbatches: int, seed: int = 7) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(microbatches * SAMPLES, LENGTH, HIDDEN, generator=generator) for _ in range(2)]
+
+
+def set_microbatches(microbatches: int, replicas: int = 1) -> None:
+    utils._reconfigure_microbatch_calculator(1, None, microbatches * SAMPLES * replicas, SAMPLES, replicas)
+
+
+def in_one_process(layers: int, microbatches: int, **options: Any) -> tuple[list[Tensor], Part]:
+    """The losses and the model with its gradients, without a pipeline."""
+    set_microbatches(microbatches)
+    model = Part(range(layers))
+    losses = forward_backward_no_pipelining(
+        step_function, batch_of(microbatches), model, **{"forward_only": False, **options}
+    )
+    return losses, model
+
+
+@contextlib.contextmanager
+def pipeline(ranks: int, chunks: int | None, tensor: int = 1, **options: Any) -> Iterator[None]:
+    parallel_state.initialize_model_parallel(tensor, ranks, chunks, **options)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def parts_of(name: str, chunks: int, layers_per_stage: int, wrap: bool = False) -> list[nn.Module]:
+    """This rank's chunks of a model."""
+    ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    placement = Placement(ranks, chunks, name == "zb_v")
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    made = iter(range(chunks))
+
+    def provide(pre_process: bool, post_process: bool) -> Part:
+        first = placement.stage(rank, next(made)) * layers_per_stage
+        return Part(range(first, first + layers_per_stage), pre_process, post_process)
+
+    virtual = None if chunks == 1 else chunks
+    return build_model(provide, wrap, virtual, placement="v" if name == "zb_v" else "loop")
+
+
+def assert_same_gradients(model: list[nn.Module], whole: Part) -> None:
+    """Equal bits, for every parameter of this rank."""
+    expected = dict(whole.named_parameters())
+    seen = 0
+    for part in utils.unwrap_model(model):
+        for name, param in part.named_parameters():
+            assert torch.equal(param, expected[name]), name
+            assert param.grad is not None, name
+            assert torch.equal(param.grad, expected[name].grad), (name, param.grad - expected[name].grad)
+            seen += 1
+    assert seen
+
+
+SHAPE = (LENGTH, SAMPLES, HIDDEN)
