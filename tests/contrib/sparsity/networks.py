@@ -151,9 +151,9 @@ class Attributes(Network):
 
 
 class SquareAttribute(Network):
-    """A matrix that the graph multiplies with: its columns, the output channels, are permuted."""
+    """A matrix that the graph multiplies with: which of its sides belongs to which channels is not followed."""
 
-    shape, columns, rows = (3, 16), 1, 2
+    shape, columns, rows = (3, 16), 0, 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class Shared(Network):
 class Reordered(Network):
     """Views, chunks and rolls of channels: what is not known stays."""
 
-    shape, columns, rows = (3, 16), 1, 2
+    shape, columns, rows = (3, 16), 0, 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Reordered(Network):
         self.third, self.last = nn.Linear(32, 32), nn.Linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        one, two = self.first(x).chunk(2, dim=-1)  # joined: rows i and i + 32 move together
+        one, two = self.first(x).chunk(2, dim=-1)
         x = self.second(one * two.sigmoid()).roll(1, -1)
         return self.last(self.third(x).view(3, 4, 8).flatten(1))
 

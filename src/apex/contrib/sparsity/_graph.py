@@ -6,27 +6,13 @@ Only layers and functions named here are known; `_channels.py` says what happens
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.nn.modules import batchnorm, instancenorm
 
-from ._channels import (
-    NUMBER,
-    Attribute,
-    Channels,
-    Labelled,
-    Many,
-    Natural,
-    concatenated,
-    elementwise,
-    flattened,
-    indexed,
-    rearranged,
-    reduced,
-)
+from ._channels import NUMBER, Attribute, Axis, Channels, Labelled, Natural
 
 _ELEMENTWISE_MODULES = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh,
@@ -36,8 +22,8 @@ _ELEMENTWISE_MODULES = (
 # How many of the last dimensions they look at together.
 _SPATIAL_MODULES: dict[type, int] = {
     nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3, nn.AvgPool1d: 1, nn.AvgPool2d: 2, nn.AvgPool3d: 3,
-    nn.AdaptiveAvgPool1d: 1, nn.AdaptiveAvgPool2d: 2, nn.AdaptiveAvgPool3d: 3, nn.AdaptiveMaxPool1d: 1,
-    nn.AdaptiveMaxPool2d: 2, nn.AdaptiveMaxPool3d: 3, nn.ZeroPad2d: 2, nn.ReflectionPad2d: 2, nn.ReplicationPad2d: 2,
+    nn.AdaptiveAvgPool1d: 1, nn.AdaptiveAvgPool2d: 2, nn.AdaptiveAvgPool3d: 3, nn.AdaptiveMaxPool2d: 2,
+    nn.ZeroPad2d: 2, nn.ReflectionPad2d: 2, nn.ReplicationPad2d: 2, nn.UpsamplingNearest2d: 2,
 }  # fmt: skip
 _ELEMENTWISE = frozenset({
     "add", "sub", "mul", "div", "truediv", "neg", "pow", "square", "sqrt", "rsqrt", "exp", "abs", "clamp", "maximum",
@@ -46,13 +32,9 @@ _ELEMENTWISE = frozenset({
     "dropout2d", "dropout3d", "alpha_dropout", "clone", "contiguous", "detach", "to", "float", "half", "double",
     "bfloat16", "iadd", "isub", "imul", "itruediv", "radd", "rsub", "rmul",
 })  # fmt: skip
-_SPATIAL = {
-    f"{kind}{count}d": count
-    for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
-    for count in (1, 2, 3)
-}
-_SIZES = frozenset({"size", "dim", "numel", "ndimension", "shape", "dtype", "device", "ndim"})
-_KNOWN_MODULES = ("torch", "_operator", "builtins", "math")
+_SPATIAL = {f"{kind}_pool{n}d": n for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for n in (1, 2, 3)}
+_SIZES = frozenset({"size", "dim", "numel", "shape", "dtype", "device", "ndim"})
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class _Tracer(fx.Tracer):
@@ -63,30 +45,23 @@ class _Tracer(fx.Tracer):
         return hooked or type(m).__module__.startswith("apex.") or super().is_leaf_module(m, module_qualified_name)
 
 
-def trace(model: nn.Module, example_inputs: tuple | None) -> fx.Graph:
+def trace(model: nn.Module, examples: tuple | None) -> fx.Graph:
     """The graph of the model with what its arguments are by default, but for those that examples are given for.
 
     With examples, nodes know the shapes of their results.
     """
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    given = 0 if example_inputs is None else len(example_inputs)
-    defaults = {
-        parameter.name: parameter.default
-        for place, parameter in enumerate(parameters)
-        if parameter.default is not parameter.empty and place >= given
-    }
+    parameters = list(inspect.signature(model.forward).parameters.values())[len(examples or ()) :]
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
     attributes = set(vars(model))
     try:
         graph = _Tracer().trace(model, concrete_args=defaults or None)
+        if examples is not None:
+            from torch.fx.passes.shape_prop import ShapeProp
+
+            ShapeProp(fx.GraphModule(model, graph)).propagate(*examples, *defaults.values())
     finally:
         for name in set(vars(model)) - attributes:  # constants of the graph
             model.__dict__.pop(name)
-    if example_inputs is not None:
-        from torch.fx.passes.shape_prop import ShapeProp
-
-        placeholders = sum(node.op == "placeholder" for node in graph.nodes)
-        rest = [defaults.get(parameter.name) for parameter in parameters[given:placeholders]]
-        ShapeProp(fx.GraphModule(model, graph)).propagate(*example_inputs, *rest)
     return graph
 
 
@@ -95,15 +70,22 @@ def _shape(node: fx.Node) -> tuple[int, ...] | None:
     return None if shape is None else tuple(shape)
 
 
+def _arguments(node: fx.Node, **wanted: Any) -> list[Any]:
+    """Arguments after the first, by position or name."""
+    given = dict(zip(wanted, node.args[1:], strict=False))
+    return [given.get(name, node.kwargs.get(name, default)) for name, default in wanted.items()]
+
+
 class Walk:
     """One walk along a graph, which fills `channels`."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, channels: Channels) -> None:
-        self.model, self.channels = model, channels
+        self.channels = channels
         self.modules = dict(model.named_modules())
         self.values: dict[fx.Node, Any] = {}
         for node in graph.nodes:
             found = getattr(self, f"_{node.op}")(node)
+            found = self._unknown(node) if found is None else found
             shape = _shape(node)
             if shape is not None and isinstance(found, Natural):
                 found = Natural(len(shape), shape)
@@ -112,123 +94,117 @@ class Walk:
             self.values[node] = found
 
     def _value(self, argument: Any) -> Any:
-        """The value of an argument: of a node, or a constant."""
         return self.values[argument] if isinstance(argument, fx.Node) else NUMBER
 
     def _unknown(self, node: fx.Node) -> Any:
         """Freezes all arguments: what comes out is in its natural order."""
         given = [self.values[each] for each in node.all_input_nodes]
-        if given and all(value is NUMBER for value in given):
-            return NUMBER
-        for value in given:
-            self.channels.freeze(value)
-        return Natural()
+        only_numbers = bool(given) and all(value is NUMBER for value in given)
+        return NUMBER if only_numbers else self.channels.freeze(*given)
 
-    # Nodes ------------------------------------------------------------------------------------------------------------
+    # Nodes: None where they are not known -----------------------------------------------------------------------------
 
     def _placeholder(self, node: fx.Node) -> Any:
         return Natural()
 
     def _output(self, node: fx.Node) -> Any:
-        return self._unknown(node)
+        return None
 
     def _get_attr(self, node: fx.Node) -> Any:
         path, _, name = str(node.target).rpartition(".")
-        module = self.modules[path]
-        tensor = getattr(module, name, None)
-        return Attribute(module, name, tensor) if isinstance(tensor, Tensor) else Natural()
+        tensor = getattr(self.modules[path], name, None)
+        return Attribute(self.modules[path], name, tensor) if isinstance(tensor, Tensor) else None
 
     def _call_module(self, node: fx.Node) -> Any:
-        module = self.modules[str(node.target)]
-        value = self._value(node.args[0]) if node.args else Natural()
+        module: Any = self.modules[str(node.target)]
         if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"):
-            return self._unknown(node)
+            return None
         if isinstance(module, nn.MultiheadAttention):
             return self._attention(node, module)
-        if len(node.all_input_nodes) != 1:
-            return self._unknown(node)
+        if len(node.all_input_nodes) != 1 or not node.args:
+            return None
+        value = self._value(node.args[0])
         if isinstance(module, nn.Linear):
-            return self._linear(value, self._weight(module), module.weight)
-        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            self._columns(value, -1, self.channels.axis(module, "weight", 1))
+            return Labelled(-1, self._rows(module).ids, getattr(value, "rank", None))
+        if isinstance(module, _CONVOLUTIONS):
             return self._convolution(value, module)
         if isinstance(module, nn.Embedding):
-            self.channels.freeze(value)
-            self.channels.freeze(self.channels.axis(module, "weight", 0))
-            return Labelled(-1, self.channels.axis(module, "weight", 1).ids, _raised(value))
+            self.channels.freeze(value, self.channels.axis(module, "weight", 0))
+            rank = getattr(value, "rank", None)
+            return Labelled(-1, self.channels.axis(module, "weight", 1).ids, None if rank is None else rank + 1)
         if isinstance(module, _ELEMENTWISE_MODULES):
-            return elementwise(self.channels, [value])
+            return self.channels.elementwise([value])
         if not isinstance(value, Labelled):
-            return self._unknown(node)
+            return None
         if isinstance(module, batchnorm._BatchNorm | instancenorm._InstanceNorm):
             at_one = value.place == 1 or (value.rank is None and isinstance(module, nn.BatchNorm1d))
-            return value if at_one and self._per_channel(module, value, module.num_features) else self._unknown(node)
-        if hasattr(module, "normalized_shape"):
-            return self._last_dimensions_norm(node, module, value)
-        if isinstance(module, nn.PReLU):
-            if module.num_parameters == 1 or (
-                value.place == 1 and self._per_channel(module, value, module.num_parameters)
-            ):
-                return value
-            return self._unknown(node)
+            fits = at_one and module.num_features == len(value.ids)
+            return (
+                self._per_channel(module, value, 0, "weight", "bias", "running_mean", "running_var") if fits else None
+            )
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__module__.startswith("apex.normalization."):
+            shape = tuple(getattr(module, "normalized_shape", ()))
+            if not shape or -value.dim > len(shape):
+                return value if shape else None
+            fits = shape[value.dim] == len(value.ids)
+            return self._per_channel(module, value, len(shape) + value.dim, "weight", "bias") if fits else None
         if isinstance(module, nn.Flatten):
-            return self._flatten(node, value, module.start_dim, module.end_dim)
-        for kind, dims in _SPATIAL_MODULES.items():
-            if isinstance(module, kind):
-                return value if value.dim < -dims else self._unknown(node)
-        if isinstance(module, nn.Upsample):
-            return value if value.place == 1 else self._unknown(node)
-        return self._unknown(node)
+            return self._flattened(node, value, module.start_dim, module.end_dim)
+        looks_at = next((dims for kind, dims in _SPATIAL_MODULES.items() if isinstance(module, kind)), None)
+        return value if looks_at is not None and value.dim < -looks_at else None
 
     def _call_method(self, node: fx.Node) -> Any:
-        return self._function(node, str(node.target))
-
-    def _call_function(self, node: fx.Node) -> Any:
-        module = getattr(node.target, "__module__", None)
-        if module is not None and module.split(".")[0] not in _KNOWN_MODULES:
-            return self._unknown(node)
-        return self._function(node, getattr(node.target, "__name__", ""))
-
-    def _function(self, node: fx.Node, name: str) -> Any:
-        name = name.rstrip("_")
+        name = str(node.target).rstrip("_")
+        value = self._value(node.args[0])
         if name in _SIZES or (name == "getattr" and node.args[1] in _SIZES):
             return NUMBER
         if name in _ELEMENTWISE:
-            return elementwise(self.channels, [self.values[each] for each in node.all_input_nodes])
-        if name in _SPATIAL and len(node.all_input_nodes) == 1:
-            value = self._value(node.args[0])
-            return value if isinstance(value, Labelled) and value.dim < -_SPATIAL[name] else self._unknown(node)
-        handler: Callable[..., Any] | None = getattr(self, f"_f_{name}", None)
-        if handler is None:
-            return self._unknown(node)
-        found = handler(node, self._value(node.args[0]) if node.args else None)
-        return self._unknown(node) if found is None else found
+            return self.channels.elementwise([self.values[each] for each in node.all_input_nodes])
+        if name == "getitem":
+            return self._item(value, node.args[1])
+        if name in ("cat", "concat"):
+            (dim,) = _arguments(node, dim=0)
+            values = [self._value(each) for each in node.args[0]]  # type: ignore[union-attr]
+            return self.channels.concatenated(values, dim) if isinstance(dim, int) else None
+        if name == "expand":  # in dimensions of length 1
+            return value if isinstance(value, Attribute) else None
+        if not isinstance(value, Labelled):
+            return None
+        if name in _SPATIAL:
+            return value if value.dim < -_SPATIAL[name] else None
+        if name == "flatten":
+            return self._flattened(node, value, *_arguments(node, start_dim=0, end_dim=-1))
+        if name in ("view", "reshape"):
+            return self._flattened(node, value, 1, -1) if _is_flattening(node) else None
+        if name in ("transpose", "permute"):
+            return self._rearranged(node, value, name)
+        return self._reduced(node, value) if name in ("mean", "sum", "amax", "amin") else None
+
+    def _call_function(self, node: fx.Node) -> Any:
+        module = (getattr(node.target, "__module__", None) or "torch").split(".")[0]
+        if module not in ("torch", "_operator", "builtins") or not node.args:
+            return None
+        return self._call_method(_Named(node, getattr(node.target, "__name__", "")))  # type: ignore[arg-type]
 
     # Layers -----------------------------------------------------------------------------------------------------------
 
-    def _weight(self, module: nn.Module) -> Attribute:
-        bias = getattr(module, "bias", None)
-        if isinstance(bias, Tensor):
-            self.channels.join(self.channels.axis(module, "weight", 0).ids, self.channels.axis(module, "bias", 0).ids)
-        return Attribute(module, "weight", module.weight)  # type: ignore[arg-type]
+    def _rows(self, module: nn.Module) -> Axis:
+        """The output channels of a layer, joined with its bias."""
+        rows = self.channels.axis(module, "weight", 0)
+        if isinstance(getattr(module, "bias", None), Tensor):
+            self.channels.join(rows.ids, self.channels.axis(module, "bias", 0).ids)
+        return rows
 
-    def _columns(self, value: Any, dim: int, columns: Any) -> None:
+    def _columns(self, value: Any, dim: int, columns: Axis) -> None:
         """Joins the channels of a layer's input with the columns of its weight."""
-        if isinstance(value, Labelled) and value.dim == dim and len(value.ids) == columns.width:
+        if isinstance(value, Labelled) and value.dim == dim and len(value.ids) == len(columns.ids):
             self.channels.join(value.ids, columns.ids)
         else:
-            self.channels.freeze(value)
-            self.channels.freeze(columns)
+            self.channels.freeze(value, columns)
 
-    def _linear(self, value: Any, weight: Attribute, tensor: Tensor) -> Labelled:
-        self._columns(value, -1, self.channels.axis(weight.module, weight.name, 1, tensor=tensor))
-        rows = self.channels.axis(weight.module, weight.name, 0, tensor=tensor)
-        return Labelled(-1, rows.ids, getattr(value, "rank", None))
-
-    def _convolution(self, value: Any, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Any:
-        spatial = len(module.kernel_size)
-        dim, groups = -(spatial + 1), module.groups
-        self._weight(module)
-        rows = self.channels.axis(module, "weight", 0)
+    def _convolution(self, value: Any, module: Any) -> Labelled:
+        dim, groups, rows = -len(module.kernel_size) - 1, module.groups, self._rows(module)
         if groups == 1:
             self._columns(value, dim, self.channels.axis(module, "weight", 1))
         elif groups == module.in_channels == module.out_channels:  # a filter for each channel
@@ -238,176 +214,102 @@ class Walk:
             width, height = module.in_channels // groups, module.out_channels // groups
             fits = isinstance(value, Labelled) and value.dim == dim and len(value.ids) == module.in_channels
             for group in range(groups):
-                columns = self.channels.axis(module, "weight", 1, (group * height, (group + 1) * height))
                 part = replace(value, ids=value.ids[group * width : (group + 1) * width]) if fits else value
-                self._columns(part, dim, columns)
-        return Labelled(dim, rows.ids, spatial + 2)
+                rows_of_group = (group * height, (group + 1) * height)
+                self._columns(part, dim, self.channels.axis(module, "weight", 1, rows_of_group))
+        return Labelled(dim, rows.ids, 1 - dim)
 
     def _attention(self, node: fx.Node, module: nn.MultiheadAttention) -> Any:
         """Columns of the projections of query, key and value, and rows of the last one, can be permuted."""
         names = ("query", "key", "value")
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         if not all(name in given for name in names):
-            return self._unknown(node)
-        inputs = [self._value(given[name]) for name in names]
-        for each in node.all_input_nodes:
-            if each not in [given[name] for name in names]:
-                self.channels.freeze(self.values[each])
+            return None
+        inputs = [self._value(given.pop(name)) for name in names]
+        self.channels.freeze(*(self._value(each) for each in given.values()))
         size = module.embed_dim
-        for place, (kind, value) in enumerate(zip("qkv", inputs, strict=True)):
+        for place, value in enumerate(inputs):
             if module.in_proj_weight is not None:
                 columns = self.channels.axis(module, "in_proj_weight", 1, (place * size, (place + 1) * size))
             else:
-                columns = self.channels.axis(module, f"{kind}_proj_weight", 1)
+                columns = self.channels.axis(module, f"{names[place][0]}_proj_weight", 1)
             self._columns(value, -1, columns)
-        rank = getattr(inputs[0], "rank", None)
-        projection = self._weight(module.out_proj)
         self.channels.freeze(self.channels.axis(module.out_proj, "weight", 1))
-        rows = self.channels.axis(projection.module, "weight", 0)
-        return Many(None, (Labelled(-1, rows.ids, rank), Natural()))
+        return Labelled(-1, self._rows(module.out_proj).ids, getattr(inputs[0], "rank", None)), Natural()
 
-    def _per_channel(self, module: nn.Module, value: Labelled, width: int) -> bool:
-        """Joins the channels with what a layer has one number of for each; False if it has another number of them."""
-        if width != len(value.ids):
-            return False
-        for name in ("weight", "bias", "running_mean", "running_var"):
+    def _per_channel(self, module: nn.Module, value: Labelled, dim: int, *names: str) -> Labelled:
+        """Joins the channels with what a layer has one number of for each."""
+        for name in names:
             if isinstance(getattr(module, name, None), Tensor):
-                self.channels.join(value.ids, self.channels.axis(module, name, 0).ids)
-        return True
-
-    def _last_dimensions_norm(self, node: fx.Node, module: Any, value: Labelled) -> Any:
-        """Layer and RMS norms, of PyTorch and of this package."""
-        shape = tuple(module.normalized_shape)
-        known = isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__module__.startswith(
-            "apex.normalization"
-        )
-        if not known or (-value.dim <= len(shape) and shape[value.dim] != len(value.ids)):
-            return self._unknown(node)
-        for name in ("weight", "bias") if -value.dim <= len(shape) else ():
-            if isinstance(getattr(module, name, None), Tensor):
-                self.channels.join(value.ids, self.channels.axis(module, name, len(shape) + value.dim).ids)
+                self.channels.join(value.ids, self.channels.axis(module, name, dim).ids)
         return value
 
-    # Functions and methods, by name: None where they cannot be followed ---------------------------------------------
+    # Functions: None where channels cannot be told apart any more -----------------------------------------------------
 
-    def _flatten(self, node: fx.Node, value: Any, start: int, end: int) -> Any:
+    def _flattened(self, node: fx.Node, value: Labelled, start: int, end: int) -> Labelled | None:
+        place = value.place
+        if value.rank is None or place is None:
+            return None
+        start, end = start % value.rank, end % value.rank
+        rank = value.rank - (end - start)
+        if end < place:
+            return replace(value, rank=rank)
+        if start < place:
+            return None
         shape = _shape(node.all_input_nodes[0])
-        ones = shape is not None and isinstance(value, Labelled) and all(size == 1 for size in shape[value.dim :][1:])
-        found = flattened(value, start, end, ones) if isinstance(value, Labelled) else None
-        return self._unknown(node) if found is None else found
+        alone = start > place or start == end or (shape is not None and all(size == 1 for size in shape[place + 1 :]))
+        return replace(value, rank=rank, dim=place - rank, exact=value.exact and alone)
 
-    def _f_flatten(self, node: fx.Node, value: Any) -> Any:
-        start, end = _arguments(node, ("start_dim", 0), ("end_dim", -1))
-        return self._flatten(node, value, start, end)
-
-    def _f_view(self, node: fx.Node, value: Any) -> Any:
-        """`x.view(x.size(0), -1)` is `x.flatten(1)`."""
-        if len(node.args) != 3 or node.args[2] != -1 or not isinstance(node.args[1], fx.Node):
+    def _rearranged(self, node: fx.Node, value: Labelled, name: str) -> Labelled | None:
+        dims = node.args[1] if isinstance(node.args[1], list | tuple) else node.args[1:]
+        if value.rank is None or value.place is None or not all(isinstance(dim, int) for dim in dims):
             return None
-        size, source = node.args[1], node.args[0]
-        by_method = size.target == "size" and tuple(size.args) == (source, 0)
-        shape = size.args[0] if size.args else None
-        by_shape = isinstance(shape, fx.Node) and shape.args == (source, "shape") and size.args[1] == 0
-        return self._flatten(node, value, 1, -1) if by_method or by_shape else None
+        dims = [dim % value.rank for dim in dims]  # type: ignore[operator]
+        if name == "transpose":
+            one, other = dims
+            dims = [other if dim == one else one if dim == other else dim for dim in range(value.rank)]
+        return replace(value, dim=dims.index(value.place) - value.rank)
 
-    _f_reshape = _f_view
-
-    def _f_transpose(self, node: fx.Node, value: Any) -> Any:
-        if not isinstance(value, Labelled) or value.rank is None:
+    def _reduced(self, node: fx.Node, value: Labelled) -> Any:
+        dims, keepdim = _arguments(node, dim=None, keepdim=False)
+        dims = (dims,) if isinstance(dims, int) else dims
+        if value.rank is None or value.place is None or not isinstance(dims, list | tuple):
             return None
-        order = list(range(value.rank))
-        one, other = (dim % value.rank for dim in _arguments(node, ("dim0", None), ("dim1", None)))
-        order[one], order[other] = order[other], order[one]
-        return rearranged(value, order)
+        places = {dim % value.rank for dim in dims}
+        rank = value.rank if keepdim else value.rank - len(places)
+        if value.place in places:  # does not depend on the order of channels
+            return Natural(rank)
+        right = 0 if keepdim else sum(place > value.place for place in places)
+        return replace(value, rank=rank, dim=value.dim + right)
 
-    def _f_permute(self, node: fx.Node, value: Any) -> Any:
-        dims = node.kwargs.get("dims", node.args[1] if len(node.args) == 2 else node.args[1:])
-        if not isinstance(value, Labelled) or value.rank != len(dims):  # type: ignore[arg-type]
+    def _item(self, value: Any, index: Any) -> Any:
+        """Of a tuple, or a tensor indexed with integers and slices that leave the channels alone."""
+        if value is NUMBER or isinstance(value, tuple):
+            return NUMBER if value is NUMBER else value[index] if not isinstance(value, Attribute) else None
+        entries = index if isinstance(index, tuple) else (index,)
+        if not isinstance(value, Labelled) or value.rank is None or value.place is None:
             return None
-        return rearranged(value, [dim % value.rank for dim in dims])  # type: ignore[union-attr, operator, misc]
-
-    def _f_unsqueeze(self, node: fx.Node, value: Any) -> Any:
-        (dim,) = _arguments(node, ("dim", None))
-        if not isinstance(value, Labelled) or (dim >= 0 and value.rank is None):
+        if len(entries) > value.rank or not all(isinstance(each, int | slice) for each in entries):
             return None
-        dim = dim - value.rank - 1 if dim >= 0 else dim  # type: ignore[operator]
-        rank = None if value.rank is None else value.rank + 1
-        return replace(value, rank=rank, dim=value.dim - 1 if -value.dim >= -dim else value.dim)
-
-    def _reduction(self, node: fx.Node, value: Any) -> Any:
-        dims, keepdim = _arguments(node, ("dim", None), ("keepdim", False))
-        if not isinstance(value, Labelled) or dims is None or isinstance(dims, fx.Node):
+        if value.place < len(entries) and entries[value.place] != slice(None):
             return None
-        return reduced(value, (dims,) if isinstance(dims, int) else tuple(dims), bool(keepdim))
-
-    _f_mean = _f_sum = _f_amax = _f_amin = _reduction
-
-    def _f_getitem(self, node: fx.Node, value: Any) -> Any:
-        index = node.args[1]
-        if value is NUMBER:
-            return NUMBER
-        if isinstance(value, Many):
-            if not isinstance(index, int):
-                return None
-            return value.each if value.values is None else value.values[index]
-        return indexed(value, index) if isinstance(value, Labelled) else None
-
-    def _f_cat(self, node: fx.Node, value: Any) -> Any:
-        tensors, dim = node.args[0], _arguments(node, ("dim", 0))[0]
-        if not isinstance(tensors, list | tuple) or isinstance(dim, fx.Node):
-            return None
-        return concatenated(self.channels, [self._value(each) for each in tensors], dim)
-
-    _f_concat = _f_cat
-
-    def _f_chunk(self, node: fx.Node, value: Any) -> Any:
-        count, dim = _arguments(node, ("chunks", None), ("dim", 0))
-        if not isinstance(value, Labelled) or not isinstance(count, int):
-            return None
-        return self._divided(value, -(-len(value.ids) // count), dim)
-
-    def _f_split(self, node: fx.Node, value: Any) -> Any:
-        sizes, dim = _arguments(node, ("split_size_or_sections", None), ("dim", 0))
-        return self._divided(value, sizes, dim) if isinstance(value, Labelled) else None
-
-    def _divided(self, value: Labelled, sizes: Any, dim: int) -> Any:
-        if dim >= 0 and value.rank is None:
-            return None
-        if (dim if dim < 0 else dim - value.rank) != value.dim:  # type: ignore[operator]
-            return Many(value)
-        if not value.exact or not (isinstance(sizes, int) or all(isinstance(size, int) for size in sizes)):
-            return None
-        sizes = sizes if isinstance(sizes, int) else list(sizes)
-        return Many(None, tuple(replace(value, ids=ids) for ids in value.ids.split(sizes)))
-
-    def _f_expand(self, node: fx.Node, value: Any) -> Any:
-        """An attribute that is repeated in dimensions of length 1."""
-        return value if isinstance(value, Attribute) else None
-
-    def _f_linear(self, node: fx.Node, value: Any) -> Any:
-        weight, bias = (self._value(each) for each in _arguments(node, ("weight", None), ("bias", None)))
-        if not isinstance(weight, Attribute) or not (bias is NUMBER or isinstance(bias, Attribute)):
-            return None
-        found = self._linear(value, weight, weight.tensor)
-        if isinstance(bias, Attribute):
-            self.channels.join(found.ids, self.channels.axis(bias.module, bias.name, 0, tensor=bias.tensor).ids)
-        return found
-
-    def _f_matmul(self, node: fx.Node, value: Any) -> Any:
-        weight = self._value(node.args[1])
-        if not isinstance(weight, Attribute) or weight.tensor.dim() != 2:
-            return None
-        rows, columns = (self.channels.axis(weight.module, weight.name, dim, tensor=weight.tensor) for dim in (0, 1))
-        self._columns(value, -1, rows)
-        return Labelled(-1, columns.ids, getattr(value, "rank", None))
+        gone = [place for place, entry in enumerate(entries) if isinstance(entry, int)]
+        return replace(value, rank=value.rank - len(gone), dim=value.dim + sum(at > value.place for at in gone))
 
 
-def _raised(value: Any) -> int | None:
-    rank = getattr(value, "rank", None)
-    return None if rank is None else rank + 1
+class _Named:
+    """A node that calls a function, under the function's name."""
+
+    def __init__(self, node: fx.Node, target: str) -> None:
+        self.target, self.args, self.kwargs = target, node.args, node.kwargs
+        self.all_input_nodes, self.meta = node.all_input_nodes, node.meta
 
 
-def _arguments(node: fx.Node, *wanted: tuple[str, Any]) -> list[Any]:
-    """Arguments after the first, by position or name."""
-    given = dict(zip((name for name, _ in wanted), node.args[1:], strict=False))
-    return [given.get(name, node.kwargs.get(name, default)) for name, default in wanted]
+def _is_flattening(node: fx.Node) -> bool:
+    """Whether it is `x.view(x.size(0), -1)`, or with `x.shape[0]`."""
+    if len(node.args) != 3 or node.args[2] != -1 or not isinstance(node.args[1], fx.Node):
+        return False
+    source, size = node.args[:2]
+    shape = size.args[0] if size.args else None
+    by_shape = isinstance(shape, fx.Node) and shape.args == (source, "shape") and size.args[1] == 0
+    return by_shape or (size.target == "size" and tuple(size.args) == (source, 0))

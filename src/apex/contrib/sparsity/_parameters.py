@@ -58,10 +58,8 @@ class SparseParameter(NamedTuple):
         param = self.param.detach()
         self.module.register_buffer(f"__{self.name}_mma_mask", torch.ones_like(param, dtype=torch.bool))
         if keeps_pruned:
-            zeros = torch.zeros_like(param)
-            self.module.register_buffer(
-                f"__{self.name}_mma_pruned_p", zeros if hasattr(param, "placements") else zeros.to(HOST)
-            )
+            zeros = torch.zeros_like(param, device=None if hasattr(param, "placements") else HOST)
+            self.module.register_buffer(f"__{self.name}_mma_pruned_p", zeros)
 
     def unregister(self) -> None:
         """Removes the buffers."""
@@ -120,11 +118,6 @@ class Tied(NamedTuple):
     values: list[Tensor]
     state: list[Tensor]
     gradients: list[Tensor]
-
-    @property
-    def all(self) -> list[Tensor]:
-        """All of them."""
-        return [*self.values, *self.state, *self.gradients]
 
 
 def tied_tensors(param: Tensor, optimizers: Sequence[Any], masters: dict[Tensor, Tensor]) -> Tied:

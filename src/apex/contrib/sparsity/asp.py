@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,18 +20,13 @@ from ._parameters import (
     tied_tensors,
     whole,
     zero_shards,
-)
+)  # fmt: skip
 from .permutation_lib import Permutation
 from .sparse_masklib import create_mask, find_pattern
 
 WHITELIST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
-_PRUNED_NAMES: dict[type, tuple[str, ...]] = {
-    nn.Linear: ("weight",),
-    nn.Conv1d: ("weight",),
-    nn.Conv2d: ("weight",),
-    nn.Conv3d: ("weight",),
-    nn.MultiheadAttention: ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight"),
-}
+_PRUNED_NAMES: dict[type, Sequence[str]] = dict.fromkeys(WHITELIST, ("weight",))
+_PRUNED_NAMES[nn.MultiheadAttention] = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight")
 
 
 def eligible_modules(
@@ -42,24 +37,18 @@ def eligible_modules(
 ) -> list[tuple[str, nn.Module]]:
     """Modules (name, module) of these types, subclasses included, whose names are allowed and not disallowed."""
     types: Any = tuple(whitelist_layer_types)
-    disallowed = set(disallowed_layer_names)
-    allowed = None if allowed_layer_names is None else set(allowed_layer_names)
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, types) and name not in disallowed and (allowed is None or name in allowed)
-    ]
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, types)}
+    allowed = set(modules if allowed_layer_names is None else allowed_layer_names) - set(disallowed_layer_names)
+    return [(name, module) for name, module in modules.items() if name in allowed]
 
 
 def _obstacle(param: Any) -> str | None:
     """Why a parameter cannot be pruned for tensor cores, or None."""
-    if not isinstance(param, Tensor):
-        return "it has no such tensor"
     if not isinstance(param, nn.Parameter):
-        return "it is computed from other tensors (a parametrization)"
+        return "it is no parameter, but missing or computed from others (a parametrization)"
     if not param.requires_grad:
         return "it is frozen (requires_grad is False)"
-    if not param.is_floating_point() or param.dim() < 2:
+    if not param.is_floating_point() or not 2 <= param.dim() <= 5:
         return f"it is {param.dtype} with {param.dim()} dimensions; floating-point ones of two to five can be pruned"
     if param.shape[0] % 8 or param.shape[1] % 16:
         return f"its shape {list(param.shape)} is not a multiple of 8 by a multiple of 16"
@@ -76,7 +65,6 @@ class ASP:
 
     __model: nn.Module | None = None
     __calculate: Callable[[Tensor], Tensor]
-    __pattern: str | None = None
     __recomputes = False
     __verbosity = 3
     __permutes = True
@@ -108,67 +96,46 @@ class ASP:
         """
         if cls.__model is not None:
             raise SparsityError("ASP has been initialized already; ASP.reset() forgets the model that it has")
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if isinstance(mask_calculator, str):
-            find_pattern(mask_calculator)
-        elif not callable(mask_calculator):
-            raise TypeError(f"mask_calculator must be the name of a pattern or a function, got {mask_calculator!r}")
-        names = {**_PRUNED_NAMES, **{kind: tuple(each) for kind, each in (custom_layer_dict or {}).items()}}
-        types = (*whitelist, *(kind for kind in custom_layer_dict or {} if kind not in whitelist))
+            find_pattern(mask_calculator)  # raises unless it is one
+            mask_calculator = functools.partial(create_mask, pattern=mask_calculator)
+        names = {**_PRUNED_NAMES, **(custom_layer_dict or {})}
+        types = (*whitelist, *(custom_layer_dict or ()))
         for kind in types:
             if not any(base in names for base in kind.__mro__):
                 raise ValueError(
                     f"whitelist has {kind.__name__}, of which it is not known what to prune; name its parameters with "
                     f"custom_layer_dict={{{kind.__name__}: [...]}}"
                 )
-        found, skipped = cls.__find(model, types, names, allowed_layer_names, disallowed_layer_names)
-        if not found:
-            reasons = "".join(f"\n  {name}: {reason}" for name, reason in skipped.items())
-            raise ValueError(f"no parameter of the model can be pruned{reasons or ': it has no layer of these types'}")
-        cls.reset()
-        for sparse in found:
-            sparse.register(allow_recompute_mask)
-        cls.__model, cls.__parameters, cls.__skipped = model, tuple(found), skipped
-        cls.__calculate = mask_calculator if callable(mask_calculator) else _pattern_calculator(mask_calculator)
-        cls.__pattern = mask_calculator if isinstance(mask_calculator, str) else None
-        cls.__recomputes, cls.__verbosity, cls.__permutes = allow_recompute_mask, verbosity, allow_permutation
-        for sparse in found:
-            cls.__say(3, f"will prune {sparse.full_name}, {list(sparse.param.shape)} {sparse.param.dtype}")
-        for name, reason in skipped.items():
-            cls.__say(2, f"will not prune {name}: {reason}")
-
-    @staticmethod
-    def __find(
-        model: nn.Module,
-        types: Sequence[type],
-        names: dict[type, tuple[str, ...]],
-        allowed: Iterable[str] | None,
-        disallowed: Iterable[str],
-    ) -> tuple[list[SparseParameter], dict[str, str]]:
-        """The parameters to prune, and why others of these types of layers are not."""
-        chosen = {name for name, _ in eligible_modules(model, types, allowed, disallowed)}
-        found: list[SparseParameter] = []
+        chosen = dict(eligible_modules(model, types, allowed_layer_names, disallowed_layer_names))
+        found: dict[int, SparseParameter] = {}
         skipped: dict[str, str] = {}
-        owners: dict[int, str] = {}
         for module_name, module in eligible_modules(model, types, None, ()):
             if module_name not in chosen:
                 skipped[module_name] = "its name is disallowed, or not among those allowed"
                 continue
             known = next(names[base] for base in type(module).__mro__ if base in names)
-            present = [name for name in known if getattr(module, name, None) is not None]
-            for name in present or known[:1]:
-                sparse = SparseParameter(module_name, module, name)
-                param = getattr(module, name, None)
+            for name in [each for each in known if getattr(module, each, None) is not None] or known[:1]:
+                sparse, param = SparseParameter(module_name, module, name), getattr(module, name, None)
                 reason = _obstacle(param)
-                if reason is None and id(param) in owners:
-                    reason = f"it is the same parameter as {owners[id(param)]}"
+                if reason is None and id(param) in found:
+                    reason = f"it is the same parameter as {found[id(param)].full_name}"
                 if reason is None:
-                    owners[id(param)] = sparse.full_name
-                    found.append(sparse)
+                    found[id(param)] = sparse
                 else:
                     skipped[sparse.full_name] = reason
-        return found, skipped
+        if not found:
+            reasons = "".join(f"\n  {name}: {reason}" for name, reason in skipped.items())
+            raise ValueError(f"no parameter of the model can be pruned{reasons or ': it has no layer of these types'}")
+        cls.reset()
+        cls.__model, cls.__parameters, cls.__skipped = model, tuple(found.values()), skipped
+        cls.__calculate, cls.__recomputes = mask_calculator, allow_recompute_mask
+        cls.__verbosity, cls.__permutes = verbosity, allow_permutation
+        for sparse in cls.__parameters:
+            sparse.register(allow_recompute_mask)
+            cls.__say(3, f"will prune {sparse.full_name}, {list(sparse.param.shape)} {sparse.param.dtype}")
+        for name, reason in skipped.items():
+            cls.__say(2, f"will not prune {name}: {reason}")
 
     @classmethod
     def already_init_asp_model(cls) -> bool:
@@ -207,7 +174,7 @@ class ASP:
         is put back. With `allow_recompute_mask` a model that is pruned already gets its dense values back first.
         """
         model = cls.__check_model("compute_sparse_masks")
-        if any(not bool(local_all(sparse.mask)) for sparse in cls.__parameters):
+        if not all(bool(whole(sparse.mask).all()) for sparse in cls.__parameters):
             cls.restore_pruned_weights()
         if cls.__permutes:
             inner = getattr(model, "module", model)
@@ -215,11 +182,11 @@ class ASP:
             entries = [(each.module_name, each.module, each.name) for each in cls.__parameters]
             Permutation.set_permutation_params_from_asp(inner, entries, (), cls.__verbosity)
             Permutation.permute_model(
-                inner, example_inputs=example_inputs, tied=cls.__tied_in_place, optimizers=cls.__optimizers
+                inner, example_inputs=example_inputs, tied=cls.__tied, optimizers=cls.__optimizers
             )
         for sparse in cls.__parameters:
             param, mask, pruned = sparse.param.detach(), sparse.mask, sparse.pruned
-            found = cls.__calculate(param if not hasattr(param, "placements") else whole(param))
+            found = cls.__calculate(whole(param))
             if not isinstance(found, Tensor) or found.shape != param.shape:
                 shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
                 raise ValueError(f"mask_calculator gave {shape} for {sparse.full_name} of shape {list(param.shape)}")
@@ -227,7 +194,7 @@ class ASP:
             if pruned is not None:
                 pruned.copy_(param * ~mask)
             cls.__say(2, f"keeps {float(whole(mask).float().mean()):.1%} of {sparse.full_name}")
-        cls._mask_values_and_state()
+        cls._mask()
 
     @classmethod
     @torch.no_grad()
@@ -235,45 +202,39 @@ class ASP:
         """Puts pruned values back: the model is dense again, and its masks are full."""
         cls.__check_model("restore_pruned_weights")
         if not cls.__recomputes:
-            raise SparsityError(
-                "the model is pruned and its pruned values were not kept: initialize ASP with allow_recompute_mask=True"
-            )
+            raise SparsityError("pruned values were not kept: initialize ASP with allow_recompute_mask=True")
         masters = masters_of(cls.__optimizers)
-        for shard, mask, pruned in zero_shards(cls.__parameters, cls.__optimizers):
-            if pruned is not None:
-                shard.copy_(torch.where(mask, shard, pruned.to(shard.device, shard.dtype)))
+        triples = [*zero_shards(cls.__parameters, cls.__optimizers)]
         for sparse in cls.__parameters:
-            param, mask, pruned = sparse.param, sparse.mask, sparse.pruned
-            assert pruned is not None
-            for value in tied_tensors(param, cls.__optimizers, masters).values:
+            values = tied_tensors(sparse.param, cls.__optimizers, masters).values
+            triples += [(value, sparse.mask, sparse.pruned) for value in values]
+        for value, mask, pruned in triples:
+            if pruned is not None:
                 value.copy_(torch.where(mask, value, pruned.to(value.device, value.dtype)))
-            mask.fill_(True)
-            pruned.zero_()
+        for sparse in cls.__parameters:
+            sparse.mask.fill_(True)
+            sparse.pruned.zero_()  # type: ignore[union-attr]
 
     @classmethod
     def is_sparsity_enabled(cls) -> bool:
         """Whether the model is pruned: False if all masks are full, True if all are as the pattern wants them."""
-        kept = [(int(whole(sparse.mask).sum()), sparse.mask.numel()) for sparse in cls.__parameters]
-        if all(ones == total for ones, total in kept):
+        kept = [float(whole(sparse.mask).double().mean()) for sparse in cls.__parameters]
+        if all(share == 1 for share in kept):
             return False
-        exact = cls.__pattern in ("m4n2_1d", "m4n2_2d_best")
-        if all(2 * ones == total if exact else ones < total for ones, total in kept):
+        pattern = getattr(cls.__calculate, "keywords", {}).get("pattern")
+        exact = pattern in ("m4n2_1d", "m4n2_2d_best")
+        if all(share == 0.5 if exact else share < 1 for share in kept):
             return True
-        names = [
-            sparse.full_name for sparse, (ones, total) in zip(cls.__parameters, kept, strict=True) if ones == total
-        ]
-        raise SparsityError(f"some masks are full and others are not, or keep another share than half: {names or kept}")
+        wrong = {sparse.full_name: share for sparse, share in zip(cls.__parameters, kept, strict=True) if share != 0.5}
+        raise SparsityError(
+            f"masks do not agree whether the model is pruned; these keep other shares than 0.5: {wrong}"
+        )
 
     @classmethod
     def prune_trained_model(cls, model: nn.Module, optimizer: Any) -> None:
         """Prunes a trained model, 2 of 4 weights in linear layers, convolutions and attention, for training it on."""
-        cls.init_model_for_pruning(
-            model,
-            mask_calculator="m4n2_1d",
-            verbosity=2,
-            whitelist=[nn.Linear, nn.Conv2d, nn.MultiheadAttention],
-            allow_recompute_mask=False,
-        )
+        types = [nn.Linear, nn.Conv2d, nn.MultiheadAttention]
+        cls.init_model_for_pruning(model, verbosity=2, whitelist=types)
         cls.init_optimizer_for_pruning(optimizer)
         cls.compute_sparse_masks()
 
@@ -305,55 +266,39 @@ class ASP:
             hook.remove()
         for sparse in cls.__parameters:
             sparse.unregister()
-        cls.__model, cls.__pattern, cls.__skipped = None, None, {}
+        cls.__model, cls.__skipped = None, {}
         cls.__optimizers, cls.__hooks, cls.__copies, cls.__parameters = (), (), (), ()
 
-    # What steps of optimizers call ------------------------------------------------------------------------------------
-
     @classmethod
-    def _mask_gradients(cls) -> None:
-        masters = masters_of(cls.__optimizers)
-        mask_all(
-            (gradient, sparse.mask)
-            for sparse in cls.__parameters
-            for gradient in tied_tensors(sparse.param, (), masters).gradients
-        )
-
-    @classmethod
-    def _mask_values_and_state(cls, optimizers: Sequence[Any] | None = None) -> None:
-        """Masks weights, masters, state and copies; of the parameters of some optimizers only, if these are given."""
-        optimizers = cls.__optimizers if optimizers is None else optimizers
-        masters = masters_of(optimizers)
-        pairs = []
+    def _mask(cls, gradients: bool = False) -> None:
+        """Masks gradients, or weights, masters, state and copies."""
+        masters, pairs = masters_of(cls.__optimizers), []
         for sparse in cls.__parameters:
-            tied = tied_tensors(sparse.param, optimizers, masters)
-            pairs += [(tensor, sparse.mask) for tensor in (*tied.values, *tied.state)]
-            pairs += [(value, sparse.mask) for value in cls.__of_copies(sparse)]
-        pairs += [(shard, mask) for shard, mask, _ in zero_shards(cls.__parameters, optimizers)]
+            tied = tied_tensors(sparse.param, cls.__optimizers, masters)
+            copies = cls.__in_copies(sparse.full_name.removeprefix("module."))
+            tensors = tied.gradients if gradients else (*tied.values, *tied.state, *copies)
+            pairs += [(tensor, sparse.mask) for tensor in tensors]
+        if not gradients:
+            pairs += [(shard, mask) for shard, mask, _ in zero_shards(cls.__parameters, cls.__optimizers)]
         mask_all(pairs)
 
     @classmethod
-    def __of_copies(cls, sparse: SparseParameter) -> list[Tensor]:
-        """The parameter in the copies of the model, which may have wrapped it."""
-        found = []
-        name = sparse.full_name.removeprefix("module.")
+    def __in_copies(cls, name: str) -> Iterator[Tensor]:
+        """What has this name in the copies of the model, which may be wrapped."""
         for copy in cls.__copies:
-            named = dict(copy.named_parameters())
-            found += [named[key].detach() for key in (name, f"module.{name}") if key in named][:1]
-        return found
+            named = {key.removeprefix("module."): value for key, value in copy.state_dict(keep_vars=True).items()}
+            if name in named:
+                yield named[name].detach()
 
     @classmethod
-    def __tied_in_place(cls, module: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
+    def __tied(cls, module: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
         """All that is permuted with a tensor of the model, itself included."""
-        model = cls.__check_model("permute")
-        found = tied_tensors(tensor, cls.__optimizers, masters_of(cls.__optimizers)).all
-        prefix = next((key for key, value in model.named_modules() if value is module), "")
-        full_name = f"{prefix}.{name}".lstrip(".").removeprefix("module.")
-        for copy in cls.__copies:
-            named = {**dict(copy.named_parameters()), **dict(copy.named_buffers())}
-            found += [named[key].detach() for key in (full_name, f"module.{full_name}") if key in named][:1]
-        found += getattr(cls.__calculate, "tied_tensors", lambda tensor: [])(tensor)
-        return found
+        modules = cls.__check_model("permute").named_modules()
+        path = next((key for key, value in modules if value is module), "")
+        found = tied_tensors(tensor, cls.__optimizers, masters_of(cls.__optimizers))
+        of_calculator = getattr(cls.__calculate, "tied_tensors", lambda tensor: [])(tensor)
+        copies = cls.__in_copies(f"{path}.{name}".lstrip(".").removeprefix("module."))
+        return [*found.values, *found.state, *found.gradients, *copies, *of_calculator]
 
     @classmethod
     def __check_model(cls, method: str) -> nn.Module:
@@ -368,20 +313,11 @@ class ASP:
             print(f"[ASP] {text}")
 
 
-def _pattern_calculator(pattern: str) -> Callable[[Tensor], Tensor]:
-    return functools.partial(create_mask, pattern=pattern)
-
-
-def local_all(mask: Tensor) -> Tensor:
-    """Whether a mask, of which processes may hold parts, is full everywhere."""
-    return whole(mask).all()
-
-
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    ASP._mask_gradients()
+    ASP._mask(gradients=True)
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if hasattr(optimizer, "param_sync"):  # ZeRO, whose parameters may still be on their way
         optimizer.param_sync()
-    ASP._mask_values_and_state()
+    ASP._mask()

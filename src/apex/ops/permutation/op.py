@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
+from .._device import next_power_of_2
 from .._tolerance import excess
-from . import config, reference
+from . import reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
 
@@ -38,14 +39,9 @@ def launch(columns: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
     count, rows = len(windows), columns.shape[1]
     gains = torch.empty(count, dtype=torch.float32, device=columns.device)
     best = torch.empty(count, dtype=torch.int32, device=columns.device)
-    block = config.block(rows)
+    block = min(256, max(32, next_power_of_2(rows)))  # 8 elements a thread: 35 splits of them stay in registers
     kernels.best_splits((count,), (columns, windows, gains, best), (rows,), BLOCK=block, num_warps=1)
     return gains, best.long()
-
-
-def kept_magnitude(columns: Tensor) -> Tensor:
-    """What 2:4 pruning keeps of columns [C, R], C a multiple of 4, in every stripe: float64 [C / 4]."""
-    return reference.kept_magnitude(columns)
 
 
 def self_check(device: torch.device) -> float:

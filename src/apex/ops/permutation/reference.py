@@ -52,11 +52,6 @@ def _numbers_of_subsets(width: int) -> Tensor:
     return number
 
 
-def splits_of(width: int, numbers: Tensor) -> Tensor:
-    """The splits with these numbers, int64 [N, width]."""
-    return window_splits(width)[numbers]
-
-
 def subset_sums(columns: Tensor, windows: Tensor) -> Tensor:
     """What 2:4 pruning keeps of every subset of 4 columns of each window, [subsets, N], in lexicographic order.
 

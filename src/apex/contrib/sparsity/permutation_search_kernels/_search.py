@@ -54,9 +54,10 @@ class Search:
 
     def climb(self, changed: Tensor | None = None) -> bool:
         """Makes exchanges until none gains anything; `changed`, bool [stripes], were touched. False: out of time."""
-        every = torch.arange(len(self.members), dtype=torch.int64, device=HOST)
+        if changed is None:
+            changed = torch.ones(self.stripes, dtype=torch.bool, device=HOST)
         while True:
-            self.measure(every if changed is None else every[changed[self.members].any(1)])
+            self.measure(torch.where(changed[self.members].any(1))[0])
             changed = self._exchange()
             if not bool(changed.any()):
                 return True
@@ -80,7 +81,7 @@ class Search:
         members = self.members[chosen]
         stripes = self.order.view(-1, 4)
         columns = stripes[members].flatten(1)
-        shared = columns.gather(1, op.splits_of(columns.shape[1], self.splits[chosen]))
+        shared = columns.gather(1, op.window_splits(columns.shape[1])[self.splits[chosen]])
         stripes[members.flatten()] = shared.view(-1, 4)
         changed[members.flatten()] = True
         return changed
@@ -116,25 +117,21 @@ def search(
     count = len(columns)
     if count % 4:
         raise ValueError(f"the matrix must have a multiple of 4 columns, got {count}")
-    if window % 4 or window not in (8, 12, 16):
+    if window not in (8, 12, 16):
         raise ValueError(f"a window has 8, 12 or 16 columns, got {window}")
     if count < 8:
         return list(range(count))
     start = time.monotonic()
     generator = torch.Generator(device=HOST).manual_seed(seed)
     with progress(f"permutation search {len(matrix)}x{count}", start, time_budget) as report:
-        if count <= 16 and count <= window:
-            exhaustive = Search(columns, count, start + time_budget, report)
-            exhaustive.climb()
-            return exhaustive.order.tolist()
         found = Search(columns, 8, start + time_budget, report)
-        if found.climb() and escape_attempts:
+        if found.climb():
             found.escape(escape_attempts, generator)
-        if window > 8:
-            wide = Search(columns, window, start + time_budget, report)
-            wide.order = found.order
-            wide.climb()
-            found = wide
+        if window > 8 and count > 8:
+            order = found.order
+            found = Search(columns, min(window, count), start + time_budget, report)
+            found.order = order
+            found.climb()
     return found.order.tolist()
 
 

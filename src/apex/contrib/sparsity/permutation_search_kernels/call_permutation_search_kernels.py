@@ -11,7 +11,7 @@ DEFAULTS: dict[str, Any] = {
     "strategy": "exhaustive",
     "stripe_group_size": 8,
     "escape_attempts": ESCAPE_ATTEMPTS,
-    "progressive_search_time_limit": 60.0,
+    "progressive_search_time_limit": 60.0,  # seconds, as time_budget
     "time_budget": 60.0,
     "seed": 1,
 }
