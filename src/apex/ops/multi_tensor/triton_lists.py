@@ -47,8 +47,8 @@ class TritonLists:
         self.device = first[0].device
         self._stream = current_stream(self.device)
         dtypes = [tensors[0].dtype if tensors else None for tensors in (*slots, copy)]
-        # As the kernel takes them: the types, and the numbers in a row of the table.
-        self._types = tuple(None if t is None else getattr(kernels.tl, str(t).removeprefix("torch.")) for t in dtypes)
+        # As the kernel takes them: the names of types, and the numbers in a row of the table.
+        self._types = tuple(None if t is None else str(t).removeprefix("torch.") for t in dtypes)
         self._columns = 1 + sum(t is not None for slot, t in enumerate(dtypes) if slot != GRADIENT)
         self._copied = copy is not None
         self._table = self._make_table(slots, copy)
@@ -215,29 +215,10 @@ class TritonLists:
             bounds = layout.bounds
             finishing = (*finish, out.shape[-1], layout.last_block[finish.per_tensor])
         given = (table.fixed, table.moving, layout.programs, noop, grad_scale, scalars, whole, overflow)
-        kernels.apply_rule(
-            (layout.count,),
+        settings = (flags, on_device, checks, self._types, self._columns, table.aligned, seed is not None, finishing)
+        _rule_launch(rule, layout.count, layout.block, layout.together, *settings)(
             (*given, nonfinite_counts, partials, bounds, tickets if finishing else None, out, factor),
-            (),
             (*numbers, *_ZEROS[len(numbers) :], seed or 0, *by),
-            RULE=kernels.compiled(rule),
-            TYPES=self._types,
-            CONSTANTS=(  # see kernels_blocks.py
-                (*flags, *_OFF[len(flags) :]),
-                on_device,
-                rule.reads_slot,
-                rule.writes_slot,
-                tuple([slot in checks for slot in range(SLOTS)]) if checks else _NO_CHECKS,
-                rule.quantities,
-                rule.maximum,
-                self._columns,
-                table.aligned,
-                seed is not None,
-            ),
-            FINISH=finishing,
-            BLOCK=layout.block,
-            BLOCKS=layout.together,
-            num_warps=config.WARPS,
         )
         return partials, layout
 
@@ -259,19 +240,9 @@ class TritonLists:
     ) -> None:
         """See `kernels_reductions.reduce_partials`; `columns` are those of `partials`, if not one per quantity."""
         keep_if_captured(self.device, bounds)
-        reductions.reduce_partials(
-            (bounds.shape[0] - 1, quantities),
-            (partials, bounds, noop, grad_scale, out, factor),
-            (),
-            by,
-            QUANTITIES=columns or quantities,
-            MAXIMUM=maximum,
-            COLUMNS=out.shape[-1],
-            ROOT=root,
-            AVERAGE=averages,
-            BLOCK=config.REDUCE_BLOCK,
-            num_warps=config.REDUCE_WARPS,
-        )
+        shape = (bounds.shape[0] - 1, quantities, columns or quantities, out.shape[-1])
+        launch = _reduction_launch(*shape, maximum, root, averages)
+        launch((partials, bounds, noop, grad_scale, out, factor), by)
 
     def _bounds_of_all(self, count: int) -> Tensor:
         bounds = self._bounds.get(count)
@@ -338,3 +309,58 @@ def _may_finish(noop: Tensor | None, overflow: Tensor | None) -> bool:
     The two may be views of the same number.
     """
     return noop is None or overflow is None
+
+
+@_device.launch_rule
+def _rule_launch(
+    rule: Rule,
+    programs: int,
+    block: int,
+    together: int,
+    flags: tuple[bool, ...],
+    on_device: tuple[int, ...],
+    checks: tuple[int, ...],
+    types: tuple[str | None, ...],
+    columns: int,
+    aligned: bool,
+    seeded: bool,
+    finishing: tuple[Any, ...] | None,
+) -> Any:
+    """The launch of a rule, which lacks its tables and numbers."""
+    return kernels.apply_rule.prepare(
+        (programs,),
+        RULE=kernels.compiled(rule),
+        TYPES=tuple(None if name is None else getattr(kernels.tl, name) for name in types),
+        CONSTANTS=(  # see kernels_blocks.py
+            (*flags, *_OFF[len(flags) :]),
+            on_device,
+            rule.reads_slot,
+            rule.writes_slot,
+            tuple([slot in checks for slot in range(SLOTS)]) if checks else _NO_CHECKS,
+            rule.quantities,
+            rule.maximum,
+            columns,
+            aligned,
+            seeded,
+        ),
+        FINISH=finishing,
+        BLOCK=block,
+        BLOCKS=together,
+        num_warps=config.WARPS,
+    )
+
+
+@_device.launch_rule
+def _reduction_launch(
+    results: int, quantities: int, of_partials: int, columns: int, maximum: bool, root: bool, averages: bool
+) -> Any:
+    return reductions.reduce_partials.prepare(
+        (results, quantities),
+        QUANTITIES=of_partials,
+        MAXIMUM=maximum,
+        COLUMNS=columns,
+        ROOT=root,
+        AVERAGE=averages,
+        BLOCK=config.REDUCE_BLOCK,
+        num_warps=config.REDUCE_WARPS,
+    )
