@@ -1,0 +1,247 @@
+"""Checks of pipelines beside replicas, tensor parallelism and an encoder, that run in eight processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
+from apex.parallel import DistributedDataParallel
+from apex.transformer import finalize_model_grads, parallel_state, tensor_parallel
+from apex.transformer.enums import ModelType
+from apex.transformer.pipeline_parallel import build_model, utils
+from apex.transformer.pipeline_parallel.schedules import forward_backward_no_pipelining
+from apex.transformer.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from .toy import (
+    HIDDEN,
+    LENGTH,
+    SAMPLES,
+    SHAPE,
+    STEPS,
+    Layer,
+    Part,
+    assert_same_gradients,
+    batch_of,
+    in_one_process,
+    parts_of,
+    pipeline,
+    set_microbatches,
+    step_function,
+)
+
+CLOSE = {"rtol": 1e-6, "atol": 1e-7}
+
+
+def of_all_replicas(layers: int, microbatches: int, replicas: int) -> Part:
+    """A model with the mean of the gradients that replicas with batches of their own have."""
+    model = Part(range(layers))
+    set_microbatches(microbatches)
+    for replica in range(replicas):
+        batch = batch_of(microbatches, seed=replica)
+        forward_backward_no_pipelining(step_function, batch, model, forward_only=False)
+    for param in model.parameters():
+        param.grad /= replicas
+    return model
+
+
+def assert_close_to(whole: Part, parts: list[nn.Module]) -> None:
+    expected = dict(whole.named_parameters())
+    for part in utils.unwrap_model(parts):
+        for name, param in part.named_parameters():
+            torch.testing.assert_close(param.grad, expected[name].grad, msg=name, **CLOSE)
+
+
+def torch_replicas(rank: int) -> None:
+    """Gradients are reduced once, whether the caller gives the modules' own no_sync or nothing."""
+    for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb_v", 2)):
+        for handler in (False, True):
+            with pipeline(4, None if chunks == 1 else chunks):
+                replica = parallel_state.get_data_parallel_rank()
+                model = parts_of(name, chunks, 1, wrap=True)
+                reductions = []
+                for part in model:
+                    part.register_comm_hook(reductions, counting)
+                options = {"custom_sync_context_handler": model[0].no_sync} if handler else {}
+                set_microbatches(4)
+                batch = batch_of(4, seed=replica)
+                STEPS[name](step_function, batch, model, forward_only=False, tensor_shape=SHAPE, **options)
+                assert len(reductions) == chunks
+                assert all(part.require_backward_grad_sync for part in model)
+                finalize_model_grads(model)
+                assert_close_to(of_all_replicas(4 * chunks, 4, 2), model)
+
+
+def counting(reductions, bucket):  # without types: torch reads them, and not as strings
+    reductions.append(1)
+    group = parallel_state.get_data_parallel_group()
+    future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0] / dist.get_world_size(group))
+
+
+def apex_replicas(rank: int) -> None:
+    ranks = dist.get_world_size()
+    for step in (forward_backward_no_pipelining, STEPS["1f1b"]):
+        for handler in (False, True):
+            with pipeline(1, None):
+                model = DistributedDataParallel(Part(range(2)))
+                options = {"custom_sync_context_handler": model.no_sync} if handler else {}
+                set_microbatches(3)
+                step(step_function, batch_of(3, seed=rank), model, forward_only=False, **options)
+                assert_close_to(of_all_replicas(2, 3, ranks), [model])
+
+
+def sharded_optimizer(rank: int) -> None:
+    """ZeRO, whose no_sync is the caller's context: the step sends what stages have not sent."""
+    for handler in (False, True):
+        with pipeline(4, None):
+            group = parallel_state.get_data_parallel_group()
+            replica = parallel_state.get_data_parallel_rank()
+            model = parts_of("1f1b", 1, 1)
+            optimizer = DistributedFusedAdam(model[0].parameters(), lr=0.1, process_group=group)
+            options = {"custom_sync_context_handler": optimizer.no_sync} if handler else {}
+            set_microbatches(4)
+            STEPS["1f1b"](step_function, batch_of(4, seed=replica), model, forward_only=False, **options)
+            optimizer.step()
+            whole = of_all_replicas(4, 4, 2)
+            torch.optim.Adam(whole.parameters(), lr=0.1).step()
+            expected = dict(whole.named_parameters())
+            for name, param in model[0].named_parameters():
+                torch.testing.assert_close(param, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+class Both(nn.Module):
+    """A stage of an encoder or of the decoder behind it."""
+
+    def __init__(self, index: int, add_encoder: bool, add_decoder: bool, pre_process: bool, post_process: bool) -> None:
+        super().__init__()
+        self.layer = Layer(index)
+        self.decodes, self.first = add_decoder, pre_process
+        self.received: list[Tensor] = []
+
+    def set_input_tensor(self, tensors: list[Any]) -> None:
+        self.received = tensors
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        if not self.decodes:
+            return self.layer(source if self.first else self.received[0])
+        hidden = target if self.first else self.received[0]
+        return self.layer(hidden + self.received[-1].mean(0, keepdim=True))
+
+
+def encoder_and_decoder(rank: int) -> None:
+    """Decoder stages see the encoder's output, and its gradient comes from all of them; other sequence lengths."""
+    ranks, split = dist.get_world_size(), 3
+    source, target = batch_of(4)
+    target = torch.cat([target, target], 1)
+
+    def step(batch: list[Tensor], model: nn.Module) -> Any:
+        output = model(batch[0].transpose(0, 1), batch[1].transpose(0, 1))
+        return output, lambda output: (output.square().mean(), output.detach())
+
+    whole = [
+        Both(index, index < split, index >= split, index in (0, split), index in (split - 1, ranks - 1))
+        for index in range(ranks)
+    ]
+    for microbatch in range(4):
+        pair = [
+            tensor[microbatch * SAMPLES : (microbatch + 1) * SAMPLES].transpose(0, 1) for tensor in (source, target)
+        ]
+        hidden = None
+        for part in whole[:split]:
+            part.set_input_tensor([hidden])
+            hidden = part(*pair)
+        encoded = hidden
+        for part in whole[split:]:
+            part.set_input_tensor([hidden, encoded])
+            hidden = part(*pair)
+        (hidden.square().mean() / 4).backward()
+    with pipeline(ranks, None, pipeline_model_parallel_split_rank_=split):
+        model = build_model(Both, False, None, ModelType.encoder_and_decoder, rank)
+        set_microbatches(4)
+        STEPS["1f1b"](
+            step,
+            (source, target),
+            model,
+            forward_only=False,
+            tensor_shape=SHAPE,
+            decoder_sequence_length=2 * LENGTH,
+            deallocate_pipeline_outputs=True,
+        )
+        for (name, param), other in zip(model[0].named_parameters(), whole[rank].parameters(), strict=True):
+            torch.testing.assert_close(param.grad, other.grad, msg=name, **CLOSE)
+
+
+class SplitLayers(nn.Module):
+    """Two layers split over tensor-parallel ranks, with the sequence split outside of them."""
+
+    def __init__(self, index: int, pre_process: bool, post_process: bool) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        options = {"use_cpu_initialization": True, "sequence_parallel_enabled": True}
+        options["gradient_accumulation_fusion"] = True
+        self.wide = ColumnParallelLinear(
+            HIDDEN, 8, gather_output=False, no_async_tensor_model_parallel_allreduce=True, **options
+        )
+        self.narrow = RowParallelLinear(8, HIDDEN, input_is_parallel=True, **options)
+        for layer in (self.wide, self.narrow):
+            layer.weight.main_grad = torch.zeros_like(layer.weight)
+        self.received: Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[Any]) -> None:
+        self.received = tensors[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.received is None:
+            x = tensor_parallel.scatter_to_sequence_parallel_region(x)
+        else:
+            x = self.received
+        return x + self.narrow(torch.tanh(self.wide(x)[0]))[0]
+
+
+def tensor_and_sequence_parallel(rank: int) -> None:
+    """Weight gradients that are added to main_grad are added once when backward passes are divided."""
+    length = 4
+    found = []
+    for name in ("1f1b", "zb_h1"):
+        with pipeline(4, None, tensor=2):
+            model = build_model(SplitLayers, False, None, ModelType.encoder_or_decoder, rank // 2)
+            set_microbatches(5)
+            generator = torch.Generator().manual_seed(3)
+            batch = [torch.randn(5 * SAMPLES, length, HIDDEN, generator=generator)]
+
+            def step(batch: list[Tensor], model: nn.Module) -> Any:
+                output = model(batch[0].transpose(0, 1).contiguous())
+                return output, lambda output: (output.square().sum(), output.detach())
+
+            shape = (length, SAMPLES, HIDDEN)
+            STEPS[name](step, batch, model, forward_only=False, tensor_shape=shape, sequence_parallel_enabled=True)
+            found.append([getattr(param, "main_grad", param.grad) for param in model[0].parameters()])
+    for one, other in zip(*found, strict=True):
+        assert one.abs().sum() > 0
+        assert torch.equal(one, other)
+
+
+def deep_pipelines(rank: int) -> None:
+    for name, chunks, microbatches in (("1f1b", 1, 9), ("zb_v", 2, 15), ("interleaved", 2, 8)):
+        _, whole = in_one_process(8 * chunks, microbatches)
+        with pipeline(8, None if chunks == 1 else chunks):
+            model = parts_of(name, chunks, 1)
+            STEPS[name](step_function, batch_of(microbatches), model, forward_only=False)
+            assert_same_gradients(model, whole)
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        torch_replicas,
+        apex_replicas,
+        sharded_optimizer,
+        encoder_and_decoder,
+        tensor_and_sequence_parallel,
+        deep_pipelines,
+    )
+}
