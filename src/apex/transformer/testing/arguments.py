@@ -131,9 +131,9 @@ def _parser() -> argparse.ArgumentParser:
         for entry in table.split():
             name, _, default = entry.partition("=")
             parser.add_argument(f"--{name}", type=kind, default=kind(default) if default else None)
-    for default, table in ((False, _FLAGS), (None, _UNSET_FLAGS)):
+    for unless_given, table in ((False, _FLAGS), (None, _UNSET_FLAGS)):
         for name in table.split():
-            parser.add_argument(f"--{name}", action="store_true", default=default)
+            parser.add_argument(f"--{name}", action="store_true", default=unless_given)
     for name, turned_off in _OFF.items():
         parser.add_argument(f"--{name}", action="store_false", dest=turned_off)
     for name, (default, accepted) in _CHOICES.items():
