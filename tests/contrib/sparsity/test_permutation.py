@@ -41,7 +41,7 @@ def permute(model: nn.Module, examples=None) -> bool:
     return Permutation.permute_model(model, example_inputs=examples)
 
 
-WITH_EXAMPLES = ["concatenated input", "flattened image", "MobileNet", "ViT"]
+WITH_EXAMPLES = ["concatenated input", "flattened image", "BERT", "ViT"]
 
 
 @pytest.mark.parametrize(

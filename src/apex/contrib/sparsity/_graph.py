@@ -284,8 +284,10 @@ class Walk:
 
     def _item(self, value: Any, index: Any) -> Any:
         """Of a tuple, or a tensor indexed with integers and slices that leave the channels alone."""
-        if value is NUMBER or isinstance(value, tuple):
-            return NUMBER if value is NUMBER else value[index] if not isinstance(value, Attribute) else None
+        if value is NUMBER:
+            return NUMBER
+        if type(value) is tuple:
+            return value[index]
         entries = index if isinstance(index, tuple) else (index,)
         if not isinstance(value, Labelled) or value.rank is None or value.place is None:
             return None

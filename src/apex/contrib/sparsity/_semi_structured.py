@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,18 +31,16 @@ def _obstacle(weight: Tensor) -> str | None:
         return f"its dtype is {weight.dtype}; float16 and bfloat16 are taken"
     if any(size < 16 or size % 8 for size in weight.shape):
         return "its sides are not multiples of 8, 16 at least"
-    if weight.shape[1] % 4 or int((weight.detach().view(-1, 4) != 0).sum(1).max()) > 2:
-        return "it is not pruned to 2 of 4"
-    return None
+    pruned = int((weight.detach().reshape(-1, 4) != 0).sum(1).max()) <= 2
+    return None if pruned else "it is not pruned to 2 of 4"
 
 
-def _microseconds(function: Callable[[], Tensor]) -> float:
-    for _ in range(_WARM_UP):
-        function()
+def _microseconds(input: Tensor, weight: Tensor, bias: Tensor | None) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(_REPEATS):
-        function()
+    for repeat in range(_WARM_UP + _REPEATS):
+        if repeat == _WARM_UP:
+            start.record()
+        functional.linear(input, weight, bias)
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1000 / _REPEATS
@@ -51,21 +48,20 @@ def _microseconds(function: Callable[[], Tensor]) -> float:
 
 def _measure(name: str, layer: nn.Linear, input: Tensor | None) -> tuple[Row, Tensor | None]:
     """A row of the table, and the sparse weight if it is the quicker one."""
-    weight, shape = layer.weight.detach(), tuple(layer.weight.shape)
-    rows = 0 if input is None else input.numel() // input.shape[-1]
-    reason = _obstacle(weight) or ("it was not used" if input is None else None)
-    if reason is not None:
-        return Row(name, shape, rows, None, None, reason), None
+    weight, bias = layer.weight.detach(), layer.bias
+    row = Row(name, tuple(weight.shape), 0, None, None, _obstacle(weight) or "it was not used")
+    if input is None or _obstacle(weight):
+        return row, None
+    row = row._replace(rows=input.numel() // input.shape[-1])
     try:
-        sparse = torch.sparse.SparseSemiStructuredTensorCUSPARSELT.from_dense(weight)
-        error = functional.linear(input, sparse, layer.bias) - functional.linear(input, weight, layer.bias)
-    except (RuntimeError, NotImplementedError, AttributeError, ValueError) as problem:
-        return Row(name, shape, rows, None, None, f"PyTorch cannot convert it: {str(problem).splitlines()[0]}"), None
-    times = [_microseconds(lambda w=each: functional.linear(input, w, layer.bias)) for each in (weight, sparse)]
-    if not bool(error.isfinite().all()):
-        return Row(name, shape, rows, *times, "stays: the sparse product is not finite"), None
-    wins = times[1] < times[0]
-    return Row(name, shape, rows, *times, "converted" if wins else "stays: dense is quicker"), sparse if wins else None
+        sparse: Any = torch.sparse.SparseSemiStructuredTensorCUSPARSELT.from_dense(weight)
+        finite = bool(functional.linear(input, sparse, bias).isfinite().all())
+    except Exception as problem:  # PyTorch says in many ways that it was built without, or that a shape does not fit
+        return row._replace(outcome=f"PyTorch cannot convert it: {str(problem).splitlines()[0]}"), None
+    row = row._replace(dense=_microseconds(input, weight, bias), sparse=_microseconds(input, sparse, bias))
+    if finite and row.sparse < row.dense:  # type: ignore[operator]
+        return row._replace(outcome="converted"), sparse
+    return row._replace(outcome="stays: dense is quicker" if finite else "stays: its output is not finite"), None
 
 
 @torch.no_grad()
@@ -81,23 +77,20 @@ def convert(model: nn.Module, example_batch: tuple, verbosity: int, backend: str
             torchao: Any = importlib.import_module("torchao.sparsity")
         except ImportError as missing:
             raise RuntimeError("backend='torchao' needs the torchao package, which cannot be imported") from missing
-    inputs: dict[str, Tensor] = {}
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, given, name=name: inputs.update({name: given[0]}))
-        for name, layer in layers.items()
-    ]
+    inputs: dict[nn.Module, Tensor] = {}
+    see = lambda layer, given: inputs.update({layer: given[0]})  # noqa: E731
+    hooks = [layer.register_forward_pre_hook(see) for layer in layers.values()]
     try:
         model(*example_batch)
     finally:
         for hook in hooks:
             hook.remove()
-    found = {name: _measure(name, layer, inputs.get(name)) for name, layer in layers.items()}
-    winners = {id(layers[name]) for name, (_, sparse) in found.items() if sparse is not None}
+    found = {layer: _measure(name, layer, inputs.get(layer)) for name, layer in layers.items()}
+    winners = {layer: sparse for layer, (_, sparse) in found.items() if sparse is not None}
     if backend == "torchao" and winners:
-        torchao.sparsify_(model, torchao.semi_sparse_weight(), lambda module, name: id(module) in winners)
-    for name, (_, sparse) in found.items():
-        if sparse is not None and backend == "torch":
-            layers[name].weight = nn.Parameter(sparse, requires_grad=False)
+        torchao.sparsify_(model, torchao.semi_sparse_weight(), lambda module, name: module in winners)
+    for layer, sparse in winners.items() if backend == "torch" else ():
+        layer.weight = nn.Parameter(sparse, requires_grad=False)
     table = [row for row, _ in found.values()]
     if verbosity:
         print(f"{'layer':32} {'weight':>14} {'rows':>8} {'dense us':>9} {'sparse us':>9}")

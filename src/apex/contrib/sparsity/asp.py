@@ -296,7 +296,7 @@ class ASP:
         modules = cls.__check_model("permute").named_modules()
         path = next((key for key, value in modules if value is module), "")
         found = tied_tensors(tensor, cls.__optimizers, masters_of(cls.__optimizers))
-        of_calculator = getattr(cls.__calculate, "tied_tensors", lambda tensor: [])(tensor)
+        of_calculator: list[Tensor] = getattr(cls.__calculate, "tied_tensors", lambda tensor: [])(tensor)
         copies = cls.__in_copies(f"{path}.{name}".lstrip(".").removeprefix("module."))
         return [*found.values, *found.state, *found.gradients, *copies, *of_calculator]
 

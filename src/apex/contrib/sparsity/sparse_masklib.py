@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,9 +25,7 @@ def fill(x: Tensor) -> float:
 
 def reshape_1d(matrix: Tensor, m: int) -> tuple[Tensor, torch.Size]:
     """The matrix in rows of `m`, and its shape; columns of zeros are added where `m` does not divide their number."""
-    columns = matrix.shape[1]
-    if columns % m:
-        matrix = torch.nn.functional.pad(matrix, (0, m - columns % m))
+    matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % m))
     return matrix.reshape(-1, m), matrix.shape
 
 
@@ -34,23 +34,15 @@ def _patterns_1d(m: int, n: int) -> tuple[tuple[float, ...], ...]:
     if not 0 < n <= m:
         raise ValueError(f"n of m weights are kept, 0 < n <= m; got n={n}, m={m}")
     kept = itertools.combinations(range(m), n)
-    return tuple(tuple(1.0 if place in chosen else 0.0 for place in range(m)) for chosen in kept)
+    return tuple(tuple(float(place in chosen) for place in range(m)) for chosen in kept)
 
 
 @functools.cache
 def _patterns_2d(m: int, n: int) -> tuple[tuple[float, ...], ...]:
-    found: list[tuple[float, ...]] = []
-
-    def extend(rows: tuple[tuple[float, ...], ...], left: tuple[float, ...]) -> None:
-        if len(rows) == m:
-            found.append(tuple(itertools.chain.from_iterable(rows)))
-            return
-        for row in _patterns_1d(m, n):
-            after = tuple(count - value for count, value in zip(left, row, strict=True))
-            if min(after) >= 0:
-                extend((*rows, row), after)
-
-    extend((), (float(n),) * m)
+    found: list[tuple[float, ...]] = [()]
+    for _ in range(m):
+        longer = [(*rows, *row) for rows in found for row in _patterns_1d(m, n)]
+        found = [rows for rows in longer if all(sum(rows[column::m]) <= n for column in range(m))]
     return tuple(found)
 
 
@@ -61,41 +53,38 @@ def compute_valid_1d_patterns(m: int, n: int) -> Tensor:
 
 def compute_valid_2d_patterns(m: int, n: int) -> Tensor:
     """All m x m matrices of 0 and 1 with `n` ones in every row and column: [patterns, m, m]."""
-    patterns = torch.tensor(_patterns_2d(m, n), dtype=torch.float32, device=torch.get_default_device())
-    return patterns.view(-1, m, m)
+    device = torch.get_default_device()
+    return torch.tensor(_patterns_2d(m, n), dtype=torch.float32, device=device).view(-1, m, m)
 
 
 def _best_patterns(groups: Tensor, table: tuple[tuple[float, ...], ...]) -> Tensor:
     """For each row of `groups`, the pattern that keeps the largest sum of absolute values; the first of equal ones."""
-    patterns = groups.new_tensor(table)
-    chosen = []
-    for part in groups.abs().split(max(1, _CHUNK // len(patterns))):
+    patterns, chosen = groups.new_tensor(table), [torch.empty(0, dtype=torch.int64, device=groups.device)]
+    numbers = torch.arange(len(table), dtype=torch.int64, device=groups.device)
+    for part in groups.abs().split(max(1, _CHUNK // len(table))):
         # Summed place by place: a matrix product would round differently from device to device, and ties with it.
-        scores = sum(part[:, place, None] * patterns[None, :, place] for place in range(part.shape[1]))
-        is_best = scores == scores.amax(1, keepdim=True)  # type: ignore[union-attr]
-        is_best[scores.isnan()] = True  # type: ignore[union-attr]
-        numbers = torch.arange(len(patterns), dtype=torch.int32, device=groups.device)
-        chosen.append(torch.where(is_best, numbers, len(patterns)).amin(1).long())
+        scores = torch.zeros(len(part), len(table), dtype=part.dtype, device=part.device)
+        for place in range(part.shape[1]):
+            scores += part[:, place, None] * patterns[None, :, place]
+        is_best = (scores == scores.amax(1, keepdim=True)) | scores.isnan()
+        chosen.append(torch.where(is_best, numbers, len(table)).amin(1))
     return patterns[torch.cat(chosen)]
 
 
 def mn_1d_best(matrix: Tensor, m: int, n: int) -> Tensor:
     """A mask that keeps, of every `m` neighbours in a row, the `n` with the largest absolute values."""
     groups, shape = reshape_1d(matrix.float(), m)
-    if not groups.numel():
-        return torch.ones_like(matrix)
-    mask = _best_patterns(groups, _patterns_1d(m, n)).view(shape)
-    return mask[:, : matrix.shape[1]]
+    return _best_patterns(groups, _patterns_1d(m, n)).view(shape)[:, : matrix.shape[1]]
 
 
 def _blocks(matrix: Tensor, m: int) -> Tensor:
-    """m x m blocks of the matrix, whose sides `m` divides: [blocks, m, m]."""
+    """m x m blocks of the matrix, whose sides `m` divides: [blocks, m * m]."""
     rows, columns = matrix.shape
-    return matrix.reshape(rows // m, m, columns // m, m).transpose(1, 2).reshape(-1, m, m)
+    return matrix.reshape(rows // m, m, columns // m, m).transpose(1, 2).reshape(-1, m * m)
 
 
-def _from_blocks(blocks: Tensor, rows: int, columns: int, m: int) -> Tensor:
-    return blocks.view(rows // m, columns // m, m, m).transpose(1, 2).reshape(rows, columns)
+def _from_blocks(blocks: Tensor, shape: torch.Size, m: int) -> Tensor:
+    return blocks.view(shape[0] // m, shape[1] // m, m, m).transpose(1, 2).reshape(shape)
 
 
 def mn_2d_best(matrix: Tensor, m: int, n: int) -> Tensor:
@@ -106,10 +95,7 @@ def mn_2d_best(matrix: Tensor, m: int, n: int) -> Tensor:
     """
     rows, columns = matrix.shape
     padded = torch.nn.functional.pad(matrix.float(), (0, -columns % m, 0, -rows % m))
-    if not padded.numel():
-        return torch.ones_like(matrix)
-    best = _best_patterns(_blocks(padded, m).flatten(1), _patterns_2d(m, n))
-    return _from_blocks(best, padded.shape[0], padded.shape[1], m)[:rows, :columns]
+    return _from_blocks(_best_patterns(_blocks(padded, m), _patterns_2d(m, n)), padded.shape, m)[:rows, :columns]
 
 
 def mn_2d_greedy(matrix: Tensor, m: int, n: int) -> Tensor:
@@ -119,20 +105,14 @@ def mn_2d_greedy(matrix: Tensor, m: int, n: int) -> Tensor:
     """
     rows, columns = (size // m * m for size in matrix.shape)
     mask = torch.ones_like(matrix, dtype=torch.float32)
-    if not rows * columns:
-        return mask
-    blocks = _blocks(matrix[:rows, :columns].float().abs(), m).flatten(1)
-    order = blocks.sort(dim=1, descending=True, stable=True).indices
+    blocks = _blocks(matrix[:rows, :columns].float().abs(), m)
     every = torch.arange(len(blocks), dtype=torch.int64, device=blocks.device)
-    kept = torch.zeros_like(blocks)
-    in_row, in_column = (torch.zeros(len(blocks), m, dtype=torch.float32, device=blocks.device) for _ in range(2))
-    for place in order.unbind(1):
+    kept = torch.zeros_like(blocks).view(-1, m, m)
+    for place in blocks.sort(dim=1, descending=True, stable=True).indices.unbind(1):
         row, column = place // m, place % m
-        fits = ((in_row[every, row] < n) & (in_column[every, column] < n)).float()
-        kept[every, place] = fits
-        in_row[every, row] += fits
-        in_column[every, column] += fits
-    mask[:rows, :columns] = _from_blocks(kept, rows, columns, m)
+        fits = (kept[every, row].sum(1) < n) & (kept[every, :, column].sum(1) < n)
+        kept[every, row, column] = fits.float()
+    mask[:rows, :columns] = _from_blocks(kept, mask[:rows, :columns].shape, m)
     return mask
 
 
@@ -152,38 +132,24 @@ def m4n2_2d_greedy(mat: Tensor, density: float) -> Tensor:
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """A weight as a matrix whose columns are its input channels, the second dimension: [elements / channels, channels].
-
-    Weights of one dimension are one row.
-    """
-    if tensor.dim() < 2:
-        return tensor.reshape(1, -1)
-    return tensor.movedim(1, -1).reshape(-1, tensor.shape[1])
+    """A weight as a matrix whose columns are its input channels, the second dimension; a vector is one row."""
+    return tensor.reshape(1, -1) if tensor.dim() < 2 else tensor.movedim(1, -1).reshape(-1, tensor.shape[1])
 
 
-def from_matrix(matrix: Tensor, shape: torch.Size) -> Tensor:
-    """What `as_matrix` made a matrix of."""
-    if len(shape) < 2:
-        return matrix.reshape(shape)
-    return matrix.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
-
-
-def find_pattern(pattern: str):  # type: ignore[no-untyped-def]
+def find_pattern(pattern: str) -> Callable[[Tensor, float], Tensor]:
     """The function of a pattern: one of this module, or `m<M>n<N>_1d`, `_2d_best`, `_2d_greedy` for other numbers."""
-    function = globals().get(pattern)
-    if callable(function):
-        return function
-    sizes, _, kind = pattern.partition("_")
-    numbers = sizes.removeprefix("m").split("n")
-    makers = {"1d": mn_1d_best, "2d_best": mn_2d_best, "2d_greedy": mn_2d_greedy}
-    if sizes.startswith("m") and len(numbers) == 2 and all(map(str.isdecimal, numbers)) and kind in makers:
-        m, n = map(int, numbers)
-        _patterns_1d(m, n)  # refuses numbers that do not fit
-        return lambda matrix, density: makers[kind](matrix, m, n)
-    raise ValueError(
-        f"pattern {pattern!r} is not known: give m4n2_1d, m4n2_2d_best, m4n2_2d_greedy, or other numbers like them "
-        "(m8n2_1d keeps 2 of 8)"
-    )
+    if callable(globals().get(pattern)):
+        return globals()[pattern]
+    numbers = re.fullmatch(r"m(\d+)n(\d+)_(1d|2d)_?(best|greedy)?", pattern)
+    maker = globals().get(f"mn_{numbers[3]}_{numbers[4] or 'best'}") if numbers else None
+    if numbers is None or maker is None:
+        raise ValueError(
+            f"pattern {pattern!r} is not known: give m4n2_1d, m4n2_2d_best, m4n2_2d_greedy, or other numbers like them "
+            "(m8n2_1d keeps 2 of 8)"
+        )
+    m, n = int(numbers[1]), int(numbers[2])
+    _patterns_1d(m, n)  # refuses numbers that do not fit
+    return lambda matrix, density: maker(matrix, m, n)
 
 
 @torch.no_grad()
@@ -196,5 +162,6 @@ def create_mask(tensor: Tensor, pattern: str = "m4n2_1d", density: float = 0.5) 
         raise TypeError(f"tensor must be floating-point, got {tensor.dtype}")
     if not 1 <= tensor.dim() <= 5:
         raise ValueError(f"tensor must have one to five dimensions, got {tensor.dim()}: {list(tensor.shape)}")
-    mask = find_pattern(pattern)(as_matrix(tensor.detach().float()), density)
-    return from_matrix(mask, tensor.shape).to(tensor.dtype).contiguous()
+    mask = find_pattern(pattern)(as_matrix(tensor.detach().float()), density).to(tensor.dtype)
+    shape = tensor.shape
+    return mask.view(shape) if len(shape) < 2 else mask.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()

@@ -39,15 +39,11 @@ class WandaMask:
     @torch.no_grad()
     def _see(self, layer: Any, inputs: tuple[Tensor, ...]) -> None:
         """Adds the squares of a layer's inputs, shaped so that they broadcast to its weight."""
-        weight, x = layer.weight, inputs[0].detach().float()
-        if isinstance(layer, nn.Linear):
-            squares = x.square().flatten(0, -2).sum(0)[None]
-        else:
-            spatial = len(layer.kernel_size)
-            channels = x.square().movedim(-(spatial + 1), 0).flatten(1).sum(1).view(layer.groups, -1)
-            if layer.groups > 1:
-                channels = channels.repeat_interleave(layer.out_channels // layer.groups, 0)
-            squares = channels.view(*channels.shape, *(1,) * spatial)
+        weight, groups = layer.weight, getattr(layer, "groups", 1)
+        squares = inputs[0].detach().float().square().movedim(1 - weight.dim(), 0).flatten(1).sum(1).view(groups, -1)
+        if groups > 1:
+            squares = squares.repeat_interleave(len(weight) // groups, 0)
+        squares = squares.view(*squares.shape, *(1,) * (weight.dim() - 2))
         self._squares[weight] = self._squares[weight].add_(squares) if weight in self._squares else squares.clone()
 
     def __call__(self, param: Tensor) -> Tensor:
