@@ -106,7 +106,7 @@ def test_global_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     timers("step").start()
     assert timers("step").elapsed(reset=False) > 0
     timers("step").stop()
-    with pytest.raises(AssertionError, match="timer step is not started"):
+    with pytest.raises(AssertionError, match="timer 'step' is not started"):
         timers("step").stop()
     timers.log(["step"])
     assert capsys.readouterr().out.startswith("time (ms) | step: ")

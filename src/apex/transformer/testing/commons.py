@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ... import _env
-from ..._distributed import collectives
 from .. import parallel_state
 from .._groups.device import parameter_device
+from ..pipeline_parallel.utils import average_losses_across_data_parallel_group
 from ..tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -176,9 +176,7 @@ def process_batch(batch: Any) -> Any:
 def _sum_of_outputs(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of the small models, and its mean over the replicas."""
     loss = output.sum()
-    mean = loss.detach().clone().view(1)
-    collectives.all_reduce(mean, parallel_state.get_data_parallel_group(), "the mean of a loss", average=True).wait()
-    return loss, {"avg": mean}
+    return loss, {"avg": average_losses_across_data_parallel_group([loss])}
 
 
 def fwd_step_func(batch: Any, model: nn.Module) -> tuple[Tensor, LossFunction]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .._timers import Timers
 from ..microbatches import NumMicroBatchesCalculator, build_num_microbatches_calculator
+from ..pipeline_parallel._timers import _Timers
 from .arguments import parse_args
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 @dataclass
 class _Variables:
     args: Any
-    timers: Timers
+    timers: _Timers
     microbatches: NumMicroBatchesCalculator
     tensorboard_writer: Any = None
 
@@ -52,7 +52,7 @@ def set_global_variables(
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
-    _variables = _Variables(args, Timers(), calculator, writer)
+    _variables = _Variables(args, _Timers(), calculator, writer)
 
 
 def destroy_global_vars() -> None:
@@ -71,7 +71,7 @@ def get_args() -> Any:
     return _set("args").args
 
 
-def get_timers() -> Timers:
+def get_timers() -> _Timers:
     """Stopwatches under names."""
     return _set("timers").timers
 
