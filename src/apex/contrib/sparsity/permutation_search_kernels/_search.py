@@ -78,6 +78,8 @@ class Search:
                 chosen.append(number)
                 for stripe in members:
                     used[stripe] = True
+                if sum(used) > self.stripes - len(members):
+                    break
         members = self.members[chosen]
         stripes = self.order.view(-1, 4)
         columns = stripes[members].flatten(1)
