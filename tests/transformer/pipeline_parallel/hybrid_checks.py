@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.parallel import DistributedDataParallel
 from apex.transformer import finalize_model_grads, parallel_state, tensor_parallel
+from apex.transformer._groups.device import parameter_device
 from apex.transformer.enums import ModelType
 from apex.transformer.pipeline_parallel import build_model, utils
 from apex.transformer.pipeline_parallel.schedules import forward_backward_no_pipelining
@@ -38,7 +39,7 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-7}
 
 def of_all_replicas(layers: int, microbatches: int, replicas: int) -> Part:
     """A model with the mean of the gradients that replicas with batches of their own have."""
-    model = Part(range(layers))
+    model = Part(range(layers)).to(parameter_device())
     set_microbatches(microbatches)
     for replica in range(replicas):
         batch = batch_of(microbatches, seed=replica)
@@ -87,7 +88,7 @@ def apex_replicas(rank: int) -> None:
     for step in (forward_backward_no_pipelining, STEPS["1f1b"]):
         for handler in (False, True):
             with pipeline(1, None):
-                model = DistributedDataParallel(Part(range(2)))
+                model = DistributedDataParallel(Part(range(2)).to(parameter_device()))
                 options = {"custom_sync_context_handler": model.no_sync} if handler else {}
                 set_microbatches(3)
                 step(step_function, batch_of(3, seed=rank), model, forward_only=False, **options)
@@ -143,7 +144,9 @@ def encoder_and_decoder(rank: int) -> None:
         return output, lambda output: (output.square().mean(), output.detach())
 
     whole = [
-        Both(index, index < split, index >= split, index in (0, split), index in (split - 1, ranks - 1))
+        Both(index, index < split, index >= split, index in (0, split), index in (split - 1, ranks - 1)).to(
+            source.device
+        )
         for index in range(ranks)
     ]
     for microbatch in range(4):
@@ -187,8 +190,6 @@ class SplitLayers(nn.Module):
             HIDDEN, 8, gather_output=False, no_async_tensor_model_parallel_allreduce=True, **options
         )
         self.narrow = RowParallelLinear(8, HIDDEN, input_is_parallel=True, **options)
-        for layer in (self.wide, self.narrow):
-            layer.weight.main_grad = torch.zeros_like(layer.weight)
         self.received: Tensor | None = None
 
     def set_input_tensor(self, tensors: list[Any]) -> None:
@@ -209,9 +210,12 @@ def tensor_and_sequence_parallel(rank: int) -> None:
     for name in ("1f1b", "zb_h1"):
         with pipeline(4, None, tensor=2):
             model = build_model(SplitLayers, False, None, ModelType.encoder_or_decoder, rank // 2)
+            for layer in (model[0].wide, model[0].narrow):
+                layer.weight.main_grad = torch.zeros_like(layer.weight)
             set_microbatches(5)
             generator = torch.Generator().manual_seed(3)
-            batch = [torch.randn(5 * SAMPLES, length, HIDDEN, generator=generator)]
+            samples = torch.randn(5 * SAMPLES, length, HIDDEN, generator=generator)
+            batch = [samples.to(parameter_device())]
 
             def step(batch: list[Tensor], model: nn.Module) -> Any:
                 output = model(batch[0].transpose(0, 1).contiguous())

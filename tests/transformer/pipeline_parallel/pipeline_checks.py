@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex.transformer import parallel_state
+from apex.transformer._groups.device import parameter_device
 from apex.transformer.pipeline_parallel import p2p_communication, utils
 
 from .toy import (
@@ -82,7 +83,7 @@ def autocast_and_scaler(rank: int) -> None:
     for dtype, name in ((torch.bfloat16, "1f1b"), (torch.float16, "zb_h1"), (torch.float16, "1f1b")):
         options = {"dtype": dtype}
         if dtype == torch.float16:
-            options["grad_scaler"] = torch.amp.GradScaler("cpu", init_scale=4.0)
+            options["grad_scaler"] = torch.amp.GradScaler(parameter_device().type, init_scale=4.0)
         losses, whole = in_one_process(ranks * 2, 4, **options)
         with pipeline(ranks, None):
             model = parts_of(name, 1, 2)

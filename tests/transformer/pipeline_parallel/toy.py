@@ -1,4 +1,7 @@
-"""A sequence of layers as pipeline stages, its training step in one process, and the same step in a pipeline."""
+"""A sequence of layers as pipeline stages, its training step in one process, and the same step in a pipeline.
+
+Where there is a GPU all processes share it, and tensors go through the host's memory.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from apex.transformer import parallel_state
+from apex.transformer._groups.device import parameter_device
 from apex.transformer.pipeline_parallel import build_model, utils
 from apex.transformer.pipeline_parallel._schedule import Placement
 from apex.transformer.pipeline_parallel.schedules import (
@@ -76,7 +80,8 @@ def step_function(batch: list[Tensor], model: nn.Module) -> Any:
 
 def batch_of(microbatches: int, seed: int = 7) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(microbatches * SAMPLES, LENGTH, HIDDEN, generator=generator) for _ in range(2)]
+    shape = (microbatches * SAMPLES, LENGTH, HIDDEN)
+    return [torch.randn(shape, generator=generator).to(parameter_device()) for _ in range(2)]
 
 
 def set_microbatches(microbatches: int, replicas: int = 1) -> None:
@@ -86,7 +91,7 @@ def set_microbatches(microbatches: int, replicas: int = 1) -> None:
 def in_one_process(layers: int, microbatches: int, **options: Any) -> tuple[list[Tensor], Part]:
     """The losses and the model with its gradients, without a pipeline."""
     set_microbatches(microbatches)
-    model = Part(range(layers))
+    model = Part(range(layers)).to(parameter_device())
     losses = forward_backward_no_pipelining(
         step_function, batch_of(microbatches), model, **{"forward_only": False, **options}
     )

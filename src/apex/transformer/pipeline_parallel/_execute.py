@@ -8,7 +8,7 @@ tensors; later ones must be the same.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +23,10 @@ from ..enums import ModelType
 from ._gradient_sync import GradientSync
 from ._messages import Kind as TensorKind
 from ._messages import Link, Transfer, announced, kind_of
-from ._schedule import Action, Kind, Schedule
+from ._schedule import Action, Kind, schedule
 from ._split_backward import backward_input
 from ._steps import Batch, FwdStepFunc, backward_step, forward_step, free_output_tensor
-from .utils import get_kth_microbatch, get_model_type
+from .utils import get_kth_microbatch, get_model_type, get_num_microbatches
 
 Shapes = Callable[[int], "list[tuple[int, ...]] | None"]
 
@@ -50,63 +50,30 @@ class Options:
     param_sync: Callable[[list[Tensor]], Any] | None = None
 
 
-def execute(
-    schedule: Schedule,
-    rank: int,
-    forward_step_func: FwdStepFunc,
-    batch: Batch,
-    model: Sequence[nn.Module],
-    microbatches: int,
-    options: Options,
-    sync: GradientSync,
-    leave_sync_before: Action | None = None,
-) -> list[Any]:
-    """Runs the actions of a rank; what the loss function returned beside the losses, in the last stage.
-
-    If anything fails, all ranks of the pipeline fail, and no context stays entered.
-    """
-    run = _Run(schedule, rank, forward_step_func, batch, model, microbatches, options, sync)
-    virtual = parallel_state.get_virtual_pipeline_model_parallel_rank()
-    contexts = torch.no_grad() if options.forward_only else sync.step()
-    try:
-        with contexts:
-            for action in run.actions:
-                if action == leave_sync_before:
-                    sync.leave()
-                run.act(action)
-            if run.link is not None:
-                run.link.finish()
-    except BaseException:
-        if run.link is not None:
-            run.link.break_off()
-        raise
-    finally:
-        parallel_state.set_virtual_pipeline_model_parallel_rank(virtual)
-    return run.losses
-
-
-class _Run:
-    """A step of one rank."""
+class Step:
+    """A training step of one rank, or a forward pass alone: a schedule, and what it is run on."""
 
     def __init__(
         self,
-        schedule: Schedule,
-        rank: int,
+        name: str,
         forward_step_func: FwdStepFunc,
         batch: Batch,
         model: Sequence[nn.Module],
-        microbatches: int,
         options: Options,
         sync: GradientSync,
     ) -> None:
-        self.placement, self.rank, self.options, self.sync = schedule.placement, rank, options, sync
+        self.microbatches, ranks, self.rank = get_num_microbatches(), 1, 0
+        if name != "no_pipelining":
+            ranks = parallel_state.get_pipeline_model_parallel_world_size()
+            self.rank = parallel_state.get_pipeline_model_parallel_rank()
+        self.placement, actions = schedule(name, ranks, len(model), self.microbatches, options.forward_only)
+        self.actions = actions[self.rank]
         self.forward_step_func, self.batch, self.model = forward_step_func, batch, model
-        self.microbatches = microbatches
+        self.options, self.sync = options, sync
         self.model_type: ModelType = get_model_type(model[0])
-        self.actions = schedule.actions[rank]
         self.losses: list[Any] = []
         self.link: Link | None = None
-        if self.placement.ranks > 1:
+        if ranks > 1:
             self.link = Link(parallel_state.get_pipeline_model_parallel_group())
             self._start_communicator()
         # By (microbatch, chunk): what has come or is coming, and what the backward pass needs.
@@ -117,9 +84,31 @@ class _Run:
         self.weight_passes: dict[tuple[int, int], Callable[[], None]] = {}
         self.kinds: dict[int, list[TensorKind]] = {}  # what a stage sends forward
         self.synchronized: set[int] = set()
-        self.backwards_left: dict[int, int] = defaultdict(int)
-        for kind, _, chunk in self.actions:
-            self.backwards_left[chunk] += kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        self.backwards_left = Counter(
+            action.chunk for action in self.actions if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        )
+
+    def run(self, leave_sync_before: Action | None = None) -> list[Any]:
+        """Does everything in the list; what the loss function returned beside the losses, in the last stage.
+
+        If anything fails, all ranks of the pipeline fail, and no context stays entered.
+        """
+        virtual = parallel_state.get_virtual_pipeline_model_parallel_rank()
+        try:
+            with torch.no_grad() if self.options.forward_only else self.sync.step():
+                for action in self.actions:
+                    if action == leave_sync_before:
+                        self.sync.leave()
+                    self.act(action)
+                if self.link is not None:
+                    self.link.finish()
+        except BaseException:
+            if self.link is not None:
+                self.link.break_off()
+            raise
+        finally:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(virtual)
+        return self.losses
 
     def _start_communicator(self) -> None:
         """NCCL makes a communicator when a group is first used, for which all its ranks are needed at once."""
@@ -136,16 +125,7 @@ class _Run:
             parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
         if kind in _PASSES and self.link is not None:
             self.link.flush()
-        {
-            Kind.FORWARD: self.forward,
-            Kind.BACKWARD: self.backward,
-            Kind.BACKWARD_INPUT: self.backward_input,
-            Kind.BACKWARD_WEIGHT: self.backward_weight,
-            Kind.SEND_FORWARD: self.send_forward,
-            Kind.RECEIVE_FORWARD: self.receive_forward,
-            Kind.SEND_BACKWARD: self.send_backward,
-            Kind.RECEIVE_BACKWARD: self.receive_backward,
-        }[kind](microbatch, chunk)
+        getattr(self, kind.name.lower())(microbatch, chunk)
 
     # Passes ----------------------------------------------------------------------------------------------------------
 

@@ -23,20 +23,8 @@ from .._groups.device import parameter_device
 # Sends that may be under way before the oldest of them is waited for: Gloo does not say when one is done.
 SENDS_UNDER_WAY = 8
 
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
+_NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128"
+DTYPES = tuple(getattr(torch, name) for name in _NAMES.split())
 MOST_TENSORS, MOST_DIMENSIONS = 4, 8
 
 
@@ -78,7 +66,7 @@ class Transfer:
         with explained(self.what):
             self.work.wait()
         if self.there is not self.tensor and self.operation.op is dist.irecv:
-            self.tensor.copy_(self.there)
+            self.tensor.detach().copy_(self.there)
         return self.tensor
 
 

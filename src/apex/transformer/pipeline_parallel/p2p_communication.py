@@ -1,15 +1,15 @@
 """Sending activations and their gradients to the neighbours in the pipeline, one exchange at a time.
 
 The schedules run on lists of messages (`_execute.py`); these nine functions are for schedules of one's own. Every
-tensor is preceded by its shape and dtype, which the receiver compares with what it expects. The options
-`sequence_parallel_enabled`, `sync_batch_comm`, `batch_p2p_comm` and `override_scatter_gather_tensors_in_pipeline` are
-accepted and change nothing: nothing here waits for a whole device, and tensors are never cut into parts on the way.
+tensor is preceded by its shape and dtype, which the receiver compares with what it expects. With `async_comm` they
+return FutureTensors, with `overlap_p2p_comm` also a list of what to wait for. The options in `_UNUSED` are accepted and
+change nothing: nothing here waits for a whole device, and tensors are never cut into parts on the way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ __all__ = [
     "send_forward_recv_backward",
     "send_forward_recv_forward",
 ]
+
+Shape: TypeAlias = "Sequence[int] | None"
+Dtype: TypeAlias = "torch.dtype | None"
 
 
 class FutureTensor:
@@ -69,7 +72,7 @@ def _neighbour(forward: bool, sending: bool) -> _Neighbour:
 class _Arrival:
     """A tensor on its way here, and what was said about it."""
 
-    def __init__(self, link: Link, forward: bool, shape: Sequence[int] | None, dtype: torch.dtype | None) -> None:
+    def __init__(self, link: Link, forward: bool, shape: Shape, dtype: Dtype) -> None:
         if shape is None:
             raise RuntimeError("`tensor_shape` must be specified. It is the shape of the tensor that will be received.")
         self._link, self._neighbour = link, _neighbour(forward, False)
@@ -100,11 +103,7 @@ class _Arrival:
         if self._transfer is None:  # The dtype comes with the announcement.
             tensor = self.wait().requires_grad_(True)
             return FutureTensor(tensor, None)
-        return FutureTensor(self._transfer.tensor.requires_grad_(True), self._wait_without_gradient)
-
-    def _wait_without_gradient(self) -> None:
-        with torch.no_grad():
-            self.wait()
+        return FutureTensor(self._transfer.tensor.requires_grad_(True), self.wait)
 
 
 def _communicate(
@@ -112,8 +111,8 @@ def _communicate(
     send_prev: Tensor | None,
     recv_prev: bool,
     recv_next: bool,
-    tensor_shape: Sequence[int] | None,
-    dtype: torch.dtype | None,
+    tensor_shape: Shape,
+    dtype: Dtype,
     async_comm: bool = False,
     overlap: bool = False,
 ) -> tuple[Any, Any, list[Any]]:
@@ -156,104 +155,74 @@ def _kept_until_sent(handles: list[Any]) -> None:
         _being_sent.pop(0).wait()
 
 
-def _first() -> bool:
+_UNUSED = {"sequence_parallel_enabled", "sync_batch_comm", "batch_p2p_comm", "timers"}
+
+
+def _check_unused(unused: dict[str, Any]) -> None:
+    unknown = sorted(unused.keys() - _UNUSED)
+    if unknown:
+        raise TypeError(f"got unexpected keyword arguments {', '.join(unknown)}")
+
+
+def _first(unused: dict[str, Any]) -> bool:
+    _check_unused(unused)
     return parallel_state.is_pipeline_first_stage()
 
 
-def _last() -> bool:
+def _last(unused: dict[str, Any]) -> bool:
+    _check_unused(unused)
     return parallel_state.is_pipeline_last_stage()
 
 
 def recv_forward(
-    tensor_shape: Sequence[int],
+    tensor_shape: Shape,
     override_scatter_gather_tensors_in_pipeline: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: Dtype = None,
     async_comm: bool = False,
-    sequence_parallel_enabled: bool = False,
-    sync_batch_comm: bool = True,
-    batch_p2p_comm: bool = True,
-    timers: Any = None,
+    **unused: Any,
 ) -> Any:
     """The input from the stage before; None in the first stage."""
-    if _first():
-        return None
-    return _communicate(None, None, True, False, tensor_shape, dtype, async_comm)[0]
+    return None if _first(unused) else _communicate(None, None, True, False, tensor_shape, dtype, async_comm)[0]
 
 
-def recv_backward(
-    tensor_shape: Sequence[int],
-    dtype: torch.dtype | None = None,
-    async_comm: bool = False,
-    sequence_parallel_enabled: bool = False,
-    sync_batch_comm: bool = True,
-    batch_p2p_comm: bool = True,
-    timers: Any = None,
-) -> Any:
+def recv_backward(tensor_shape: Shape, dtype: Dtype = None, async_comm: bool = False, **unused: Any) -> Any:
     """The gradient from the next stage; None in the last stage."""
-    if _last():
-        return None
-    return _communicate(None, None, False, True, tensor_shape, dtype, async_comm)[1]
+    return None if _last(unused) else _communicate(None, None, False, True, tensor_shape, dtype, async_comm)[1]
 
 
 def send_forward(
     output_tensor: Tensor,
     override_scatter_gather_tensors_in_pipeline: bool = False,
-    tensor_shape: Sequence[int] | None = None,
-    dtype: torch.dtype | None = None,
+    tensor_shape: Shape = None,
+    dtype: Dtype = None,
     async_comm: bool = False,
-    sequence_parallel_enabled: bool = False,
-    sync_batch_comm: bool = True,
-    batch_p2p_comm: bool = True,
-    timers: Any = None,
+    **unused: Any,
 ) -> None:
     """Sends the output to the next stage; nothing in the last stage."""
-    if not _last():
+    if not _last(unused):
         _communicate(output_tensor, None, False, False, tensor_shape, dtype, async_comm)
 
 
 def send_backward(
-    input_tensor_grad: Tensor,
-    tensor_shape: Sequence[int] | None = None,
-    dtype: torch.dtype | None = None,
-    async_comm: bool = False,
-    sequence_parallel_enabled: bool = False,
-    sync_batch_comm: bool = True,
-    batch_p2p_comm: bool = True,
-    timers: Any = None,
+    input_tensor_grad: Tensor, tensor_shape: Shape = None, dtype: Dtype = None, async_comm: bool = False, **unused: Any
 ) -> None:
     """Sends the gradient of the input to the stage before; nothing in the first stage."""
-    if not _first():
+    if not _first(unused):
         _communicate(None, input_tensor_grad, False, False, tensor_shape, dtype, async_comm)
 
 
 def send_forward_recv_backward(
-    output_tensor: Tensor,
-    tensor_shape: Sequence[int],
-    dtype: torch.dtype | None = None,
-    async_comm: bool = False,
-    sequence_parallel_enabled: bool = False,
-    sync_batch_comm: bool = True,
-    batch_p2p_comm: bool = True,
-    timers: Any = None,
+    output_tensor: Tensor, tensor_shape: Shape, dtype: Dtype = None, async_comm: bool = False, **unused: Any
 ) -> Any:
     """Sends the output to the next stage and returns the gradient from there; None in the last stage."""
-    if _last():
-        return None
-    return _communicate(output_tensor, None, False, True, tensor_shape, dtype, async_comm)[1]
+    return None if _last(unused) else _communicate(output_tensor, None, False, True, tensor_shape, dtype, async_comm)[1]
 
 
 def send_backward_recv_forward(
-    input_tensor_grad: Tensor,
-    tensor_shape: Sequence[int],
-    dtype: torch.dtype | None = None,
-    async_comm: bool = False,
-    sequence_parallel_enabled: bool = False,
-    sync_batch_comm: bool = True,
-    batch_p2p_comm: bool = True,
-    timers: Any = None,
+    input_tensor_grad: Tensor, tensor_shape: Shape, dtype: Dtype = None, async_comm: bool = False, **unused: Any
 ) -> Any:
     """Sends the gradient of the input to the stage before and returns an input from there; None in the first stage."""
-    if _first():
+    if _first(unused):
         return None
     return _communicate(None, input_tensor_grad, True, False, tensor_shape, dtype, async_comm)[0]
 
@@ -261,38 +230,32 @@ def send_backward_recv_forward(
 def send_forward_recv_forward(
     output_tensor: Tensor | None,
     recv_prev: bool,
-    tensor_shape: Sequence[int],
-    dtype: torch.dtype | None = None,
+    tensor_shape: Shape,
+    dtype: Dtype = None,
     async_comm: bool = False,
-    sequence_parallel_enabled: bool = False,
-    sync_batch_comm: bool = True,
-    batch_p2p_comm: bool = True,
     overlap_p2p_comm: bool = False,
-    timers: Any = None,
+    **unused: Any,
 ) -> Any:
     """Sends an output to the next stage and returns an input from the stage before; the pipeline is a ring."""
-    found, _, handles = _communicate(
-        output_tensor, None, recv_prev, False, tensor_shape, dtype, async_comm, overlap_p2p_comm
-    )
+    _check_unused(unused)
+    exchange = (output_tensor, None, recv_prev, False, tensor_shape, dtype, async_comm, overlap_p2p_comm)
+    found, _, handles = _communicate(*exchange)
     return (found, handles) if overlap_p2p_comm else found
 
 
 def send_backward_recv_backward(
     input_tensor_grad: Tensor | None,
     recv_next: bool,
-    tensor_shape: Sequence[int],
-    dtype: torch.dtype | None = None,
+    tensor_shape: Shape,
+    dtype: Dtype = None,
     async_comm: bool = False,
-    sequence_parallel_enabled: bool = False,
-    sync_batch_comm: bool = True,
-    batch_p2p_comm: bool = True,
     overlap_p2p_comm: bool = False,
-    timers: Any = None,
+    **unused: Any,
 ) -> Any:
     """Sends a gradient to the stage before and returns one from the next stage; the pipeline is a ring."""
-    _, found, handles = _communicate(
-        None, input_tensor_grad, False, recv_next, tensor_shape, dtype, async_comm, overlap_p2p_comm
-    )
+    _check_unused(unused)
+    exchange = (None, input_tensor_grad, False, recv_next, tensor_shape, dtype, async_comm, overlap_p2p_comm)
+    _, found, handles = _communicate(*exchange)
     return (found, handles) if overlap_p2p_comm else found
 
 
@@ -301,17 +264,14 @@ def send_forward_backward_recv_forward_backward(
     input_tensor_grad: Tensor | None,
     recv_prev: bool,
     recv_next: bool,
-    tensor_shape: Sequence[int],
-    dtype: torch.dtype | None = None,
+    tensor_shape: Shape,
+    dtype: Dtype = None,
     async_comm: bool = False,
-    sequence_parallel_enabled: bool = False,
-    sync_batch_comm: bool = True,
-    batch_p2p_comm: bool = True,
     overlap_p2p_comm: bool = False,
-    timers: Any = None,
+    **unused: Any,
 ) -> Any:
     """All four at once: an output and a gradient are sent, an input and a gradient are returned."""
-    before, after, handles = _communicate(
-        output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape, dtype, async_comm, overlap_p2p_comm
-    )
+    _check_unused(unused)
+    exchange = (output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape, dtype)
+    before, after, handles = _communicate(*exchange, async_comm, overlap_p2p_comm)
     return (before, after, handles) if overlap_p2p_comm else (before, after)

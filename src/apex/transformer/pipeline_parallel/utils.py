@@ -25,30 +25,20 @@ _autoresume: Any = None
 # Microbatches --------------------------------------------------------------------------------------------------------
 
 
-def setup_microbatch_calculator(
-    rank: int,
-    rampup_batch_size: list[int] | None,
-    global_batch_size: int,
-    micro_batch_size: int,
-    data_parallel_size: int,
-) -> None:
-    """Says, once, how many samples a step and a microbatch have; see `apex.transformer.microbatches`."""
+def setup_microbatch_calculator(*args: Any, **kwargs: Any) -> None:
+    """Says, once, how many samples a step and a microbatch have.
+
+    Takes what `build_num_microbatches_calculator` of `apex.transformer.microbatches` does: rank, rampup_batch_size,
+    global_batch_size, micro_batch_size and data_parallel_size.
+    """
     assert _calculator is None, "num microbatches calculator is already initialized."
-    _reconfigure_microbatch_calculator(rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size)
+    _reconfigure_microbatch_calculator(*args, **kwargs)
 
 
-def _reconfigure_microbatch_calculator(
-    rank: int,
-    rampup_batch_size: list[int] | None,
-    global_batch_size: int,
-    micro_batch_size: int,
-    data_parallel_size: int,
-) -> None:
+def _reconfigure_microbatch_calculator(*args: Any, **kwargs: Any) -> None:
     """The same, as often as one likes."""
     global _calculator
-    _calculator = build_num_microbatches_calculator(
-        rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size
-    )
+    _calculator = build_num_microbatches_calculator(*args, **kwargs)
 
 
 def _calculated() -> Any:

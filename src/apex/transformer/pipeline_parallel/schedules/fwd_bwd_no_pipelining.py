@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._execute import Options, execute
+from .._execute import Options, Step
 from .._gradient_sync import GradientSync
-from .._schedule import Action, Kind, schedule
-from ..utils import get_num_microbatches, listify_model
+from .._schedule import Action, Kind
+from ..utils import listify_model
 from .common import Batch, FwdStepFunc
 
 __all__ = ["forward_backward_no_pipelining"]
@@ -35,15 +35,7 @@ def forward_backward_no_pipelining(
     DistributedDataParallel is kept from it, and `custom_sync_context_handler()`, if given, is held.
     """
     chunks = listify_model(model)
-    microbatches = get_num_microbatches()
-    return execute(
-        schedule("no_pipelining", 1, len(chunks), microbatches, forward_only),
-        0,
-        forward_step_func,
-        batch,
-        chunks,
-        microbatches,
-        Options(forward_only, dtype, grad_scaler, disable_autocast),
-        GradientSync(chunks, custom_sync_context_handler),
-        Action(Kind.FORWARD, microbatches - 1, 0),
-    )
+    options = Options(forward_only, dtype, grad_scaler, disable_autocast)
+    sync = GradientSync(chunks, custom_sync_context_handler)
+    step = Step("no_pipelining", forward_step_func, batch, chunks, options, sync)
+    return step.run(Action(Kind.FORWARD, step.microbatches - 1, 0))

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ... import parallel_state
-from .._execute import Options, execute
+from .._execute import Options, Step
 from .._gradient_sync import GradientSync
-from .._schedule import schedule
 from ..utils import get_num_microbatches, listify_model
 from .common import Batch, FwdStepFunc
 
@@ -48,49 +47,26 @@ def _forward_backward_pipelining_with_interleaving(
     `custom_param_sync_func` is called with the parameters of each chunk before the chunk before it is first used.
     Everything else is as in the schedule without interleaving.
     """
-    return run_chunks(
-        "interleaved",
-        forward_step_func,
-        batch,
-        listify_model(model),
-        tensor_shape,
-        sequence_parallel_enabled,
-        Options(
-            forward_only,
-            dtype,
-            grad_scaler,
-            disable_autocast,
-            deallocate_pipeline_outputs,
-            param_sync=custom_param_sync_func,
-        ),
-        (custom_sync_context_handler, custom_grad_sync_func),
-        num_micro_batches_with_partial_activation_checkpoints,
-    )
+    chunks = listify_model(model)
+    window = None
+    if num_micro_batches_with_partial_activation_checkpoints is not None:
+        ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        ahead = 2 * (ranks - parallel_state.get_pipeline_model_parallel_rank() - 1) + (len(chunks) - 1) * ranks
+        under_way = min(ahead, get_num_microbatches() * len(chunks)) + 1
+        window = (num_micro_batches_with_partial_activation_checkpoints, under_way)
+    shapes = same_shapes(tensor_shape, sequence_parallel_enabled)
+    options = Options(forward_only, dtype, grad_scaler, disable_autocast, deallocate_pipeline_outputs, shapes, window)
+    options.param_sync = custom_param_sync_func
+    sync = GradientSync(chunks, custom_sync_context_handler, custom_grad_sync_func, per_chunk=True)
+    return Step("interleaved", forward_step_func, batch, chunks, options, sync).run()
 
 
-def run_chunks(
-    name: str,
-    forward_step_func: FwdStepFunc,
-    batch: Batch,
-    chunks: list[nn.Module],
-    tensor_shape: Sequence[int] | None,
-    sequence_parallel_enabled: bool,
-    options: Options,
-    handlers: tuple[Any, Any],
-    partial: int | None = None,
-) -> list[Any]:
-    """A step of any schedule in which chunks are synchronised one by one."""
-    ranks = parallel_state.get_pipeline_model_parallel_world_size()
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    microbatches = get_num_microbatches()
-    actions = schedule(name, ranks, len(chunks), microbatches, options.forward_only)
-    if tensor_shape is not None:
-        length, *others = tensor_shape
-        parts = parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel_enabled else 1
-        shape = (length // parts, *others)
-        options.shapes = lambda stage: [shape]
-    if partial is not None:
-        ahead = 2 * (ranks - rank - 1) + (len(chunks) - 1) * ranks
-        options.checkpoint_window = (partial, min(ahead, microbatches * len(chunks)) + 1)
-    sync = GradientSync(chunks, *handlers, per_chunk=True)
-    return execute(actions, rank, forward_step_func, batch, chunks, microbatches, options, sync)
+def same_shapes(
+    tensor_shape: Sequence[int] | None, sequence_parallel_enabled: bool
+) -> Callable[[int], list[tuple[int, ...]]] | None:
+    """The shape that every stage sends, where the caller has said it."""
+    if tensor_shape is None:
+        return None
+    length, *others = tensor_shape
+    parts = parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel_enabled else 1
+    return lambda stage: [(length // parts, *others)]

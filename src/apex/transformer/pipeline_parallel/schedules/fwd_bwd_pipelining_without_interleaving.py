@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +11,9 @@ from torch import nn
 
 from ... import parallel_state
 from ...enums import ModelType
-from .._execute import Options, execute
+from .._execute import Options, Step
 from .._gradient_sync import GradientSync
-from .._schedule import schedule, warmup
+from .._schedule import warmup
 from ..utils import get_model_type, get_num_microbatches, listify_model
 from .common import Batch, FwdStepFunc
 
@@ -80,32 +81,21 @@ def forward_backward_pipelining_without_interleaving(
     chunks = listify_model(model)
     if len(chunks) != 1:
         raise RuntimeError(f"`model` must be one module, got a list of {len(chunks)}: use the interleaved schedule")
-    microbatches = get_num_microbatches()
-    ranks = parallel_state.get_pipeline_model_parallel_world_size()
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    model_type = get_model_type(chunks[0])
-
-    def shapes(stage: int) -> list[tuple[int, ...]] | None:
-        if tensor_shape is None:
-            return None
-        return get_tensor_shapes(
-            stage,
-            model_type,
+    rank, model_type = parallel_state.get_pipeline_model_parallel_rank(), get_model_type(chunks[0])
+    shapes = None
+    if tensor_shape is not None:
+        shapes = functools.partial(
+            get_tensor_shapes,
+            model_type=model_type,
             tensor_shape=tensor_shape,
             decoder_sequence_length=decoder_sequence_length,
             sequence_parallel_enabled=sequence_parallel_enabled,
         )
-
-    partial = num_micro_batches_with_partial_activation_checkpoints
-    options = Options(
-        forward_only,
-        dtype,
-        grad_scaler,
-        disable_autocast,
-        deallocate_pipeline_outputs,
-        shapes,
-        None if partial is None else (partial, warmup(ranks, rank, microbatches) + 1),
-    )
+    window = None
+    if num_micro_batches_with_partial_activation_checkpoints is not None:
+        ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        under_way = warmup(ranks, rank, get_num_microbatches()) + 1
+        window = (num_micro_batches_with_partial_activation_checkpoints, under_way)
+    options = Options(forward_only, dtype, grad_scaler, disable_autocast, deallocate_pipeline_outputs, shapes, window)
     sync = GradientSync(chunks, custom_sync_context_handler, custom_grad_sync_func, early=rank == 0)
-    actions = schedule("1f1b", ranks, 1, microbatches, forward_only)
-    return execute(actions, rank, forward_step_func, batch, chunks, microbatches, options, sync)
+    return Step("1f1b", forward_step_func, batch, chunks, options, sync).run()

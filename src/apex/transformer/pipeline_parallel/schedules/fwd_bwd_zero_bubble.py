@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ...enums import ModelType
-from .._execute import Options
+from .._execute import Options, Step
+from .._gradient_sync import GradientSync
 from ..utils import get_model_type, listify_model
 from .common import Batch, FwdStepFunc
-from .fwd_bwd_pipelining_with_interleaving import run_chunks
+from .fwd_bwd_pipelining_with_interleaving import same_shapes
 
 __all__ = ["forward_backward_zero_bubble"]
 
@@ -42,20 +43,9 @@ def forward_backward_zero_bubble(
     chunks = listify_model(model)
     if get_model_type(chunks[0]) == ModelType.encoder_and_decoder:
         raise ValueError("zero-bubble schedules are for models of one encoder or decoder: use the 1F1B schedule")
-    return run_chunks(
-        "zb_h1" if len(chunks) == 1 else "zb_v",
-        forward_step_func,
-        batch,
-        chunks,
-        tensor_shape,
-        sequence_parallel_enabled,
-        Options(
-            forward_only,
-            dtype,
-            grad_scaler,
-            disable_autocast,
-            deallocate_pipeline_outputs,
-            param_sync=custom_param_sync_func,
-        ),
-        (custom_sync_context_handler, custom_grad_sync_func),
-    )
+    shapes = same_shapes(tensor_shape, sequence_parallel_enabled)
+    options = Options(forward_only, dtype, grad_scaler, disable_autocast, deallocate_pipeline_outputs, shapes)
+    options.param_sync = custom_param_sync_func
+    sync = GradientSync(chunks, custom_sync_context_handler, custom_grad_sync_func, per_chunk=True)
+    name = "zb_h1" if len(chunks) == 1 else "zb_v"
+    return Step(name, forward_step_func, batch, chunks, options, sync).run()
