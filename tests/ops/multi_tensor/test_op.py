@@ -322,9 +322,8 @@ def test_calls_on_two_streams_do_not_share_a_table() -> None:
     assert_close(found[0], torch.cat(first).double().norm().reshape(1), reduction=10)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
-def test_masks_zero_whatever_is_there(device: str, implementation) -> None:
+@pytest.mark.parametrize("route", routes())
+def test_masks_zero_whatever_is_there(route: Route) -> None:
     """NaN too; tensors of several dtypes and layouts, in one call."""
     shapes = [(3, 5), (40, 30), (4, 6, 2, 2)]
     tensors = [torch.randn(shape).to(dtype) for shape in shapes for dtype in (torch.float32, torch.bfloat16)]
@@ -333,7 +332,7 @@ def test_masks_zero_whatever_is_there(device: str, implementation) -> None:
     expected = [torch.where(mask, tensor, 0) for tensor, mask in zip(tensors, masks, strict=True)]
     for tensor, mask in zip(tensors, masks, strict=True):
         tensor[~mask] = float("nan")
-    here = [tensor.to(device) for tensor in tensors]
-    with _library.implementation(implementation):
-        mask_tensors(here, [mask.to(device) for mask in masks])
+    here = [tensor.to(route.device) for tensor in tensors]
+    with dispatch(route):
+        mask_tensors(here, [mask.to(route.device) for mask in masks])
     assert all(torch.equal(tensor.cpu(), wanted) for tensor, wanted in zip(here, expected, strict=True))

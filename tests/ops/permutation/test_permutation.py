@@ -8,6 +8,7 @@ from torch import Tensor
 
 from apex.ops import _library, permutation
 from apex.ops.permutation import op, reference
+from tests.harness import Route, routes
 
 
 def kept(columns: Tensor) -> float:
@@ -54,15 +55,13 @@ def test_kept_magnitude() -> None:
     assert float(permutation.kept_magnitude(columns).sum()) == pytest.approx(kept(columns), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "device"), [("triton", "cpu"), pytest.param("triton", "cuda", marks=pytest.mark.gpu)]
-)
+@pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("rows", [1, 33, 300])
-def test_kernel(implementation, device: str, rows: int) -> None:
+def test_every_implementation(route: Route, rows: int) -> None:
     columns, windows = problem(rows)
     expected, best = reference.best_splits(columns.double(), windows)
-    with _library.implementation(implementation):
-        found = [op.best_splits(columns.to(device), windows.to(device)) for _ in range(2)]
+    with _library.implementation(route.implementation):
+        found = [op.best_splits(columns.to(route.device), windows.to(route.device)) for _ in range(2)]
     torch.testing.assert_close(found[0][0].double().cpu(), expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(found[0][1].cpu(), best)
     assert torch.equal(found[0][0], found[1][0])
