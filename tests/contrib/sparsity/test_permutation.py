@@ -7,9 +7,14 @@ import torch
 from torch import nn
 
 from apex.contrib.sparsity.permutation_lib import Permutation
-from apex.contrib.sparsity.permutation_search_kernels import sum_after_2_to_4
+from apex.contrib.sparsity.permutation_search_kernels import call_permutation_search_kernels, sum_after_2_to_4
 from apex.contrib.sparsity.sparse_masklib import as_matrix
 from tests.contrib.sparsity.networks import NETWORKS
+
+
+@pytest.fixture(autouse=True)
+def quick_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_permutation_search_kernels, "ESCAPE_ATTEMPTS", 1)
 
 
 def prunable(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
