@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from apex.transformer import finalize_model_grads, parallel_state, tensor_parallel
 from apex.transformer.tensor_parallel import layers, mappings
@@ -222,6 +224,34 @@ def check_linear(rank: int, ranks: int, bias: bool, sequence: bool, asynchronous
             dist.all_reduce(row.bias.grad)
         compare(row.bias.grad, whole[4].grad)
         assert row.bias.sequence_parallel_enabled == sequence
+
+
+class _NewTensors(TorchDispatchMode):
+    """Notes the shapes of tensors that operators make in memory of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self.shapes += [tuple(t.shape) for t in made if t.untyped_storage().data_ptr() not in given]
+        return result
+
+
+@split_over_all
+def fusion_makes_no_weight_gradient(rank: int, ranks: int) -> None:
+    """Beside `main_grad` there is no memory for the weight's gradient, which is otherwise made and then added."""
+    for fusion in (False, True):
+        layer = ColumnParallelLinear(6, 10 * ranks, gather_output=False, gradient_accumulation_fusion=fusion)
+        layer.weight.main_grad = torch.zeros_like(layer.weight)
+        output, _ = layer(torch.randn(4, 2, 6, requires_grad=True))
+        with _NewTensors() as new:
+            output.sum().backward()
+        transposed = {(10, 6), (6, 10)}
+        assert bool(transposed & set(new.shapes)) == (not fusion), new.shapes
 
 
 @split_over_all
@@ -468,6 +498,7 @@ CHECKS = {
         second_derivatives,
         embedding,
         linear_layers,
+        fusion_makes_no_weight_gradient,
         linear_options,
         strided_weight,
         autocast,
