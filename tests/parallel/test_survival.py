@@ -71,7 +71,8 @@ def test_the_others_stop_when_one_is_killed(kind: str, killed: Path) -> None:
     for rank in range(2):
         output = (killed / kind / f"rank{rank}.txt").read_text()
         assert re.search(rf"RuntimeError: rank {rank} of 3: .*{SAID[kind]} failed", output), output
-        assert "no failure is reported by rank 2" in output
+        # On a busy machine the other one may take longer to report its failure than this one waits.
+        assert re.search(r"no failure is reported by rank ([01], )?2", output), output
         assert "start all processes again from the last checkpoint" in output
     assert_last_checkpoint_is_whole(killed / kind)
 
