@@ -226,6 +226,45 @@ def check_linear(rank: int, ranks: int, bias: bool, sequence: bool, asynchronous
         assert row.bias.sequence_parallel_enabled == sequence
 
 
+@split_over_all
+def excluded_classes(rank: int, ranks: int) -> None:
+    """The last rank has nothing but classes that fill up the vocabulary."""
+    whole = doubles(3, 4 * ranks)
+    whole[:, -4:] = -torch.inf
+    target = torch.tensor([0, 1, 2])
+    expected = whole.clone().requires_grad_()
+    F.cross_entropy(expected, target, reduction="sum").backward()
+    mine = part(whole, rank, ranks, -1).clone().requires_grad_()
+    loss = tensor_parallel.vocab_parallel_cross_entropy(mine, target)
+    torch.testing.assert_close(loss, F.cross_entropy(whole, target, reduction="none"), **CLOSE)
+    loss.sum().backward()
+    torch.testing.assert_close(mine.grad, part(expected.grad, rank, ranks, -1), **CLOSE)
+
+
+@split_over_all
+def gradient_penalties_are_refused(rank: int, ranks: int) -> None:
+    """Where a backward pass has no derivative of its own, a penalty must not be lost in silence."""
+    layer = ColumnParallelLinear(4, 4 * ranks, gather_output=False)
+    x = torch.randn(2, 1, 4, requires_grad=True)
+    logits = torch.randn(3, 4, requires_grad=True)
+    for output, given in (
+        (layer(x)[0].sum(), x),
+        (tensor_parallel.vocab_parallel_cross_entropy(logits, torch.zeros(3, dtype=torch.int64)).sum(), logits),
+    ):
+        (gradient,) = torch.autograd.grad(output, given, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.square().sum().backward()
+
+
+@split_over_all
+def layers_on_meta(rank: int, ranks: int) -> None:
+    with torch.device("meta"):
+        layer = ColumnParallelLinear(4, 4 * ranks)
+        embedding = VocabParallelEmbedding(4 * ranks, 6)
+    assert (layer.weight.device.type, layer.weight.shape) == ("meta", (4, 4))
+    assert embedding.weight.is_meta
+
+
 class _NewTensors(TorchDispatchMode):
     """Notes the shapes of tensors that operators make in memory of their own."""
 
@@ -498,6 +537,9 @@ CHECKS = {
         second_derivatives,
         embedding,
         linear_layers,
+        excluded_classes,
+        gradient_penalties_are_refused,
+        layers_on_meta,
         fusion_makes_no_weight_gradient,
         linear_options,
         strided_weight,

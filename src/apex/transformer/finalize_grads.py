@@ -27,9 +27,9 @@ def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_paralle
 
     `model` may be a list of a stage's chunks. `main_grad` is taken where a parameter has one, else `grad`; what layers
     without gradient_accumulation_fusion have left in `grad` is added to it, and `grad` is `main_grad` afterwards where
-    it may have its dtype, for optimizers that know no other. The mean
-    over replicas is left out for modules in torch's or apex's DistributedDataParallel, which have done it for `grad`,
-    and with `data_parallel=False`, for optimizers that do it themselves (ZeRO). Every process must call it.
+    it may have its dtype, for optimizers that know no other. The mean over replicas is left out for modules in torch's
+    or apex's DistributedDataParallel, which have done it for `grad`, and with `data_parallel=False`, for optimizers
+    that do it themselves (ZeRO). Every process must call it.
     """
     chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .._groups.device import HOST
+from ...ops._host import HOST
 
 __all__ = ["MegatronPretrainingRandomSampler", "MegatronPretrainingSampler"]
 

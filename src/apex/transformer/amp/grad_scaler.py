@@ -44,12 +44,13 @@ class GradScaler(torch.amp.GradScaler):
             found = optimizer.unscale_grads(inv_scale, found_inf, allow_fp16)
         else:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        # A process without gradients, a pipeline's stage that is frozen, still takes part.
-        found = found or {found_inf.device: torch.zeros_like(found_inf)}
+        # One flag for however many devices gradients are on; a frozen stage of a pipeline has none and takes part.
+        total = torch.zeros_like(found_inf)
         for flag in found.values():
-            for group in _agreeing_groups():
-                collectives.all_reduce(flag, group, "agreeing on an overflow").wait()
-        return found
+            total += flag.to(total.device)
+        for group in _agreeing_groups():
+            collectives.all_reduce(total, group, "agreeing on an overflow").wait()
+        return {device: total.to(device) for device in found or [total.device]}
 
 
 def _agreeing_groups() -> list[Any]:

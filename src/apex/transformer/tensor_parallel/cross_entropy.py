@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..._distributed import exchange
+from ...ops._library import once_differentiable
 from ...ops.xentropy import XENTROPY, check_logits
 from ..parallel_state import (
     get_tensor_model_parallel_group,
@@ -58,7 +59,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         foreign = (here < 0) | (here >= size)
         here = here.masked_fill(foreign, 0)
         largest = wide.amax(-1)
-        exponentials = (wide - largest.unsqueeze(-1)).exp().sum(-1)
+        # All classes of a rank may be excluded, those that fill up a vocabulary: then their sum is 0, not NaN.
+        shift = largest.masked_fill(largest == -torch.inf, 0.0)
+        exponentials = (wide - shift.unsqueeze(-1)).exp().sum(-1)
         of_target = wide.gather(-1, here.unsqueeze(-1)).squeeze(-1).masked_fill(foreign, 0.0)
         parts = [largest, exponentials, of_target, *([wide.sum(-1)] if uniform else [])]
         group = get_tensor_model_parallel_group()
@@ -76,7 +79,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return loss.masked_fill(ignored, 0.0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad_loss):  # type: ignore[override]
         logits, log_sum, here, foreign, ignored = ctx.saved_tensors
         gradient = (logits.to(log_sum.dtype) - log_sum.unsqueeze(-1)).exp()

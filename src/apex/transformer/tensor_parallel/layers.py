@@ -14,9 +14,10 @@ from torch.nn.parameter import Parameter
 
 from ..._autocast_utils import _cast_if_autocast_enabled
 from ..._distributed import exchange
-from ...ops._library import autocast_off
+from ...ops._host import HOST
+from ...ops._library import autocast_off, once_differentiable
 from ...ops.dense.parts import wgrad_gemm_accum
-from .._groups.device import HOST, parameter_device
+from .._groups.device import parameter_device
 from ..parallel_state import (
     get_tensor_model_parallel_group,
     get_tensor_model_parallel_rank,
@@ -224,7 +225,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
             return F.linear(whole, in_dtype[1], in_dtype[2])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad_output):  # type: ignore[override]
         whole, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = backward_part.wanted(*ctx.needs_input_grad[:3])

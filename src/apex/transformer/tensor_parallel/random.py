@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._groups.device import HOST, parameter_device
+from ...ops._host import HOST
+from .._groups.device import parameter_device
 from ..parallel_state import get_tensor_model_parallel_rank
 from ..utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 from .memory import MemoryBuffer, allocate_mem_buff
@@ -34,11 +35,10 @@ _activations: MemoryBuffer | None = None
 def _generator(device: Any = -1) -> torch.Generator:
     """The default generator of a device: the one where parameters lie for -1."""
     device = parameter_device() if device == -1 else torch.device(device)
-    if device.type == HOST.type:
+    if device.type in (HOST.type, "meta"):  # where nothing is drawn
         return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.init()
-    return torch.cuda.default_generators[index]
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _set_cuda_rng_state(new_state: Tensor, device: Any = -1) -> None:
