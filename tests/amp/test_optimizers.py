@@ -204,17 +204,23 @@ def test_masters_start_from_the_exact_weights() -> None:
     assert_same([exact[0].half()], [model[0].weight])
 
 
-# FusedSGD that unscales itself ----------------------------------------------------------------------------------------
+# Optimizers that unscale themselves -----------------------------------------------------------------------------------
+
+UNSCALING = ("FusedAdam", "FusedAdagrad", "FusedLAMB", "FusedLARS", "FusedNovoGrad", "FusedSGD", "NpuFusedAdamW")
 
 
-@pytest.mark.parametrize("passes", [1, 3])
-def test_without_materialized_master_gradients(passes: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "level", "passes"),
+    [*((kind, "O2", 1) for kind in UNSCALING), ("FusedSGD", "O2", 3), ("FusedAdam", "O5", 1)],
+)
+def test_without_materialized_master_gradients(kind: str, level: str, passes: int) -> None:
     """The same numbers, up to the rounding of sums in half precision; no float32 gradients of half parameters."""
     results = []
     for materialize in (True, False):
         model = small_model()
-        sgd = FusedSGD(model.parameters(), lr=0.1, momentum=0.9, materialize_master_grads=materialize)
-        model, optimizer = quiet(model, sgd, opt_level="O2", scale_window=2)
+        fused = getattr(apex.optimizers, kind)(model.parameters(), lr=0.1, materialize_master_grads=materialize)
+        scaling = {"scale_window": 2} if level == "O2" else {"loss_scale": 8.0}
+        model, optimizer = quiet(model, fused, opt_level=level, **scaling)
         for step in range(4):
             optimizer.zero_grad()
             for part in range(passes):
@@ -222,13 +228,15 @@ def test_without_materialized_master_gradients(passes: int) -> None:
                     scaled.backward()
             assert all((m.grad is None) != materialize for m in optimizer._amp_stash.all_fp32_from_fp16_params)
             assert optimizer.scale_set_by_backward is not materialize
+            if level == "O5" and not materialize:  # a static scale: nobody has to touch them before the step
+                assert all(param.grad._version == 0 for param in optimizer._amp_stash.all_fp16_params)
             optimizer.step()
             assert optimizer.most_recent_scale == 1.0
             assert not optimizer.scale_set_by_backward
         results.append(values(amp.master_params(optimizer)))
         amp.shutdown()
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-7 if passes == 1 else 1e-3)
+        torch.testing.assert_close(a, b, rtol=0, atol=3e-7 if passes == 1 else 1e-3)
 
 
 @pytest.mark.parametrize("route", routes())

@@ -119,6 +119,9 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
 
     found = []
     for (kind, _, device), members in lists.items():
+        # Where the optimizer divides by the scale and nothing asks for overflow, they stay as they are.
+        if kind == "in place" and scales is not None and scales.earlier is scales.new and not scaler.dynamic:
+            continue
         params, grads, outputs, earlier_grads = (list(column) for column in zip(*members, strict=True))
         if kind == "rescaled":
             assert scales is not None

@@ -38,12 +38,18 @@ _profiler_runs = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _Range = torch._C._profiler._RecordFunctionFast
 
 
-class Options(TypedDict, total=False):
-    """What every fused optimizer takes by keyword; `FusedOptimizer` says what they mean."""
+class CommonOptions(TypedDict, total=False):
+    """Options by keyword, of which `FusedOptimizer` says what they mean."""
 
     master_weights: bool
     stochastic_rounding: bool
     capturable: bool
+
+
+class Options(CommonOptions, total=False):
+    """The same and one that SGD and LARS, as upstream's, also take by position."""
+
+    materialize_master_grads: bool
 
 
 class LossScaling(NamedTuple):
@@ -118,7 +124,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     - `stochastic_rounding`: bfloat16 parameters without such a copy are rounded up or down at random, so that small
       updates are not lost; the same seed gives the same bits;
     - `capturable`: the step count (and the learning rate, if it is a tensor) stays on the device, so that a CUDA graph
-      can be replayed.
+      can be replayed;
+    - `materialize_master_grads=False`: under `apex.amp` with master weights, gradients stay in half precision and
+      scaled on the model's parameters, and the masters have none: 4 bytes per parameter less, and one pass less.
+      `apex.amp` sets `most_recent_scale` to the loss scale that it left on them, and `scale_set_by_backward`; a step
+      divides by the one and resets both.
 
     Between steps gradients, state and `param.data` may be replaced; a step finds what is there. Only where `param.data`
     became a part of itself, with the first element in the same place and the old gradient still there, a GPU goes on
@@ -140,6 +150,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     _model_params: Mapping[Tensor, Tensor] = MappingProxyType({})
     _takes_model_grads = False
     _wrote_models = False
+    # Here, too, because optimizers of earlier versions are unpickled.
+    materialize_master_grads = True
+    most_recent_scale: float | Tensor = 1.0
+    scale_set_by_backward = False
 
     def __init__(
         self,
@@ -149,9 +163,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         master_weights: bool = False,
         stochastic_rounding: bool = False,
         capturable: bool = False,
+        materialize_master_grads: bool = True,
         set_grad_none: bool = True,
     ) -> None:
-        flags = dict(master_weights=master_weights, stochastic_rounding=stochastic_rounding, capturable=capturable)
+        flags = dict(
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            capturable=capturable,
+            materialize_master_grads=materialize_master_grads,
+        )
         self._check_options({**defaults, **flags, "set_grad_none": set_grad_none})
         if stochastic_rounding and master_weights:
             raise ValueError("stochastic_rounding rounds parameters that have no master copy; master_weights makes one")
@@ -162,6 +182,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.master_weights = master_weights
         self.stochastic_rounding = stochastic_rounding
         self.capturable = capturable
+        self.materialize_master_grads = materialize_master_grads
         self.set_grad_none = set_grad_none
         self._plans: dict[int, GroupPlan] = {}
         # The values of `state` when the last plan was made. A user may replace one at any time: every step compares.
@@ -223,10 +244,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, scaling: LossScaling) -> None:
+        scaling = self._with_recent_scale(scaling)
         if torch.compiler.is_compiling():
             self._step_outside_graph(scaling)
         else:
             self._step_now(scaling)
+        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
 
     # A compiled training step calls out to Python here: the kernels take addresses, which a graph does not have.
     @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
@@ -365,6 +388,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         inverse = None if scale is None else scale.double().reciprocal().to(torch.float32).reshape(1)
         # The sum of no flags, where no parameter has a gradient, is the number 0.
         return LossScaling(found if isinstance(found, Tensor) else None, inverse, inverse)
+
+    def _with_recent_scale(self, scaling: LossScaling) -> LossScaling:
+        """`scaling` with the scale that amp left on the gradients taken out of them, too."""
+        scale = self.most_recent_scale
+        if not isinstance(scale, Tensor):
+            if scale == 1.0:
+                return scaling
+            scale = torch.full((1,), scale, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
+        inverse = scale.double().reciprocal().to(torch.float32).reshape(1)
+        if scaling.inverse_scale is not None:
+            inverse = inverse.to(scaling.inverse_scale.device) * scaling.inverse_scale
+        return LossScaling(scaling.found_inf, inverse, scaling.unscale)
 
     # Gradients, groups, checkpoints -----------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ _BELOW_ONE = {"b1", "b2"}
 _FLAGS = {
     *("amsgrad", "bias_correction", "centered", "decoupled_decay", "grad_averaging", "init_zero", "is_skipped"),
     *("lr_in_momentum", "nesterov", "master_weights", "stochastic_rounding", "capturable", "set_grad_none"),
+    "materialize_master_grads",
 }
 # What tells optimizers apart: each saves its own.
 HYPERPARAMETERS = _AT_LEAST_ZERO | _BELOW_ONE | {"betas", "dampening", "max_grad_norm", "rho"}

@@ -1,14 +1,14 @@
-"""What SGD and LARS share: momentum buffers whose first step is undampened, and gradients that amp left scaled."""
+"""What SGD and LARS share: momentum buffers whose first step is undampened."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._base import FusedOptimizer, LossScaling, run_closure
+from ._base import FusedOptimizer, LossScaling
 from ._buckets import Bucket
 from ._checks import check_nesterov, check_options
 
@@ -17,11 +17,7 @@ FRESH = "fresh"
 
 
 class MomentumOptimizer(FusedOptimizer):
-    """Base of the optimizers with a momentum buffer.
-
-    `apex.amp` sets `most_recent_scale` to the loss scale that it left on the gradients, and `scale_set_by_backward`;
-    a step divides by the one and resets both. `materialize_master_grads` is an option of amp, kept for it.
-    """
+    """Base of the optimizers with a momentum buffer."""
 
     _counts_steps = False
     # Before the first step that was not skipped, and without momentum.
@@ -33,15 +29,11 @@ class MomentumOptimizer(FusedOptimizer):
         defaults: dict[str, Any],
         *,
         wd_after_momentum: bool,
-        materialize_master_grads: bool,
         **options: bool,
     ) -> None:
         check_options(defaults)
         check_nesterov(defaults)
         self.wd_after_momentum = wd_after_momentum
-        self.materialize_master_grads = materialize_master_grads
-        self.most_recent_scale: float | Tensor = 1.0
-        self.scale_set_by_backward = False
         # Parameters whose first step an overflow may have kept from happening, and where the device notes it.
         self._undampened: dict[Tensor, Tensor] = {}
         super().__init__(params, defaults, **options)
@@ -56,25 +48,6 @@ class MomentumOptimizer(FusedOptimizer):
                 state[BUFFER] = self._initial_state(BUFFER, param, {})
             momentums.append(state[BUFFER])
         return momentums, first_run
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimization step; returns the closure's loss."""
-        loss = run_closure(closure)
-        self._step(self._with_recent_scale(self._loss_scaling()))
-        self.most_recent_scale = 1.0
-        self.scale_set_by_backward = False
-        return loss
-
-    def _with_recent_scale(self, scaling: LossScaling) -> LossScaling:
-        scale = self.most_recent_scale
-        if not isinstance(scale, Tensor):
-            if scale == 1.0:
-                return scaling
-            scale = torch.full((1,), scale, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
-        inverse = scale.double().reciprocal().to(torch.float32).reshape(1)
-        if scaling.inverse_scale is not None:
-            inverse = inverse.to(scaling.inverse_scale.device) * scaling.inverse_scale
-        return LossScaling(scaling.found_inf, inverse, scaling.unscale)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return (BUFFER,) if group["momentum"] else ()

@@ -35,6 +35,7 @@ class FusedAdam(FusedOptimizer):
         master_weights: bool = False,
         *,
         stochastic_rounding: bool = False,
+        materialize_master_grads: bool = True,
     ) -> None:
         defaults = dict(
             lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad
@@ -46,6 +47,7 @@ class FusedAdam(FusedOptimizer):
             master_weights=master_weights,
             stochastic_rounding=stochastic_rounding,
             capturable=capturable,
+            materialize_master_grads=materialize_master_grads,
             set_grad_none=set_grad_none,
         )
 

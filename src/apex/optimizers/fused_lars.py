@@ -9,7 +9,7 @@ from torch.optim.optimizer import required
 from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
-from ._base import LossScaling, Options, compiled_function
+from ._base import CommonOptions, LossScaling, compiled_function
 from ._buckets import Bucket
 from ._momentum import MomentumOptimizer
 
@@ -24,7 +24,7 @@ class FusedLARS(MomentumOptimizer):
     where neither norm is 0, and goes into the momentum buffer with the gradient: v = momentum * v - rate * (g + decay *
     w), w = w + v. A group with `is_skipped=True` (biases, norms) keeps its plain learning rate. The original takes
     `dampening` and `wd_after_momentum` and ignores them; here they do what they do in `FusedSGD`. See
-    `MomentumOptimizer` for what `apex.amp` does with it, and `FusedOptimizer` for the options by keyword.
+    `FusedOptimizer` for `materialize_master_grads` and the options by keyword.
     """
 
     _takes_shards = False
@@ -42,7 +42,7 @@ class FusedLARS(MomentumOptimizer):
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
-        **options: Unpack[Options],
+        **options: Unpack[CommonOptions],
     ) -> None:
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
         defaults |= dict(trust_coefficient=trust_coefficient, eps=eps, is_skipped=False)

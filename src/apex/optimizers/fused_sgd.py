@@ -10,7 +10,7 @@ from torch.optim.optimizer import required
 from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
-from ._base import LossScaling, Options, compiled_function, momentum_dtype
+from ._base import CommonOptions, LossScaling, compiled_function, momentum_dtype
 from ._buckets import Bucket
 from ._momentum import BUFFER, MomentumOptimizer
 
@@ -20,8 +20,8 @@ class FusedSGD(MomentumOptimizer):
 
     The same numbers as `torch.optim.SGD`, whose state dicts it loads and which loads its own; as there, the momentum of
     float16 parameters without masters is float16. With `wd_after_momentum` the decay is added to the update instead of
-    the gradient, so that the momentum does not see it. See `MomentumOptimizer` for what `apex.amp` does with it, and
-    `FusedOptimizer` for the options by keyword.
+    the gradient, so that the momentum does not see it. See `FusedOptimizer` for
+    `materialize_master_grads` and the options by keyword.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class FusedSGD(MomentumOptimizer):
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
-        **options: Unpack[Options],
+        **options: Unpack[CommonOptions],
     ) -> None:
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
         super().__init__(
