@@ -1,6 +1,6 @@
 """What torch.compile should see of an op: its kernels as an opaque operator, or PyTorch's operators to fuse.
 
-    python benchmarks/compiled_ops.py --cases norm rope
+    python benchmarks/compiled_ops.py --cases "layer norm" rope --at-once 6
 
 Every case is an op between its usual neighbours, forward and backward, compiled three ways: with PyTorch's module, with
 ours as an operator, and with ours decomposed (`OpFamily.decomposes`). On a GPU one pass of all is captured in a graph,
@@ -10,6 +10,7 @@ so that a figure, the median of replays in microseconds, is the GPU's time.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
@@ -18,16 +19,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from amp_models import NormReLU, fused_norm
-from step_models import LlamaBlock, group_norm_silu, layer_norm, rms_norm, token_loss
+from step_models import LlamaBlock, gelu_layers, group_norm_silu, layer_norm, rms_norm, token_loss
 from torch import Tensor, nn
 
 from apex import ops
 from apex.contrib.focal_loss import focal_loss
 from apex.contrib.index_mul_2d import index_mul_2d
-from apex.fused_dense import FusedDenseGeluDense
 from apex.ops import _library
 
 Case = tuple[nn.Module, tuple[Tensor, ...]]
+Task = tuple[str, str, tuple[int, ...]]  # a case, a way and sizes
 
 
 class Called(nn.Module):
@@ -103,12 +104,8 @@ def batch_norm(fused: bool, images: int, channels: int, size: int) -> Case:
 
 
 def dense(fused: bool, tokens: int, width: int) -> Case:
-    layers = (
-        FusedDenseGeluDense(width, 4 * width, width)
-        if fused
-        else nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
-    )
-    return Called(lambda parts, x: x + parts["layers"](x), layers=layers), (torch.randn(tokens, width),)
+    run = lambda parts, x: x + parts["layers"](x)  # noqa: E731
+    return Called(run, layers=gelu_layers(width, fused)), (torch.randn(tokens, width),)
 
 
 def focal(fused: bool, anchors: int, classes: int) -> Case:
@@ -149,8 +146,8 @@ DEFAULTS = {name: family.decomposes for name, family in _library.FAMILIES.items(
 WAYS = ("torch", "operator", "decomposed")
 
 
-def measure(case: str, way: str, sizes: tuple[int, ...], device: str) -> float:
-    """Microseconds of a forward and a backward pass."""
+def prepared(case: str, way: str, sizes: tuple[int, ...], device: str) -> Callable[[], float]:
+    """What measures microseconds of a forward and a backward pass, which are compiled and, on a GPU, captured here."""
     family, make, _ = CASES[case]
     for name, default in DEFAULTS.items():
         chosen = way == "decomposed" if name == family else default
@@ -170,37 +167,77 @@ def measure(case: str, way: str, sizes: tuple[int, ...], device: str) -> float:
         torch.autograd.grad(compiled(*inputs), wanted, gradient, allow_unused=True)
 
     if device == "cuda":
-        from triton.testing import do_bench_cudagraph
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                once()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            once()
+        return lambda: _median_of_replays(graph)
 
-        once()
-        return 1e3 * do_bench_cudagraph(once, rep=60, return_mode="median")
+    def measure() -> float:
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            once()
+            times.append(1e6 * (time.perf_counter() - start))
+        return statistics.median(times)
+
+    return measure
+
+
+def _median_of_replays(graph: torch.cuda.CUDAGraph) -> float:
     times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        once()
-        times.append(1e6 * (time.perf_counter() - start))
-    return statistics.median(times)
+    for _ in range(5 + 40):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return statistics.median(times[5:])
+
+
+def work(tasks: list[Task], device: str, barrier: Any, lock: Any, results: Any) -> None:
+    """Prepares the tasks, waits until all others have prepared theirs, and measures alone."""
+    ready: list[tuple[Task, Callable[[], float] | str]] = []
+    for task in tasks:
+        try:
+            ready.append((task, prepared(*task, device)))
+        except Exception as error:  # one way that fails leaves the others
+            ready.append((task, f"{type(error).__name__}: {str(error)[:300]}"))
+    barrier.wait()
+    for task, measure in ready:
+        with lock:
+            results.put((task, measure if isinstance(measure, str) else measure()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--at-once", type=int, default=1, help="processes that compile; they measure in turns")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script on a CPU")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(f"{'us, ' + device:32}", *(f"{way:>12}" for way in arguments.ways), flush=True)
-    for case in arguments.cases:
-        sizes = CASES[case][2]
-        for size in sizes[-1:] if arguments.tiny else sizes[:-1]:
-            cells = []
-            for way in arguments.ways:
-                try:
-                    cells.append(f"{measure(case, way, size, device):12.1f}")
-                except Exception as error:  # one way that fails leaves the others
-                    cells.append(f"{type(error).__name__:>12}")
-                    print(f"  {case} {way}: {str(error)[:300]}", flush=True)
-            print(f"{case + ' ' + 'x'.join(map(str, size)):32}", *cells, flush=True)
+    sizes = {case: CASES[case][2][-1:] if arguments.tiny else CASES[case][2][:-1] for case in arguments.cases}
+    rows = [(case, size) for case in arguments.cases for size in sizes[case]]
+    tasks: list[Task] = [(case, way, size) for case, size in rows for way in arguments.ways]
+    count = min(arguments.at_once, len(tasks))
+    spawn = multiprocessing.get_context("spawn")
+    barrier, lock, results = spawn.Barrier(count), spawn.Lock(), spawn.Queue()
+    for index in range(count):
+        spawn.Process(target=work, args=(tasks[index::count], device, barrier, lock, results), daemon=True).start()
+    found: dict[Task, float | str] = dict(results.get() for _ in tasks)
+    print(f"{'us, ' + device:32}", *(f"{way:>12}" for way in arguments.ways))
+    for case, size in rows:
+        cells = [found[case, way, size] for way in arguments.ways]
+        shown = [f"{cell:12.1f}" if isinstance(cell, float) else f"{'failed':>12}" for cell in cells]
+        print(f"{case + ' ' + 'x'.join(map(str, size)):32}", *shown)
+    for task, cell in found.items():
+        if isinstance(cell, str):
+            print(*task, cell)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from apex.contrib.group_norm import GroupNorm
 from apex.contrib.xentropy import linear_cross_entropy
 from apex.fused_bias_swiglu import fused_bias_swiglu
+from apex.fused_dense import FusedDenseGeluDense
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops.rope import rotary_embedding_pair
 
@@ -28,6 +29,12 @@ def layer_norm(width: int, fused: bool) -> nn.Module:
 
 def rms_norm(width: int, fused: bool) -> nn.Module:
     return FusedRMSNorm(width, eps=1e-6) if fused else nn.RMSNorm(width, eps=1e-6)
+
+
+def gelu_layers(width: int, fused: bool) -> nn.Module:
+    if fused:
+        return FusedDenseGeluDense(width, 4 * width, width)
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
 
 
 def group_norm_silu(channels: int, fused: bool) -> nn.Module:
@@ -52,13 +59,13 @@ class GPTBlock(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = layer_norm(width, fused), layer_norm(width, fused)
         self.attention, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dense = gelu_layers(width, fused)
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.attention(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return x + self.dense(self.norm2(x))
 
 
 class GPT(nn.Module):

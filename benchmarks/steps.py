@@ -96,7 +96,8 @@ def _torch_step(network: torch.nn.Module, kind: Kind, options: dict[str, Any], d
 
 
 def _apex_step(network: torch.nn.Module, kind: Kind, options: dict[str, Any], tiny: bool) -> Step:
-    optimizer = FusedAdam(network.parameters(), **options, adam_w_mode=True)
+    # Nothing clips gradients here: they may stay in bfloat16.
+    optimizer = FusedAdam(network.parameters(), **options, adam_w_mode=True, materialize_master_grads=False)
     network, optimizer = amp.initialize(network, optimizer, opt_level="O5", verbosity=0)
     network = _compiled(network, kind.mode, tiny)
 

@@ -108,6 +108,12 @@ def test_checkpointing_and_retained_graphs(kind: str, route: Route) -> None:
         assert all(torch.equal(first, other) for other in others)
 
 
+def test_one_wide_tensor_is_kept_between_two_layers() -> None:
+    inputs = tensors("gelu", "cpu")
+    kept = NODES["gelu"](*inputs).grad_fn.saved_tensors
+    assert [tuple(each.shape) for each in kept] == [*(tuple(each.shape) for each in inputs), (3, 6)]
+
+
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("kind", NODES)
 def test_the_output_may_be_changed(kind: str, route: Route) -> None:

@@ -18,6 +18,8 @@ def test_opcheck_of_the_gradient(activation: str, route: Route) -> None:
     with _library.implementation(route.implementation):
         for bias_grad in (True, False):
             opcheck(route, torch.ops.apex.activation_backward.default, (dy, saved, activation, bias_grad))
+            if activation == "gelu":
+                opcheck(route, torch.ops.apex.gelu_backward.default, (dy, saved, bias_grad))
 
 
 @pytest.mark.parametrize("route", routes())

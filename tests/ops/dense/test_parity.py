@@ -89,6 +89,9 @@ def test_gradients_of_activation_and_bias(
         dz, dbias = parts.activation_backward(dy, saved, activation, True)
         alone, nothing = parts.activation_backward(dy, saved, activation, False)
         again = parts.activation_backward(dy.clone(), saved, activation, True, in_place=True)
+        if activation == "gelu":
+            *again, active = parts.gelu_backward(dy.clone(), saved, True)
+            assert_close(active, reference.activate(saved.double(), "gelu"))
     assert_equal_bits((dy, saved), before)
     assert nothing is None
     assert_equal_bits((dz, dz, dbias), (alone, *again))

@@ -10,9 +10,10 @@ from .. import _device, _library
 # limit. In microseconds, forward and backward: the perceptron 64x[256]*4 took 15 and 301 in our node, 22 and 354 as
 # operators, 4096x[1024]*4 50 and 135 against 66 and 155, and smaller ones were not measured. dense_gelu_dense
 # 4096x1024x4096 (2^24 elements) took 172 and 289 in our node, 128 and 294 as operators, 8192x1024x4096 (2^25) 227 and
-# 452 against 233 and 476, 8192x4096x16384 (2^27) 3390 and 6780 against 3470 and 6870.
+# 452 against 233 and 476, 8192x4096x16384 (2^27) 3390 and 6780 against 3470 and 6870. Between the first two, from
+# GPT-2 small's 8192x768x3072 on, our node keeps one tensor of that size where PyTorch's keep two.
 SMALL = 1 << 14
-SMALL_BETWEEN_LAYERS = 1 << 25  # of dense_gelu_dense
+SMALL_BETWEEN_LAYERS = 3 << 23  # of dense_gelu_dense
 
 # Elements of a matrix up to which few programs with many rows are quick enough: float16 4096x1024 in 17.7 us,
 # 4096x4096 in 41 (two launches: 16.4 and 38, but twice the host time, 30 us instead of 15).

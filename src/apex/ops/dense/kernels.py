@@ -59,6 +59,7 @@ def activation_backward(
     dy,
     saved,
     dz,
+    active,
     partials,
     tickets,
     dbias,
@@ -76,7 +77,7 @@ def activation_backward(
 ):
     """The gradient before an activation, and sums of it over the rows that a program walks: the bias gradient.
 
-    `saved` is the activation's output, for gelu its input. `dz` may be `dy`.
+    `saved` is the activation's output, for gelu its input. `dz` may be `dy`. `active`, or None, becomes gelu's output.
     A program has BLOCK columns and `rows_per_program` rows (a multiple of ROWS) and writes its own row of `partials`,
     which is the bias gradient itself where there is but one. FULL: no row or column needs a mask.
     With FINISH, not 0, these rows are added up here too, which saves the host a launch: of every FINISH programs the
@@ -102,6 +103,9 @@ def activation_backward(
             gradient = gradient * value * (1.0 - value)
         else:
             gradient = gradient * _gelu_slope(value)
+            if active is not None:
+                output = value * _gelu_gate(value, value * value)
+                tl.store(active + offset, output.to(active.dtype.element_ty), mask=mask)
         tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask=mask)
         if BIAS_GRAD:
             sums += gradient

@@ -18,7 +18,7 @@ from .. import _library
 from .._checks import check_optional_tensors, check_tensors
 from . import reference
 from .config import is_large
-from .parts import FAMILY, activated_linear, activation_backward, as_rows, gelu
+from .parts import FAMILY, activated_linear, activation_backward, as_rows, gelu, gelu_backward
 from .reference import ACTIVATIONS
 
 
@@ -188,26 +188,29 @@ class DenseNoBiasFunc(torch.autograd.Function):
 
 
 class FusedDenseGeluDenseFunc(torch.autograd.Function):
-    """Two dense layers with gelu (the tanh form) between them; biases may be None."""
+    """Two dense layers with gelu (the tanh form) between them; biases may be None.
+
+    Of the wide tensors between them gelu's input is kept; the backward pass computes its output anew on the way.
+    """
 
     @staticmethod
     @_as_given
     def forward(ctx, input, weight1, bias1, weight2, bias2):  # type: ignore[override]
         if True not in ctx.needs_input_grad:
             return _infer_dense_gelu_dense(input, weight1, bias1, weight2, bias2)
-        output, hidden, active = dense_gelu_dense_forward(as_rows(input), weight1, bias1, weight2, bias2)
-        ctx.save_for_backward(input, weight1, bias1, weight2, bias2, hidden, active)
+        output, hidden, _ = dense_gelu_dense_forward(as_rows(input), weight1, bias1, weight2, bias2)
+        ctx.save_for_backward(input, weight1, bias1, weight2, bias2, hidden)
         return _shaped(output, input)
 
     @staticmethod
     @_as_given
     def backward(ctx, grad_output):  # type: ignore[override]
-        *inputs, hidden, active = ctx.saved_tensors
+        *inputs, hidden = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _differentiable_gradients(ctx.needs_input_grad, reference.dense_gelu_dense, inputs, grad_output)
         input, weight1, _, weight2, _ = inputs
         dx, *gradients = dense_gelu_dense_backward(
-            as_rows(grad_output), as_rows(input), hidden, active, weight1, weight2, ctx.needs_input_grad
+            as_rows(grad_output), as_rows(input), hidden, None, weight1, weight2, ctx.needs_input_grad
         )
         return None if dx is None else _shaped(dx, input), *gradients
 
@@ -235,19 +238,23 @@ def dense_gelu_dense_backward(
     dy: Tensor,
     input: Tensor,
     hidden: Tensor,
-    active: Tensor,
+    active: Tensor | None,
     weight1: Tensor,
     weight2: Tensor,
     wanted: Sequence[bool] = (True,) * 5,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Those gradients of input, weight1, bias1, weight2 and bias2 that are wanted."""
-    dbias2 = dy.sum(0) if wanted[4] else None
-    dweight2 = dy.t().mm(active) if wanted[3] else None
+    """Those gradients of input, weight1, bias1, weight2 and bias2 that are wanted; `active` is the gelu of `hidden`."""
     dx = dweight1 = dbias1 = None
     if wanted[0] or wanted[1] or wanted[2]:
-        dhidden, dbias1 = activation_backward(dy.mm(weight2), hidden, "gelu", wanted[2], in_place=True)
+        dactive = dy.mm(weight2)
+        if active is None and wanted[3]:
+            dhidden, dbias1, active = gelu_backward(dactive, hidden, wanted[2])
+        else:
+            dhidden, dbias1 = activation_backward(dactive, hidden, "gelu", wanted[2], in_place=True)
         dweight1 = dhidden.t().mm(input) if wanted[1] else None
         dx = dhidden.mm(weight1) if wanted[0] else None
+    dbias2 = dy.sum(0) if wanted[4] else None
+    dweight2 = dy.t().mm(gelu(hidden) if active is None else active) if wanted[3] else None
     return dx, dweight1, dbias1, dweight2, dbias2
 
 

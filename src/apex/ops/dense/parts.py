@@ -85,6 +85,24 @@ def activation_backward(
     return _activation_backward(dy, saved, activation, bias_grad, in_place)
 
 
+def gelu_backward(dy: Tensor, input: Tensor, bias_grad: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The same for gelu, with its output, which then need not be kept; `dy` may be overwritten."""
+    if torch.compiler.is_compiling():
+        dz, dbias, active = torch.ops.apex.gelu_backward(dy, input, bias_grad)
+        return dz, dbias if bias_grad else None, active
+    return _gelu_backward(dy, input, bias_grad, in_place=True)
+
+
+def _gelu_backward(
+    dy: Tensor, input: Tensor, bias_grad: bool, in_place: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    if takes_kernel(dy, input):
+        dy, input = dy.contiguous(), input.contiguous()
+        dz, active = dy if in_place else torch.empty_like(dy), torch.empty_like(input)
+        return dz, launch_activation_backward(dy, input, dz, "gelu", dy.shape[1], bias_grad, active), active
+    return *_activation_backward(dy, input, "gelu", bias_grad), functional.gelu(input, approximate="tanh")
+
+
 def takes_kernel(dy: Tensor, saved: Tensor) -> bool:
     """Whether `launch_activation_backward` is for such tensors."""
     return dy.numel() > 0 and dy.dtype == saved.dtype and _library.runs_triton(FAMILY, dy)
@@ -111,9 +129,15 @@ def _activation_backward(
 
 
 def launch_activation_backward(
-    dy: Tensor, saved: Tensor, dz: Tensor, activation: str, columns: int, bias_grad: bool
+    dy: Tensor,
+    saved: Tensor,
+    dz: Tensor,
+    activation: str,
+    columns: int,
+    bias_grad: bool,
+    active: Tensor | None = None,
 ) -> Tensor | None:
-    """Fills `dz`, which may be `dy`, and returns the gradient of the bias.
+    """Fills `dz`, which may be `dy`, and `active` with gelu's output; returns the gradient of the bias.
 
     In memory all are contiguous matrices with `columns`, whatever their dimensions.
     """
@@ -134,7 +158,7 @@ def launch_activation_backward(
             tickets = None
     kernels.activation_backward(
         (blocks, groups),
-        (dy, saved, dz, sums, tickets, total),
+        (dy, saved, dz, active, sums, tickets, total),
         (rows, columns, rows_per_program),
         ALIGN=math.gcd(columns, 16),
         ACTIVATION=reference.ACTIVATIONS.index(activation),
@@ -262,9 +286,14 @@ def _operator(dy, saved, activation, bias_grad):
     return dz.contiguous(), dy.new_empty(0) if dbias is None else dbias
 
 
+def _gelu_operator(dy, input, bias_grad):
+    dz, dbias, active = _gelu_backward(dy, input, bias_grad)
+    return dz.contiguous(), dy.new_empty(0) if dbias is None else dbias, active.contiguous()
+
+
 def _refuse_derivative(ctx, *gradients):
     raise RuntimeError(
-        "torch.ops.apex.activation_backward has no derivative; dense_gelu_dense and mlp of apex.ops.dense have second "
+        "the gradient of an activation has no derivative; dense_gelu_dense and mlp of apex.ops.dense have second "
         "derivatives where they are not compiled"
     )
 
@@ -274,6 +303,16 @@ _library.register_op(
     "activation_backward(Tensor dy, Tensor saved, str activation, bool bias_grad) -> (Tensor, Tensor)",
     _operator,
     lambda dy, saved, activation, bias_grad: (dy.new_empty(dy.shape), dy.new_empty(dy.shape[1] if bias_grad else 0)),
+    backward=_refuse_derivative,
+)
+_library.register_op(
+    "gelu_backward(Tensor dy, Tensor input, bool bias_grad) -> (Tensor, Tensor, Tensor)",
+    _gelu_operator,
+    lambda dy, input, bias_grad: (
+        dy.new_empty(dy.shape),
+        dy.new_empty(dy.shape[1] if bias_grad else 0),
+        input.new_empty(input.shape),
+    ),
     backward=_refuse_derivative,
 )
 _library.register_op(
