@@ -5,6 +5,7 @@ from .._lazy import lazy_subpackages
 __getattr__, __dir__ = lazy_subpackages(
     __name__,
     [
+        "bottleneck",
         "clip_grad",
         "combine_tensors",
         "conv_bias_relu",
@@ -18,6 +19,7 @@ __getattr__, __dir__ = lazy_subpackages(
         "multihead_attn",
         "openfold_triton",
         "optimizers",
+        "peer_memory",
         "sparsity",
         "transducer",
         "xentropy",

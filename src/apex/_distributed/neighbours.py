@@ -1,0 +1,56 @@
+"""Halos, the outer rows of an image whose rows are divided among ranks, exchanged with the neighbouring ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._failures import explained
+from ..ops._host import HOST, on_host
+from .exchange import check_alike
+
+
+def group_of(ranks: Sequence[int]) -> Any:
+    """A process group of these ranks, which all of them must ask for; None for a single rank."""
+    if len(ranks) == 1:
+        return None
+    if not dist.is_initialized():
+        raise RuntimeError(f"ranks {list(ranks)} need torch.distributed.init_process_group first")
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"rank {dist.get_rank()} is not one of ranks={list(ranks)}")
+    return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def exchange_by_messages(sent: Sequence[Tensor], received: Sequence[Tensor], ranks: Sequence[int], group: Any) -> None:
+    """Sends a halo to the rank on the left and one to that on the right, and fills `received` with theirs.
+
+    A rank of -1 is an outer edge: nothing is sent, and zeros are received.
+    """
+    what = f"the exchange of halos with ranks {', '.join(str(rank) for rank in ranks if rank >= 0)}"
+    through_host = group is not None and dist.get_backend(group) == dist.Backend.GLOO and not on_host(sent[0])
+    if group is not None:
+        check_alike(sent[0], group, what)
+    operations, arrivals = [], []
+    for rank, halo, target in zip(ranks, sent, received, strict=True):
+        if rank < 0:
+            target.zero_()
+            continue
+        values = halo.to(HOST) if through_host else halo
+        values = values.contiguous()
+        arrival = torch.empty_like(values)
+        # As bytes: Gloo has no bfloat16.
+        operations += [
+            dist.P2POp(dist.isend, values.view(-1).view(torch.uint8), rank, group),
+            dist.P2POp(dist.irecv, arrival.view(-1).view(torch.uint8), rank, group),
+        ]
+        arrivals.append((target, arrival))
+    if operations:
+        with explained(what):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+    for target, arrival in arrivals:
+        target.copy_(arrival)

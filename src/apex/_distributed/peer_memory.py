@@ -1,0 +1,177 @@
+"""Memory of a rank that the other ranks of its machine read and write as tensors of their own.
+
+On GPUs it is PyTorch's symmetric memory, on the host a file in memory that all processes map. Where a GPU's memory
+cannot be shared, `problem` says why, and halos go by messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._failures import explained
+from ..ops._host import HOST, on_host
+from .neighbours import group_of
+
+logger = logging.getLogger("apex.peer_memory")
+
+# Where a file stays in memory, on Linux.
+_MEMORY_FOLDER = Path("/dev/shm")
+# Bytes of the description of a piece of memory that another process opens.
+ADDRESS_BYTES = 1024
+_LIVE: weakref.WeakSet[PeerMemory] = weakref.WeakSet()
+
+
+class PeerMemory:
+    """`size` bytes of every rank, zero at first; all ranks must make it."""
+
+    def __init__(self, size: int, ranks: Sequence[int]) -> None:
+        self.ranks, self.size = list(ranks), size
+        self.group = group_of(ranks)
+        self.index = 0 if self.group is None else self.ranks.index(dist.get_rank())
+        self.problem: str | None = None
+        self._handle: Any = None
+        device = _device_of(self.group)
+        if self.group is None:
+            self.memories = [torch.zeros(size, dtype=torch.uint8, device=device)]
+        elif device.type == HOST.type:
+            self.memories = self._map_files()
+        else:
+            self.memories = self._rendezvous(device)
+        self._addresses = [memory.data_ptr() for memory in self.memories]
+        _LIVE.add(self)
+
+    def _all(self, value: Any) -> list[Any]:
+        """A value of every rank."""
+        values: list[Any] = [None] * len(self.ranks)
+        with explained("setting up memory that ranks share"):
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def _check_machine(self, machines: Sequence[str]) -> None:
+        if len(set(machines)) > 1:
+            raise RuntimeError(f"ranks {self.ranks} must be on one machine, but are on {', '.join(machines)}")
+
+    def _map_files(self) -> list[Tensor]:
+        path = new_file(self.size)
+        try:
+            found = self._all((socket.gethostname(), path))
+            self._check_machine([machine for machine, _ in found])
+            memories = [map_file(each, self.size) for _, each in found]
+            self._all(None)  # all have mapped it
+        finally:
+            Path(path).unlink()
+        return memories
+
+    def _rendezvous(self, device: torch.device) -> list[Tensor]:
+        self._check_machine(self._all(socket.gethostname()))
+        memories: list[Tensor] = []
+        problem = None
+        try:
+            from torch.distributed import _symmetric_memory
+
+            memory = _symmetric_memory.empty(self.size, dtype=torch.uint8, device=device).zero_()
+            self._handle = _symmetric_memory.rendezvous(memory, self.group)
+            for index in range(len(self.ranks)):
+                memories.append(self._handle.get_buffer(index, (self.size,), torch.uint8))
+        except (ImportError, RuntimeError, TypeError, AttributeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        problems = [each for each in self._all(problem) if each is not None]
+        if not problems:
+            return memories
+        self.problem = f"ranks {self.ranks} cannot share memory of {device}: {problems[0]}"
+        logger.warning("%s; halos go by messages", self.problem)
+        return []
+
+    def bytes_of(self, offset: int, count: int) -> list[Tensor]:
+        """The same piece of every rank's memory."""
+        if self.problem is not None:
+            raise RuntimeError(self.problem)
+        return [memory[offset : offset + count] for memory in self.memories]
+
+    def meet(self, others: Sequence[int]) -> None:
+        """Waits, on a GPU its queue, until the ranks at these places have come here too: then all was written.
+
+        On the host by messages, which order writes to memory as well.
+        """
+        if self._handle is not None:
+            for other in others:
+                self._handle.put_signal(other)
+            for other in others:
+                self._handle.wait_signal(other)
+            return
+        tokens = [torch.zeros(1, dtype=torch.uint8, device=HOST) for _ in range(2 * len(others))]
+        kinds = [dist.isend, dist.irecv] * len(others)
+        ranks = [self.ranks[other] for other in others for _ in range(2)]
+        operations = [dist.P2POp(*each, self.group) for each in zip(kinds, tokens, ranks, strict=True)]
+        with explained(f"waiting for ranks {', '.join(map(str, ranks[::2]))} at memory that is shared"):
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+
+    def owner(self, tensor: Tensor) -> int | None:
+        """The place of the rank whose memory has this tensor; None if it is not of this memory."""
+        address = tensor.data_ptr()
+        starts = enumerate(self._addresses)
+        return next((place for place, start in starts if start <= address < start + self.size), None)
+
+
+def owner_of(tensor: Tensor) -> tuple[PeerMemory, int]:
+    """The shared memory that has a tensor, and the place of the rank it belongs to."""
+    for memory in _LIVE:
+        place = memory.owner(tensor)
+        if place is not None:
+            return memory, place
+    raise ValueError(f"a tensor of shape {list(tensor.shape)} at {tensor.data_ptr():#x} is not of a PeerMemoryPool")
+
+
+def _device_of(group: Any) -> torch.device:
+    """Where a group's tensors are: on its accelerator, or on the host for Gloo and without an accelerator."""
+    if not torch.accelerator.is_available() or (group is not None and dist.get_backend(group) == dist.Backend.GLOO):
+        return HOST
+    return default_device()
+
+
+def default_device() -> torch.device:
+    """The accelerator in use, else the host."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return HOST if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def new_file(size: int) -> str:
+    """The path of a new file of zeros, in memory where the system has a place for that."""
+    folder = _MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
+    with tempfile.NamedTemporaryFile(prefix="apex-peer-", dir=folder, delete=False) as file:
+        file.truncate(max(size, 1))
+    return file.name
+
+
+def map_file(path: str, size: int) -> Tensor:
+    """The bytes of a file, shared with every process that maps it."""
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device=HOST)
+
+
+def address_of(memory: Tensor, path: str | None) -> Tensor:
+    """How another process opens this memory: bytes of a fixed number, to be gathered from all."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    way = (map_file, (path, memory.numel())) if on_host(memory) else reduce_tensor(memory)
+    text = pickle.dumps(way)
+    if len(text) > ADDRESS_BYTES:
+        raise RuntimeError(f"the address takes {len(text)} bytes, more than {ADDRESS_BYTES}")
+    return torch.frombuffer(bytearray(text.ljust(ADDRESS_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def open_address(address: Tensor) -> Tensor:
+    """The memory of another process, for an address that it made."""
+    function, arguments = pickle.loads(bytes(address.cpu().tolist()))
+    return function(*arguments)

@@ -1,0 +1,306 @@
+"""Bottleneck and SpatialBottleneck: ResNet's block with frozen batch norms, one Function for each direction.
+
+The stride is that of the first 1x1 convolution, as in the first ResNet. Images are [N, C, H, W], best in channels_last;
+with `explicit_nhwc` they are [N, H, W, C], and so are the weights in checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._distributed.collectives import on_stream
+from ...ops._checks import check_floats
+from ...ops._library import autocast_dtype, autocast_off, is_eager, once_differentiable
+from ...ops.conv.bottleneck import (
+    BottleneckResults,
+    Exchange,
+    bottleneck_backward,
+    bottleneck_forward,
+    bottleneck_reference,
+)
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """x * scale + bias with scale = weight / sqrt(running_var), without an epsilon, and bias - running_mean * scale.
+
+    All four are buffers; nothing of them is trained.
+    """
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        for name, value in nn.BatchNorm2d(n).state_dict().items():
+            if name != "num_batches_tracked":
+                self.register_buffer(name, value)
+
+    def get_scale_bias(self, nhwc: bool) -> list[Tensor]:
+        """Scale and bias as [1, 1, 1, C] or [1, C, 1, 1], in the buffers' dtype and computed in float32 at least."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        weight, bias, mean, var = (each.to(wide) for each in self._buffers.values())  # type: ignore[union-attr]
+        scale = weight * var.rsqrt()
+        shape = (1, 1, 1, -1) if nhwc else (1, -1, 1, 1)
+        return [each.to(self.weight.dtype).reshape(shape) for each in (scale, bias - mean * scale)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, bias = self.get_scale_bias(False)
+        return x * scale + bias
+
+
+def _forward(
+    ctx: Any,
+    nhwc: bool,
+    stride: int,
+    scale: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    exchange: Exchange | None,
+    overlap: bool,
+    x: Tensor,
+    conv: Sequence[Tensor],
+) -> Tensor:
+    dtype = autocast_dtype(x) or x.dtype
+    x, *weights = (_channels_second(each, nhwc).to(dtype) for each in (x, *conv))
+    with autocast_off(x):
+        results = bottleneck_forward(x, weights, scale, bias, stride, exchange, overlap)
+    ctx.save_for_backward(*results[:4], *results.scaled_weights, *scale)
+    ctx.nhwc, ctx.stride, ctx.exchange, ctx.shape, ctx.count = nhwc, stride, exchange, x.shape, len(conv)
+    return results.y.movedim(1, -1) if nhwc else results.y
+
+
+def _backward(ctx: Any, grad_o: Tensor) -> list[Tensor | None]:
+    """Gradients of x and of the weights."""
+    saved, count = ctx.saved_tensors, ctx.count
+    results = BottleneckResults(*saved[:4], list(saved[4 : 4 + count]))
+    wanted = ctx.needs_input_grad[-1 - count :]
+    dy = _channels_second(grad_o, ctx.nhwc)
+    with autocast_off(dy):
+        gradients = bottleneck_backward(dy, results, saved[4 + count :], ctx.shape, ctx.stride, wanted, ctx.exchange)
+    return [each.movedim(1, -1) if ctx.nhwc and each is not None else each for each in gradients]
+
+
+def _channels_second(tensor: Tensor, nhwc: bool) -> Tensor:
+    return tensor.movedim(-1, 1) if nhwc else tensor
+
+
+class BottleneckFunction(torch.autograd.Function):
+    """A block; `scale` and `bias` are lists with an entry for each of the weights `conv`."""
+
+    @staticmethod
+    def forward(ctx, nhwc, stride_1x1, scale, bias, x, *conv):  # type: ignore[override]
+        return _forward(ctx, nhwc, stride_1x1, scale, bias, None, False, x, conv)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_o):  # type: ignore[override]
+        return None, None, None, None, *_backward(ctx, grad_o)
+
+
+class SpatialBottleneckFunction(torch.autograd.Function):
+    """A block of images divided by rows; `thresholdTop` and `thresholdBottom` are not needed."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        spatial_group_size,
+        spatial_group_rank,
+        spatial_communicator,
+        spatial_halo_exchanger,
+        spatial_method,
+        use_delay_kernel,
+        explicit_nhwc,
+        stride_1x1,
+        scale,
+        bias,
+        thresholdTop,
+        thresholdBottom,
+        x,
+        *conv,
+    ):  # type: ignore[override]
+        height = x.shape[1 if explicit_nhwc else 2]
+        if height % stride_1x1 and spatial_group_rank < spatial_group_size - 1:
+            raise ValueError(
+                f"x has {height} rows on rank {spatial_group_rank} of {spatial_group_size}; all ranks but the last "
+                f"need a multiple of the stride, {stride_1x1}"
+            )
+        exchange = None if spatial_group_size == 1 else _exchange_by(spatial_halo_exchanger, explicit_nhwc)
+        overlap = spatial_method != 2
+        return _forward(ctx, explicit_nhwc, stride_1x1, scale, bias, exchange, overlap, x, conv)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_o):  # type: ignore[override]
+        return *[None] * 12, *_backward(ctx, grad_o)
+
+
+def _exchange_by(exchanger: Any, nhwc: bool) -> Exchange:
+    """An exchange of rows on the exchanger's first stream, which later work of the current one waits for."""
+
+    def exchange(images: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        rows = [images[:, :, :1], images[:, :, -1:]]
+        with on_stream(exchanger.stream1):
+            found = exchanger.left_right_halo_exchange(*(each.movedim(1, -1) if nhwc else each for each in rows))
+
+        def wait() -> tuple[Tensor, Tensor]:
+            if exchanger.stream1 is not None:
+                torch.accelerator.current_stream(images.device).wait_stream(exchanger.stream1)
+            above, below = (_channels_second(each, nhwc) for each in found)
+            return above, below
+
+        return wait
+
+    return exchange
+
+
+class Bottleneck(nn.Module):
+    """relu(norm(conv1x1(relu(norm(conv3x3(relu(norm(conv1x1(x)))))))) + shortcut), norms frozen, the stride in front.
+
+    The shortcut is x, or a 1x1 convolution and a norm where stride or channels change. `use_cudnn` is accepted and
+    changes nothing: one fused path serves every device, dtype and layout.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        bottleneck_channels: int,
+        out_channels: int,
+        stride: int = 1,
+        groups: int = 1,
+        dilation: int = 1,
+        norm_func: Any = None,
+        use_cudnn: bool = False,
+        explicit_nhwc: bool = False,
+    ) -> None:
+        super().__init__()
+        if groups != 1 or dilation != 1 or norm_func is not None:
+            raise RuntimeError(
+                f"groups={groups}, dilation={dilation}, norm_func={norm_func}: only 1, 1 and None (frozen batch norms) "
+                "are supported"
+            )
+        if stride < 1:
+            raise ValueError(f"stride={stride}: at least 1 is needed")
+        self.downsample = None
+        if stride != 1 or in_channels != out_channels:
+            shortcut = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
+            self.downsample = nn.Sequential(shortcut, FrozenBatchNorm2d(out_channels))
+        self.conv1 = nn.Conv2d(in_channels, bottleneck_channels, 1, stride, bias=False)
+        self.conv2 = nn.Conv2d(bottleneck_channels, bottleneck_channels, 3, padding=1, bias=False)
+        self.conv3 = nn.Conv2d(bottleneck_channels, out_channels, 1, bias=False)
+        self.relu = nn.ReLU(inplace=True)
+        self.bn1, self.bn2 = FrozenBatchNorm2d(bottleneck_channels), FrozenBatchNorm2d(bottleneck_channels)
+        self.bn3 = FrozenBatchNorm2d(out_channels)
+        self.stride, self.use_cudnn, self.explicit_nhwc = stride, use_cudnn, explicit_nhwc
+        self.w_scale: list[Tensor] | None = None
+        self.w_bias: list[Tensor] | None = None
+        for weight in self.w_conv:
+            nn.init.kaiming_uniform_(weight, a=1)
+            if explicit_nhwc:
+                weight.data = weight.data.movedim(1, -1).contiguous()
+
+    @property
+    def w_conv(self) -> list[nn.Parameter]:
+        """The weights of the convolutions, that of the shortcut last."""
+        convolutions = [self.conv1, self.conv2, self.conv3, *([] if self.downsample is None else self.downsample[:1])]
+        return [each.weight for each in convolutions]  # type: ignore[misc]
+
+    def _norms(self) -> list[FrozenBatchNorm2d]:
+        return [self.bn1, self.bn2, self.bn3, *([] if self.downsample is None else self.downsample[1:])]  # type: ignore[list-item]
+
+    def _scales_and_biases(self) -> tuple[list[Tensor], list[Tensor]]:
+        if self.w_scale is None or self.w_bias is None:
+            scales, biases = zip(*(norm.get_scale_bias(self.explicit_nhwc) for norm in self._norms()), strict=True)
+            return list(scales), list(biases)
+        weight, scale = self.bn1.weight, self.w_scale[0]
+        if (weight.device, weight.dtype) != (scale.device, scale.dtype):
+            raise RuntimeError(
+                f"scales were computed in {scale.dtype} on {scale.device}, the norms are now in {weight.dtype} on "
+                f"{weight.device}; call get_scale_bias_callable() again"
+            )
+        return self.w_scale, self.w_bias
+
+    def get_scale_bias_callable(self) -> Callable[[], None]:
+        """Computes scales and biases once, and returns what renews them in place.
+
+        From now on `forward` takes them as they are, so that a captured graph reads the same memory.
+        """
+        self.w_scale = self.w_bias = None
+        self.w_scale, self.w_bias = self._scales_and_biases()
+        pairs, norms, nhwc = list(zip(self.w_scale, self.w_bias, strict=True)), self._norms(), self.explicit_nhwc
+
+        def renew() -> None:
+            for (scale, bias), norm in zip(pairs, norms, strict=True):
+                new_scale, new_bias = norm.get_scale_bias(nhwc)
+                scale.copy_(new_scale)
+                bias.copy_(new_bias)
+
+        return renew
+
+    def _check(self, x: Tensor) -> None:
+        check_floats(x=x)
+        channels = self.conv1.in_channels
+        if x.dim() != 4 or x.shape[-1 if self.explicit_nhwc else 1] != channels:
+            layout = "[N, H, W, C]" if self.explicit_nhwc else "[N, C, H, W]"
+            raise ValueError(f"x has shape {list(x.shape)}, expected {layout} with {channels} channels")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check(x)
+        scales, biases = self._scales_and_biases()
+        if is_eager(x):
+            return BottleneckFunction.apply(self.explicit_nhwc, self.stride, scales, biases, x, *self.w_conv)
+        images, *weights = (_channels_second(each, self.explicit_nhwc) for each in (x, *self.w_conv))
+        y = bottleneck_reference(images, weights, scales, biases, self.stride)
+        return y.movedim(1, -1) if self.explicit_nhwc else y
+
+
+class SpatialBottleneck(Bottleneck):
+    """A Bottleneck of images whose rows are divided among ranks, from top to bottom: equal to the undivided one.
+
+    `spatial_parallel_args` are (group size, rank in the group, communicator, halo exchanger, method, use_delay_kernel).
+    Methods 1 and 3 compute the 3x3 convolution while rows are on their way and its outer rows after that, method 2
+    waits and computes it once; results are alike. Weight gradients are those of this rank's rows: sum them over ranks.
+    The communicator and use_delay_kernel are accepted and not needed.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        bottleneck_channels: int,
+        out_channels: int,
+        stride: int = 1,
+        groups: int = 1,
+        dilation: int = 1,
+        norm_func: Any = None,
+        use_cudnn: bool = False,
+        explicit_nhwc: bool = False,
+        spatial_parallel_args: tuple | None = None,
+    ) -> None:
+        super().__init__(
+            in_channels,
+            bottleneck_channels,
+            out_channels,
+            stride,
+            groups,
+            dilation,
+            norm_func,
+            use_cudnn,
+            explicit_nhwc,
+        )
+        self.spatial_parallel_args = (1, 0, None, None, 0, False)
+        if spatial_parallel_args is not None:
+            size, rank, _, exchanger, method, _ = spatial_parallel_args
+            if not 0 <= rank < size:
+                raise ValueError(f"spatial_parallel_args: rank {rank} is not one of a group of {size}")
+            if size > 1 and (exchanger is None or method not in (1, 2, 3)):
+                raise ValueError(
+                    f"spatial_parallel_args: {size} ranks need a halo exchanger and method 1, 2 or 3, got {exchanger} "
+                    f"and {method}"
+                )
+            self.spatial_parallel_args = spatial_parallel_args
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.spatial_parallel_args[0] == 1:
+            return super().forward(x)
+        self._check(x)
+        options = (*self.spatial_parallel_args, self.explicit_nhwc, self.stride, *self._scales_and_biases(), None, None)
+        return SpatialBottleneckFunction.apply(*options, x, *self.w_conv)

@@ -1,0 +1,153 @@
+"""How a rank gives its outer rows to the ranks above (left) and below (right), and gets theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from ..._distributed import exchange
+from ..._distributed.collectives import on_stream
+from ..._distributed.neighbours import exchange_by_messages, group_of
+from ..peer_memory import PeerMemoryPool
+
+
+def _stream() -> Any:
+    """A stream of the accelerator beside the current one; None where there is none."""
+    if not torch.accelerator.is_available():
+        return None
+    return torch.Stream(device=torch.accelerator.current_accelerator())
+
+
+class HaloExchanger:
+    """What all of them have: `ranks` from top to bottom, and this one's place among them.
+
+    The neighbours' ranks are -1 at the outer edges, where zeros are received.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank_in_group: int) -> None:
+        size = len(ranks)
+        if not 0 <= rank_in_group < size:
+            raise ValueError(f"rank_in_group={rank_in_group} is not one of the {size} places of ranks={list(ranks)}")
+        self.stream1, self.stream2, self.stream3 = _stream(), _stream(), _stream()
+        self.group_size, self.ranks, self.rank_in_group = size, list(ranks), rank_in_group
+        self.wrap_around_left_rank_in_group = (rank_in_group - 1) % size
+        self.wrap_around_right_rank_in_group = (rank_in_group + 1) % size
+        self.left_zero, self.right_zero = rank_in_group == 0, rank_in_group == size - 1
+        self.left_rank = -1 if self.left_zero else ranks[rank_in_group - 1]
+        self.right_rank = -1 if self.right_zero else ranks[rank_in_group + 1]
+
+    def left_right_halo_exchange(
+        self,
+        left_output_halo: Tensor,
+        right_output_halo: Tensor,
+        left_input_halo: Tensor | None = None,
+        right_input_halo: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Sends the outputs; fills the inputs with what the neighbours sent, or returns it where none are given."""
+        if (left_input_halo is None) != (right_input_halo is None):
+            raise ValueError("left_input_halo and right_input_halo must both be given, or neither")
+        sent = left_output_halo, right_output_halo
+        if left_input_halo is None or right_input_halo is None:
+            received = torch.empty_like(left_output_halo), torch.empty_like(right_output_halo)
+        else:
+            received = left_input_halo, right_input_halo
+        kinds = [(list(each.shape), each.dtype) for each in (*sent, *received)]
+        if kinds.count(kinds[0]) < 4:
+            raise ValueError(f"halos must have one shape and dtype, got {', '.join(map(str, kinds))}")
+        self._exchange(sent, received)
+        return received if left_input_halo is None else None
+
+    def _exchange(self, sent: tuple[Tensor, Tensor], received: tuple[Tensor, Tensor]) -> None:
+        raise NotImplementedError(f"{type(self).__name__} does not say how halos are exchanged")
+
+
+class HaloExchangerNoComm(HaloExchanger):
+    """Gives a rank its own halos back, the left one on the right: wrong results, for timings only."""
+
+    def _exchange(self, sent: tuple[Tensor, Tensor], received: tuple[Tensor, Tensor]) -> None:
+        received[0].copy_(sent[1])
+        received[1].copy_(sent[0])
+
+
+class HaloExchangerAllGather(HaloExchanger):
+    """Every rank gets all halos. `comm` is the process group of `ranks`, in this order."""
+
+    def __init__(self, ranks: Sequence[int], rank_in_group: int, comm: Any) -> None:
+        super().__init__(ranks, rank_in_group)
+        self.comm = comm
+        if comm is not None and dist.get_process_group_ranks(comm) != self.ranks:
+            raise ValueError(f"comm has ranks {dist.get_process_group_ranks(comm)}, expected ranks={self.ranks}")
+        if comm is None:
+            self.comm = group_of(ranks)
+
+    def _exchange(self, sent: tuple[Tensor, Tensor], received: tuple[Tensor, Tensor]) -> None:
+        place = self.rank_in_group
+        everything = exchange.gather(torch.stack(sent), self.comm, "halos") if self.group_size > 1 else None
+        for target, zero, found in zip(
+            received, (self.left_zero, self.right_zero), (2 * place - 1, 2 * place + 2), strict=True
+        ):
+            if zero or everything is None:
+                target.zero_()
+            else:
+                target.copy_(everything[found])
+
+
+class HaloExchangerSendRecv(HaloExchanger):
+    """Messages between neighbours, in a process group of their own."""
+
+    def __init__(self, ranks: Sequence[int], rank_in_group: int) -> None:
+        super().__init__(ranks, rank_in_group)
+        self.group = group_of(ranks)
+
+    def _exchange(self, sent: tuple[Tensor, Tensor], received: tuple[Tensor, Tensor]) -> None:
+        exchange_by_messages(sent, received, (self.left_rank, self.right_rank), self.group)
+
+
+class HaloExchangerPeer(HaloExchanger):
+    """Writes into the neighbours' memory. `explicit_nhwc` and `numSM` are accepted and not needed."""
+
+    def __init__(
+        self, ranks: Sequence[int], rank_in_group: int, peer_pool: PeerMemoryPool, explicit_nhwc: bool, numSM: int = 0
+    ) -> None:
+        super().__init__(ranks, rank_in_group)
+        self.peer_pool, self.explicit_nhwc, self.numSM, self.diagnostics = peer_pool, explicit_nhwc, numSM, False
+        neighbours = self.left_rank, self.right_rank
+        self._neighbours = [rank if rank < 0 else peer_pool.peer_ranks.index(rank) for rank in neighbours]
+
+    def _exchange(self, sent: tuple[Tensor, Tensor], received: tuple[Tensor, Tensor]) -> None:
+        self.peer_pool.exchange_halos(sent, received, self._neighbours)
+
+
+class HaloPadder:
+    """Pads images with `half_halo` rows (or columns) of the neighbours by an exchanger; see `wait`."""
+
+    def __init__(self, halo_ex: HaloExchanger) -> None:
+        self.halo_ex = halo_ex
+
+    def __call__(self, y: Tensor, half_halo: int, explicit_nhwc: bool, H_split: bool) -> Tensor:
+        """A padded copy of [N, C, H, W], or [N, H, W, C], in the same layout, complete after `wait`."""
+        dim = 4 - (2 if H_split else 1) - (1 if explicit_nhwc else 0)
+        if y.dim() != 4 or not 1 <= half_halo <= y.shape[dim]:
+            raise ValueError(f"y has shape {list(y.shape)}; dimension {dim} cannot give half_halo={half_halo}")
+        size = y.shape[dim]
+        padding = [0, 0] * (3 - dim) + [half_halo, half_halo]
+        padded = functional.pad(y, padding)
+        with on_stream(self.halo_ex.stream1):
+            self.halo_ex.left_right_halo_exchange(
+                y.narrow(dim, 0, half_halo),
+                y.narrow(dim, size - half_halo, half_halo),
+                padded.narrow(dim, 0, half_halo),
+                padded.narrow(dim, size + half_halo, half_halo),
+            )
+        return padded
+
+    def wait(self) -> None:
+        """Has what is queued from now on wait for the exchange."""
+        stream = self.halo_ex.stream1
+        if stream is not None:
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)

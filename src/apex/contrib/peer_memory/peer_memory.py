@@ -1,0 +1,116 @@
+"""PeerMemoryPool: tensors of every rank of a machine that all its ranks can read and write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..._distributed.neighbours import exchange_by_messages
+from ..._distributed.peer_memory import PeerMemory
+
+# Bytes that sizes and places are rounded up to.
+_ALIGNMENT = 256
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class PeerMemoryPool:
+    """Two parts of memory on each of `peer_ranks`, by default all: one that stays, and one that `reset` frees.
+
+    All peers must make the pool and allocate in the same order. Sizes are bytes, rounded up to 256.
+    """
+
+    def __init__(self, static_size: int, dynamic_size: int, peer_ranks: Sequence[int] | None = None) -> None:
+        for name, size in (("static_size", static_size), ("dynamic_size", dynamic_size)):
+            if size < 0:
+                raise ValueError(f"{name}={size}: at least 0 bytes are needed")
+        if peer_ranks is None:
+            peer_ranks = range(dist.get_world_size()) if dist.is_initialized() else [0]
+        self.static_size, self.dynamic_size = _aligned(static_size), _aligned(dynamic_size)
+        self.static_offset = self.dynamic_offset = 0
+        self.alignment = _ALIGNMENT
+        self.peer_ranks = list(peer_ranks)
+        self.memory = PeerMemory(self.static_size + self.dynamic_size, self.peer_ranks)
+        self.peer_rank = self.memory.index
+
+    def reset(self) -> None:
+        """Frees the dynamic part: tensors of it may be given out again."""
+        self.dynamic_offset = 0
+
+    def allocate_peer_tensors(
+        self, shape: Sequence[int], dtype: torch.dtype, channels_last: bool, dynamic: bool
+    ) -> list[Tensor]:
+        """The tensor of every peer, its own at its place; of any dtype. `channels_last` needs four dimensions."""
+        if channels_last and len(shape) != 4:
+            raise ValueError(f"shape={list(shape)}: channels_last needs four dimensions")
+        count = math.prod(shape) * dtype.itemsize
+        part, size, start = (
+            ("dynamic", self.dynamic_size, self.dynamic_offset)
+            if dynamic
+            else ("static", self.static_size, self.static_offset)
+        )
+        if start + _aligned(count) > size:
+            raise RuntimeError(
+                f"a tensor {list(shape)} of {dtype} needs {_aligned(count)} bytes, but of the pool's {size} {part} "
+                f"bytes {size - start} are left; make it with a larger {part}_size"
+                + (", or call reset() after every step" if dynamic else "")
+            )
+        pieces = self.memory.bytes_of(start + (self.static_size if dynamic else 0), count)
+        if dynamic:
+            self.dynamic_offset += _aligned(count)
+        else:
+            self.static_offset += _aligned(count)
+        tensors = [piece.view(dtype) for piece in pieces]
+        if not channels_last:
+            return [tensor.view(*shape) for tensor in tensors]
+        n, c, h, w = shape
+        return [tensor.view(n, h, w, c).movedim(-1, 1) for tensor in tensors]
+
+    def exchange_halos(self, sent: Sequence[Tensor], received: Sequence[Tensor], neighbours: Sequence[int]) -> None:
+        """Sends halos to the peers on the left and right, by their places, and fills `received` with theirs.
+
+        A place of -1 is an outer edge, from which zeros come. What it takes of the dynamic part is free again after it.
+        """
+        if self.memory.problem is not None:
+            ranks = [place if place < 0 else self.peer_ranks[place] for place in neighbours]
+            exchange_by_messages(sent, received, ranks, self.memory.group)
+            return
+        start = self.dynamic_offset
+        try:
+            # Both, even at an edge: all peers must agree on places.
+            buffers = [self.allocate_peer_tensors(each.shape, each.dtype, False, True) for each in sent]
+        finally:
+            self.dynamic_offset = start
+        left, right = neighbours
+        left_buffer, right_buffer = buffers
+        push_pull(
+            (sent[0], left_buffer[self.peer_rank], right_buffer[left], received[0]) if left >= 0 else received[0],
+            (sent[1], right_buffer[self.peer_rank], left_buffer[right], received[1]) if right >= 0 else received[1],
+            self.memory,
+            [place for place in neighbours if place >= 0],
+        )
+
+
+def push_pull(
+    left: tuple[Tensor, ...] | Tensor, right: tuple[Tensor, ...] | Tensor, memory: PeerMemory, others: Sequence[int]
+) -> None:
+    """Writes halos into the neighbours' buffers, meets these, and reads what they have written here.
+
+    A side is (halo to send, buffer here, buffer there, halo to fill), or, at an outer edge, the halo to fill with 0.
+    """
+    inner = [side for side in (left, right) if isinstance(side, tuple)]
+    for sent, _, there, _ in inner:
+        there.copy_(sent)
+    memory.meet(others)
+    for _, here, _, received in inner:
+        received.copy_(here)
+    for side in (left, right):
+        if isinstance(side, Tensor):
+            side.zero_()
+    memory.meet(others)  # the buffers have been read, and may be written again
