@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter about three times as quick, without a change to what it computes.
+"""Makes Triton's interpreter about three times as quick, without a change to what it computes but for float8.
 
 Nearly all its time goes into types and checks rather than into numbers. Layer norms, RMS norms and softmaxes of small
 shapes, forward and backward, took 4.9 s of CPU time in it; here it takes 1.6 s. What each part of that saves:
@@ -43,6 +43,7 @@ def install() -> None:
     _remember_numpy_types(interpreter)
     _share_types(interpreter.tl)
     _convert_bfloat16_by_its_bits(interpreter)
+    _round_float8(interpreter)
 
 
 def _replace_functions_once(interpreter: Any) -> None:
@@ -139,3 +140,24 @@ def _convert_bfloat16_by_its_bits(interpreter: Any) -> None:
         return convert(self, source, type)
 
     builder.cast_impl = cast
+
+
+def _round_float8(interpreter: Any) -> None:
+    """The one change to results: Triton's own conversion loses the carry where a number is rounded to a power of two.
+
+    It then gives 1 for 1.99 in float8. PyTorch rounds as GPUs do.
+    """
+    import numpy as np
+    import torch
+
+    convert = getattr(interpreter, "_convert_float", None)
+    formats = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+
+    def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if target.name not in formats or source.name != "fp32":
+            return convert(values, source, target, rounding)
+        numbers = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
+        return numbers.to(formats[target.name]).view(torch.uint8).numpy().reshape(values.shape)
+
+    if convert is not None:
+        interpreter._convert_float = convert_float

@@ -22,6 +22,7 @@ _SUBPACKAGES = frozenset(
         "contrib",
         "distributed_testing",
         "fp16_utils",
+        "fp8",
         "fused_bias_swiglu",
         "fused_dense",
         "graphs",

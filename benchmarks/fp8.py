@@ -1,0 +1,186 @@
+"""A GPT in float8 beside bfloat16 and torchao's float8, all compiled, one process per column.
+
+    python benchmarks/fp8.py --limit 300
+    python benchmarks/fp8.py --tiny --columns bf16 "apex tensorwise"  # on a CPU, to try the script
+
+Every column trains the same network from the same weights on the same batches: 6 layers of width 4096, 4 x 2048 tokens.
+Columns compile side by side, `--at-once` of them, and are timed alone. "everything" adds fused optimizer, norm, loss
+and the captured step. `--curve STEPS` trains a small GPT instead and notes the loss of every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from step_models import GPT
+from torch import Tensor
+
+from apex import amp, fp8, graphs
+from apex._bench.environment import describe, device_name, device_stem
+from apex.optimizers import FusedAdam
+
+RESULTS = Path(__file__).parent / "results"
+COLUMNS = (
+    "bf16",
+    "torchao tensorwise",
+    "torchao rowwise",
+    "apex tensorwise",
+    "apex rowwise",
+    "apex bf16 everything",
+    "apex tensorwise everything",
+    "apex rowwise everything",
+)
+
+
+def prepare(column: str, device: str, size: dict[str, int]) -> Any:
+    """A training step that takes tokens and returns the loss."""
+    everything = column.endswith("everything")
+    torch.manual_seed(0)
+    network: Any = GPT(size["depth"], size["width"], size["vocabulary"], size["length"], fused=everything).to(device)
+    scaling = next((name for name in fp8.SCALINGS if name in column), None)
+    options: dict[str, Any] = {"lr": size["lr"] * 1e-6, "weight_decay": 0.01}
+    if everything:
+        optimizer: Any = FusedAdam(network.parameters(), **options, adam_w_mode=True)
+        network, optimizer = amp.initialize(network, optimizer, opt_level="O5", verbosity=0)
+    else:
+        optimizer = torch.optim.AdamW(network.parameters(), **options, fused=True)
+    if scaling and column.startswith("apex"):
+        fp8.convert(network.blocks, scaling, smallest_weight=0, emulate=device == "cpu")
+    elif scaling:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(network.blocks, config=Float8LinearConfig.from_recipe_name(scaling))
+    how: dict[str, Any] = {"backend": "aot_eager"} if device == "cpu" else {}
+    compiled = torch.compile(network, fullgraph=True, **how)
+
+    def step(tokens: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        if everything:
+            loss = compiled(tokens[:, :-1], tokens[:, 1:])
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        else:
+            with torch.autocast(device, dtype=torch.bfloat16):
+                loss = compiled(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return graphs.capture(step) if everything else step
+
+
+def text(size: dict[str, int], index: int, device: str) -> Tensor:
+    """Tokens with something to learn: each is the one before it plus one of a few steps."""
+    generator = torch.Generator().manual_seed(index)
+    steps = torch.randint(1, 9, (size["batch"], size["length"] + 1), generator=generator) ** 2
+    return (steps.cumsum(1) % size["vocabulary"]).to(device)
+
+
+def child(column: str, arguments: argparse.Namespace) -> None:
+    """One column: a line of JSON when it is warm, then one with its times after a line has come in."""
+    size, device = sizes(arguments), arguments.device
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    step = prepare(column, device, size)
+    if arguments.curve:
+        losses = [step(text(size, index, device)).clone() for index in range(arguments.curve)]
+        print(json.dumps({"curve": [round(float(loss), 4) for loss in losses]}), flush=True)
+        return
+    batches = [text(size, index, device) for index in range(4)]
+    for index in range(8):
+        loss = step(batches[index % 4])
+    wait()
+    print(json.dumps({"loss": float(loss)}), flush=True)
+    sys.stdin.readline()
+    rounds = []
+    for _ in range(arguments.rounds):
+        step(batches[0])
+        wait()
+        start = time.perf_counter()
+        for index in range(arguments.steps):
+            step(batches[index % 4])
+        wait()
+        rounds.append(round(1e3 * (time.perf_counter() - start) / arguments.steps, 3))
+    answer: dict[str, Any] = {"milliseconds": statistics.median(rounds), "rounds": rounds}
+    if device == "cuda":
+        answer["mebibytes"] = round(torch.cuda.max_memory_reserved() / 2**20)
+    print(json.dumps(answer), flush=True)
+
+
+def sizes(arguments: argparse.Namespace) -> dict[str, int]:
+    if arguments.tiny:
+        return {"depth": 2, "width": 64, "vocabulary": 128, "length": 32, "batch": 2, "lr": 300}
+    if arguments.curve:
+        return {"depth": 4, "width": 512, "vocabulary": 4096, "length": 256, "batch": 16, "lr": 300}
+    return {"depth": 6, "width": 4096, "vocabulary": 32000, "length": 2048, "batch": 4, "lr": 100}
+
+
+def start(column: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
+    command = [sys.executable, __file__, "--child", column, "--device", arguments.device]
+    command += ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds), "--curve", str(arguments.curve)]
+    errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  open as long as the process runs
+    flags = ["--tiny"] if arguments.tiny else []
+    process = subprocess.Popen(
+        [*command, *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+    )
+    return process, errors
+
+
+def listen(process: Any, errors: Any) -> dict[str, Any]:
+    line = next((line for line in process.stdout if line.startswith("{")), None)
+    if line is not None:
+        return json.loads(line)
+    errors.seek(0)
+    return {
+        "error": "\n".join(line for line in errors.read().splitlines() if "frame #" not in line)[-1500:] or "killed"
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
+    parser.add_argument("--steps", type=int, default=5, help="steps per round")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--at-once", type=int, default=2, help="columns that compile together; they share the memory")
+    parser.add_argument("--curve", type=int, default=0, help="steps of a small GPT whose losses are noted")
+    parser.add_argument("--limit", type=float, default=86400.0, help="seconds after which no column begins")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
+    parser.add_argument("--output", type=Path, help="the result file; by default one in benchmarks/results")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments.child, arguments)
+        return
+    deadline = time.monotonic() + arguments.limit
+    device = torch.device(arguments.device)
+    path = arguments.output or RESULTS / f"{device_stem(device_name(device))}-fp8.json"
+    key, results = ("curve" if arguments.curve else "steps"), {}
+    for first in range(0, len(arguments.columns), arguments.at_once):
+        if time.monotonic() > deadline:
+            break
+        running = {name: start(name, arguments) for name in arguments.columns[first : first + arguments.at_once]}
+        # Timed one after the other, when all have compiled.
+        results |= {name: listen(*pair) for name, pair in running.items()}
+        for name, (process, errors) in running.items():
+            if not arguments.curve and "error" not in results[name]:
+                process.stdin.write("\n")
+                process.stdin.flush()
+                results[name] |= listen(process, errors)
+            process.kill()
+            print(name, {head: value for head, value in results[name].items() if head != "curve"}, flush=True)
+        known = json.loads(path.read_text()) if path.exists() else {}
+        known[key] = {**describe(device), "size": sizes(arguments), "columns": results}
+        path.write_text(json.dumps(known, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

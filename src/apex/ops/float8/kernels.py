@@ -1,0 +1,108 @@
+"""Triton kernels of float8 casts: largest magnitudes, and a cast that writes a copy and its transposed copy.
+
+Matrices are contiguous, `rows` x `columns`. Largest magnitudes are kept as the bits of float32 numbers, which for
+numbers that are not negative are in the order of the numbers, NaN above infinity: so NaN and infinity are found too.
+"""
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+
+
+@triton.jit
+def _magnitude(x):
+    """The bits of |x| in float32."""
+    return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _scales(bits, LIMIT: tl.constexpr):
+    """The inverse scale for a largest magnitude, and the scale; NaN for NaN."""
+    amax = bits.to(tl.float32, bitcast=True)
+    inverse = tl.div_rn(tl.where(amax < 1e-12, 1e-12, amax), LIMIT)
+    return inverse, tl.div_rn(1.0, inverse)
+
+
+@triton.jit
+def _fit(x, LIMIT: tl.constexpr):
+    """Rounding may lead beyond the largest number of the format; NaN stays NaN."""
+    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+
+
+@kernel
+@triton.jit
+def float8_amax(input, partials, elements, programs, BLOCK: tl.constexpr):
+    """The largest magnitude of every `programs`-th block, of which there is at least one each."""
+    program = tl.program_id(0)
+    largest = tl.zeros([BLOCK], tl.int32)
+    for block in range(program, tl.cdiv(elements, BLOCK), programs):
+        place = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, _magnitude(tl.load(input + place, mask=place < elements, other=0.0)))
+    tl.store(partials + program, tl.max(largest, 0))
+
+
+@kernel
+@triton.jit
+def float8_amax_both(input, amax, rows, columns, column_blocks, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The largest magnitudes of rows and then of columns, which are zero before."""
+    program = tl.program_id(0)
+    row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)
+    column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    bits = _magnitude(tl.load(input + row[:, None].to(tl.int64) * columns + column[None, :], mask=mask, other=0.0))
+    # The order does not matter to a maximum: the same bits every time.
+    tl.atomic_max(amax + row, tl.max(bits, 1), mask=row < rows, sem="relaxed")
+    tl.atomic_max(amax + rows + column, tl.max(bits, 0), mask=column < columns, sem="relaxed")
+
+
+@kernel
+@triton.jit
+def float8_cast(
+    input,
+    amax,
+    copy,
+    transposed,
+    inverse,
+    column_inverse,
+    rows,
+    columns,
+    column_blocks,
+    partials,
+    LIMIT: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """One tile of both copies. Without BY_ROW the one scale is that of all `partials`, which are PARTIALS at most."""
+    program = tl.program_id(0)
+    row_block, column_block = program // column_blocks, program % column_blocks
+    row = row_block * ROWS + tl.arange(0, ROWS)
+    column = column_block * COLUMNS + tl.arange(0, COLUMNS)
+    row_mask = None if FULL else row < rows
+    column_mask = None if FULL else column < columns
+    mask = None if FULL else (row < rows)[:, None] & (column < columns)[None, :]
+    x = tl.load(input + row[:, None].to(tl.int64) * columns + column[None, :], mask=mask).to(tl.float32)
+    element = copy.dtype.element_ty
+    if BY_ROW:
+        row_inverse, scale = _scales(tl.load(amax + row, mask=row_mask), LIMIT)
+        turned_inverse, column_scale = _scales(tl.load(amax + rows + column, mask=column_mask), LIMIT)
+        if column_block == 0:
+            tl.store(inverse + row, row_inverse, mask=row_mask)
+        if row_block == 0:
+            tl.store(column_inverse + column, turned_inverse, mask=column_mask)
+        straight = _fit(x * scale[:, None], LIMIT).to(element)
+        turned = _fit(x * column_scale[None, :], LIMIT).to(element)
+    else:
+        number = tl.arange(0, PARTIALS)
+        one_inverse, scale = _scales(tl.max(tl.load(amax + number, mask=number < partials, other=0), 0), LIMIT)
+        if program == 0:
+            tl.store(inverse, one_inverse)
+            tl.store(column_inverse, one_inverse)
+        straight = _fit(x * scale, LIMIT).to(element)
+        turned = straight
+    tl.store(copy + row[:, None].to(tl.int64) * columns + column[None, :], straight, mask=mask)
+    turned_mask = None if FULL else (column < columns)[:, None] & (row < rows)[None, :]
+    tl.store(transposed + column[:, None].to(tl.int64) * rows + row[None, :], tl.trans(turned), mask=turned_mask)

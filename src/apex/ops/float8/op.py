@@ -1,0 +1,180 @@
+"""float8 copies of matrices for products of float8 numbers, made in one pass with their transposed copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _library
+from .._device import DeviceFacts, facts, launch_rule, next_power_of_2
+from . import config, reference
+
+kernels = _library.LazyModule(f"{__package__}.kernels")
+
+DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+def amax(input: Tensor, by_row: bool) -> Tensor:
+    """The largest magnitudes of a matrix: of its rows and then of its columns, or of parts that are all of it.
+
+    Not a number in the matrix makes its largest magnitude not a number. While compiling, PyTorch's operators find that
+    of a whole matrix: Inductor takes the maximum where it computes the matrix.
+    """
+    if not torch.compiler.is_compiling():
+        return _amax(input, by_row)
+    return torch.ops.apex.float8_amax(input) if by_row else reference.amax(input, False)
+
+
+def cast_both(input: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A float8 copy of a contiguous matrix, the transposed copy, and the inverse scales of both, float32.
+
+    One scale for the matrix, or `by_row` one for each row of the copy and one for each row of the transposed copy, as
+    a column.
+    """
+    cast = torch.ops.apex.float8_cast if torch.compiler.is_compiling() else _cast
+    return cast(input, amax(input, by_row), by_row, dtype)
+
+
+def formats(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """The formats of numbers and of gradients that the device multiplies: MI300 has formats without infinity."""
+    if device.type == "cuda" and torch.version.hip and "gfx94" in _architecture(device):
+        return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+    return torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def obstacle(device: torch.device) -> str | None:
+    """Why the device cannot multiply float8 matrices; None if it can."""
+    if device.type != "cuda":
+        return f"a device of type {device.type!r} does not multiply float8 matrices"
+    if torch.version.hip:
+        name = _architecture(device)
+        return None if name.startswith(("gfx94", "gfx95", "gfx12")) else f"{name} does not multiply float8 matrices"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        return f"compute capability {capability[0]}.{capability[1]} has no float8; 8.9 is the first that does"
+    return None
+
+
+def _architecture(device: torch.device) -> str:
+    return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+
+
+def product(
+    left: Tensor, right: Tensor, left_inverse: Tensor, right_inverse: Tensor, dtype: torch.dtype, quick: bool = False
+) -> Tensor:
+    """`left` @ `right`.T of float8 matrices with these inverse scales, in `dtype`; emulated off a GPU.
+
+    `quick` lets the GPU add up products with fewer bits, as is usual for activations and not for gradients.
+    """
+    if not left.is_cuda:
+        return reference.product(left, right, left_inverse, right_inverse, dtype)
+    by_row = left_inverse.dim() > 0
+    inverse = right_inverse.reshape(1, -1) if by_row else right_inverse
+    # PyTorch has products with one scale per row in bfloat16 only.
+    found = torch.bfloat16 if by_row else dtype
+    return torch._scaled_mm(left, right.t(), left_inverse, inverse, out_dtype=found, use_fast_accum=quick).to(dtype)
+
+
+def _amax(input: Tensor, by_row: bool) -> Tensor:
+    return (launch_amax if _library.runs_triton(FAMILY, input) else reference.amax)(input, by_row)
+
+
+def launch_amax(input: Tensor, by_row: bool) -> Tensor:
+    if by_row:
+        rows, columns = input.shape
+        found = torch.zeros(rows + columns, dtype=torch.float32, device=input.device)
+        tile = config.amax_tile(facts(input.device))
+        column_blocks = -(-columns // tile.columns)
+        kernels.float8_amax_both(
+            (-(-rows // tile.rows) * column_blocks,),
+            (input, found.view(torch.int32)),
+            (rows, columns, column_blocks),
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            num_warps=tile.num_warps,
+        )
+        return found
+    elements = input.numel()
+    programs = max(1, min(config.MOST_PARTIALS, -(-elements // config.AMAX_BLOCK)))
+    found = torch.empty(programs, dtype=torch.float32, device=input.device)
+    kernels.float8_amax(
+        (programs,),
+        (input, found.view(torch.int32)),
+        (elements, programs),
+        BLOCK=config.AMAX_BLOCK,
+        num_warps=config.AMAX_WARPS,
+    )
+    return found
+
+
+def _cast(input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    cast = launch_cast if _library.runs_triton(FAMILY, input) else reference.cast_both
+    return cast(input, amax, by_row, dtype)
+
+
+def launch_cast(input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    results = _empty(input, by_row, dtype)
+    launch = _cast_launch(*input.shape, len(amax), by_row, dtype, facts(input.device))
+    launch((input, amax.view(torch.int32), *results))
+    return results
+
+
+def _empty(input: Tensor, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = input.shape
+    return (
+        torch.empty(rows, columns, dtype=dtype, device=input.device),
+        torch.empty(columns, rows, dtype=dtype, device=input.device),
+        torch.empty((rows, 1) if by_row else (), dtype=torch.float32, device=input.device),
+        torch.empty((columns, 1) if by_row else (), dtype=torch.float32, device=input.device),
+    )
+
+
+@launch_rule
+def _cast_launch(rows: int, columns: int, partials: int, by_row: bool, dtype: torch.dtype, device: DeviceFacts) -> Any:
+    tile = config.cast_tile(rows, columns, device)
+    column_blocks = -(-columns // tile.columns)
+    return kernels.float8_cast.prepare(
+        (-(-rows // tile.rows) * column_blocks,),
+        (rows, columns, column_blocks, partials),
+        LIMIT=torch.finfo(dtype).max,
+        BY_ROW=by_row,
+        PARTIALS=1 if by_row else next_power_of_2(partials),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        FULL=rows % tile.rows == 0 and columns % tile.columns == 0,
+        num_warps=tile.num_warps,
+    )
+
+
+def self_check(device: torch.device) -> float:
+    """How far copies are from the same numbers rounded by PyTorch, as a multiple of the tolerance: bits must agree."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    input = torch.randn(48, 80, generator=generator, dtype=torch.float32, device="cpu").to(torch.bfloat16)
+    wrong = 0
+    for by_row in (False, True):
+        for found, expected in zip(
+            cast_both(input.to(device), torch.float8_e4m3fn, by_row),
+            reference.cast_both(input, reference.amax(input, by_row), by_row, torch.float8_e4m3fn),
+            strict=True,
+        ):
+            # One step of the format apart where the scale was rounded the other way: not more than a few.
+            wrong += int((found.cpu().float() != expected.float()).sum() > expected.numel() // 100)
+    return 2.0 if wrong else 0.0
+
+
+FAMILY = _library.register_family(
+    _library.OpFamily("float8", "float8 copies of matrices with their scales and transposed copies", self_check)
+)
+
+_library.register_op(
+    "float8_amax(Tensor input) -> Tensor",
+    lambda input: _amax(input, True),
+    lambda input: input.new_empty(input.shape[0] + input.shape[1], dtype=torch.float32),
+)
+_library.register_op(
+    "float8_cast(Tensor input, Tensor amax, bool by_row, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    _cast,
+    lambda input, amax, by_row, dtype: _empty(input, by_row, dtype),
+)

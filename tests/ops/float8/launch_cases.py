@@ -1,0 +1,28 @@
+"""Launches of the float8 kernels to compile for every GPU: each kernel and flag, at real and odd sizes."""
+
+from __future__ import annotations
+
+import torch
+
+from apex.ops import _device
+from apex.ops.float8 import op
+
+# rows, columns, dtype, one scale per row
+_SHAPES = [
+    (8192, 4096, torch.bfloat16, False),
+    (8192, 4096, torch.bfloat16, True),
+    (4096, 16384, torch.float32, False),
+    (48, 80, torch.float16, True),
+]
+
+
+def record() -> None:
+    """Plans and (under `recording`) collects the largest magnitudes and the casts of every shape."""
+    facts = _device.facts(torch.device("meta"))
+    without_infinity = facts.name == "gfx942"
+    formats = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz) if without_infinity else op.DTYPES[:2]
+    for rows, columns, dtype, by_row in _SHAPES:
+        input = torch.empty(rows, columns, dtype=dtype, device="meta")
+        largest = op.launch_amax(input, by_row)
+        for number in formats:
+            op.launch_cast(input, largest, by_row, number)

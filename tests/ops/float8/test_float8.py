@@ -1,0 +1,104 @@
+"""float8 copies of matrices: the kernels' against PyTorch's roundings, and products of the copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from apex.ops import _library, float8
+from apex.ops.float8 import reference
+from tests.harness import opcheck, routes
+
+FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def matrix(shape, dtype, device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * torch.tensor([1.0, 30.0, 1e-3])[seed % 3]).to(device, dtype)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("by_row", [False, True], ids=["tensorwise", "rowwise"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(64, 128), (70, 33), (1, 1), (3, 500), (200, 16)])
+def test_copies_have_the_bits_of_pytorchs(shape, dtype, by_row, route):
+    device = route.device
+    for seed, number in enumerate(FORMATS):
+        input = matrix(shape, dtype, device, seed)
+        with _library.implementation(route.implementation):
+            found = float8.cast_both(input, number, by_row)
+        copy, transposed, inverse, turned_inverse = found
+        if by_row:
+            expected, expected_inverse = reference.cast(input, input.abs().amax(1, keepdim=True), number)
+            turned, expected_turned = reference.cast(input.t(), input.t().abs().amax(1, keepdim=True), number)
+        else:
+            expected, expected_inverse = reference.cast(input, input.abs().amax(), number)
+            turned, expected_turned = expected.t(), expected_inverse
+        assert copy.dtype == transposed.dtype == number
+        assert transposed.shape == shape[::-1]
+        assert torch.equal(copy.float(), expected.float())
+        assert torch.equal(transposed.float(), turned.float())
+        assert torch.equal(inverse, expected_inverse)
+        assert torch.equal(turned_inverse, expected_turned)
+        # Half a step of the format at most, and numbers too small for it.
+        steps = {torch.float8_e4m3fn: 2**-4, torch.float8_e5m2: 2**-3}[number]
+        smallest = inverse.double() * torch.finfo(number).smallest_normal
+        error = (copy.double() * inverse - input.double()).abs()
+        assert (error <= steps * (input.double().abs() + smallest) * 1.001).all()
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("by_row", [False, True], ids=["tensorwise", "rowwise"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(value, by_row, route):
+    device = route.device
+    input = matrix((32, 48), torch.bfloat16, device)
+    input[3, 5] = value
+    with _library.implementation(route.implementation):
+        copy, transposed, inverse, _ = float8.cast_both(input, torch.float8_e4m3fn, by_row)
+    back = copy.float() * inverse
+    assert not back[3, 5].isfinite()
+    assert not transposed.float()[5, 3].isfinite()
+    if by_row:
+        assert back[4:].isfinite().all()
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("by_row", [False, True], ids=["tensorwise", "rowwise"])
+def test_zeros(by_row, route):
+    device = route.device
+    input = torch.zeros(16, 32, dtype=torch.bfloat16, device=device)
+    with _library.implementation(route.implementation):
+        copy, transposed, inverse, turned = float8.cast_both(input, torch.float8_e5m2, by_row)
+    assert not copy.float().any()
+    assert not transposed.float().any()
+    assert inverse.isfinite().all()
+    assert (turned > 0).all()
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("by_row", [False, True], ids=["tensorwise", "rowwise"])
+def test_products_are_those_of_the_rounded_numbers(by_row, route):
+    device = torch.device(route.device)
+    if device.type == "cuda" and (reason := float8.obstacle(device)):
+        pytest.skip(reason)
+    left, right = matrix((32, 64), torch.bfloat16, device), matrix((48, 64), torch.bfloat16, device, 1)
+    (a, _, s, _), (b, _, t, _) = (float8.cast_both(m, torch.float8_e4m3fn, by_row) for m in (left, right))
+    found = float8.product(a, b, s, t, torch.bfloat16)
+    exact = (a.double() * s) @ (b.double() * t).t()
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3 * float(exact.abs().max()))
+
+
+def test_a_cpu_has_no_float8():
+    assert "cpu" in float8.obstacle(torch.device("cpu"))
+    assert float8.formats(torch.device("cpu")) == FORMATS
+
+
+@pytest.mark.parametrize("route", routes())
+def test_registered_operators(route):
+    input = matrix((32, 48), torch.bfloat16, route.device)
+    with _library.implementation(route.implementation):
+        opcheck(route, torch.ops.apex.float8_amax.default, (input,))
+        for by_row in (False, True):
+            amax = float8.amax(input, by_row)
+            opcheck(route, torch.ops.apex.float8_cast.default, (input, amax, by_row, torch.float8_e4m3fn))
