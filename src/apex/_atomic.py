@@ -143,6 +143,17 @@ def _lock(descriptor: int, wait: bool) -> bool | None:
     return True
 
 
+@contextlib.contextmanager
+def locked_file(path: Path) -> Iterator[None]:
+    """One process at a time is inside, where the disk knows locks; a process that ends is no longer inside."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _lock(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def remove_if_left_behind(temporary: Path) -> None:
     """Removes an unfinished file or folder unless somebody may still be writing to it."""
     is_folder = temporary.is_dir()

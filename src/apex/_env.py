@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal, get_args
 
 Implementation = Literal["auto", "triton", "torch"]
@@ -78,3 +81,49 @@ def set_nccl_network(name: str | None) -> None:
         os.environ.pop("NCCL_NET", None)
     else:
         os.environ["NCCL_NET"] = name
+
+
+def is_on(name: str) -> bool:
+    """Whether the variable `name` is set to something other than 0, off, false or no."""
+    return os.environ.get(name, "").strip().lower() not in ("", "0", "off", "false", "no")
+
+
+def is_set(name: str) -> bool:
+    """Whether the variable `name` is there."""
+    return name in os.environ
+
+
+def triton_cache() -> Path:
+    """Where Triton keeps what it compiled: `TRITON_CACHE_DIR`, else a folder of the user's home."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+
+
+@contextlib.contextmanager
+def changed(name: str, value: str) -> Iterator[None]:
+    """The variable `name` has another value inside, also for processes that are started."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def extensions_folder() -> Path:
+    """Where compiled extensions are kept: `TORCH_EXTENSIONS_DIR`, else a folder of the user's."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "apex_extensions")
+
+
+def cuda_architectures() -> str:
+    """The GPUs that `TORCH_CUDA_ARCH_LIST` names."""
+    return os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+
+
+def nvcc_threads() -> int:
+    """What `APEX_NVCC_THREADS` says, else a thread for each core, 8 at most."""
+    number = os.environ.get("APEX_NVCC_THREADS", "")
+    return int(number) if number.isdecimal() and int(number) else min(os.cpu_count() or 1, 8)

@@ -28,28 +28,24 @@ import pkgutil
 import re
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget, Language
+from triton.backends.compiler import Language
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 import apex.ops
-from apex.ops import _device, _launch
-
-KIB = 1024
+from apex.ops import _ahead, _device, _launch
 
 
-@dataclass(frozen=True)
 class Target:
     """A GPU to compile for; `facts.shared_memory` is what one program may use there."""
 
-    gpu: GPUTarget
-    facts: _device.DeviceFacts
+    def __init__(self, gpu: _ahead.GPU) -> None:
+        self.gpu, self.facts = gpu.target, gpu.facts
 
     @functools.cached_property
     def backend(self) -> Any:
@@ -61,18 +57,7 @@ class Target:
         return f'"{self.gpu.backend}:{self.gpu.arch}"'
 
 
-def _target(backend: str, architecture: Any, warp_size: int, multiprocessors: int, shared_kib: int) -> Target:
-    facts = _device.DeviceFacts(str(architecture), backend, multiprocessors, warp_size, shared_kib * KIB)
-    return Target(GPUTarget(backend, architecture, warp_size), facts)
-
-
-TARGETS = {
-    "sm_80": _target("cuda", 80, 32, 108, 163),  # A100
-    "sm_90": _target("cuda", 90, 32, 132, 227),  # H100, H200
-    "sm_100": _target("cuda", 100, 32, 148, 227),  # B200
-    "gfx90a": _target("hip", "gfx90a", 64, 104, 64),  # MI210, MI250
-    "gfx942": _target("hip", "gfx942", 64, 304, 64),  # MI300
-}
+TARGETS = {name: Target(gpu) for name, gpu in _ahead.GPUS.items()}
 
 # Kernels that launch rules choose for some GPUs only.
 NOT_CHOSEN = {"cuda": {"sum_groups"}, "hip": {"norm_backward_held"}}
@@ -197,18 +182,6 @@ def record_all(target: Target) -> list[_launch.Launch]:
     return launches
 
 
-def _plain(constant: Any) -> Any:
-    """A constant that compares; of a function its name, because Triton wraps update rules for every list anew."""
-    return f"{constant.fn.__module__}.{constant.fn.__qualname__}" if hasattr(constant, "fn") else constant
-
-
-def _key(launch: _launch.Launch) -> tuple[Any, ...]:
-    """What Triton makes a kernel of, but for which of its integers are multiples of 16."""
-    bound = launch.bound
-    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in launch.tensors)
-    return bound.kernel.name, tuple(map(_plain, bound.constants)), dtypes, bound.num_warps, bound.num_stages
-
-
 def compile_all(names: list[str]) -> dict[str, dict[str, Any]]:
     """Compiles the different launches of each of the GPUs `names`."""
     programs: dict[tuple[Any, ...], Program] = {}
@@ -218,7 +191,7 @@ def compile_all(names: list[str]) -> dict[str, dict[str, Any]]:
         for launch in record_all(TARGETS[name]):
             if name in NO_FLOAT8 and launch.bound.kernel.name == "float8_cast":
                 continue
-            program = programs.setdefault((TARGETS[name].gpu.backend, *_key(launch)), Program(launch))
+            program = programs.setdefault((TARGETS[name].gpu.backend, *_ahead.program(launch)), Program(launch))
             program.names[name] = None
     gc.freeze()  # what was imported stays, and need not be searched for garbage
     for program in programs.values():
@@ -236,7 +209,7 @@ def compile_all(names: list[str]) -> dict[str, dict[str, Any]]:
 def _add_to_report(report: dict[str, Any], program: Program, target: Target) -> None:
     compiled, available = report["compiled"], target.facts.shared_memory
     kernel = program.launch.bound.kernel.name
-    what = f"{_key(program.launch)} {program.launch.bound.sizes} {program.launch.floats}"
+    what = f"{_ahead.program(program.launch)} {program.launch.bound.sizes} {program.launch.floats}"
     print(target.attribute, what, file=sys.stderr, flush=True)
     try:
         shared, assembly = program.compile(target, whole=kernel not in compiled)

@@ -129,6 +129,49 @@ def bench(
     raise typer.Exit(status)
 
 
+@app.command()
+def build(
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="OP[:SHAPE[:DTYPE]] | SCRIPT.py",
+            help="What to compile for; by default the ops that APEX_BUILD_... variables select.",
+        ),
+    ] = None,
+    gpu: Annotated[
+        list[str] | None, typer.Option(help="sm_80, sm_90, sm_100, gfx90a or gfx942; may be given again.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of ops that do not name their own.")] = "bfloat16",
+    cache: Annotated[Path | None, typer.Option(help="The folder to write to; Triton's own cache by default.")] = None,
+    installed_at: Annotated[
+        Path | None, typer.Option(help="The path under which the machines of a job will see it, if another.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="Processes that compile; one per core by default.", min=1)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="List the ops and compile nothing.")] = False,
+) -> None:
+    """Compile kernels before a job starts, so that its first step compiles nothing.
+
+    Needs no GPU. A script runs with the default device "meta": it makes the model, runs a step and computes nothing.
+    Jobs that have TRITON_CACHE_DIR set to the folder, and the same versions of Triton and Python, find the kernels.
+    """
+    from .build.command import run_build, selected_ops
+
+    names = ops or ([] if list_only else selected_ops())
+    raise typer.Exit(
+        run_build(
+            names,
+            gpus=gpu or [],
+            dtype=dtype,
+            cache=cache,
+            installed_at=installed_at,
+            jobs=jobs,
+            as_json=as_json,
+            list_only=list_only,
+        )
+    )
+
+
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="What each process runs.")],

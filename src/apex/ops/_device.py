@@ -94,6 +94,11 @@ def facts(device: torch.device) -> DeviceFacts:
     return _read_facts(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def pretends() -> bool:
+    """Whether launches are planned for another device, for which tensors without memory stand in."""
+    return _pretended is not None
+
+
 @contextlib.contextmanager
 def pretend(other: DeviceFacts) -> Iterator[None]:
     """Lets launch rules plan for another device, for compiling kernels where that device is absent."""

@@ -21,6 +21,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .. import _env
+from . import _device
 
 logger = logging.getLogger("apex.ops")
 
@@ -136,7 +137,8 @@ def _triton_obstacle(family: OpFamily, device: torch.device, dtype: torch.dtype)
         return f"the kernels accumulate in float32 and do not take {str(dtype).removeprefix('torch.')}"
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
-    if device.type != "cuda" and not _env.triton_interpreter_requested():
+    planned = device.type == "meta" and _device.pretends()
+    if device.type != "cuda" and not planned and not _env.triton_interpreter_requested():
         return f"Triton kernels run on NVIDIA and AMD GPUs, not on {device.type}"
     return triton_problem()
 
@@ -161,6 +163,8 @@ def _choose(family: OpFamily, device: torch.device, dtype: torch.dtype) -> Choic
     if obstacle is not None:
         _report_fallback(family.name, device, obstacle)
         return Choice("torch", obstacle)
+    if device.type == "meta":
+        return Choice("triton", "launches are planned for a GPU that is not here")
     if device.type != "cuda":
         return Choice("torch", "the Triton interpreter is for tests; APEX_IMPL=triton selects it")
     exception = f"; {family.small_inputs}" if family.small_inputs else ""

@@ -1,0 +1,1 @@
+"""`apex build`: kernels compiled before a job starts."""
