@@ -1,0 +1,287 @@
+"""Builders of C++, CUDA and HIP extensions: a subclass names its sources, `load()` compiles and imports them.
+
+class ToyBuilder(CPUOpBuilder):
+    NAME = "toy"
+
+    def absolute_name(self):
+        return self.NAME
+
+    def sources(self):
+        return ["toy.cpp"]
+
+toy = ToyBuilder().load()
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import re
+import shutil
+import subprocess
+import tempfile
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+
+from .. import _env
+from ._compile import compile_extension
+
+_GPU_SOURCES = (".cu", ".hip")
+
+
+class MissingCUDAException(Exception):
+    """There is no CUDA toolkit to compile with."""
+
+
+class CUDAMismatchException(Exception):
+    """The CUDA toolkit is of another major version than the one that PyTorch was made with."""
+
+
+def installed_cuda_version(name: str = "") -> tuple[int, int]:
+    """The version of nvcc."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if CUDA_HOME is None:
+        raise MissingCUDAException(
+            f"{name or 'a CUDA extension'} needs nvcc; install the CUDA toolkit or set CUDA_HOME"
+        )
+    output = subprocess.run([f"{CUDA_HOME}/bin/nvcc", "-V"], capture_output=True, text=True, check=True).stdout
+    major, minor = re.findall(r"release (\d+)\.(\d+)", output)[0]
+    return int(major), int(minor)
+
+
+def assert_no_cuda_mismatch(name: str = "") -> bool:
+    """True if nvcc and PyTorch are of the same major version, or `APEX_SKIP_CUDA_CHECK=1` does not ask."""
+    major, minor = installed_cuda_version(name)
+    if str(torch.version.cuda).split(".")[0] == str(major) or _env.is_one("APEX_SKIP_CUDA_CHECK"):
+        return True
+    raise CUDAMismatchException(
+        f"{name or 'a CUDA extension'}: nvcc is {major}.{minor}, PyTorch was made with CUDA {torch.version.cuda}; "
+        "install the toolkit of PyTorch's version, or set APEX_SKIP_CUDA_CHECK=1"
+    )
+
+
+def get_default_compute_capabilities() -> str:
+    """The GPUs to compile for where nothing says which: those of the kernels of this package."""
+    return "8.0;8.6;9.0" + (";10.0;12.0" if installed_cuda_version() >= (12, 8) else "")
+
+
+class OpBuilder(ABC):
+    """How to make one extension. `load()` gives the module; a subclass says of what it is made.
+
+    Sources and include paths are absolute or begin at the folder of the file that defines the subclass.
+    """
+
+    BUILD_VAR = ""
+    INCLUDE_FLAG = ""
+    NAME = ""
+
+    _loaded: ClassVar[dict[tuple[type, str], ModuleType]] = {}
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or self.NAME
+        self.error_log: str | None = None
+
+    @abstractmethod
+    def absolute_name(self) -> str:
+        """The name under which an installed extension is imported, such as `package.name`."""
+
+    @abstractmethod
+    def sources(self) -> Sequence[str]:
+        """The files to compile."""
+
+    def include_paths(self) -> Sequence[str]:
+        return []
+
+    def cxx_args(self) -> list[str]:
+        """Flags of the C++ compiler. The standard is left out: PyTorch adds the one that its headers need."""
+        return ["-O3"]
+
+    def nvcc_args(self) -> list[str]:
+        return []
+
+    def extra_ldflags(self) -> list[str]:
+        return []
+
+    def libraries_args(self) -> list[str]:
+        return []
+
+    def hipify_extension(self) -> None:  # noqa: B027  an answer, not a gap
+        """Nothing: PyTorch translates CUDA sources for AMD GPUs when it compiles them."""
+
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Whether this PyTorch is for AMD GPUs."""
+        return torch.version.hip is not None
+
+    @staticmethod
+    def strip_empty_entries(args: Iterable[str]) -> list[str]:
+        """The entries that are not empty."""
+        return [entry for entry in args if entry]
+
+    def warning(self, msg: str) -> None:
+        """Warns, and keeps the reason in `error_log`."""
+        self.error_log = msg
+        warnings.warn(f"{self.name}: {msg}", stacklevel=3)
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether the extension can be compiled here; with `verbose` a warning says why not."""
+        return True
+
+    def has_function(
+        self, funcname: str, libraries: Sequence[str], library_dirs: Sequence[str] | None = None, verbose: bool = False
+    ) -> bool:
+        """Whether a C program that calls `funcname` can be linked to these libraries."""
+        compiler = shutil.which("cc")
+        if compiler is None:
+            return False
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "main.c"
+            source.write_text(f"char {funcname}();\nint main() {{ return {funcname}(); }}\n")
+            options = [f"-L{path}" for path in library_dirs or ()] + [f"-l{library}" for library in libraries]
+            command = [compiler, "-w", str(source), "-o", f"{folder}/main", *options]
+            result = subprocess.run(command, capture_output=True, text=True)
+        if verbose and result.returncode:
+            print(f"{self.name}: {funcname} cannot be linked: {result.stderr.strip()}")
+        return result.returncode == 0
+
+    def _paths(self, paths: Iterable[str]) -> list[str]:
+        try:
+            folder = Path(inspect.getfile(type(self))).resolve().parent
+        except (OSError, TypeError):  # a class of an interactive session
+            folder = Path.cwd()
+        return [str(folder / path) for path in self.strip_empty_entries(paths)]
+
+    def _needs_gpu_compiler(self) -> bool:
+        return any(source.endswith(_GPU_SOURCES) for source in self.sources())
+
+    def builder(self) -> Any:
+        """A setuptools Extension, for a package that compiles when it is installed; paths are as `sources` has them."""
+        from torch.utils.cpp_extension import CppExtension, CUDAExtension
+
+        flags = {"cxx": self.strip_empty_entries(self.cxx_args())}
+        gpu = self._needs_gpu_compiler()
+        if gpu:
+            flags["nvcc"] = self.strip_empty_entries(self.nvcc_args())
+        return (CUDAExtension if gpu else CppExtension)(
+            name=self.absolute_name(),
+            sources=self.strip_empty_entries(self.sources()),
+            include_dirs=self._paths(self.include_paths()),
+            libraries=self.strip_empty_entries(self.libraries_args()),
+            extra_compile_args=flags,
+            extra_link_args=self.strip_empty_entries(self.extra_ldflags()),
+        )
+
+    def load(self, verbose: bool = True) -> ModuleType:
+        """The module: loaded before, installed under `absolute_name()`, or compiled now (`jit_load`)."""
+        key = (type(self), self.name)
+        if key not in self._loaded:
+            self._loaded[key] = self._installed() or self.jit_load(verbose)
+        return self._loaded[key]
+
+    def _installed(self) -> ModuleType | None:
+        try:
+            spec = importlib.util.find_spec(self.absolute_name())
+        except ModuleNotFoundError:
+            return None
+        if spec is None or not str(spec.origin).endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
+            return None
+        try:
+            return importlib.import_module(self.absolute_name())
+        except ImportError as error:
+            raise ImportError(
+                f"{self.name} is installed at {spec.origin}, but does not fit PyTorch {torch.__version__}: {error}; "
+                "install it again"
+            ) from error
+
+    def jit_load(self, verbose: bool = True) -> ModuleType:
+        """Compiles the sources, unless that was done with the same flags and versions before, and imports them."""
+        if not self.is_compatible(verbose=False):
+            raise RuntimeError(f"{self.name} cannot be compiled here: {self.error_log or 'is_compatible() is False'}")
+        gpu = self._needs_gpu_compiler()
+        flags = {
+            "extra_cflags": self.strip_empty_entries(self.cxx_args()),
+            "extra_cuda_cflags": self.strip_empty_entries(self.nvcc_args()) if gpu else [],
+            "extra_ldflags": self.strip_empty_entries(
+                [*self.extra_ldflags(), *map("-l{}".format, self.libraries_args())]
+            ),
+            "extra_include_paths": self._paths(self.include_paths()),
+            "with_cuda": gpu,
+        }
+        return compile_extension(self.name, self._paths(self.sources()), flags, verbose)
+
+
+class CUDAOpBuilder(OpBuilder):
+    """An extension that may have CUDA or HIP sources."""
+
+    INCLUDE_FLAG = "APEX_BUILD_CUDA_OPS"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether there is a GPU compiler that fits PyTorch, if a source needs one."""
+        if not self._needs_gpu_compiler() or self.is_rocm_pytorch():
+            return super().is_compatible(verbose)
+        try:
+            if torch.version.cuda is None:
+                raise MissingCUDAException(f"PyTorch {torch.__version__} is a build without CUDA")
+            return assert_no_cuda_mismatch(self.name) and super().is_compatible(verbose)
+        except (MissingCUDAException, CUDAMismatchException) as error:
+            self.error_log = str(error)
+            if verbose:
+                self.warning(str(error))
+            return False
+
+    def nvcc_args(self) -> list[str]:
+        """Flags of nvcc or hipcc; the GPUs to compile for are PyTorch's choice (`TORCH_CUDA_ARCH_LIST`)."""
+        if self.is_rocm_pytorch():
+            return ["-O3", *(f"-U__HIP_NO_HALF{word}__" for word in ("_OPERATORS", "_CONVERSIONS", "2_OPERATORS"))]
+        args = ["-O3", f"--threads={_env.nvcc_threads()}"]
+        args += [f"-U__CUDA_NO_HALF{word}__" for word in ("_OPERATORS", "_CONVERSIONS", "2_OPERATORS")]
+        return [*args, *(["--ptxas-options=-v"] if _env.is_one("APEX_DEBUG_CUDA_BUILD") else [])]
+
+    def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
+        """nvcc's flags for GPUs: those of `TORCH_CUDA_ARCH_LIST`, else of the argument, else usual ones.
+
+        A list such as "8.0;9.0+PTX"; `filter_ccs` may take entries away.
+        """
+        wanted = _env.cuda_architectures() or cross_compile_archs or get_default_compute_capabilities()
+        flags = []
+        for major, minor in self.filter_ccs(wanted.replace(" ", ";").strip(";").split(";")):
+            number, ptx = f"{major}{minor.removesuffix('+PTX')}", minor.endswith("+PTX")
+            flags += [f"-gencode=arch=compute_{number},code={kind}_{number}" for kind in ["sm"] + ["compute"] * ptx]
+        return flags
+
+    def filter_ccs(self, ccs: list[str]) -> list[list[str]]:
+        """Each compute capability as its two numbers; a subclass leaves out those that it does not support."""
+        return [cc.split(".") for cc in ccs]
+
+    def version_dependent_macros(self) -> list[str]:
+        """Macros of old PyTorch versions that sources of apex ask for."""
+        return ["-DVERSION_GE_1_1", "-DVERSION_GE_1_3", "-DVERSION_GE_1_5"]
+
+    def generator_args(self) -> list[str]:
+        """Nothing: a macro for the place that a header of PyTorch's had before version 1.6."""
+        return []
+
+    def nccl_args(self) -> list[str]:
+        return ["-lrccl" if self.is_rocm_pytorch() else "-lnccl"]
+
+    def nccl_version(self) -> tuple[int, ...]:
+        """Of PyTorch's NCCL, its first two numbers."""
+        return tuple(torch.cuda.nccl.version()[:2])
+
+    def torch_version(self) -> tuple[int, ...]:
+        return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+class CPUOpBuilder(CUDAOpBuilder):
+    """An extension of C++ sources."""
+
+    INCLUDE_FLAG = "APEX_BUILD_CPP_OPS"
