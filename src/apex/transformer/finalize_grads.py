@@ -21,7 +21,7 @@ def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_paralle
 
     - Parameters that see a part of the sequence (`sequence_parallel_enabled`) get the sum over tensor-parallel ranks.
     - Embeddings that several pipeline stages hold (`shared_embedding`, `shared_position_embedding`) get the sum over
-      these stages.
+      these stages; where two chunks of a process are first and last stage, `shared_embedding` is summed within it.
     - Everything gets the mean over data-parallel and context-parallel ranks, experts (`allreduce = False`) over the
       ranks that hold the same ones.
 
@@ -36,12 +36,17 @@ def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_paralle
     _merge_gradients(parameters)
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     _sum_over(tensor_group, [p for p in parameters if getattr(p, "sequence_parallel_enabled", False)], False)
-    if parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
-        shared = [parameter for parameter in parameters if getattr(parameter, "shared_embedding", False)]
-        _sum_over(parallel_state.get_embedding_group(), shared, False)
+    of_chunks = (
+        [p for p in chunk.parameters() if p.requires_grad and getattr(p, "shared_embedding", False)] for chunk in chunks
+    )
+    shared = [embeddings for embeddings in of_chunks if embeddings]
+    if len(shared) == 2:
+        _sum_within(*shared)
+    elif parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
+        _sum_over(parallel_state.get_embedding_group(), (p for each in shared for p in each), False)
     if parallel_state.is_rank_in_position_embedding_group():
-        shared = [parameter for parameter in parameters if getattr(parameter, "shared_position_embedding", False)]
-        _sum_over(parallel_state.get_position_embedding_group(), shared, False)
+        positions = [parameter for parameter in parameters if getattr(parameter, "shared_position_embedding", False)]
+        _sum_over(parallel_state.get_position_embedding_group(), positions, False)
     if data_parallel is False:
         return
     reduced = {id(p) for chunk in chunks if _reduces_gradients(chunk) for p in chunk.parameters()}
@@ -64,6 +69,27 @@ def _merge_gradients(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = main_grad if main_grad.dtype == parameter.dtype else None
 
 
+@torch.no_grad()
+def _sum_within(first: Sequence[nn.Parameter], last: Sequence[nn.Parameter]) -> None:
+    """Gives parameters that the first and the last stage hold, both in this process, the sum of their gradients."""
+    for one, other in zip(first, last, strict=True):
+        if one is other:
+            continue
+        gradients = [_gradient(parameter) for parameter in (one, other)]
+        gradients[0].add_(gradients[1])
+        gradients[1].copy_(gradients[0])
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """What holds a parameter's gradient: `main_grad` where there is one, else `grad`, zeros if there is none yet."""
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None:
+        return main_grad
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
 def _reduces_gradients(module: nn.Module) -> bool:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -81,11 +107,7 @@ def _sum_over(group: Any, parameters: Iterable[nn.Parameter], average: bool) -> 
         return
     by_kind: dict[tuple, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        gradient = getattr(parameter, "main_grad", None)
-        if gradient is None:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradient = parameter.grad
+        gradient = _gradient(parameter)
         by_kind[gradient.dtype, gradient.device].append(gradient)
     for gradients in by_kind.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])

@@ -1,0 +1,146 @@
+"""Sizes and choices of a standalone model, and which of its layers a stage has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...ops._host import HOST
+from .. import parallel_state
+from ..layers import FusedLayerNorm
+from ..pipeline_parallel._schedule import Placement
+from ..utils import divide
+from . import global_vars
+
+__all__ = ["TransformerConfig", "config_from_args", "stage_layers"]
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes and choices of a model.
+
+    - `position_embedding`: "learned", or "rope", which rotates queries and keys.
+    - `activation`: "gelu" (tanh form) or "swiglu".
+    - `attention`: "softmax", with the scores in memory and the fused softmax, or "sdpa", PyTorch's.
+    - `recompute`: None, "selective" (attention alone) or "full" (whole layers: `recompute_num_layers` at a time with
+      the method "uniform", so many of a stage with "block").
+    - `distribute_saved_activations`: each tensor-parallel rank keeps its part of what full recomputation starts from.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    max_position_embeddings: int
+    ffn_hidden_size: int | None = None
+    kv_channels: int | None = None
+    position_embedding: str = "learned"
+    activation: str = "gelu"
+    attention: str = "softmax"
+    layernorm_epsilon: float = 1e-5
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    init_method_std: float = 0.02
+    seed: int = 1234
+    params_dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    gradient_accumulation_fusion: bool = False
+    recompute: str | None = None
+    recompute_method: str = "uniform"
+    recompute_num_layers: int = 1
+    distribute_saved_activations: bool = False
+
+    def __post_init__(self) -> None:
+        for name, accepted in (
+            ("position_embedding", ("learned", "rope")),
+            ("activation", ("gelu", "swiglu")),
+            ("attention", ("softmax", "sdpa")),
+            ("recompute", (None, "selective", "full")),
+            ("recompute_method", ("uniform", "block")),
+        ):
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"{name} must be one of {accepted}, got {getattr(self, name)!r}")
+
+    @property
+    def head_size(self) -> int:
+        """Channels of an attention head."""
+        return self.kv_channels or divide(self.hidden_size, self.num_attention_heads)
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether tensor-parallel ranks have parts of the sequence between split layers."""
+        return self.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
+
+    def generator(self, layer: int) -> torch.Generator:
+        """Random numbers for the weights of a layer, counted from 0; -1 is the embedding, `num_layers` the head."""
+        return torch.Generator(HOST).manual_seed(self.seed + 1 + layer)
+
+    def column(self) -> dict[str, Any]:
+        """Options of layers that split their outputs."""
+        return {
+            **self.row(),
+            "gather_output": False,
+            # The sums of sequence-parallel layers are reduce-scatters: there is no all-reduce to make asynchronous.
+            "no_async_tensor_model_parallel_allreduce": self.splits_sequence,
+        }
+
+    def row(self) -> dict[str, Any]:
+        """Options of layers that split their inputs."""
+        return {
+            "params_dtype": self.params_dtype,
+            "use_cpu_initialization": True,
+            "gradient_accumulation_fusion": self.gradient_accumulation_fusion,
+            "sequence_parallel_enabled": self.splits_sequence,
+        }
+
+    def norm(self) -> FusedLayerNorm:
+        """A layer norm."""
+        return FusedLayerNorm(
+            self.hidden_size, self.layernorm_epsilon, sequence_parallel_enabled=self.splits_sequence
+        ).to(self.params_dtype)
+
+
+def config_from_args(args: Any = None) -> TransformerConfig:
+    """The model that Megatron's command line describes; `args.padded_vocab_size` must have been set."""
+    args = global_vars.get_args() if args is None else args
+    return TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        vocab_size=args.padded_vocab_size,
+        max_position_embeddings=args.max_position_embeddings,
+        ffn_hidden_size=args.ffn_hidden_size,
+        kv_channels=args.kv_channels,
+        layernorm_epsilon=args.layernorm_epsilon,
+        hidden_dropout=args.hidden_dropout,
+        attention_dropout=args.attention_dropout,
+        init_method_std=args.init_method_std,
+        seed=args.seed,
+        params_dtype=args.params_dtype,
+        sequence_parallel=args.sequence_parallel,
+        gradient_accumulation_fusion=args.gradient_accumulation_fusion,
+        recompute=args.recompute_granularity,
+        recompute_method=args.recompute_method or "uniform",
+        recompute_num_layers=args.recompute_num_layers,
+        distribute_saved_activations=args.distribute_saved_activations,
+    )
+
+
+def stage_layers(config: TransformerConfig, folded: bool = False) -> range:
+    """The numbers of the layers of this rank's stage, or of the chunk of it that is being built.
+
+    `folded` is for chunks of `build_model(..., placement="v")`.
+    """
+    ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    placement = Placement(ranks, chunks, folded)
+    if config.num_layers % placement.stages:
+        raise ValueError(
+            f"num_layers must be a multiple of {placement.stages} pipeline stages, got {config.num_layers}"
+        )
+    count = config.num_layers // placement.stages
+    chunk = parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
+    first = count * placement.stage(parallel_state.get_pipeline_model_parallel_rank(), chunk)
+    return range(first, first + count)

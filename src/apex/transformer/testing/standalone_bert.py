@@ -1,0 +1,144 @@
+"""BERT on split layers, whole or as a stage of a pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ops._host import HOST
+from .. import parallel_state
+from ..enums import AttnMaskType
+from ..tensor_parallel import vocab_parallel_cross_entropy
+from ..tensor_parallel.layers import set_tensor_model_parallel_attributes
+from ..utils import divide
+from . import global_vars
+from .standalone_transformer_lm import (
+    TransformerConfig,
+    TransformerLanguageModel,
+    config_from_args,
+    get_linear_layer,
+    init_method_normal,
+    parallel_lm_logits,
+    stage_layers,
+)
+
+__all__ = ["BertLMHead", "BertModel", "bert_extended_attention_mask", "bert_model_provider"]
+
+
+def bert_extended_attention_mask(attention_mask: Tensor) -> Tensor:
+    """[b, s], nonzero for words and zero for padding, to [b, 1, s, s], True where either of two places is padding."""
+    kept = attention_mask.bool()
+    return (kept[:, None, :, None] & kept[:, None, None, :]).logical_not()
+
+
+class BertLMHead(nn.Module):
+    """A linear layer, GELU and a norm, and the logits of all words with a bias."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        words = divide(config.vocab_size, ranks)
+        self.bias = nn.Parameter(torch.zeros(words, dtype=config.params_dtype, device=HOST))
+        set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
+        init_method = init_method_normal(config.init_method_std, config.generator(config.num_layers + 1))
+        self.dense = get_linear_layer(config.hidden_size, config.hidden_size, init_method).to(config.params_dtype)
+        for parameter in self.dense.parameters():
+            parameter.sequence_parallel_enabled = config.splits_sequence  # type: ignore[attr-defined]
+        self.layernorm = config.norm()
+
+    def forward(self, x: Tensor, weight: Tensor, parallel_output: bool) -> Tensor:
+        """[s, b, h] to the logits [s, b, words] of the embedding `weight`: this rank's where `parallel_output`."""
+        x = self.layernorm(F.gelu(self.dense(x), approximate="tanh"))
+        return parallel_lm_logits(x, weight, parallel_output, self.bias, config=self.config)
+
+
+class BertModel(nn.Module):
+    """Words to logits or losses, and with `add_binary_head` to two logits of each sequence.
+
+    Other arguments are those of `standalone_gpt.GPTModel`.
+    """
+
+    def __init__(
+        self,
+        num_tokentypes: int = 2,
+        add_binary_head: bool = True,
+        parallel_output: bool = True,
+        pre_process: bool = True,
+        post_process: bool = True,
+        cpu_offload: bool = False,
+        *,
+        config: TransformerConfig | None = None,
+        layers: range | None = None,
+        folded: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config = config_from_args() if config is None else config
+        self.parallel_output, self.cpu_offload = parallel_output, cpu_offload
+        self.pre_process, self.post_process = pre_process, post_process
+        self.language_model = TransformerLanguageModel(
+            config,
+            stage_layers(config, folded) if layers is None else layers,
+            AttnMaskType.padding,
+            num_tokentypes,
+            add_binary_head,
+            pre_process,
+            post_process,
+        )
+        self.lm_head: BertLMHead | None = None
+        self.binary_head: nn.Linear | None = None
+        if post_process:
+            self.lm_head = BertLMHead(config)
+            if add_binary_head:
+                init_method = init_method_normal(config.init_method_std, config.generator(config.num_layers + 2))
+                self.binary_head = get_linear_layer(config.hidden_size, 2, init_method).to(config.params_dtype)
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
+        """What the stage before has sent, alone or as the first of a list."""
+        self.language_model.set_input_tensor(input_tensor)
+
+    def forward(
+        self,
+        bert_model_input: Tensor,
+        attention_mask: Tensor,
+        tokentype_ids: Tensor | None = None,
+        lm_labels: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """[b, s] words, and a mask that is zero for padding, to what the next stage needs, or in the last one a pair.
+
+        It is the logits [b, s, words], or with `lm_labels` the losses [b, s], and the logits [b, 2] of the binary head
+        or None.
+        """
+        with torch.autograd.graph.save_on_cpu() if self.cpu_offload else contextlib.nullcontext():
+            mask = bert_extended_attention_mask(attention_mask)
+            x = self.language_model(bert_model_input, None, mask, tokentype_ids)
+            if self.lm_head is None:
+                return x
+            weight = self.language_model.embedding.word_embeddings.weight
+            logits = self.lm_head(x, weight, self.parallel_output or lm_labels is not None)
+            binary = None
+            if self.binary_head is not None and self.language_model.pooler is not None:
+                binary = self.binary_head(self.language_model.pooler(x))
+            if lm_labels is None:
+                return logits.transpose(0, 1).contiguous(), binary
+            losses = vocab_parallel_cross_entropy(logits, lm_labels.transpose(0, 1).contiguous())
+            return losses.transpose(0, 1).contiguous(), binary
+
+
+def bert_model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    cpu_offload: bool = False,
+    *,
+    config: TransformerConfig | None = None,
+    add_binary_head: bool | None = None,
+    folded: bool = False,
+) -> BertModel:
+    """A stage of BERT, as `build_model` asks for it, with a binary head if Megatron's command line says so."""
+    binary = global_vars.get_args().bert_binary_head if add_binary_head is None else add_binary_head
+    return BertModel(
+        2 if binary else 0, binary, True, pre_process, post_process, cpu_offload, config=config, folded=folded
+    )

@@ -1,0 +1,106 @@
+"""GPT on split layers, whole or as a stage of a pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor, nn
+
+from ...contrib.xentropy import linear_cross_entropy
+from .. import parallel_state
+from ..enums import AttnMaskType
+from ..tensor_parallel import vocab_parallel_cross_entropy
+from .standalone_transformer_lm import (
+    TransformerConfig,
+    TransformerLanguageModel,
+    config_from_args,
+    parallel_lm_logits,
+    stage_layers,
+)
+
+__all__ = ["GPTModel", "gpt_model_provider"]
+
+
+class GPTModel(nn.Module):
+    """Words to logits or losses; a stage of it takes and returns [sequence, batch, hidden] instead.
+
+    Without `config` it is what Megatron's command line says. `layers` are the numbers of the layers to have, by default
+    those of this rank's place in the pipeline. `cpu_offload` keeps what the backward pass needs on the host.
+    """
+
+    def __init__(
+        self,
+        num_tokentypes: int = 0,
+        parallel_output: bool = True,
+        pre_process: bool = True,
+        post_process: bool = True,
+        cpu_offload: bool = False,
+        *,
+        config: TransformerConfig | None = None,
+        layers: range | None = None,
+        folded: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config_from_args() if config is None else config
+        self.parallel_output, self.cpu_offload = parallel_output, cpu_offload
+        self.pre_process, self.post_process = pre_process, post_process
+        self.language_model = TransformerLanguageModel(
+            self.config,
+            stage_layers(self.config, folded) if layers is None else layers,
+            AttnMaskType.causal,
+            num_tokentypes,
+            pre_process=pre_process,
+            post_process=post_process,
+        )
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
+        """What the stage before has sent, alone or as the first of a list."""
+        self.language_model.set_input_tensor(input_tensor)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        tokentype_ids: Tensor | None = None,
+        *,
+        reduction: str = "none",
+        checkpoint_activations_micro_batch: bool | None = None,
+    ) -> Tensor:
+        """[batch, sequence] words to logits [batch, sequence, words], or with `labels` to losses like them.
+
+        Without a mask attention is causal. `reduction="mean"` gives the mean of the losses, and where one rank has all
+        words the logits are then never all in memory.
+        """
+        if reduction not in ("none", "mean"):
+            raise ValueError(f'reduction must be "none" or "mean", got {reduction!r}')
+        with torch.autograd.graph.save_on_cpu() if self.cpu_offload else contextlib.nullcontext():
+            x = self.language_model(
+                input_ids, position_ids, attention_mask, tokentype_ids, checkpoint_activations_micro_batch
+            )
+            return self._head(x, labels, reduction) if self.post_process else x
+
+    def _head(self, x: Tensor, labels: Tensor | None, reduction: str) -> Tensor:
+        weight = self.language_model.embedding.word_embeddings.weight
+        alone = parallel_state.get_tensor_model_parallel_world_size() == 1
+        if labels is not None and reduction == "mean" and alone and not self.config.gradient_accumulation_fusion:
+            return linear_cross_entropy(x, weight, labels.transpose(0, 1).contiguous())
+        logits = parallel_lm_logits(x, weight, self.parallel_output or labels is not None, config=self.config)
+        if labels is None:
+            return logits.transpose(0, 1).contiguous()
+        losses = vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous())
+        return losses.mean() if reduction == "mean" else losses.transpose(0, 1).contiguous()
+
+
+def gpt_model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    cpu_offload: bool = False,
+    *,
+    config: TransformerConfig | None = None,
+    folded: bool = False,
+) -> GPTModel:
+    """A stage of GPT, as `build_model` asks for it; `folded=True` with its `placement="v"`."""
+    return GPTModel(0, True, pre_process, post_process, cpu_offload, config=config, folded=folded)

@@ -1,0 +1,386 @@
+"""A transformer language model on split layers: what `standalone_gpt` and `standalone_bert` share.
+
+Shapes: s sequence (this rank's part of it between split layers where the sequence is split), b batch, h hidden size,
+n heads of this rank, d channels of a head. Activations are [s, b, h].
+
+Weights are drawn on the host from one seed per layer, whole, and each rank keeps its part: any division of the model
+over processes starts with the same weights. Layers are named by their number in the whole model, and the embedding has
+the same name in the first stage and in the last, whose logits use it: parameters have the same names in any division.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...fused_bias_swiglu import fused_bias_swiglu
+from ...ops._host import HOST
+from ...ops.rope import rotary_embedding_pair
+from .. import parallel_state, tensor_parallel
+from ..enums import AttnMaskType
+from ..functional import scaled_masked_softmax, scaled_upper_triang_masked_softmax
+from ..tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from ..utils import divide
+from ._config import TransformerConfig, config_from_args, stage_layers
+
+__all__ = [
+    "CoreAttention",
+    "Embedding",
+    "ParallelAttention",
+    "ParallelMLP",
+    "ParallelTransformer",
+    "ParallelTransformerLayer",
+    "Pooler",
+    "TransformerConfig",
+    "TransformerLanguageModel",
+    "config_from_args",
+    "get_linear_layer",
+    "init_method_normal",
+    "parallel_lm_logits",
+    "scaled_init_method_normal",
+    "stage_layers",
+]
+
+Init = Callable[[Tensor], Tensor]
+
+
+def init_method_normal(sigma: float, generator: torch.Generator | None = None) -> Init:
+    """Fills a weight with normal numbers of standard deviation `sigma`."""
+    return lambda tensor: nn.init.normal_(tensor, mean=0.0, std=sigma, generator=generator)
+
+
+def scaled_init_method_normal(sigma: float, num_layers: int, generator: torch.Generator | None = None) -> Init:
+    """The same for layers that add to the residual: their sum over all layers has the size of one."""
+    return init_method_normal(sigma / math.sqrt(2.0 * num_layers), generator)
+
+
+def get_linear_layer(rows: int, columns: int, init_method: Init) -> nn.Linear:
+    """A linear layer that every rank has whole, with a bias of zeros."""
+    layer = nn.Linear(rows, columns, device=HOST, dtype=torch.float32)
+    init_method(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def _own_random_numbers(own: bool) -> contextlib.AbstractContextManager:
+    """Dropout of what each tensor-parallel rank has its own part of needs its own random numbers."""
+    return tensor_parallel.get_cuda_rng_tracker().fork() if own else contextlib.nullcontext()
+
+
+def _dropout(x: Tensor, probability: float, training: bool, own: bool) -> Tensor:
+    if not training or probability == 0.0:
+        return x
+    with _own_random_numbers(own):
+        return F.dropout(x, probability)
+
+
+class ParallelMLP(nn.Module):
+    """h to `ffn_hidden_size` and back, with GELU or SwiGLU between."""
+
+    def __init__(self, config: TransformerConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.gated = config.activation == "swiglu"
+        width = config.ffn_hidden_size or 4 * config.hidden_size
+        self.dense_h_to_4h = tensor_parallel.ColumnParallelLinear(
+            config.hidden_size,
+            2 * width if self.gated else width,
+            init_method=init_method_normal(config.init_method_std, generator),
+            skip_bias_add=self.gated,
+            stride=2 if self.gated else 1,  # each rank has the values that belong to its gates
+            **config.column(),
+        )
+        self.dense_4h_to_h = tensor_parallel.RowParallelLinear(
+            width,
+            config.hidden_size,
+            input_is_parallel=True,
+            init_method=scaled_init_method_normal(config.init_method_std, config.num_layers, generator),
+            **config.row(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] to the same."""
+        hidden, bias = self.dense_h_to_4h(x)
+        hidden = fused_bias_swiglu(hidden, bias) if self.gated else F.gelu(hidden, approximate="tanh")
+        return self.dense_4h_to_h(hidden)[0]
+
+
+class CoreAttention(nn.Module):
+    """Attention without its linear layers."""
+
+    def __init__(self, config: TransformerConfig, attn_mask_type: AttnMaskType) -> None:
+        super().__init__()
+        self.config, self.causal = config, attn_mask_type == AttnMaskType.causal
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """[s, b, n, d] each, and a mask [1 or b, 1, s, s] that is True where a key is hidden, to [s, b, n * d].
+
+        With a mask causal attention takes that alone, which must hide what comes later; without one it is quicker.
+        """
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        causal = self.causal and attention_mask is None
+        dropout = self.config.attention_dropout if self.training else 0.0
+        if self.config.attention == "sdpa":
+            mask = None if attention_mask is None else attention_mask.logical_not()
+            with _own_random_numbers(dropout > 0.0):
+                mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal)
+        else:
+            scores, scale = query @ key.transpose(-1, -2), self.config.head_size**-0.5
+            if causal:
+                weights = scaled_upper_triang_masked_softmax(scores, None, scale)
+            else:
+                weights = scaled_masked_softmax(scores, attention_mask, scale)
+            mixed = _dropout(weights, dropout, self.training, own=True) @ value
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+class ParallelAttention(nn.Module):
+    """Self-attention of which each rank has a part of the heads."""
+
+    def __init__(self, config: TransformerConfig, attn_mask_type: AttnMaskType, generator: torch.Generator) -> None:
+        super().__init__()
+        self.config = config
+        self.heads = divide(config.num_attention_heads, parallel_state.get_tensor_model_parallel_world_size())
+        width = config.num_attention_heads * config.head_size
+        self.query_key_value = tensor_parallel.ColumnParallelLinear(
+            config.hidden_size,
+            3 * width,
+            init_method=init_method_normal(config.init_method_std, generator),
+            **config.column(),
+        )
+        self.core_attention = CoreAttention(config, attn_mask_type)
+        self.dense = tensor_parallel.RowParallelLinear(
+            width,
+            config.hidden_size,
+            input_is_parallel=True,
+            init_method=scaled_init_method_normal(config.init_method_std, config.num_layers, generator),
+            **config.row(),
+        )
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[s, b, h] to the same."""
+        mixed = self.query_key_value(x)[0]
+        # The rows of the weight are ordered by head, then query, key and value: ranks have whole heads.
+        query, key, value = mixed.view(*mixed.shape[:2], self.heads, -1).chunk(3, -1)
+        if rotary is not None:
+            query, key = rotary_embedding_pair(query, key, rotary)
+        arguments = (query, key, value, attention_mask)
+        if self.config.recompute == "selective" and torch.is_grad_enabled():
+            mixed = tensor_parallel.checkpoint(self.core_attention, False, *arguments)
+        else:
+            mixed = self.core_attention(*arguments)
+        return self.dense(mixed)[0]
+
+
+class ParallelTransformerLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType = AttnMaskType.causal
+    ) -> None:
+        super().__init__()
+        self.config, self.layer_number = config, layer_number
+        generator = config.generator(layer_number)
+        self.input_layernorm = config.norm()
+        self.self_attention = ParallelAttention(config, attn_mask_type, generator)
+        self.post_attention_layernorm = config.norm()
+        self.mlp = ParallelMLP(config, generator)
+
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """[s, b, h] to the same."""
+        x = x + self._dropout(self.self_attention(self.input_layernorm(x), attention_mask, rotary))
+        return x + self._dropout(self.mlp(self.post_attention_layernorm(x)))
+
+    def _dropout(self, x: Tensor) -> Tensor:
+        return _dropout(x, self.config.hidden_dropout, self.training, own=self.config.splits_sequence)
+
+
+class ParallelTransformer(nn.Module):
+    """Consecutive layers of a model, and the norm behind the last of all where `post_process`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layers: range,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        post_process: bool = True,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleDict(
+            {str(number): ParallelTransformerLayer(config, number, attn_mask_type) for number in layers}
+        )
+        self.final_layernorm = config.norm() if post_process else None
+
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None = None, checkpoint_activations_micro_batch: bool | None = None
+    ) -> Tensor:
+        """[s, b, h] to the same.
+
+        With `checkpoint_activations_micro_batch` a pipeline schedule says that all layers are computed anew in the
+        backward pass of this microbatch, or none; otherwise the configuration does.
+        """
+        rotary = self._rotary(x)
+        layers = list(self.layers.values())
+        for first, last, again in self._parts(len(layers), checkpoint_activations_micro_batch):
+
+            def run(x: Tensor, part: list[nn.Module] = layers[first:last]) -> Tensor:
+                for layer in part:
+                    x = layer(x, attention_mask, rotary)
+                return x
+
+            if again and torch.is_grad_enabled():
+                x = tensor_parallel.checkpoint(run, self.config.distribute_saved_activations, x)
+            else:
+                x = run(x)
+        return x if self.final_layernorm is None else self.final_layernorm(x)
+
+    def _parts(self, count: int, whole_microbatch: bool | None) -> list[tuple[int, int, bool]]:
+        """First layer, end, and whether they are computed anew."""
+        full = self.config.recompute == "full" if whole_microbatch is None else whole_microbatch
+        if not full:
+            return [(0, count, False)]
+        each = self.config.recompute_num_layers
+        if self.config.recompute_method == "block" and whole_microbatch is None:
+            several = min(each, count)
+            return [*((index, index + 1, True) for index in range(several)), (several, count, False)]
+        return [(first, min(first + each, count), True) for first in range(0, count, each)]
+
+    def _rotary(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines [s, 1, 1, d] of the whole sequence, in float32: half precision has too few digits."""
+        if self.config.position_embedding != "rope":
+            return None
+        ranks = parallel_state.get_tensor_model_parallel_world_size() if self.config.splits_sequence else 1
+        like: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
+        half = self.config.head_size // 2
+        speeds = 10000.0 ** (-torch.arange(half, **like) / half)
+        angles = torch.outer(torch.arange(ranks * x.shape[0], **like), speeds).repeat(1, 2)[:, None, None]
+        return angles.cos(), angles.sin()
+
+
+class Embedding(nn.Module):
+    """Words, learned positions and types of tokens; words alone in a last stage, for its logits."""
+
+    def __init__(self, config: TransformerConfig, num_tokentypes: int = 0, words_only: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        generator = config.generator(-1)
+        init_method = init_method_normal(config.init_method_std, generator)
+        self.word_embeddings = tensor_parallel.VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            init_method,
+            params_dtype=config.params_dtype,
+            use_cpu_initialization=True,
+        )
+        # finalize_model_grads adds the gradients of both ends; norms over all parameters count the first one alone.
+        self.word_embeddings.weight.shared_embedding = True  # type: ignore[attr-defined]
+        self.word_embeddings.weight.shared = words_only  # type: ignore[attr-defined]
+        self.position_embeddings: nn.Embedding | None = None
+        self.tokentype_embeddings: nn.Embedding | None = None
+        if words_only:
+            return
+        if config.position_embedding == "learned":
+            self.position_embeddings = self._table(config.max_position_embeddings, init_method)
+        if num_tokentypes:
+            self.tokentype_embeddings = self._table(num_tokentypes, init_method)
+
+    def _table(self, rows: int, init_method: Init) -> nn.Embedding:
+        table = nn.Embedding(rows, self.config.hidden_size, device=HOST, dtype=torch.float32)
+        init_method(table.weight)
+        return table.to(self.config.params_dtype)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None, tokentype_ids: Tensor | None = None) -> Tensor:
+        """[b, s] each to [s, b, h]. Without `position_ids` positions are counted from 0."""
+        x = self.word_embeddings(input_ids)
+        if self.position_embeddings is not None:
+            if position_ids is None:
+                position_ids = torch.arange(input_ids.shape[1], dtype=torch.int64, device=input_ids.device)
+            x = x + self.position_embeddings(position_ids)
+        if (self.tokentype_embeddings is None) != (tokentype_ids is None):
+            raise ValueError("tokentype_ids must be given for a model with types of tokens, and only for such a one")
+        if self.tokentype_embeddings is not None:
+            x = x + self.tokentype_embeddings(tokentype_ids)
+        x = x.transpose(0, 1).contiguous()
+        if self.config.splits_sequence:
+            x = tensor_parallel.scatter_to_sequence_parallel_region(x)
+        return _dropout(x, self.config.hidden_dropout, self.training, own=self.config.splits_sequence)
+
+
+class Pooler(nn.Module):
+    """A linear layer and tanh of one position."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.splits_sequence = config.splits_sequence
+        init_method = init_method_normal(config.init_method_std, config.generator(config.num_layers))
+        self.dense = get_linear_layer(config.hidden_size, config.hidden_size, init_method).to(config.params_dtype)
+
+    def forward(self, x: Tensor, position: int = 0) -> Tensor:
+        """[s, b, h] to [b, h]."""
+        if self.splits_sequence:  # every rank computes the same from here on
+            x = tensor_parallel.gather_from_sequence_parallel_region(x, to_model_parallel=False)
+        return torch.tanh(self.dense(x[position]))
+
+
+class TransformerLanguageModel(nn.Module):
+    """Embedding where `pre_process`, the layers of a stage, and with `add_pooler` a pooler where `post_process`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layers: range,
+        attn_mask_type: AttnMaskType,
+        num_tokentypes: int = 0,
+        add_pooler: bool = False,
+        pre_process: bool = True,
+        post_process: bool = True,
+    ) -> None:
+        super().__init__()
+        if (pre_process, post_process) != (layers.start == 0, layers.stop == config.num_layers):
+            raise ValueError(
+                f"a stage with pre_process={pre_process} and post_process={post_process} cannot have the layers "
+                f"{layers.start} to {layers.stop - 1} of {config.num_layers}: is `folded` that of its placement?"
+            )
+        self.pre_process = pre_process
+        self.input_tensor: Tensor | None = None
+        if pre_process or post_process:
+            self.embedding = Embedding(config, num_tokentypes, words_only=not pre_process)
+        self.encoder = ParallelTransformer(config, layers, attn_mask_type, post_process)
+        self.pooler = Pooler(config) if add_pooler and post_process else None
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
+        """What the stage before has sent, alone or as the first of a list."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        tokentype_ids: Tensor | None = None,
+        checkpoint_activations_micro_batch: bool | None = None,
+    ) -> Tensor:
+        """[b, s] words, or what the stage before has sent, to [s, b, h]."""
+        x = self.embedding(input_ids, position_ids, tokentype_ids) if self.pre_process else self.input_tensor
+        if x is None:
+            raise RuntimeError("a stage without an embedding needs set_input_tensor before it is called")
+        return self.encoder(x, attention_mask, checkpoint_activations_micro_batch)
+
+
+def parallel_lm_logits(
+    x: Tensor, weight: Tensor, parallel_output: bool, bias: Tensor | None = None, *, config: TransformerConfig
+) -> Tensor:
+    """[s, b, h] to the logits [s, b, words] of the embedding `weight`: this rank's words where `parallel_output`."""
+    ranks, sequence = parallel_state.get_tensor_model_parallel_world_size(), config.splits_sequence
+    logits = linear_with_grad_accumulation_and_async_allreduce(
+        x, weight, bias, config.gradient_accumulation_fusion, ranks > 1 and not sequence, sequence
+    )
+    return logits if parallel_output else tensor_parallel.gather_from_tensor_model_parallel_region(logits)

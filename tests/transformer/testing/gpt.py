@@ -1,0 +1,184 @@
+"""Five training steps of a tiny GPT, in one process and divided over processes in any layout."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo  # by the process that divides: optimizers import it, which takes seconds in each of eight
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from apex.optimizers import FusedSGD
+from apex.transformer import finalize_model_grads, parallel_state
+from apex.transformer._groups.device import parameter_device
+from apex.transformer.enums import ModelType
+from apex.transformer.pipeline_parallel import build_model, utils
+from apex.transformer.pipeline_parallel.schedules import forward_backward_no_pipelining
+from apex.transformer.testing.standalone_gpt import GPTModel, gpt_model_provider
+from apex.transformer.testing.standalone_transformer_lm import TransformerConfig
+from tests.transformer.block import split_of
+from tests.transformer.pipeline_parallel.toy import STEPS
+
+LENGTH, WORDS, TRAINING_STEPS = 16, 64, 5
+# In the environment: of how many processes all layouts are run, with twice as many microbatches.
+WHOLE = "APEX_TEST_WHOLE_GRID"
+
+
+class Layout(NamedTuple):
+    """How a model is divided; what is left of the processes are replicas."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    schedule: str = "no_pipelining"
+    chunks: int = 1
+    sequence: bool = False
+
+    @property
+    def layers(self) -> int:
+        """At least four, and one for each stage."""
+        return max(4, self.pipeline * self.chunks)
+
+    def __str__(self) -> str:
+        sequence = "-sequence" if self.sequence else ""
+        return f"tp{self.tensor}{sequence}-pp{self.pipeline}-{self.schedule}-vp{self.chunks}"
+
+
+class Trained(NamedTuple):
+    """Of each step the losses of its microbatches and all gradients by name, and the parameters at the end."""
+
+    losses: list[list[Tensor]]
+    gradients: list[dict[str, Tensor]]
+    parameters: dict[str, Tensor]
+
+
+def microbatches() -> int:
+    """Of a step, over all replicas."""
+    return dist.get_world_size() * (2 if os.environ.get(WHOLE) else 1)
+
+
+def config_of(layers: int, **options: Any) -> TransformerConfig:
+    defaults: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": 32,
+        "num_attention_heads": 8,
+        "vocab_size": WORDS,
+        "max_position_embeddings": LENGTH,
+        "init_method_std": 0.1,
+    }
+    return TransformerConfig(**{**defaults, **options})
+
+
+def step_function(batch: list[Tensor], model: nn.Module) -> Any:
+    def loss(output: Tensor) -> tuple[Tensor, Tensor]:
+        return output.mean(), output.detach().mean()
+
+    return model(batch[0][:, :-1], labels=batch[0][:, 1:]), loss
+
+
+def train(
+    model: list[nn.Module], schedule: Any, replica: int = 0, replicas: int = 1, data_parallel: bool | None = None
+) -> Trained:
+    """Steps of `schedule` on this replica's microbatches."""
+    total = microbatches()
+    count = total // replicas
+    utils._reconfigure_microbatch_calculator(1, None, total, 1, replicas)
+    parameters = {name: p for chunk in model for name, p in chunk.named_parameters()}
+    # Chunks of a process that are first and last stage have the embedding both.
+    every = [parameter for chunk in model for parameter in chunk.parameters()]
+    # Not Adam: it divides small gradients by their size, and with it what rounding has done to them.
+    optimizer = FusedSGD(every, lr=0.01, momentum=0.9, weight_decay=0.01)
+    numbers = torch.Generator().manual_seed(6)
+    losses, gradients = [], []
+    for _ in range(TRAINING_STEPS):
+        words = torch.randint(0, WORDS, (total, LENGTH + 1), generator=numbers).to(parameter_device())
+        optimizer.zero_grad()
+        mine = words[replica * count : (replica + 1) * count]
+        losses.append(schedule(step_function, [mine], model, forward_only=False))
+        finalize_model_grads(model, data_parallel=data_parallel)
+        gradients.append({name: p.grad.detach().clone() for name, p in parameters.items()})
+        optimizer.step()
+    return Trained(losses, gradients, parameters)
+
+
+def train_alone(config: TransformerConfig) -> Trained:
+    """In one process, with two copies of the embedding, as a pipeline has: their gradients are summed at the end."""
+    half = config.num_layers // 2
+    model = [
+        GPTModel(post_process=False, config=config, layers=range(half)),
+        GPTModel(pre_process=False, config=config, layers=range(half, config.num_layers)),
+    ]
+    return train([each.to(parameter_device()) for each in model], forward_backward_no_pipelining, data_parallel=False)
+
+
+def train_in(layout: Layout, **options: Any) -> Trained:
+    """On the groups that exist, which must be those of `layout`."""
+    config = config_of(layout.layers, sequence_parallel=layout.sequence, **options)
+    folded = layout.schedule == "zb_v"
+    model = build_model(
+        gpt_model_provider,
+        False,
+        None if layout.chunks == 1 else layout.chunks,
+        ModelType.encoder_or_decoder,
+        placement="v" if folded else "loop",
+        config=config,
+        folded=folded,
+    )
+    schedule = STEPS.get(layout.schedule, forward_backward_no_pipelining)
+    return train(
+        model, schedule, parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    )
+
+
+@contextlib.contextmanager
+def groups(layout: Layout) -> Iterator[None]:
+    chunks = None if layout.chunks == 1 else layout.chunks
+    parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline, chunks)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+_alone: dict[Any, Trained] = {}
+
+
+def reference(layers: int, **options: Any) -> Trained:
+    """What one process finds, computed by the first and given to all; kept."""
+    key = (layers, *sorted(options.items()))
+    if key not in _alone:
+        with groups(Layout()):
+            found = [train_alone(config_of(layers, **options)) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found)
+        _alone[key] = found[0]
+    return _alone[key]
+
+
+def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of what a process alone has."""
+    parallel, dim, stride = split_of(parameter)
+    ranks, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    return torch.cat(whole.chunk(ranks * stride, dim)[rank::ranks], dim) if parallel else whole
+
+
+def worst_difference(found: Trained, alone: Trained) -> tuple[float, str]:
+    """The largest difference of anything, as a part of its tensor's largest number, and what it is."""
+    replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    count = microbatches() // replicas
+    pairs: list[tuple[str, Tensor, Tensor]] = []
+    for step, (mine, whole) in enumerate(zip(found.losses, alone.losses, strict=True)):
+        expected = whole[replica * count : (replica + 1) * count]
+        assert len(mine) in (0, count)
+        pairs += [(f"loss of step {step}", one, other) for one, other in zip(mine, expected, strict=False)]
+    sets = [*zip(found.gradients, alone.gradients, strict=True), (found.parameters, alone.parameters)]
+    for step, (mine, whole) in enumerate(sets):
+        for name, tensor in mine.items():
+            expected = part_of(whole[name], found.parameters[name])
+            pairs.append((f"{name}, step {step}", tensor.detach(), expected.detach()))
+    return max((float((one - other).abs().max() / other.abs().max()), name) for name, one, other in pairs)

@@ -1,0 +1,73 @@
+"""A GPT divided over processes beside one process that runs the same microbatches: one check for each layout.
+
+Some are run by default; `python -m tests.transformer.testing.grid_checks 2 4 8` runs all of 2, 4 and 8 processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.parallel.processes import run_checks
+
+from .gpt import WHOLE, Layout, groups, reference, train_in, worst_difference
+
+# Of a tensor's largest number, where tensor-parallel ranks or replicas add up in another order.
+TOLERANCE = 1e-12
+SOME = {
+    4: [Layout(1, 4, "zb_v", 2), Layout(1, 2, "interleaved", 2), Layout(2, 2, "zb_h1", 1, True)],
+    8: [Layout(2, 2, "interleaved", 2, True)],
+}
+
+
+def every_layout(processes: int) -> list[Layout]:
+    """All that divide so many processes, and have at most four chunks per rank and 16 stages."""
+    sizes = [2**power for power in range(processes.bit_length())]
+    divisions = [(tensor, stages) for tensor in sizes for stages in sizes if tensor * stages <= processes]
+    kinds = [("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("interleaved", 2), ("interleaved", 4)]
+    return [
+        Layout(tensor, stages, *kind, sequence)
+        for tensor, stages in divisions
+        for kind in (kinds if stages > 1 else [("no_pipelining", 1)])
+        for sequence in ((False, True) if tensor > 1 else (False,))
+        if stages * kind[1] <= 16
+    ]
+
+
+def check(layout: Layout, rank: int) -> None:
+    """Losses, every gradient of five steps and the parameters after them: with pipelines alone the same bits."""
+    same_order = layout.pipeline == dist.get_world_size()
+    dtype = torch.float32 if same_order else torch.float64
+    alone = reference(layout.layers, params_dtype=dtype)
+    with groups(layout):
+        worst, name = worst_difference(train_in(layout, params_dtype=dtype), alone)
+    if WHOLE in os.environ and rank == 0:
+        print(f"{dist.get_world_size()} processes, {layout}: {worst:.2g} ({name})", file=sys.stderr, flush=True)
+    limit = 0.0 if same_order else TOLERANCE
+    assert worst <= limit, f"{dtype}, {name}: off by {worst:.2g} of its largest number"
+
+
+def checks(layouts: list[Layout]) -> dict[str, functools.partial]:
+    return {str(layout): functools.partial(check, layout) for layout in layouts}
+
+
+CHECKS = checks(every_layout(int(os.environ[WHOLE])) if WHOLE in os.environ else SOME[8])
+
+if __name__ == "__main__":
+    for processes in sys.argv[1:]:
+        # The module is imported anew, with other checks.
+        sys.modules.pop(module := "tests.transformer.testing.grid_checks", None)
+        os.environ[WHOLE] = processes
+        with tempfile.TemporaryDirectory() as folder:
+            found = run_checks(module, Path(folder), int(processes), timeout=7200)
+        passed = [name for name, said in found.items() if not said]
+        print(f"{processes} processes: {len(passed)} of {len(found)} layouts equal one process", flush=True)
+        for name, said in found.items():
+            if said:
+                print(f"{name}\n{said}", flush=True)

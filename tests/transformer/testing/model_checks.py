@@ -1,0 +1,249 @@
+"""Checks of GPT and BERT that run in four processes, and of GPT in some layouts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apex.optimizers import FusedAdam
+from apex.transformer import finalize_model_grads, parallel_state, tensor_parallel
+from apex.transformer.enums import ModelType
+from apex.transformer.pipeline_parallel import build_model, utils
+from apex.transformer.pipeline_parallel.schedules import (
+    forward_backward_pipelining_without_interleaving,
+    get_forward_backward_func,
+)
+from apex.transformer.pipeline_parallel.schedules.common import _get_params_for_weight_decay_optimization
+from apex.transformer.testing import global_vars
+from apex.transformer.testing.standalone_bert import BertModel, bert_model_provider
+from apex.transformer.testing.standalone_gpt import GPTModel, gpt_model_provider
+from apex.transformer.testing.standalone_transformer_lm import stage_layers
+
+from .gpt import LENGTH, WORDS, Layout, config_of, groups, part_of
+from .grid_checks import SOME, checks
+
+
+def words_of(batch: int, seed: int = 5) -> tuple[Tensor, Tensor]:
+    words = torch.randint(0, WORDS, (batch, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    return words[:, :-1].contiguous(), words[:, 1:].contiguous()
+
+
+def gradients_of(model: nn.Module, *, data_parallel: bool | None = None) -> dict[str, Tensor]:
+    finalize_model_grads(model, data_parallel=data_parallel)
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def every_option_of_one_stage(rank: int) -> None:
+    """Recomputation and memory on the host change no bit; other ways to compute the same stay close."""
+    inputs, labels = words_of(2)
+    for others in ({}, {"position_embedding": "rope", "activation": "swiglu"}):
+        base = config_of(2, params_dtype=torch.float64, **others)
+        with groups(Layout()):
+            whole = GPTModel(config=base)
+            whole(inputs, labels=labels).mean().backward()
+            expected = {name: p.grad for name, p in whole.named_parameters()}
+            logits = whole(inputs)
+        for tensor, changes, exact in (
+            (1, {"recompute": "selective"}, True),
+            (1, {"recompute": "full"}, True),
+            (1, {"recompute": "full", "recompute_method": "block"}, True),
+            (1, {"attention": "sdpa"}, False),
+            (4, {}, False),
+            (4, {"recompute": "full", "distribute_saved_activations": True}, False),
+            (4, {"recompute": "full", "sequence_parallel": True, "recompute_num_layers": 2}, False),
+        ):
+            with groups(Layout(tensor)):
+                model = GPTModel(config=replace(base, **changes), cpu_offload=exact)
+                model(inputs, labels=labels, reduction="none" if exact else "mean").mean().backward()
+                for name, found in gradients_of(model, data_parallel=False).items():
+                    wanted = part_of(expected[name], model.get_parameter(name))
+                    tolerance = 0.0 if exact else 1e-12
+                    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance, msg=f"{changes}, {name}")
+                gathered = GPTModel(config=replace(base, **changes), parallel_output=False)(inputs)
+                torch.testing.assert_close(gathered, logits, rtol=0, atol=1e-12)
+
+
+def masks_and_dropout(rank: int) -> None:
+    """A mask of what comes later is what causal attention does without one; dropout repeats when computed anew."""
+    inputs, labels = words_of(2)
+    mask, _, positions = utils.get_ltor_masks_and_position_ids(inputs, WORDS, False, False, False)
+    for attention in ("softmax", "sdpa"):
+        with groups(Layout()):
+            model = GPTModel(config=config_of(2, attention=attention))
+            torch.testing.assert_close(model(inputs, positions, mask, labels=labels), model(inputs, labels=labels))
+    for sequence in (False, True):
+        found = []
+        for recompute in (None, "selective", "full"):
+            with groups(Layout(2)):
+                tensor_parallel.model_parallel_cuda_manual_seed(3)
+                options = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "sequence_parallel": sequence}
+                model = GPTModel(config=config_of(2, recompute=recompute, **options))
+                model(inputs, labels=labels).mean().backward()
+                found.append(gradients_of(model, data_parallel=False))
+        for name, expected in found[0].items():
+            assert torch.equal(found[1][name], expected), name
+            assert torch.equal(found[2][name], expected), name
+
+
+def bert_equals_one_process(rank: int) -> None:
+    inputs, labels = words_of(2)
+    mask = torch.ones_like(inputs)
+    mask[1, LENGTH // 2 :] = 0
+    types = (torch.arange(LENGTH) > 5).long().expand(2, -1)
+
+    def run(config: Any) -> tuple[Tensor, Tensor, BertModel]:
+        model = BertModel(config=config)
+        losses, binary = model(inputs, mask, types, labels)
+        ((losses * mask).sum() / mask.sum() + binary.square().sum()).backward()
+        return losses, binary, model
+
+    base = config_of(2, params_dtype=torch.float64)
+    with groups(Layout()):
+        losses, binary, whole = run(base)
+        changed = inputs.clone()
+        changed[1, LENGTH // 2 :] += 1
+        kept = mask.bool()
+        other = whole(changed % WORDS, mask, types, labels)[0]
+        assert torch.equal(other[kept], losses[kept])  # padding is not seen
+        assert not torch.equal(other[~kept], losses[~kept])
+    for sequence in (False, True):
+        with groups(Layout(4)):
+            found = run(replace(base, sequence_parallel=sequence))
+            torch.testing.assert_close(found[:2], (losses, binary), rtol=0, atol=1e-12)
+            for name, gradient in gradients_of(found[2], data_parallel=False).items():
+                wanted = part_of(whole.get_parameter(name).grad, found[2].get_parameter(name))
+                torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12, msg=name)
+
+
+@contextmanager
+def command_line(rank: int, **options: Any) -> Iterator[Any]:
+    """As tests of upstream set the sizes of a model."""
+    before, sys.argv = sys.argv, ["test"]
+    sizes = {"micro_batch_size": 2, "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": LENGTH}
+    sizes |= {"max_position_embeddings": LENGTH, "global_batch_size": 8, "world_size": 4, "rank": rank, **options}
+    try:
+        global_vars.set_global_variables(override_args=sizes, ignore_unknown_args=True)
+        args = global_vars.get_args()
+        args.padded_vocab_size = WORDS
+        sizes = (args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
+        utils._reconfigure_microbatch_calculator(1, None, *sizes)
+        yield args
+    finally:
+        sys.argv = before
+        global_vars.destroy_global_vars()
+
+
+def gpt_of_the_command_line(rank: int) -> None:
+    """Three steps as upstream's test takes them."""
+    with (
+        command_line(
+            rank, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True
+        ) as args,
+        groups(Layout(2, 2)),
+    ):
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        model = build_model(gpt_model_provider, False, None, cpu_offload=args.cpu_offload)
+        optimizer = torch.optim.Adam(_get_params_for_weight_decay_optimization(model), lr=1e-2)
+
+        def step(batch: list[Tensor], model: nn.Module) -> Any:
+            words = batch[0]
+            mask, weights, positions = utils.get_ltor_masks_and_position_ids(words, WORDS, False, False, False)
+            output = model(words, positions, mask, labels=batch[1])
+
+            def loss(output: Tensor) -> Any:
+                value = (output.view(-1) * weights.view(-1)).sum() / weights.sum()
+                return value, utils.average_losses_across_data_parallel_group([value])
+
+            return output, loss
+
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses += forward_backward_pipelining_without_interleaving(
+                step,
+                list(words_of(8)),
+                model,
+                forward_only=False,
+                tensor_shape=(args.seq_length, args.micro_batch_size, args.hidden_size),
+                async_comm=True,
+                sequence_parallel_enabled=args.sequence_parallel,
+            )
+            finalize_model_grads(model)
+            optimizer.step()
+        if parallel_state.is_pipeline_last_stage():
+            assert losses[-1] < losses[3] - 0.1
+        else:
+            assert not losses
+
+
+def bert_of_the_command_line(rank: int) -> None:
+    """Interleaved, without a binary head, as upstream's test."""
+    options = {"pipeline_model_parallel_size": 2, "bert_binary_head": False}
+    with command_line(rank, **options) as args, groups(Layout(1, 2, chunks=2)):
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        model = build_model(bert_model_provider, True, 2, cpu_offload=args.cpu_offload)
+        optimizer = FusedAdam(_get_params_for_weight_decay_optimization(model), lr=1e-2)
+
+        def step(batch: list[Tensor], model: nn.Module) -> Any:
+            words, labels = batch
+            output = model(words, torch.ones_like(words), lm_labels=labels)
+
+            def loss(output: Any) -> Any:
+                losses, binary = output
+                assert binary is None
+                return losses.mean(), losses.detach().mean()
+
+            return output, loss
+
+        losses = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            run = get_forward_backward_func(2, 2)
+            losses += run(step, list(words_of(4)), model, forward_only=False)
+            finalize_model_grads(model)
+            optimizer.step()
+        assert not losses or losses[-1] < losses[1] - 0.1
+
+
+def layers_of_a_stage(rank: int) -> None:
+    config = config_of(8)
+    found = []
+    for chunks, folded in ((1, False), (2, False), (2, True)):
+        with groups(Layout(1, 4, chunks=chunks)):
+            for chunk in range(chunks):
+                if chunks > 1:
+                    parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+                found.append(list(stage_layers(config, folded)))
+    assert found == [[2 * rank, 2 * rank + 1], [rank], [rank + 4], [rank], [7 - rank]]
+    with groups(Layout(1, 4)), pytest.raises(ValueError, match="num_layers must be a multiple of 4 pipeline stages"):
+        stage_layers(config_of(6))
+    with groups(Layout(1, 4)), pytest.raises(ValueError, match="cannot have the layers"):
+        GPTModel(pre_process=rank != 0, post_process=rank == 3, config=config)
+    with pytest.raises(ValueError, match="attention must be one of"):
+        config_of(2, attention="flash")
+    with groups(Layout(1, 2, chunks=2)):
+        kinds = {"virtual_pipeline_model_parallel_size": 2, "model_type": ModelType.encoder_or_decoder}
+        if parallel_state.get_pipeline_model_parallel_rank() == 0:  # the last stage is here with a fold
+            with pytest.raises(ValueError, match="is `folded` that of its placement"):
+                build_model(gpt_model_provider, False, placement="v", config=config, **kinds)
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        every_option_of_one_stage,
+        masks_and_dropout,
+        bert_equals_one_process,
+        gpt_of_the_command_line,
+        bert_of_the_command_line,
+        layers_of_a_stage,
+    )
+}
+CHECKS |= checks(SOME[4])
