@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, filesystem, metadata
 
 from ._files import MANIFEST, METADATA, DamagedCheckpoint
+from ._split import Split
 
 _CLASSES: tuple[type, ...] = (
     filesystem._StorageInfo,
@@ -63,7 +64,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[misc, name-defined]
 def check_metadata(path: pathlib.Path) -> None:
     """Raises `DamagedCheckpoint` unless the metadata of a folder is such, and of files that its manifest lists."""
     try:
-        found = _metadata_of(path)
+        found = metadata_of(path)
         others = {info.relative_path for info in found.storage_data.values()} - set(_manifest_of(path))
     except Exception as error:  # a pickle can fail in any way
         reason = f"{type(error).__name__}: {error}"
@@ -78,7 +79,8 @@ def _manifest_of(path: pathlib.Path) -> dict[str, Any]:
     return json.loads((path / MANIFEST).read_text())
 
 
-def _metadata_of(path: pathlib.Path) -> metadata.Metadata:
+def metadata_of(path: pathlib.Path) -> metadata.Metadata:
+    """What a folder holds, by name."""
     with open(path / METADATA, "rb") as file:
         found = _Unpickler(file).load()
     if not isinstance(found, metadata.Metadata):
@@ -87,18 +89,35 @@ def _metadata_of(path: pathlib.Path) -> metadata.Metadata:
 
 
 class Reader(FileSystemReader):
-    """PyTorch's, with the metadata read as above."""
+    """PyTorch's, with the metadata read as above, once."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        super().__init__(path)
+        self.found = metadata_of(path)
 
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
-        found = _metadata_of(pathlib.Path(self.path))
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = metadata.StorageMeta()
-        found.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
-        return found
+        if getattr(self.found, "storage_meta", None) is None:
+            self.found.storage_meta = metadata.StorageMeta()
+        self.found.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        return self.found
 
 
 class Planner(DefaultLoadPlanner):
-    """PyTorch's, which is given values that are no tensors only after they were read without running anything."""
+    """PyTorch's, which is given values that are no tensors only after they were read without running anything.
+
+    It reads the boxes of a `Split`, too.
+    """
+
+    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        # PyTorch puts None in the place of what it does not know.
+        splits = {key: state_dict.pop(key) for key, value in list(state_dict.items()) if isinstance(value, Split)}
+        super().set_up_planner(state_dict, *args, **kwargs)
+        state_dict.update(splits)
+        self.state_dict.update(splits)
+
+    def lookup_tensor(self, index: metadata.MetadataIndex) -> torch.Tensor:
+        found = self.state_dict[index.fqn]
+        return found.to_read(index) if isinstance(found, Split) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         plain = torch.load(value, weights_only=True)

@@ -10,7 +10,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -18,6 +18,9 @@ from .._atomic import atomic_file, make_folder, sync_folder, unfinished_folder
 from .._failures import explained
 from ._files import MANIFEST, DamagedCheckpoint, checksum_of, disk_error, verify
 from ._ranks import from_first, is_connected, is_first, raise_everywhere, this_rank
+
+if TYPE_CHECKING:
+    from ._reading import Reader
 
 # How often a folder is moved away for a new one before others that do the same are given way to.
 _TRIES = 100
@@ -31,27 +34,29 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """
     from torch.distributed import checkpoint
 
+    from ._split import SavePlanner
+
     path = Path(path)
     failed = f"the checkpoint {path} could not be written"
     # Rank 0 holds the folder, and removes it if anything fails.
     with contextlib.ExitStack() as held:
         temporary: Path | None = None
-        with _raising_everywhere(failed):
+        with raising_everywhere(failed):
             if is_first():
                 put_back(path)
                 make_folder(path.parent)
                 temporary = held.enter_context(unfinished_folder(path))
         temporary = Path(from_first(temporary))
         facts: dict[str, tuple[int, int]] = {}
-        with _raising_everywhere(failed, temporary), _quiet_alone():
-            checkpoint.save(state, checkpoint_id=temporary)
+        with raising_everywhere(failed, temporary), _quiet_alone():
+            checkpoint.save(state, checkpoint_id=temporary, planner=SavePlanner())
             facts = {name: facts_of(temporary / name) for name in _names(temporary) if _writer_of(name) == this_rank()}
         everything = [facts]
         if is_connected():
             everything = [{}] * dist.get_world_size()
             with explained("gathering what all ranks have written"):
                 dist.all_gather_object(everything, facts)
-        with _raising_everywhere(failed):
+        with raising_everywhere(failed):
             if is_first():
                 _publish(temporary, path, {name: fact for each in everything for name, fact in each.items()})
 
@@ -64,11 +69,16 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     are no tensors may be what `torch.load` takes with `weights_only=True`. It raises a RuntimeError when it meets
     anything else, or if `state` does not fit; part of `state` may have been filled then.
     """
+    fill(state, checked(path))
+
+
+def checked(path: str | os.PathLike[str]) -> Reader:
+    """What reads a checkpoint, after all of it was checked; raises in all processes as `load_sharded` says."""
+    from ._reading import Reader, check_metadata
+
     failure: tuple[type[Exception], str] | None = None
     path = Path(path)
     if is_first():
-        from ._reading import check_metadata
-
         try:
             path = standing(path)
             verify(path)
@@ -81,16 +91,22 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     if failure is not None:
         kind, reason = failure
         raise kind(reason)
+    with raising_everywhere(f"the checkpoint {path} could not be loaded"):
+        return Reader(Path(path))
+
+
+def fill(state: dict[str, Any], reader: Reader) -> None:
+    """Reads what `state` names; called in all processes."""
     from torch.distributed import checkpoint
 
-    from ._reading import Planner, Reader
+    from ._reading import Planner
 
-    with _raising_everywhere(f"the checkpoint {path} could not be loaded"), _quiet_alone():
-        checkpoint.load(state, storage_reader=Reader(path), planner=Planner())
+    with raising_everywhere(f"the checkpoint {reader.path} could not be loaded"), _quiet_alone():
+        checkpoint.load(state, storage_reader=reader, planner=Planner())
 
 
 @contextlib.contextmanager
-def _raising_everywhere(what: str, written_to: Path | None = None) -> Iterator[None]:
+def raising_everywhere(what: str, written_to: Path | None = None) -> Iterator[None]:
     """Raises in all processes what goes wrong inside in any of them."""
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -5,6 +5,7 @@ from .enums import AttnMaskType, AttnType, LayerType, ModelType
 
 _SUBPACKAGES = (
     "amp",
+    "checkpoint",
     "enums",
     "functional",
     "layers",

@@ -38,6 +38,12 @@ class GradScaler(torch.amp.GradScaler):
             enabled=enabled,
         )
 
+    def _check_scale_growth_tracker(self, funcname: str) -> Any:
+        """Makes the scale in a pipeline stage that has no loss, and so has called `scale` for nothing."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(parameter_device())  # type: ignore[attr-defined]
+        return super()._check_scale_growth_tracker(funcname)  # type: ignore[misc]
+
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
         """What overflowed in any process; `unscale_` calls this, and `step` for optimizers that unscale themselves."""
         if getattr(optimizer, "_custom_amp_unscale_grads", False):

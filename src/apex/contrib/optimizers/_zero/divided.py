@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,16 @@ import torch
 from ....optimizers._checks import check_options
 from . import formats
 from .groups import Groups, broadcast_params
+from .saved import Stretch
+from .sharded import own_stretches
 
 
 class DividedOptimizer(torch.optim.Optimizer):
     """Base of `DistributedFusedAdam` and `DistributedFusedLAMB`."""
 
     _groups: Groups
+    _states: Sequence[Any]
+    _steps: Any
     # Whether the constructor is over, after which new groups take the parameters of the first process at once.
     _made = False
 
@@ -61,3 +65,14 @@ class DividedOptimizer(torch.optim.Optimizer):
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what was loaded into what `sharded_state_dict` gave, parameters included."""
         formats.load_sharded(self, state_dict)
+
+    # For `apex.transformer.checkpoint`, where a parameter may be a part of one itself --------------------------------
+
+    def _own_state(self) -> tuple[list[Stretch], int]:
+        """This process's part of the state, as stretches of parameters' memory, and the count of steps."""
+        self._settle()
+        return own_stretches(self._states), int(self._steps.settle())
+
+    def _load_own_state(self, stretches: Sequence[Stretch], groups: Sequence[dict[str, Any]], step: int) -> None:
+        """Takes values for what `_own_state` lists, options of the parameter groups, and the count of steps."""
+        formats.load_stretches(self, stretches, groups, step)

@@ -228,3 +228,12 @@ def load_sharded(optimizer: Any, saved: dict[str, Any]) -> None:
     restore(optimizer._states, saved["state"], lambda param: str(keys[param]))
     _load_groups(optimizer, saved["param_groups"])
     _go_on(optimizer, int(saved["step"]))
+
+
+def load_stretches(optimizer: Any, stretches: Sequence[Stretch], groups: Sequence[dict[str, Any]], step: int) -> None:
+    """The state that `own_stretches` lists, from anywhere, with the options of the parameter groups."""
+    loader = StateLoader(optimizer._states)
+    loader.add(stretches)
+    loader.finish()
+    _load_groups(optimizer, groups)
+    _go_on(optimizer, step)

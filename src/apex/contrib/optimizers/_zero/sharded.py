@@ -32,6 +32,17 @@ def sharded(states: Sequence[State], key_of: Callable[[Tensor], str]) -> dict[st
     return found
 
 
+def own_stretches(states: Sequence[State]) -> list[Stretch]:
+    """What this rank owns of every parameter's state; what can be is a view of the state itself."""
+    return [
+        (state.arena.params[part.param], name, part.start, values[part.flat : part.flat + part.size])
+        for state in states
+        for name in names_of(state)
+        for values in (state.read(name),)
+        for part in merge_adjacent(state.arena.parts)
+    ]
+
+
 def _tensor(arena: Arena, index: int, parts: Sequence[Sequence[Piece]], values: Tensor) -> Any:
     size = arena.layout.sizes[index]
     mine = parts[arena.groups.rank]

@@ -1,0 +1,1 @@
+"""What `apex.transformer.checkpoint` is made of: names and places in the whole model, state of optimizers."""

@@ -1,0 +1,137 @@
+"""Names of the parts of a model that do not depend on how it is cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..._failures import explained
+from .. import parallel_state
+from .place import tensor_parallel
+
+# Marks of parameters that several pipeline stages hold copies of.
+_TIED = ("shared_embedding", "shared_position_embedding")
+
+
+class Part(NamedTuple):
+    """A parameter or buffer: its name in the whole model, the variable, and where its value is in state dicts.
+
+    `keys` are (number of the chunk, name in its state dict), several where modules share it. Of all copies, on ranks
+    and stages, only those with `writes` are saved.
+    """
+
+    name: str
+    variable: Tensor
+    keys: list[tuple[int, str]]
+    writes: bool
+
+
+class _Held(NamedTuple):
+    """What stages tell each other of a variable; `tie` is its mark, `group` that of the optimizer's groups it is in."""
+
+    name: str
+    chunk: int
+    is_parameter: bool
+    tie: str | None
+    group: int | None
+
+
+# Options of an optimizer's parameter group, and the model's parameters in it.
+Group = tuple[dict[str, Any], list[Tensor]]
+
+
+class WholeModel:
+    """A model of which `chunks` are here; `groups` are those of its optimizer.
+
+    `join`, called in all ranks of a pipeline, finds out what the other stages hold.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], groups: Sequence[Group] | None) -> None:
+        # The parts that are here, the names of all parts with the optimizer's group of each, and the groups' options.
+        self.parts: list[Part] = []
+        self.group_of: dict[str, int | None] = {}
+        self.options: list[dict[str, Any]] | None = None
+        self._groups = groups
+        group_of = {id(param): number for number, group in enumerate(groups or ()) for param in group[1]}
+        self._found: dict[int, tuple[Tensor, _Held, list[tuple[int, str]]]] = {}
+        for number, chunk in enumerate(chunks):
+            variables: dict[str, Tensor] = dict(chunk.named_parameters(remove_duplicate=False))
+            variables.update(chunk.named_buffers(remove_duplicate=False))
+            paths = _numbered_paths(chunk)
+            for key in chunk.state_dict():
+                if key not in variables:
+                    raise TypeError(f"{key} in the model's state dict is neither a parameter nor a buffer")
+                variable = variables[key]
+                if not getattr(variable, "allreduce", True):
+                    raise ValueError(f"{key} is one of the experts that are divided among ranks: these cannot be saved")
+                owner, _, leaf = key.rpartition(".")
+                name = f"{paths[owner]}.{leaf}" if owner else leaf
+                tie = next((mark for mark in _TIED if getattr(variable, mark, False)), None)
+                held = _Held(name, number, isinstance(variable, nn.Parameter), tie, group_of.get(id(variable)))
+                self._found.setdefault(id(variable), (variable, held, []))[2].append((number, key))
+        strange = sum(key not in self._found for key in group_of)
+        if strange:
+            raise ValueError(f"the optimizer has {strange} parameters that the model has not")
+
+    def join(self) -> None:
+        """Gives parts their names, and checks that stages do not hold different parameters under one name.
+
+        A copy that is marked as such (`shared_embedding`) has the name that the first stage has for it.
+        """
+        counts = None if self._groups is None else [(options, len(params)) for options, params in self._groups]
+        rank, everywhere = _of_all_stages(([held for _, held, _ in self._found.values()], counts))
+        stages = [held for held, _ in everywhere]
+        names = {held.tie: held.name for stage in reversed(stages) for held in reversed(stage) if held.tie}
+        first: dict[str, tuple[int, _Held]] = {}
+        for number, stage in enumerate(stages):
+            for held in stage:
+                name = names.get(held.tie, held.name)
+                other, before = first.setdefault(name, (number, held))
+                if before is not held and held.is_parameter and (held.tie is None or before.tie != held.tie):
+                    raise ValueError(
+                        f"chunk {before.chunk} of pipeline rank {other} and chunk {held.chunk} of rank {number} both "
+                        f"hold {held.name}. Give each layer of a list its number in the whole model as `layer_number` "
+                        "(from 1), or keep layers in a ModuleDict by their number; mark copies of embeddings with "
+                        "`shared_embedding`"
+                    )
+                self.group_of.setdefault(name, held.group)
+        for variable, held, keys in self._found.values():
+            name = names.get(held.tie, held.name)
+            is_own = getattr(variable, "tensor_model_parallel", False) or tensor_parallel()[1] == 0
+            self.parts.append(Part(name, variable, keys, is_own and first[name] == (rank, held)))
+        if self._groups is not None:
+            self.options = _options([counts for _, counts in everywhere])
+
+
+def _options(stages: list[list[tuple[dict[str, Any], int]]]) -> list[dict[str, Any]]:
+    """The options of each group, of the first stage that has parameters in it: only there steps are counted."""
+    if len({len(groups) for groups in stages}) != 1:
+        raise ValueError(f"the optimizers of the stages have {list(map(len, stages))} parameter groups: make as many")
+    return [max(same, key=lambda group: group[1] > 0)[0] for same in zip(*stages, strict=True)]
+
+
+def _numbered_paths(chunk: nn.Module) -> dict[str, str]:
+    """The names of modules with layers numbered as in the whole model, by their `layer_number`, which is from 1 on."""
+    found = {"": ""}
+    for path, module in chunk.named_modules(remove_duplicate=False):
+        if path:
+            owner, _, name = path.rpartition(".")
+            number = getattr(module, "layer_number", None)
+            if name.isdigit() and isinstance(number, int):
+                name = str(number - 1)
+            found[path] = f"{found[owner]}.{name}" if owner else name
+    return found
+
+
+def _of_all_stages(here: Any) -> tuple[int, list[Any]]:
+    """This rank's number in its pipeline, and what each rank there has given."""
+    if parallel_state.is_unitialized():
+        return 0, [here]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with explained("telling other pipeline stages the names of parameters"):
+        dist.all_gather_object(found, here, group=group)
+    return dist.get_rank(group), found

@@ -1,0 +1,172 @@
+"""Checkpoints of a split model that any other split loads: other tensor, pipeline, chunk and data-parallel sizes.
+
+Tensors are saved as parts of whole ones, under names of the whole model, by `torch.distributed.checkpoint`; a folder is
+written whole or not at all, as by `apex.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint._ranks import is_first
+from ..checkpoint._sharded import checked, fill, raising_everywhere, save_sharded
+from ._resharding import random
+from ._resharding.optimizer import add_state, groups_of, want_state
+from ._resharding.place import PADDING, Entries, places_of
+from ._resharding.whole import WholeModel
+from .pipeline_parallel.utils import listify_model, unwrap_model
+
+__all__ = ["load", "save", "state_of"]
+
+Model = nn.Module | list[nn.Module]
+_FORMAT = 1
+
+
+def save(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **others: Any) -> None:
+    """Writes a model, its optimizer and whatever else a run needs to a folder; called in all processes.
+
+    `model` may be a list of a stage's chunks. `others`, of rank 0, are objects with a `state_dict`, such as a scaler or
+    a scheduler, or plain values: a step, a position in the data. States of random numbers are saved of every rank.
+    """
+    save_sharded(state_of(model, optimizer, **others), path)
+
+
+def state_of(model: Model, optimizer: Any = None, **others: Any) -> dict[str, Any]:
+    """The same for `apex.checkpoint.Series(..., sharded=True).save`; tensors are views, to be saved before a step."""
+    failed = "the state of a split model could not be collected"
+    chunks, described = _describe(model, optimizer, failed)
+    entries = Entries()
+    with raising_everywhere(failed):
+        dicts = [chunk.state_dict() for chunk in chunks]
+        for part in described.parts:
+            number, key = part.keys[0]
+            if part.writes:
+                entries.add(f"model.{part.name}", dicts[number][key], places_of(part.variable))
+        states = random.states()
+        values = {
+            "format": _FORMAT,
+            "layout": random.layout(len(chunks)),
+            "seed": random.seed_from(states),
+            "optimizer": None,
+            "others": {name: _plain(name, value) for name, value in others.items()},
+        }
+        if optimizer is not None:
+            step = add_state(entries, optimizer, {id(part.variable): part for part in described.parts})
+            values["optimizer"] = {
+                "type": type(optimizer).__name__,
+                "groups": described.options,
+                "group_of": described.group_of,
+                "step": step,
+            }
+        # Tuples, which PyTorch takes as one value each.
+        entries.state[random.key()] = (states,)
+        if is_first():
+            entries.state["values"] = (_plain("an option of the optimizer", values),)
+    return entries.state
+
+
+def load(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **others: Any) -> dict[str, Any]:
+    """Loads what `save` wrote, whatever the layout of processes was; called in all processes.
+
+    `others` are objects with `load_state_dict`, by the names that they were saved under; the result has what else was
+    saved, by name. Random numbers go on as they would have with the same layout; with another they are seeded anew,
+    always with the same seed, and a warning is logged. It raises `FileNotFoundError` and `DamagedCheckpoint` as
+    `apex.checkpoint.load_sharded` does, and a RuntimeError if names, shapes or dtypes are not the model's, in all
+    processes, before anything is changed.
+    """
+    reader = checked(path)
+    saved = reader.found.state_dict_metadata
+    if "values" not in saved:
+        raise ValueError(f"{reader.path} was not written by apex.transformer.checkpoint: it has no entry 'values'")
+    read: dict[str, Any] = {"values": None}
+    fill(read, reader)
+    values = read["values"][0]
+    failed = f"the checkpoint {reader.path} does not fit"
+    chunks, described = _describe(model, optimizer, failed)
+    entries, restore = Entries(saved), None
+    with raising_everywhere(failed):
+        _check(values, saved, described, optimizer, others)
+        dicts = [chunk.state_dict() for chunk in chunks]
+        for part in described.parts:
+            number, key = part.keys[0]
+            tensor = dicts[number][key]
+            for other, name in part.keys[1:]:
+                dicts[other][name] = tensor
+            entries.add(f"model.{part.name}", tensor, places_of(part.variable))
+        if optimizer is not None:
+            names = {id(part.variable): part.name for part in described.parts}
+            restore = want_state(entries, optimizer, names, values["optimizer"])
+        layout = random.layout(len(chunks))
+        if values["layout"] == layout:
+            entries.state[random.key()] = None
+    fill(entries.state, reader)
+    for view in entries.unsaved:
+        view.zero_()
+    for chunk, filled in zip(chunks, dicts, strict=True):
+        chunk.load_state_dict(filled)
+    if restore is not None:
+        restore()
+    for name, value in others.items():
+        value.load_state_dict(values["others"].pop(name))
+    if values["layout"] == layout:
+        random.restore(entries.state[random.key()][0])
+    else:
+        random.seed_anew(values["seed"], values["layout"], layout)
+    return values["others"]
+
+
+def _describe(model: Model, optimizer: Any, failed: str) -> tuple[list[nn.Module], WholeModel]:
+    with raising_everywhere(failed):
+        chunks = unwrap_model(listify_model(model))
+        described = WholeModel(chunks, None if optimizer is None else groups_of(optimizer))
+    with raising_everywhere(failed):
+        described.join()
+    return chunks, described
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A copy of the state of an object, or of a value, such as is read without running anything."""
+    file = io.BytesIO()
+    torch.save(value.state_dict() if hasattr(value, "state_dict") else value, file)
+    file.seek(0)
+    try:
+        return torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise TypeError(f"{name} holds what torch.load(weights_only=True) refuses, and could not be loaded") from error
+
+
+def _check(values: Any, saved: Any, described: WholeModel, optimizer: Any, others: dict[str, Any]) -> None:
+    """Raises for what is missing, or in no stage of this model, or of another kind."""
+    if values["format"] != _FORMAT:
+        raise ValueError(f"it has format {values['format']}; this version reads format {_FORMAT}")
+    here = set(described.group_of)
+    there = {key.removeprefix("model.").removesuffix(PADDING) for key in saved if key.startswith("model.")}
+    for which, names in (("lacks", here - there), ("has, and the model not,", there - here)):
+        if names:
+            raise ValueError(f"it {which} {len(names)} parameters or buffers: {', '.join(sorted(names)[:3])}, ...")
+    for name, value in others.items():
+        if name not in values["others"]:
+            raise ValueError(
+                f"it has no {name}; it has {', '.join(sorted(values['others'])) or 'nothing'} beside the model"
+            )
+        if not hasattr(value, "load_state_dict"):
+            raise TypeError(f"{name} must have load_state_dict, got {type(value).__name__}; plain values are returned")
+    if optimizer is None:
+        return
+    if values["optimizer"] is None:
+        raise ValueError("it was saved without an optimizer")
+    kind, groups = values["optimizer"]["type"], values["optimizer"]["groups"]
+    if kind != type(optimizer).__name__:
+        raise ValueError(f"its optimizer is {kind}, not {type(optimizer).__name__}")
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(f"its optimizer has {len(groups)} parameter groups, not {len(optimizer.param_groups)}")
+    for part in described.parts:
+        then, now = values["optimizer"]["group_of"][part.name], described.group_of[part.name]
+        if then != now:
+            raise ValueError(f"{part.name} was in the optimizer's group {then}, and is in group {now}")
