@@ -71,6 +71,20 @@ def test_a_wrong_result_is_told_and_has_no_time(tmp_path, monkeypatch, capsys):
     assert "wrong: glu" in capsys.readouterr().out
 
 
+def test_what_is_slower_on_the_gpu_is_measured_again(tmp_path, monkeypatch):
+    asked, events = [], {"ours": 9.0, "torch": 1.0}
+
+    def compare(calls, device, rounds):
+        asked.append(rounds)
+        return {"ours": 2.0 if rounds == sweep.ROUNDS else 1.0, "torch": 1.0}, events
+
+    monkeypatch.setattr(sweep, "compare", compare)
+    run(tmp_path / "r.json", "optimizers", cases=1)
+    assert asked == [sweep.ROUNDS, sweep.ROUNDS_WHERE_SLOWER]
+    (row,) = json.loads((tmp_path / "r.json").read_text())["passes"]
+    assert (row["gpu_ratio"], row["events_ratio"]) == (1.0, 9.0)
+
+
 def test_the_file_is_whole_after_every_case(tmp_path, monkeypatch):
     measured, seen = sweep._measure, []
 

@@ -6,11 +6,12 @@ delay that hides the host's work, and between two events as a training script se
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import json
-import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,8 +31,10 @@ from .sweep_cases import FAMILIES, Draw, Passes
 
 # Calls of each round on the GPU alone and between events. The latter need a few until the host's caches know the code.
 ROUNDS, GPU_CALLS, EVENT_CALLS = 3, 4, 12
+# A pass that is slower on the GPU is measured again: one in a hundred is so by chance, where a kernel takes 10 us.
+ROUNDS_WHERE_SLOWER = 12
 LIMIT = 1.05  # times PyTorch's time: above it a case counts as slower
-BINS = (0.5, 0.7, 0.9, 1.0, LIMIT, 1.2, 1.5, math.inf)
+BINS = (0.5, 0.7, 0.9, 1.0, LIMIT, 1.2, 1.5)
 WORST = 12  # cases that are printed
 CPU_ELEMENTS, GPU_ELEMENTS = 1 << 12, 1 << 26  # the most that a case may have
 
@@ -130,59 +133,45 @@ def _measure(name: str, family: str, make: Callable[[], Passes], device: torch.d
             if not excess <= 1:
                 result.error = f"error is {excess:.3g} times the tolerance"
             else:
-                makers = each.timed or each.implementations
-                result.gpu, result.events = compare({peer: makers[peer]() for peer in makers}, device)
+                calls = {peer: make() for peer, make in (each.timed or each.implementations).items()}
+                for rounds in (ROUNDS, ROUNDS_WHERE_SLOWER):
+                    result.gpu, result.events = compare(calls, device, rounds)
+                    if (result.ratio("gpu") or 0.0) <= LIMIT:
+                        break
         except Exception as error:
             result.error = _describe(error)
         found.append(result)
     return found
 
 
-def compare(calls: Mapping[str, Call], device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
+def compare(calls: Mapping[str, Call], device: torch.device, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     """Medians in microseconds of each call on the GPU alone (nothing on a CPU) and between events, taken in turns."""
     alone: dict[str, list[float]] = {name: [] for name in calls}
     whole: dict[str, list[float]] = {name: [] for name in calls}
-    delays = {name: _warm_up(call, device) for name, call in calls.items()}
-    for _ in range(ROUNDS):
+    delays = {name: timing.delay_cycles(_warm_up(call, device)) for name, call in calls.items()}
+    for _ in range(rounds):
         for name, call in calls.items():
             if device.type == "cuda":
-                alone[name] += _between_events(call, GPU_CALLS, delays[name])
-                whole[name] += _between_events(call, EVENT_CALLS)
+                alone[name] += timing.event_samples(call, GPU_CALLS, delays[name])
+                whole[name] += timing.event_samples(call, EVENT_CALLS)
             else:
-                begin = time.perf_counter()
-                call()
-                whole[name].append(1e6 * (time.perf_counter() - begin))
-    return (
-        {name: median(samples) for name, samples in alone.items() if samples},
-        {name: median(samples) for name, samples in whole.items()},
-    )
+                whole[name].append(_seconds(call) * 1e6)
+    gpu, events = ({name: median(each) for name, each in samples.items() if each} for samples in (alone, whole))
+    return gpu, events
 
 
-def _warm_up(call: Call, device: torch.device) -> int:
-    """Calls until kernels are compiled and launches are kept; GPU cycles that are rather longer than the host takes."""
+def _warm_up(call: Call, device: torch.device) -> float:
+    """Calls until kernels are compiled and launches are kept; microseconds of the host, no more than a GPU may wait."""
     for _ in range(3):
         timing.synchronize(device)
-        begin = time.perf_counter()
-        call()
-        host = 1e6 * (time.perf_counter() - begin)
-    return int(timing.CYCLES_PER_MICROSECOND * (min(2 * host, 20_000) + 100))
+        seconds = _seconds(call)
+    return min(1e6 * seconds, 10_000)
 
 
-def _between_events(call: Call, calls: int, delay: int = 0) -> list[float]:
-    cache = torch.empty(timing.CACHE_BYTES // 4, dtype=torch.int32, device="cuda")
-    events = []
-    torch.cuda.synchronize()
-    for _ in range(calls):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        cache.zero_()
-        if delay:
-            torch.cuda._sleep(delay)
-        start.record()
-        call()
-        end.record()
-        events.append((start, end))
-    torch.cuda.synchronize()
-    return [1e3 * start.elapsed_time(end) for start, end in events]
+def _seconds(call: Call) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
 
 
 def print_summary(family: str, passes: Sequence[Pass], seconds: float, console: Console) -> None:
@@ -192,11 +181,9 @@ def print_summary(family: str, passes: Sequence[Pass], seconds: float, console: 
         rated = [(ratio, each) for each in passes if (ratio := each.ratio(kind)) is not None]
         if not rated:
             continue
-        counts = [0] * len(BINS)
-        for ratio, _ in rated:
-            counts[next(index for index, bound in enumerate(BINS) if ratio <= bound)] += 1
-        bounds = [f"to {bound:g}" for bound in BINS[:-1]] + ["more"]
-        histogram = "  ".join(f"{bound}: {count}" for bound, count in zip(bounds, counts, strict=True))
+        counts = Counter(bisect.bisect_left(BINS, ratio) for ratio, _ in rated)
+        bounds = [*(f"to {bound:g}" for bound in BINS), "more"]
+        histogram = "  ".join(f"{bound}: {counts[index]}" for index, bound in enumerate(bounds))
         slower = [item for item in rated if item[0] > LIMIT]
         console.print(f"ours / torch {words}: {histogram}", markup=False)
         console.print(f"  over {LIMIT}: {len(slower)} of {len(rated)} ({100 * len(slower) / len(rated):.1f}%)")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..contrib.xentropy import SoftmaxCrossEntropyLoss
 from ..ops import _tolerance
@@ -153,9 +153,8 @@ def _softmax(draw: Draw, device: torch.device) -> Drawn:
         mask = draw.tensor((shape[0], 1, queries, keys), torch.float32, device) > 1 if kind == "masked" else None
         hidden = torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(1) if kind == "causal" else mask
 
-        def eager(x: Tensor) -> Tensor:
-            return torch.softmax(x * 0.125 if hidden is None else (x * 0.125).masked_fill(hidden, -10000.0), -1)
-
+        seen = lambda x: x if hidden is None else x.masked_fill(hidden, -10000.0)  # noqa: E731
+        eager = lambda x: torch.softmax(seen(x * 0.125), -1)  # noqa: E731
         ours = functools.partial(masked_softmax, mask=mask, scale=0.125, causal=kind == "causal")
         return _passes([draw.tensor(shape, dtype, device, layout)], ours, eager, summed=keys)
 
@@ -171,13 +170,9 @@ def _xentropy(draw: Draw, device: torch.device) -> Drawn:
     def make() -> Passes:
         labels = torch.randint(classes, shape[:1], device=device)
 
-        def eager(x: Tensor) -> Tensor:
-            wide = x if x.dtype == torch.float64 else x.float()
-            return F.cross_entropy(wide, labels, reduction="none", label_smoothing=smoothing)
-
-        def ours(x: Tensor) -> Tensor:
-            return SoftmaxCrossEntropyLoss.apply(x, labels, smoothing, -100, True)
-
+        loss = functools.partial(F.cross_entropy, target=labels, reduction="none", label_smoothing=smoothing)
+        eager = lambda x: loss(x if x.dtype == torch.float64 else x.float())  # noqa: E731
+        ours = lambda x: SoftmaxCrossEntropyLoss.apply(x, labels, smoothing, -100, True)  # noqa: E731
         return _passes([draw.tensor(shape, dtype, device, layout)], ours, eager)
 
     return _name(dtype, shape, layout, "smoothing" * (smoothing > 0)), make
@@ -192,9 +187,7 @@ def _rope(draw: Draw, device: torch.device) -> Drawn:
     outer = {"thd": (length,), "qk": (batches, length)}.get(which, (length, batches))
     shape = (*outer, heads, channels)
 
-    def prepare(direction: str, device: torch.device) -> Prepared:
-        return rope._prepare(rope.Kind(which, dtype, shape, direction, key_heads), device)
-
+    prepare = lambda way, device: rope._prepare(rope.Kind(which, dtype, shape, way, key_heads), device)  # noqa: E731
     return f"{which} {_name(dtype, shape, key_heads)}", _benchmarked(prepare, device)
 
 
@@ -210,12 +203,8 @@ def _group_norm(draw: Draw, device: torch.device) -> Drawn:
     groups, dtype, silu = draw.choice((8, 16, 32, 32)), draw.dtype(), draw.random() < 0.7
     shape, memory = _image(draw, groups, 2560)
 
-    def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return group_norm(x, groups, weight, bias, 1e-5, "silu" * silu)
-
-    def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        output = F.group_norm(x, groups, weight, bias, 1e-5)
-        return F.silu(output) if silu else output
+    ours = lambda x, w, b: group_norm(x, groups, w, b, 1e-5, "silu" * silu)  # noqa: E731
+    eager = lambda x, w, b: (F.silu if silu else nn.Identity())(F.group_norm(x, groups, w, b, 1e-5))  # noqa: E731
 
     def make() -> Passes:
         x = draw.tensor(shape, dtype, device).contiguous(memory_format=memory)
@@ -228,17 +217,16 @@ def _batch_norm(draw: Draw, device: torch.device) -> Drawn:
     dtype, relu, addend = draw.dtype(), draw.random() < 0.7, draw.random() < 0.3
     shape, memory = _image(draw, draw.choice((1, 8, 16, 64)), 2048)
 
-    def plain(x: Tensor, weight: Tensor, bias: Tensor, z: Tensor | None = None) -> Tensor:
-        output = F.batch_norm(x, None, None, weight, bias, True)
-        return output if z is None else output + z
+    def plain(x: Tensor, weight: Tensor, bias: Tensor, *z: Tensor) -> Tensor:
+        return sum(z, F.batch_norm(x, None, None, weight, bias, True))
 
-    def ours(x: Tensor, weight: Tensor, bias: Tensor, z: Tensor | None = None) -> Tensor:
-        return batch_norm(x, None, None, weight, bias, z=z, relu=relu)
+    ours = lambda x, w, b, z=None: batch_norm(x, None, None, w, b, z=z, relu=relu)  # noqa: E731
+    eager = lambda *tensors: (F.relu if relu else nn.Identity())(plain(*tensors))  # noqa: E731
 
     def make() -> Passes:
         x, *z = (draw.tensor(shape, dtype, device).contiguous(memory_format=memory) for _ in range(1 + addend))
         leaves = [x, *draw.parameters(2, shape[1], torch.float32, device), *z]
-        return _passes(leaves, ours, (lambda *t: F.relu(plain(*t))) if relu else plain, plain if relu else None)
+        return _passes(leaves, ours, eager, plain if relu else None)
 
     return _name(dtype, shape, memory, "add" * addend, "relu" * relu), make
 
@@ -293,14 +281,6 @@ def _optimizers(draw: Draw, device: torch.device) -> Drawn:
 FAMILIES: dict[str, Callable[[Draw, torch.device], Drawn]] = {
     "layer_norm": functools.partial(_norm, mean=True),
     "rms_norm": functools.partial(_norm, mean=False),
-    "softmax": _softmax,
-    "xentropy": _xentropy,
-    "rope": _rope,
-    "group_norm": _group_norm,
-    "batch_norm": _batch_norm,
-    "glu": _glu,
-    "dense": _dense,
-    "attention": _attention,
-    "focal_loss": _focal_loss,
-    "optimizers": _optimizers,
 }
+for _draw in (_softmax, _xentropy, _rope, _group_norm, _batch_norm, _glu, _dense, _attention, _focal_loss, _optimizers):
+    FAMILIES[_draw.__name__.removeprefix("_")] = _draw

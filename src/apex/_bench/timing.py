@@ -74,12 +74,17 @@ def _event_samples(call: Callable[[], object], effort: Effort) -> list[float]:
 
     for _ in range(max(1, int(effort.warmup / estimate))):
         call()
-    events = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(min(MOST_SAMPLES, max(1, int(effort.repeat / estimate))))
-    ]
+    return event_samples(call, min(MOST_SAMPLES, max(1, int(effort.repeat / estimate))))
+
+
+def event_samples(call: Callable[[], object], calls: int, delay: int = 0) -> list[float]:
+    """Microseconds of `calls` calls, each between two events and with a cold cache; `delay` cycles hide the host."""
+    cache = torch.empty(CACHE_BYTES // 4, dtype=torch.int32, device="cuda")
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(calls)]
     for start, end in events:
         cache.zero_()
+        if delay:
+            torch.cuda._sleep(delay)
         start.record()
         call()
         end.record()
@@ -147,22 +152,19 @@ def gpu_microseconds(call: Callable[[], object], device: torch.device, host: flo
     """Time on the GPU alone, given the `host` microseconds of a call; None where there is no GPU to delay."""
     if device.type != "cuda" or host is None:
         return None
-    cache = torch.empty(CACHE_BYTES // 4, dtype=torch.int32, device="cuda")
-    delay = int(CYCLES_PER_MICROSECOND * (2 * host + 100))
+    delay = delay_cycles(host)
     samples: list[float] = []
     stop = time.perf_counter() + MOST_SECONDS
     for _ in range(DELAYED_SAMPLES):
         if len(samples) >= FEWEST_DELAYED_SAMPLES and time.perf_counter() > stop:
             break
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        cache.zero_()
-        torch.cuda._sleep(delay)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(1e3 * start.elapsed_time(end))
+        samples += event_samples(call, 1, delay)
     return median(samples)
+
+
+def delay_cycles(host: float) -> int:
+    """GPU cycles that are rather longer than a call that keeps the host busy for `host` microseconds."""
+    return int(CYCLES_PER_MICROSECOND * (2 * host + 100))
 
 
 def copy_bandwidth(device: torch.device, effort: Effort) -> float:

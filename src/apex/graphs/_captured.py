@@ -13,7 +13,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree
 
 from ..ops import _recording
-from ..ops._host import on_host
 from ..ops._recording import Guard, Recording, is_number
 from ._references import References
 from ._state import Snapshot, State, hyperparameters
@@ -31,11 +30,6 @@ class Inputs:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
-    def on_devices(self) -> list[Tensor]:
-        """Tensors that are not on the host."""
-        return [tensor for tensor in self.tensors if not on_host(tensor)]
-
-    @property
     def kind(self) -> tuple[Any, ...]:
         """What a graph is captured for: shapes and layouts of tensors, and everything else itself."""
         return (repr(self._structure), *map(_kind, self.leaves))  # PyTorch 2.6 does not hash structures
@@ -50,9 +44,8 @@ class Inputs:
 def _kind(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return type(leaf), leaf
-    if leaf.layout != torch.strided:
-        return leaf.layout, leaf.shape, leaf.dtype, leaf.device
-    return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    strides = leaf.stride() if leaf.layout == torch.strided else leaf.layout
+    return leaf.shape, strides, leaf.dtype, leaf.device, leaf.requires_grad
 
 
 @contextlib.contextmanager
@@ -68,12 +61,6 @@ def watched(optimizers: dict[int, Any]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def rehearse(function: Callable[[], Any], optimizers: dict[int, Any], device: torch.device) -> Any:
-    """An eager call that uses the kernels of a captured one, so that these are compiled by then."""
-    with _recording.active(Recording(False, device)), watched(optimizers):
-        return function()
 
 
 class Graph:
@@ -104,7 +91,7 @@ class Graph:
             self._replay, outputs = backend.capture(run, device)
             if len(optimizers) != len(known):
                 raise NotImplementedError("an optimizer is stepped that was not in the calls before")
-            self._state = State(before, known, recording)
+            self.state = State(before, known, recording)
             changed = next((guard.name for guard in expected if not guard.holds()), None)
             if changed is not None:
                 raise NotImplementedError(f"every call changes {changed}, a Python number that a graph cannot change")
@@ -116,28 +103,24 @@ class Graph:
         self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         self._run(first=True)
 
-    def is_stale(self) -> bool:
-        """Whether it can never be replayed again, because a parameter got other memory."""
-        return self._state.is_stale()
-
     def differs(self) -> str | None:
         """What keeps it from being replayed now; None if nothing does."""
         for guard in self._guards:
             if not guard.holds():
                 return f"{guard.name} (was {guard.expected!r})"
-        return self._state.differs()
+        return self.state.differs()
 
     def __call__(self, inputs: Inputs) -> Any:
         """The function's call with other inputs of the same kind; to be called where nothing `differs`."""
         for action in self._recording.before:
             action()
-        self._state.bring()
+        self.state.bring()
         with torch.no_grad():
             for static, tensor in zip(self._inputs, inputs.tensors, strict=True):
                 static.copy_(tensor, non_blocking=True)
         self._run(first=False)
         self._recording.count_steps()
-        self._state.leave()
+        self.state.leave()
         return self.outputs()
 
     def outputs(self) -> Any:
@@ -166,11 +149,10 @@ def _tensor_rates(optimizers: Sequence[Any], recording: Recording) -> Iterator[N
     """Gives PyTorch's optimizers learning rates on the device while they are captured, where they take such."""
     replaced = []
     try:
-        for optimizer in optimizers:
+        for optimizer in (each for each in optimizers if type(each).__module__.startswith("torch.optim")):
             for index, group in enumerate(optimizer.param_groups):
                 takes_tensor = group.get("capturable") or group.get("fused")
-                known = type(optimizer).__module__.startswith("torch.optim")
-                if known and takes_tensor and group["params"] and is_number(group.get("lr")):
+                if takes_tensor and group["params"] and is_number(group.get("lr")):
                     rate = recording.entry(optimizer, index, "lr", group["lr"])
                     replaced.append((group, group["lr"]))
                     group["lr"] = rate.on(group["params"][0].device).float()

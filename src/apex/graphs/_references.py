@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -78,7 +79,8 @@ class References:
 def _parts(name: str, value: Any, code: CodeType) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Attributes of an object, and items of a dict, that a function names."""
     if isinstance(value, dict):
-        for key in filter(value.__contains__, _constants(code)):
+        constants = (constant for inner in _with_inner(code) for constant in inner.co_consts)
+        for key in (each for each in constants if isinstance(each, str) and each in value):
             yield f"{name}[{key!r}]", functools.partial(value.__getitem__, key)
     else:
         for owner, attribute in sorted(_attributes(code)):
@@ -120,16 +122,9 @@ def _attributes(code: CodeType) -> set[tuple[str, str]]:
     return found
 
 
-def _constants(code: CodeType) -> list[str]:
-    return [value for inner in _with_inner(code) for value in inner.co_consts if isinstance(value, str)]
-
-
 def line_of(error: BaseException, function: Callable[..., Any]) -> str | None:
     """The innermost line of an error that is in the file of the function."""
     code = code_of(getattr(function, "func", function))
-    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
+    frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    if not own:
-        return None
-    text = own[-1].code_context[0].strip() if own[-1].code_context else ""
-    return f"{own[-1].filename}:{own[-1].lineno}" + (f" ({text})" if text else "")
+    return f"{own[-1].filename}:{own[-1].lineno}" + (f" ({own[-1].line})" if own[-1].line else "") if own else None

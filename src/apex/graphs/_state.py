@@ -7,6 +7,7 @@ a replay what is there is brought to the graph's own memory, and afterwards the 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -40,10 +41,7 @@ class Place(NamedTuple):
     def put(self, value: Any) -> None:
         """Changes it."""
         owner = self.find()
-        if isinstance(owner, dict):
-            owner[self.key] = value
-        else:
-            setattr(owner, self.key, value)
+        (operator.setitem if isinstance(owner, dict) else setattr)(owner, self.key, value)
 
 
 def parameters(optimizers: Iterable[Any]) -> list[Tensor]:
@@ -60,11 +58,13 @@ def _places(optimizers: Sequence[Any]) -> Iterator[Place]:
     for optimizer in optimizers:
         called = type(optimizer).__name__
         for param, state in optimizer.state.items():
-            find = functools.partial(_state_of, optimizer, param)
+            # `state` itself is replaced by `load_state_dict`.
+            find = lambda optimizer=optimizer, param=param: optimizer.state.get(param, {})  # noqa: E731
             yield from (Place(f"the state {name!r} of {called}", find, name) for name in state)
         for index, group in enumerate(optimizer.param_groups):
             if isinstance(group.get("step"), Tensor):
-                yield Place(f"the step count of {called}", functools.partial(_group, optimizer, index), "step")
+                find = lambda optimizer=optimizer, index=index: optimizer.param_groups[index]  # noqa: E731
+                yield Place(f"the step count of {called}", find, "step")
         for name in ("most_recent_scale", "scale_set_by_backward"):
             if hasattr(optimizer, name):
                 yield Place(f"{called}.{name}", lambda optimizer=optimizer: optimizer, name)  # type: ignore[misc]
@@ -79,14 +79,6 @@ def _places(optimizers: Sequence[Any]) -> Iterator[Place]:
             yield Place(f"LossScaler.{name}", lambda scaler=scaler: scaler, name, name == "_overflow_buf")  # type: ignore[misc]
 
 
-def _group(optimizer: Any, index: int) -> dict[str, Any]:
-    return optimizer.param_groups[index]
-
-
-def _state_of(optimizer: Any, param: Tensor) -> dict[str, Any]:
-    return optimizer.state.get(param, {})  # `state` itself is replaced by `load_state_dict`
-
-
 class Snapshot:
     """What there was at a time; `restore` puts it back, which undoes a capture that failed."""
 
@@ -94,18 +86,14 @@ class Snapshot:
         self.places = list(_places(optimizers))
         self.values = [place.read() for place in self.places]
         states = [state for optimizer in optimizers for state in (optimizer.state, *optimizer.state.values())]
-        self._states = [(state, dict(state)) for state in states]
+        self.states = [(state, dict(state)) for state in states]
         owners = (*optimizers, *(optimizer._amp_stash for optimizer in _amp_state.optimizers))
         others = [*map(vars, owners), *(group for optimizer in optimizers for group in optimizer.param_groups)]
         self._others = [(other, dict(other)) for other in others]
 
-    def made_state(self) -> bool:
-        """Whether an optimizer has more state now than it had."""
-        return any(len(state) != len(before) for state, before in self._states)
-
     def restore(self) -> None:
         """Gives everything back what it had. Values on the device were not changed by a capture."""
-        for entries, before in (*self._others, *self._states):
+        for entries, before in (*self._others, *self.states):
             entries.clear()
             entries.update(before)
         for place, value in zip(self.places, self.values, strict=True):
@@ -117,7 +105,7 @@ class State:
     """What one graph needs from the places, and what it leaves there."""
 
     def __init__(self, before: Snapshot, optimizers: Sequence[Any], recording: Recording) -> None:
-        if before.made_state():
+        if any(len(state) != len(saved) for state, saved in before.states):
             raise NotImplementedError("an optimizer made state, which every replay would make anew")
         self._params = parameters(optimizers)
         self._addresses = [param.data_ptr() for param in self._params]
@@ -143,7 +131,8 @@ class State:
             if found is need:
                 continue
             if isinstance(need, Tensor):
-                if not isinstance(found, Tensor) or _kind(found) != _kind(need):
+                kind = ("shape", "dtype", "device")
+                if not isinstance(found, Tensor) or any(getattr(found, key) != getattr(need, key) for key in kind):
                     return place.name
                 self._moved.append((place, need, found))
             elif isinstance(found, Tensor) or found != need:
@@ -171,10 +160,6 @@ def _need(place: Place, before: Any, after: Any, recording: Recording) -> Any:
     if is_number(before) and is_number(after) and before != after:
         raise NotImplementedError(f"{place.name} is a Python number that every step changes, from {before}")
     return before
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
 
 
 def hyperparameters(optimizers: Iterable[Any], but: Container[int] = ()) -> list[Guard]:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from ..ops import _recording
 from ..ops._graph import CudaGraphs
-from ._captured import Graph, Inputs, rehearse
+from ..ops._host import on_host
+from ._captured import Graph, Inputs, watched
 from ._references import References, line_of
 from ._state import hyperparameters, parameters
 
@@ -60,7 +62,8 @@ class CapturedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs = Inputs(args, kwargs)
-        device = None if self.reason else self._backend.device_of(self._params or inputs.on_devices)
+        tensors = self._params or [tensor for tensor in inputs.tensors if not on_host(tensor)]
+        device = None if self.reason else self._backend.device_of(tensors)
         if device is None:
             return self._function(*args, **kwargs)
         kind = inputs.kind
@@ -81,10 +84,14 @@ class CapturedStep:
         return self._capture(inputs, kind, device)
 
     def _eagerly(self, inputs: Inputs, device: torch.device) -> Any:
-        """On the stream of the captures, so that memory of one call serves the next; outputs as a replay has them."""
+        """On the stream of the captures, so that memory of one call serves the next; outputs as a replay has them.
+
+        With the kernels of a captured call, so that these are compiled by then.
+        """
         args, kwargs = inputs.with_tensors(inputs.tensors)
-        with self._backend.aside(device):
-            outputs = rehearse(lambda: self._function(*args, **kwargs), self._optimizers, device)
+        recording = _recording.active(_recording.Recording(False, device))
+        with self._backend.aside(device), recording, watched(self._optimizers):
+            outputs = self._function(*args, **kwargs)
         # One of each device.
         self._params = list({param.device: param for param in parameters(self._optimizers.values())}.values())
         return _pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
@@ -105,7 +112,7 @@ class CapturedStep:
     def _fitting(self, kind: Any) -> tuple[Graph | None, str | None]:
         """The graph that can be replayed now, or what keeps the last one from it."""
         graphs, difference = self._graphs.setdefault(kind, []), None
-        for graph in [graph for graph in graphs if graph.is_stale()]:
+        for graph in [graph for graph in graphs if graph.state.is_stale()]:
             graphs.remove(graph)
         for graph in graphs:
             difference = graph.differs()
@@ -118,7 +125,8 @@ class CapturedStep:
         try:
             graph = Graph(self._function, inputs, self._optimizers, references, self._backend, device)
         except Exception as error:  # whatever a capture does not allow comes as errors of all kinds
-            reason, line = f"{type(error).__name__}: {_first_line(error)}", line_of(error, self._function)
+            said = str(error).strip().split("\n")[0]
+            reason, line = f"{type(error).__name__}: {said}", line_of(error, self._function)
         else:
             self._graphs[kind].append(graph)
             self._captures += 1
@@ -139,11 +147,8 @@ class CapturedStep:
         if not self._is_full:
             self._is_full = True
             why = f"; the last one did not fit because of {difference}" if difference else ""
-            self._warn(
-                f"has {self._max_graphs} graphs (max_graphs) and runs eagerly where none of them fits{why}. What "
-                "differs from call to call should come as a tensor argument of the same shape",
-                4,
-            )
+            message = f"has {self._max_graphs} graphs (max_graphs) and runs eagerly where none of them fits{why}. "
+            self._warn(message + "What differs from call to call should come as a tensor argument of the same shape", 4)
 
     def _warn(self, message: str, stacklevel: int) -> None:
         name = getattr(self._function, "__qualname__", type(self._function).__name__)
@@ -164,10 +169,6 @@ class CapturedStep:
             return f"eager: {self.reason}"
         eager = sum(self._calls.values())
         return f"{self.graphs} graphs, {eager} eager calls, {self._captures} captures, {self._replays} replays"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
 
 
 def capture(train_step: Callable[..., Any] | None = None, *, warmup: int = 3, max_graphs: int = 8) -> Any:

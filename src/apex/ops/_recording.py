@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -160,21 +160,13 @@ class Recording:
         if name in ("params", "step") or isinstance(value, Number):
             return value
         called = f"{type(optimizer).__name__}.param_groups[{index}][{name!r}]"
-
-        def read() -> Any:
-            return optimizer.param_groups[index][name]
-
+        read = lambda: optimizer.param_groups[index][name]  # noqa: E731
+        number = lambda value, read: Number(self, called, float(value), lambda: float(read()))  # noqa: E731
         if isinstance(value, tuple | list) and value and all(map(is_number, value)):
-            numbers = [
-                Number(self, called, each, lambda position=position: float(read()[position]))  # type: ignore[misc]
-                for position, each in enumerate(value)
-            ]
-            return tuple(numbers)
-        if is_number(value):
-            return Number(self, called, float(value), lambda: float(read()))
+            return tuple(number(each, lambda place=place: read()[place]) for place, each in enumerate(value))
+        if is_number(value) or (isinstance(value, Tensor) and value.device.type == "cpu"):
+            return number(value, read)
         if isinstance(value, Tensor):
-            if value.device.type == "cpu":
-                return Number(self, called, float(value), lambda: float(read()))
             self.guards.append(Guard(called, lambda: read().data_ptr(), value.data_ptr()))
         else:
             self.guards.append(Guard(called, read, value))
@@ -237,8 +229,3 @@ def reads(tensors: Iterable[Tensor | None]) -> None:
 def lifted(function: Callable[..., Any], first: Any, *others: Any) -> Any:
     """`function` of numbers; of a `Number`, a `Number`."""
     return first.map(function, *others) if isinstance(first, Number) else function(first, *others)
-
-
-def numbers_on(values: Sequence[Any], device: torch.device) -> list[Any]:
-    """The values, with tensors on `device` in place of each `Number`."""
-    return [value.on(device) if isinstance(value, Number) else value for value in values]

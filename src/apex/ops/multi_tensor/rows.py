@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _device
-from .._recording import numbers_on
+from .._recording import Number
 from . import config
 from .flat import is_dense
 from .grouping import kernel_fits
@@ -149,7 +149,7 @@ class TorchRowLists(TorchLists):
     ) -> Tensor:
         """See `TritonRowLists.project`."""
         whole = torch.empty((self.results, 2), dtype=torch.float32, device=self.device)
-        decay, ratio = numbers_on((decay, ratio), self.device)
+        decay, ratio = (each.on(self.device) if isinstance(each, Number) else each for each in (decay, ratio))
         for index, (sums, out) in enumerate(
             zip(found.split(self.row_counts), whole.split(self.row_counts), strict=True)
         ):
