@@ -151,13 +151,18 @@ def conv_relu(
 
 
 def conv_gradients(
-    dz: Tensor, images: Tensor, weight: Tensor, padding: tuple[int, int], wanted: tuple[bool, bool]
+    dz: Tensor,
+    images: Tensor,
+    weight: Tensor,
+    padding: tuple[int, int],
+    wanted: tuple[bool, bool],
+    stride: int = 1,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of images and weight, where they are `wanted`."""
     if not any(wanted):
         return None, None
     dx, dweight, _ = torch.ops.aten.convolution_backward.default(
-        dz, images, weight, None, _ONE, padding, _ONE, False, (0, 0), 1, (*wanted, False)
+        dz, images, weight, None, (stride, stride), padding, _ONE, False, (0, 0), 1, (*wanted, False)
     )
     return dx if wanted[0] else None, dweight if wanted[1] else None
 
