@@ -127,3 +127,9 @@ def nvcc_threads() -> int:
     """What `APEX_NVCC_THREADS` says, else a thread for each core, 8 at most."""
     number = os.environ.get("APEX_NVCC_THREADS", "")
     return int(number) if number.isdecimal() and int(number) else min(os.cpu_count() or 1, 8)
+
+
+def set_nccl_allocator_variables() -> None:
+    """NVLink SHARP on, and no registration of every allocation: what pools of NCCL's memory need."""
+    os.environ["NCCL_NVLS_ENABLE"] = "1"
+    os.environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "0"

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import nccl_p2p_cuda
+import peer_memory_cuda
 from apex.contrib.bottleneck import HaloExchangerNoComm, HaloExchangerSendRecv
 from apex.contrib.bottleneck.halo_exchangers import HaloPadder
 from apex.contrib.peer_memory import PeerHaloExchanger1d, PeerMemoryPool
@@ -172,6 +174,65 @@ def pool_gives_each_peer_a_view(rank: int) -> None:
         pool.allocate_peer_tensors((513,), torch.float32, False, True)
 
 
+def compiled_push_and_pull(rank: int) -> None:
+    """A batch of two, which the original refuses, and both edges at zero in a group of one."""
+    size = dist.get_world_size()
+    pool = PeerMemoryPool(1 << 12, 0)
+    low, high = (pool.allocate_peer_tensors((2, 3, 1, 4), torch.float32, True, False) for _ in range(2))
+    left, right = (torch.full((2, 3, 1, 4), 10.0 * rank + side) for side in (1, 2))
+    found = torch.full((2, 2, 3, 1, 4), 7.0)
+    above, below = (rank - 1) % size, (rank + 1) % size
+    edges = rank == 0, rank == size - 1
+    sides = [(left, low[rank], high[above], found[0]), (right, high[rank], low[below], found[1])]
+    for _ in range(3):
+        peer_memory_cuda.push_pull_halos_1d(False, False, 0, rank, edges[0], *sides[0], edges[1], *sides[1])
+        assert bool((found[0] == (0 if edges[0] else 10 * (rank - 1) + 2)).all())
+        assert bool((found[1] == (0 if edges[1] else 10 * (rank + 1) + 1)).all())
+    peer_memory_cuda.push_pull_halos_1d(False, False, 0, rank, True, *sides[0], True, *sides[1])
+    assert not found.any()
+    with pytest.raises(ValueError, match="not of a PeerMemoryPool"):
+        peer_memory_cuda.push_pull_halos_1d(False, False, 0, rank, True, *[left] * 4, True, *[left] * 4)
+
+
+def compiled_raw_memory(rank: int) -> None:
+    size = dist.get_world_size()
+    raw = peer_memory_cuda.allocate_raw(1024)
+    addresses = torch.stack(everywhere(peer_memory_cuda.get_raw_ipc_address(raw)))
+    peers = peer_memory_cuda.get_raw_peers(addresses, rank, raw)
+    assert peers[rank] == raw
+    views = (peer_memory_cuda.blob_view_half, peer_memory_cuda.blob_view_float, peer_memory_cuda.blob_view_int)
+    for view, dtype in zip(views, (torch.float16, torch.float32, torch.int32), strict=True):
+        mine, other = (view(handle, (1, 2, 3, 4), True) for handle in (raw, peers[(rank + 1) % size]))
+        assert mine.dtype == dtype
+        other.fill_(rank + 5)
+        dist.barrier()
+        assert bool((mine == (rank - 1) % size + 5).all())
+        dist.barrier()
+    peer_memory_cuda.zero(raw, 1024)
+    assert not mine.any()
+    peer_memory_cuda.free_raw(raw)
+    with pytest.raises(ValueError, match="was freed"):
+        peer_memory_cuda.zero(raw, 1)
+
+
+def compiled_messages(rank: int) -> None:
+    size = dist.get_world_size()
+    identifier = nccl_p2p_cuda.get_unique_nccl_id(2)
+    assert (identifier.dtype, tuple(identifier.shape)) == (torch.uint8, (2, 128))
+    handle = nccl_p2p_cuda.init_nccl_comm(identifier[0], rank, size)
+    ranks = rank - 1, rank + 1 if rank < size - 1 else -1
+    left, right = torch.full((2,), 10.0 * rank + 1), torch.full((2,), 10.0 * rank + 2)
+    found = nccl_p2p_cuda.left_right_halo_exchange(handle, *ranks, left, right)
+    expected = [0.0 if rank == 0 else 10.0 * (rank - 1) + 2, 0.0 if rank == size - 1 else 10.0 * (rank + 1) + 1]
+    assert [each.tolist() for each in found] == [[each] * 2 for each in expected]
+    places = [torch.empty(2), torch.empty(2)]
+    nccl_p2p_cuda.left_right_halo_exchange_inplace(handle, *ranks, left, right, *places)
+    assert [each.tolist() for each in places] == [[each] * 2 for each in expected]
+    nccl_p2p_cuda.add_delay(1000)
+    with pytest.raises(ValueError, match=f"this is rank {rank} of {size}"):
+        nccl_p2p_cuda.init_nccl_comm(identifier[0], rank + 1, size)
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -182,5 +243,8 @@ CHECKS = {
         padder,
         peer_margins_for_100_steps,
         pool_gives_each_peer_a_view,
+        compiled_push_and_pull,
+        compiled_raw_memory,
+        compiled_messages,
     )
 }

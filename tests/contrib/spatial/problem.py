@@ -75,7 +75,7 @@ def trained(module: Bottleneck, x: Tensor, weights_of_loss: Tensor | None = None
     """Output and gradients of x and the weights, for a loss that differs at every pixel."""
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     y = module(x)
-    factor = torch.arange(y.numel(), dtype=torch.float64).sin().to(y.dtype).view(y.shape)
+    factor = torch.arange(y.numel(), dtype=torch.float64).sin().to(y).view(y.shape)
     y.backward(factor if weights_of_loss is None else weights_of_loss)
     return [y.detach(), x.grad, *(weight.grad for weight in module.w_conv)]
 

@@ -47,8 +47,6 @@ class PeerMemoryPool:
         self, shape: Sequence[int], dtype: torch.dtype, channels_last: bool, dynamic: bool
     ) -> list[Tensor]:
         """The tensor of every peer, its own at its place; of any dtype. `channels_last` needs four dimensions."""
-        if channels_last and len(shape) != 4:
-            raise ValueError(f"shape={list(shape)}: channels_last needs four dimensions")
         count = math.prod(shape) * dtype.itemsize
         part, size, start = (
             ("dynamic", self.dynamic_size, self.dynamic_offset)
@@ -66,11 +64,7 @@ class PeerMemoryPool:
             self.dynamic_offset += _aligned(count)
         else:
             self.static_offset += _aligned(count)
-        tensors = [piece.view(dtype) for piece in pieces]
-        if not channels_last:
-            return [tensor.view(*shape) for tensor in tensors]
-        n, c, h, w = shape
-        return [tensor.view(n, h, w, c).movedim(-1, 1) for tensor in tensors]
+        return [laid_out(piece, shape, dtype, channels_last) for piece in pieces]
 
     def exchange_halos(self, sent: Sequence[Tensor], received: Sequence[Tensor], neighbours: Sequence[int]) -> None:
         """Sends halos to the peers on the left and right, by their places, and fills `received` with theirs.
@@ -95,6 +89,16 @@ class PeerMemoryPool:
             self.memory,
             [place for place in neighbours if place >= 0],
         )
+
+
+def laid_out(memory: Tensor, shape: Sequence[int], dtype: torch.dtype, channels_last: bool) -> Tensor:
+    """Bytes as a tensor of this shape."""
+    if not channels_last:
+        return memory.view(dtype).view(*shape)
+    if len(shape) != 4:
+        raise ValueError(f"shape={list(shape)}: channels_last needs four dimensions")
+    n, c, h, w = shape
+    return memory.view(dtype).view(n, h, w, c).movedim(-1, 1)
 
 
 def push_pull(

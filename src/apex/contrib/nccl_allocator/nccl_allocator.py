@@ -1,0 +1,97 @@
+"""NCCL's memory by PyTorch's own allocator and memory pools; without NCCL everything here does nothing.
+
+nccl_allocator.init()  # before init_process_group
+pool = nccl_allocator.create_nccl_mem_pool()
+with nccl_allocator.nccl_mem(pool):
+    buffer = torch.empty(...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ... import _env
+from ..._distributed.peer_memory import default_device
+
+logger = logging.getLogger("apex.nccl_allocator")
+
+
+def get_func_args(func: Callable) -> list[str]:
+    """The names of a function's arguments."""
+    return list(inspect.signature(func).parameters)
+
+
+def init() -> None:
+    """Sets what NCCL and PyTorch read when a process group is made: NVLink SHARP on, no registration of all memory."""
+    _env.set_nccl_allocator_variables()
+
+
+def _backend(group: Any, device: torch.device) -> Any:
+    """NCCL's part of a process group; None, with one line in the log, where there is none."""
+    if dist.is_initialized():
+        group = dist.group.WORLD if group is None else group
+        if dist.get_backend(group) == dist.Backend.NCCL:
+            return group._get_backend(device)
+    logger.info("no process group with NCCL: memory is allocated as usual")
+    return None
+
+
+def get_nccl_allocator() -> Any:
+    """NCCL's allocator, of the default process group; None where that has no NCCL."""
+    backend = _backend(None, default_device())
+    return None if backend is None else backend.mem_allocator
+
+
+def create_nccl_mem_pool(symmetric: bool | None = None) -> Any:
+    """A torch.cuda.MemPool of NCCL's memory; None, for which `nccl_mem` does nothing, without NCCL."""
+    allocator = get_nccl_allocator()
+    if allocator is None:
+        return None
+    if symmetric is None:
+        return torch.cuda.MemPool(allocator)
+    # NVIDIA's PyTorch and the official one do not agree on the name, and other versions have neither.
+    for name in ("symmetric", "symm_mem"):
+        if name in get_func_args(torch.cuda.MemPool):
+            return torch.cuda.MemPool(allocator, **{name: symmetric})
+    raise ValueError(f"symmetric={symmetric}: torch.cuda.MemPool of PyTorch {torch.__version__} has no such option")
+
+
+class nccl_mem:
+    """Inside, memory comes from the pool; at the end the pool is registered with the group's communicator.
+
+    `device` is an index, a name or a torch.device, by default the current one. Does nothing unless `enabled`.
+    """
+
+    def __init__(self, pool: Any, enabled: bool = True, device: Any = None, group: Any = None) -> None:
+        self.pool, self.group, self.device = pool, group, None
+        self.mem_context: Any = contextlib.nullcontext()
+        self._nccl: Any = None
+        if not enabled or pool is None:
+            return
+        current = default_device()
+        self.device = torch.device(current.type, device) if isinstance(device, int) else torch.device(device or current)
+        if self.device.type != current.type:
+            raise ValueError(f"device={device}: NCCL's memory is on {current.type} devices")
+        self._nccl = _backend(group, self.device)
+        self.mem_context = torch.cuda.use_mem_pool(pool, self.device)
+
+    def __enter__(self) -> None:
+        self.mem_context.__enter__()
+        if self._nccl is not None:
+            with contextlib.suppress(RuntimeError):  # it was never registered
+                self._nccl.deregister_mem_pool(self.pool)
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._nccl is not None:
+            try:
+                self._nccl.register_mem_pool(self.pool)
+            except RuntimeError as error:
+                logger.info("NCCL did not register the pool: %s", error)
+        self.mem_context.__exit__(*exception)

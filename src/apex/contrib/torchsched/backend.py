@@ -1,0 +1,57 @@
+"""The backend that splits the gradients of convolutions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_SCHEMES = ("dwb", "wbd")
+
+
+def get_backend(backend: str = "torch", scheme: str = "dwb") -> Callable:
+    """A backend for torch.compile: "torch" is Inductor, "torchsched" Inductor with split gradients of convolutions.
+
+    `scheme` is their order: "dwb" (data, weight, bias) or "wbd".
+    """
+    if backend not in ("torch", "torchsched"):
+        raise ValueError(f"backend={backend!r}: torch or torchsched is needed")
+    if scheme not in _SCHEMES:
+        raise ValueError(f"scheme={scheme!r}: one of {', '.join(_SCHEMES)} is needed")
+    if backend == "torch":
+        from torch._dynamo import lookup_backend
+
+        return lookup_backend("inductor")
+    return functools.partial(_compile, scheme)
+
+
+def _compile(scheme: str, model_: Any, example_inputs_: Any, *, decompositions: Any = None, **options: Any) -> Callable:
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+
+    split = {torch.ops.aten.convolution_backward.default: functools.partial(split_convolution_backward, scheme)}
+    table = {**(decompositions or select_decomp_table()), **split}
+    return compile_fx(model_, example_inputs_, decompositions=table, **options)
+
+
+def split_convolution_backward(
+    scheme: str, grad_output: Any, input: Any, weight: Any, bias_sizes: Any, *settings: Any
+) -> Any:
+    """The gradients of data, weight and bias by an operator each, in the order of the scheme."""
+    *geometry, wanted = settings
+    if sum(wanted) < 2:
+        return NotImplemented
+    found: list[Any] = [None, None, None]
+    for place in map("dwb".index, scheme):
+        if not wanted[place]:
+            continue
+        if place == 2:
+            found[2] = grad_output.sum([0, *range(2, grad_output.dim())])
+        else:
+            alone = [each == place for each in range(3)]
+            found[place] = torch.ops.aten.convolution_backward.default(
+                grad_output, input, weight, bias_sizes, *geometry, alone
+            )[place]
+    return tuple(found)

@@ -1,0 +1,122 @@
+"""Upstream's compiled module of this name: raw memory that processes share, and halos pushed through it.
+
+Where upstream has addresses, integers here are handles. Memory is the accelerator's, else the host's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from apex._distributed import peer_memory
+from apex.contrib.peer_memory.peer_memory import laid_out, push_pull
+
+_memories: dict[int, Tensor] = {}
+_paths: dict[int, str] = {}
+_handles = itertools.count(1)
+
+
+def allocate_raw(size: int) -> int:
+    """A handle of `size` bytes, zero on the host, of any value on an accelerator."""
+    handle, device = next(_handles), peer_memory.default_device()
+    if device == peer_memory.HOST:
+        path = _paths[handle] = peer_memory.new_file(size)
+        _memories[handle] = peer_memory.map_file(path, size)
+        weakref.finalize(_memories[handle], Path(path).unlink, missing_ok=True)
+    else:
+        _memories[handle] = torch.empty(size, dtype=torch.uint8, device=device)
+    return handle
+
+
+def _memory(raw: int) -> Tensor:
+    if raw not in _memories:
+        raise ValueError(f"raw={raw} is not a handle of allocate_raw or get_raw_peers, or was freed")
+    return _memories[raw]
+
+
+def free_raw(raw: int) -> None:
+    """Gives the memory back; views of it keep it."""
+    _memory(raw)
+    _paths.pop(raw, None)
+    del _memories[raw]
+
+
+def zero(raw: int, size: int) -> None:
+    """Sets the first `size` bytes to zero."""
+    _memory(raw)[:size].zero_()
+
+
+def get_raw_ipc_address(raw: int) -> Tensor:
+    """How another process opens this memory: bytes on the host, as many for every handle."""
+    return peer_memory.address_of(_memory(raw), _paths.get(raw))
+
+
+def get_raw_peers(ipc_addresses: Tensor, peer_rank: int, raw: int) -> list[int]:
+    """Handles of the memory of all peers, from their addresses [peers, bytes]; that of `peer_rank` is `raw`."""
+    handles = []
+    for place, address in enumerate(ipc_addresses):
+        handle = raw if place == peer_rank else next(_handles)
+        if handle != raw:
+            _memories[handle] = peer_memory.open_address(address)
+        handles.append(handle)
+    return handles
+
+
+def _view(raw: int, shape: Sequence[int], channels_last: bool, dtype: torch.dtype) -> Tensor:
+    memory, count = _memory(raw), math.prod(shape) * dtype.itemsize
+    if count > memory.numel():
+        raise ValueError(f"a tensor {list(shape)} of {dtype} needs {count} bytes, but raw has {memory.numel()}")
+    return laid_out(memory[:count], shape, dtype, channels_last)
+
+
+def blob_view_half(raw: int, shape: Sequence[int], channels_last: bool) -> Tensor:
+    """The memory as a float16 tensor."""
+    return _view(raw, shape, channels_last, torch.float16)
+
+
+def blob_view_float(raw: int, shape: Sequence[int], channels_last: bool) -> Tensor:
+    """The memory as a float32 tensor."""
+    return _view(raw, shape, channels_last, torch.float32)
+
+
+def blob_view_int(raw: int, shape: Sequence[int], channels_last: bool) -> Tensor:
+    """The memory as an int32 tensor."""
+    return _view(raw, shape, channels_last, torch.int32)
+
+
+def push_pull_halos_1d(
+    diagnostics: bool,
+    explicit_nhwc: bool,
+    numSM: int,
+    rank: int,
+    top_zero: bool,
+    top_in_halo: Tensor,
+    top_in_transfer: Tensor,
+    top_out_transfer: Tensor,
+    top_out_halo: Tensor,
+    btm_zero: bool,
+    btm_in_halo: Tensor,
+    btm_in_transfer: Tensor,
+    btm_out_transfer: Tensor,
+    btm_out_halo: Tensor,
+) -> None:
+    """Sends the `in` halos to the neighbours and fills the `out` halos with theirs, or with zeros.
+
+    The `in` transfer buffers are this rank's of a PeerMemoryPool, the `out` ones the neighbours'. Any batch is taken,
+    and both edges may be zero.
+    """
+    memory, _ = peer_memory.owner_of(top_in_transfer)
+    sides, others = [], []
+    for zero, sent, here, there, received in (
+        (top_zero, top_in_halo, top_in_transfer, top_out_transfer, top_out_halo),
+        (btm_zero, btm_in_halo, btm_in_transfer, btm_out_transfer, btm_out_halo),
+    ):
+        sides.append(received if zero else (sent, here, there, received))
+        others += [] if zero else [peer_memory.owner_of(there)[1]]
+    push_pull(*sides, memory, others)
