@@ -4,8 +4,9 @@
     python benchmarks/steps.py --tiny --models llama --columns torch.amp O5  # on a CPU, to try the script
 
 Every column is a process of its own, which trains the same network from the same weights on the same four batches with
-AdamW. Each warms up alone, compiling and capturing; its loss after `--warmup` steps is noted. Then all columns take
-turns, one round each at a time, so that a drift of the machine hits all alike. A figure is the median of the rounds.
+AdamW. With `--precompile`, all columns of all models warm up in parallel first, to fill the compiler's caches. Then
+each warms up alone, compiling and capturing; its loss after `--warmup` steps is noted. At last all columns take turns,
+one round each at a time, so that a drift of the machine hits all alike. A figure is the median of the rounds.
 
 Memory is what the process holds of the device while it trains, after what warming up left over was given back: the
 blocks of a captured graph count, which `max_memory_allocated` does not see when it is replayed.
@@ -24,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,6 +198,18 @@ class Column:
         self._process.wait()
 
 
+def precompile(arguments: argparse.Namespace, deadline: float) -> None:
+    """Warms every column of every model up once, so that torch.compile finds its caches filled afterwards."""
+
+    def warm_up(column: Column) -> None:
+        column.listen(deadline)
+        column.end()
+
+    wanted = [(name, model) for model in arguments.models for name in arguments.columns if COLUMNS[name].mode]
+    with ThreadPoolExecutor(arguments.precompile) as pool:
+        list(pool.map(lambda each: warm_up(Column(*each, arguments)), wanted))
+
+
 def measure(model: str, arguments: argparse.Namespace, deadline: float, note: Callable[[dict[str, Any]], None]) -> None:
     """All columns of a model; `note` is told the figures whenever there are new ones."""
     names, columns = arguments.columns, {}
@@ -274,6 +288,7 @@ def main() -> None:
         default=1,
         help="columns that warm up together: quicker, and noisier where torch.compile tunes",
     )
+    parser.add_argument("--precompile", type=int, default=0, help="processes that first fill the compiler's caches")
     parser.add_argument("--limit", type=float, default=86400.0, help="seconds after which nothing more is measured")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script")
@@ -293,6 +308,8 @@ def main() -> None:
         results[model] = columns
         write(path, environment, settings, results)
 
+    if arguments.precompile:
+        precompile(arguments, deadline)
     for model in arguments.models:
         if time.monotonic() < deadline:
             measure(model, arguments, deadline, lambda columns, model=model: note(model, columns))  # type: ignore[misc]

@@ -23,6 +23,7 @@ FUSED = {
     "FusedAdam": lambda params: FusedAdam(params, lr=0.01),
     "FusedSGD": lambda params: FusedSGD(params, lr=0.01, momentum=0.9),
     "FusedSGD that unscales": lambda params: FusedSGD(params, lr=0.01, momentum=0.9, materialize_master_grads=False),
+    "FusedAdam that unscales": lambda params: FusedAdam(params, lr=0.01, materialize_master_grads=False),
     "FusedLAMB": lambda params: FusedLAMB(params, lr=0.01),
     "LARC(FusedSGD)": lambda params: LARC(FusedSGD(params, lr=0.01)),
 }

@@ -34,6 +34,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "amsgrad": lambda params: FusedAdam(params, lr=0.01, amsgrad=True),
     "plain sgd": lambda params: FusedSGD(params, lr=0.05),
     "unscaling sgd": lambda params: FusedSGD(params, lr=0.05, momentum=0.9, materialize_master_grads=False),
+    "unscaling adam": lambda params: FusedAdam(params, lr=0.01, materialize_master_grads=False),
     "adagrad": lambda params: optimizers.FusedAdagrad(params, lr=0.01),
     "novograd": lambda params: optimizers.FusedNovoGrad(params, lr=0.01),
     "lars": lambda params: optimizers.FusedLARS(params, lr=0.05, momentum=0.9),
