@@ -21,6 +21,7 @@ _SUBPACKAGES = frozenset(
         "checkpoint",
         "contrib",
         "distributed_testing",
+        "dump",
         "fp16_utils",
         "fp8",
         "fused_bias_swiglu",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import apex
 from apex import git_version_info, op_builder
+from apex._cli.app import app
+from apex._cli.jit_module import write_module
 from apex.op_builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder
 from apex.op_builder._compile import compile_extension, first_error
 from apex.op_builder.all_ops import ALL_OPS, BUILDERS, BuilderUtils
@@ -29,26 +31,12 @@ static PyMethodDef methods[] = {{"twice", twice, METH_O, ""}, {nullptr}};
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "toy", "", -1, methods};
 PyMODINIT_FUNC PyInit_toy() { return PyModule_Create(&definition); }
 """
-BUILDER = """
-from apex.op_builder import CPUOpBuilder
-
-class ToyBuilder(CPUOpBuilder):
-    NAME = "toy"
-
-    def absolute_name(self):
-        return self.NAME
-
-    def sources(self):
-        return ["csrc/toy.cpp"]
-"""
 
 
 @pytest.mark.parametrize("name", list(BUILDERS))
 def test_builders_of_apex_return_its_modules(name: str) -> None:
     builder = BuilderUtils().create_op_builder(name)
     assert isinstance(builder, OpBuilder)
-    if importlib.util.find_spec(builder.NAME) is None:
-        pytest.skip(f"{builder.NAME} is not there yet")
     assert builder.load() is importlib.import_module(builder.NAME)
     assert builder.is_compatible()
     assert ALL_OPS[builder.NAME].name == builder.name == builder.NAME
@@ -71,7 +59,7 @@ def test_the_table_is_that_of_the_originals() -> None:
 def test_a_users_extension_is_compiled_once_and_its_first_error_shown(tmp_path: Path) -> None:
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "toy.cpp").write_text(SOURCE)
-    (tmp_path / "toy_builder.py").write_text(BUILDER)
+    write_module("toy", ["csrc/toy.cpp"], gpu=False, folder=tmp_path)
     extensions = tmp_path / "extensions"
     load = "from toy_builder import ToyBuilder as B; m = B().load(); assert m is B().load(); print(m.twice(21))"
 
@@ -84,7 +72,8 @@ def test_a_users_extension_is_compiled_once_and_its_first_error_shown(tmp_path: 
     library = folder / "toy.so"
     written = library.stat().st_mtime_ns
     (folder / "lock").touch()  # as a process leaves it that was killed; PyTorch would wait for ever
-    assert run(load).stdout.split()[-1] == "42"
+    used = run("import toy; print(hasattr(toy, '_twice'), 'twice' in dir(toy), toy.twice(21))")
+    assert used.stdout.split() == ["False", "True", "42"], used.stderr
     assert library.stat().st_mtime_ns == written
     assert list(extensions.iterdir()) == [folder]
 
@@ -94,6 +83,8 @@ def test_a_users_extension_is_compiled_once_and_its_first_error_shown(tmp_path: 
     assert "toy.cpp:3" in failed.stderr
     assert "numbre" in failed.stderr
     assert "another" not in failed.stderr.partition("Everything that the compiler printed")[0].split("error:")[-1]
+    imported = run("from toy import twice").stderr
+    assert "ImportError: toy cannot be loaded: toy could not be compiled. The first error:" in imported
     (log,) = extensions.rglob("build.log")
     assert "another" in log.read_text()
 
@@ -167,6 +158,24 @@ def test_an_extension_for_setuptools() -> None:
     assert extension.extra_compile_args["cxx"][0] == "-O3"
 
 
+def test_the_command_asks_for_what_is_not_given(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").touch()
+    command = ["jit-module", "my_op", "--folder", str(tmp_path)]
+    assert CliRunner().invoke(app, command, input="\ncsrc/a.cpp, csrc/a.cu\n").exit_code == 0
+    written = (tmp_path / "my_op_builder.py").read_text()
+    assert "class MyOpBuilder(CUDAOpBuilder):" in written
+    assert 'return ["csrc/a.cpp", "csrc/a.cu"]' in written
+    assert "from .my_op_builder import MyOpBuilder" in (tmp_path / "my_op.py").read_text()
+    for arguments, words in (
+        (["my_op", "--source", "a.cpp"], "my_op_builder.py exists already"),
+        (["my-op", "--source", "a.cpp"], "'my-op' cannot be the name of a module"),
+        (["other", "--source", " "], "name at least one source"),
+    ):
+        failed = CliRunner().invoke(app, ["jit-module", *arguments, "--cuda", "--folder", str(tmp_path)])
+        assert failed.exit_code == 2
+        assert words in failed.stderr
+
+
 CUDA_SOURCE = """
 __global__ void double_it(int* n) { *n *= 2; }
 static int on_gpu(int value) {
@@ -186,7 +195,7 @@ def test_a_users_cuda_extension_is_compiled(tmp_path: Path) -> None:
         pytest.skip("needs nvcc")
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "toy.cu").write_text(CUDA_SOURCE)
-    (tmp_path / "toy_builder.py").write_text(BUILDER.replace("CPUOp", "CUDAOp").replace("toy.cpp", "toy.cu"))
+    write_module("toy", ["csrc/toy.cu"], gpu=True, folder=tmp_path)
     code = "from toy_builder import ToyBuilder; print(ToyBuilder().load().twice(21))"
     found = run_python("-c", code, cwd=tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"))
     assert found.stdout.split()[-1:] == ["42"], found.stderr

@@ -41,7 +41,7 @@ def _apex(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Show what runs here and why, and check that its numbers are right.
+    """Show what runs here and why, and check its numbers.
 
     Versions, devices, the implementation of each op family, and other packages called apex.
     The exit status is 1 when something is broken.
@@ -150,9 +150,9 @@ def build(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="List the ops and compile nothing.")] = False,
 ) -> None:
-    """Compile kernels before a job starts, so that its first step compiles nothing.
+    """Compile kernels before a job starts.
 
-    Needs no GPU. A script runs with the default device "meta": it makes the model, runs a step and computes nothing.
+    Its first step then compiles nothing. Needs no GPU. A script runs with the default device "meta": it makes the model, runs a step and computes nothing.
     Jobs that have TRITON_CACHE_DIR set to the folder, and the same versions of Triton and Python, find the kernels.
     """
     from .build.command import run_build, selected_ops
@@ -170,6 +170,63 @@ def build(
             list_only=list_only,
         )
     )
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="The dump to hold the other against.")],
+    second: Annotated[
+        list[str],
+        typer.Argument(metavar="B", help="The other dump; or those of several processes that shared the batch."),
+    ],
+    tolerance: Annotated[
+        float | None, typer.Option(help="The relative error that is allowed; by default what the dtypes explain.")
+    ] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Print every tensor.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    plot: Annotated[Path, typer.Option(help="The picture of the errors: .png, .svg or .pdf.")] = Path(
+        "apex-compare.png"
+    ),
+) -> None:
+    """Find the first module where two dumps of a step differ.
+
+    apex.dump.HookerAndDumper writes dumps: of O0 and O2, of two versions of PyTorch, of one process and four.
+    The exit status is 1 when they differ.
+    """
+    from .compare import run_compare
+
+    options = {"tolerance": tolerance, "show_all": show_all, "as_json": as_json, "plot": plot}
+    raise typer.Exit(run_compare(first, second, **options))  # type: ignore[arg-type]
+
+
+@app.command("jit-module")
+def jit_module(
+    name: Annotated[str, typer.Argument(help="The name under which the extension is imported.")],
+    cuda: Annotated[
+        bool,
+        typer.Option("--cuda/--no-cuda", prompt="Has it CUDA or HIP sources?", help="Whether it has such sources."),
+    ] = True,
+    source: Annotated[
+        str,
+        typer.Option(
+            prompt="Sources, separated by commas (relative to the folder)", help="Its sources, separated by commas."
+        ),
+    ] = "",
+    folder: Annotated[Path, typer.Option(help="Where to write the files.")] = Path("."),
+) -> None:
+    """Write a builder and a loader for an extension of yours.
+
+    C++, CUDA or HIP sources become a module: `import NAME` then compiles it at its first use. Asks for what is not given.
+    """
+    from .jit_module import write_module
+
+    try:
+        sources = [each.strip() for each in source.split(",") if each.strip()]
+        paths = write_module(name, sources, gpu=cuda, folder=folder)
+    except (ValueError, OSError) as error:
+        typer.secho(f"apex jit-module: {error}", fg="red", err=True)
+        raise typer.Exit(2) from None
+    typer.echo("\n".join(f"wrote {path}" for path in paths))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

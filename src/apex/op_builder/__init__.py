@@ -15,6 +15,7 @@ from .builder import (
     OpBuilder,
     get_default_compute_capabilities,
 )
+from .lazy import lazy_attributes
 
 __apex__ = True
 
@@ -27,6 +28,7 @@ __all__ = [
     "MissingCUDAException",
     "OpBuilder",
     "get_default_compute_capabilities",
+    "lazy_attributes",
     *sorted(BUILDERS),
 ]
 

@@ -1,0 +1,107 @@
+"""`apex compare`: the first module where two dumps differ, a table around it, the errors of all as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from ..dump import Comparison, Difference, compare
+from .console import make_console, make_table, print_json_document, print_table
+
+_AROUND = 5  # rows that are shown before and after the first difference
+
+
+def run_compare(
+    first: Path,
+    second: list[str],
+    *,
+    tolerance: float | None = None,
+    show_all: bool = False,
+    as_json: bool = False,
+    plot: Path | None = None,
+) -> int:
+    """Compares two dumps, prints where they differ and returns an exit status: 0, 1 if they do, 2 if it cannot."""
+    console, messages = make_console(), make_console(stderr=True)
+    try:
+        comparison = compare(first, second if len(second) > 1 else second[0], tolerance=tolerance)
+        unplotted = None if plot is None or as_json else draw(comparison, plot)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        messages.print(f"apex compare: {error}", style="red")
+        return 2
+    found = comparison.first
+    if as_json:
+        lists = {"only_in_first": comparison.only_in_first, "only_in_second": comparison.only_in_second}
+        print_json_document({"first": found and _plain(found), "rows": [_plain(r) for r in comparison.rows], **lists})
+        return int(found is not None)
+    _print_table(console, comparison, show_all)
+    for which, names in (("first", comparison.only_in_first), ("second", comparison.only_in_second)):
+        if names:
+            console.print(f"only in the {which} dump: {len(names)} tensors, such as {names[0]}")
+    if found is None:
+        console.print(f"the dumps agree: {len(comparison.rows)} tensors are within their tolerances")
+    else:
+        place = f"{found.module or 'the model'} ({found.layer}), {found.kind}"
+        console.print(f"first difference: {place}: relative error {found.error:.3g}, allowed {found.tolerance:.3g}")
+    if unplotted:
+        messages.print(unplotted)
+    elif plot is not None:
+        console.print(f"picture: {plot}")
+    return int(found is not None)
+
+
+def _plain(row: Difference) -> dict[str, Any]:
+    """For JSON, which has no infinity."""
+    finite = {name: value if abs(value) != float("inf") else None for name, value in _numbers(row).items()}
+    return {**vars(row), **finite, "exceeds": row.exceeds}
+
+
+def _numbers(row: Difference) -> dict[str, float]:
+    return {"error": row.error, "largest": row.largest}
+
+
+def _print_table(console: Any, comparison: Comparison, show_all: bool) -> None:
+    rows, first = comparison.rows, comparison.first
+    if first is not None and not show_all:
+        place = rows.index(first)
+        rows = rows[max(0, place - _AROUND) : place + _AROUND + 1]
+    elif not show_all:
+        rows = sorted(sorted(rows, key=lambda row: -row.error)[: 2 * _AROUND], key=lambda row: row.order)
+    numbers = ("order", "relative error", "allowed", "largest error")
+    table = make_table(console, None, "order", "module", "class", "pass", "dtypes", *numbers[1:], "", right=numbers)
+    for row in rows:
+        style = "bold red" if row is first else "red" if row.exceeds else ""
+        dtypes = " ".join(dict.fromkeys(row.dtypes))
+        measured = (f"{row.error:.2e}", f"{row.tolerance:.0e}", f"{row.largest:.2e}")
+        mark = "first difference" if row is first else row.note
+        cells = (str(row.order), row.module or "(model)", row.layer, row.kind, dtypes, *measured, mark)
+        table.add_row(*(Text(cell, style=style) for cell in cells))
+    print_table(console, table)
+
+
+def draw(comparison: Comparison, path: Path) -> str | None:
+    """Writes the errors by execution order to `path`, or returns why there is no picture."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        return f"no picture: matplotlib cannot be imported ({error}); get it with `pip install matplotlib`"
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    floor = 1e-12
+    for kind, marker in (("forward", "o"), ("backward", "v"), ("parameter", "x")):
+        rows = [row for row in comparison.rows if row.kind == kind]
+        if rows:
+            errors = [min(max(row.error, floor), 1e4) for row in rows]
+            axes.semilogy([row.order for row in rows], errors, marker, markersize=4, label=kind)
+    orders = [row.order for row in comparison.rows]
+    axes.semilogy(orders, [max(row.tolerance, floor) for row in comparison.rows], "--", color="grey", label="allowed")
+    first = comparison.first
+    if first is not None:
+        axes.axvline(first.order, color="red", linewidth=1)
+        axes.set_title(f"first difference: {first.module or '(model)'} ({first.layer}), {first.kind}")
+    axes.set(xlabel="order of execution", ylabel="relative error")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=130)
+    return None

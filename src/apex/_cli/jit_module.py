@@ -1,0 +1,57 @@
+"""`apex jit-module`: the two files by which an extension of your own is compiled at its first use."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Sequence
+from pathlib import Path
+
+BUILDER = '''"""How the extension `{name}` is compiled: apex.op_builder has what else can be said here."""
+
+from apex.op_builder import {base}
+
+
+class {builder}({base}):
+    BUILD_VAR = "APEX_BUILD_{upper}"
+    NAME = "{name}"
+
+    def absolute_name(self):
+        return self.NAME
+
+    def sources(self):
+        """Files beside this one."""
+        return {sources}
+'''
+
+LOADER = '''"""The extension `{name}`, compiled and loaded when something of it is first asked for."""
+
+from {dot}{name}_builder import {builder}
+
+from apex.op_builder import lazy_attributes
+
+__getattr__, __dir__ = lazy_attributes({builder})
+'''
+
+
+def write_module(name: str, sources: Sequence[str], *, gpu: bool, folder: Path) -> list[Path]:
+    """Writes NAME_builder.py and NAME.py to `folder` and returns their paths; overwrites nothing."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"{name!r} cannot be the name of a module; use letters, digits and underscores")
+    if not sources:
+        raise ValueError("name at least one source, such as --source csrc/op.cpp")
+    paths = [folder / f"{name}_builder.py", folder / f"{name}.py"]
+    existing = [str(path) for path in paths if path.exists()]
+    if existing:
+        raise FileExistsError(f"{existing[0]} exists already; remove it or choose another name")
+    words = {
+        "name": name,
+        "upper": name.upper(),
+        "builder": "".join(part.capitalize() for part in name.split("_")) + "Builder",
+        "base": "CUDAOpBuilder" if gpu else "CPUOpBuilder",
+        "dot": "." if (folder / "__init__.py").exists() else "",
+        "sources": "[" + ", ".join(f'"{source}"' for source in sources) + "]",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, template in zip(paths, (BUILDER, LOADER), strict=True):
+        path.write_text(template.format(**words))
+    return paths

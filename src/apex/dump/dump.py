@@ -1,0 +1,145 @@
+"""Recording a step: every module's output and the gradients, in the order in which they were computed.
+
+A file has one HDF5 group for each record, called `0007_Linear`: a running number and the class. Its attributes say the
+module's name in the model (`module`) and what was recorded (`kind`: forward, backward or parameter). Its datasets are
+`feat_output` (and `feat_input`), `grad_output` or `grad`, with a number behind where there are several tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["HDF5FileOperation", "HookerAndDumper"]
+
+
+def import_h5py() -> Any:
+    """The package that reads and writes HDF5 files."""
+    try:
+        import h5py
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "apex.dump needs h5py, which is not installed; pip install 'apex[dump]'", name="h5py"
+        ) from error
+    return h5py
+
+
+class HDF5FileOperation:
+    """A file of dumps; `is_cover` empties it first."""
+
+    def __init__(self, file_path: str, is_cover: bool = True) -> None:
+        self.file_path = str(file_path)
+        if is_cover:
+            with import_h5py().File(self.file_path, "w"):
+                pass
+
+    def read_data(self) -> None:
+        """Prints the names, dtypes and shapes of everything in the file."""
+
+        def show(name: str, item: Any) -> None:
+            dtype = item.attrs.get("dtype", getattr(item, "dtype", ""))
+            print(f"{name}  {dtype} {tuple(item.shape)}" if hasattr(item, "shape") else f"{name}  {dict(item.attrs)}")
+
+        with import_h5py().File(self.file_path, "r") as file:
+            file.visititems(show)
+
+    def write_data(
+        self, groupName: str, datasetName: str, data_dump: Any, attributes: Mapping[str, Any] | None = None
+    ) -> None:
+        """Adds the tensors of `data_dump` to a group, which gets `attributes`; dtypes that NumPy lacks as float32."""
+        tensors = [leaf for leaf in tree_leaves(data_dump) if isinstance(leaf, Tensor)]
+        with import_h5py().File(self.file_path, "a") as file:
+            group = file.require_group(groupName)
+            group.attrs.update(attributes or {})
+            for number, tensor in enumerate(tensors):
+                plain = tensor.detach().cpu()
+                if plain.is_floating_point() and plain.dtype not in (torch.float16, torch.float32, torch.float64):
+                    plain = plain.float()
+                name = datasetName if len(tensors) == 1 else f"{datasetName}{number}"
+                group.create_dataset(name, data=plain.numpy()).attrs["dtype"] = str(tensor.dtype).removeprefix("torch.")
+
+
+class HookerAndDumper:
+    """Records steps of a model, each in a file whose name is `file_path`, the epoch and the step.
+
+        dumper = HookerAndDumper("dumps/O2-")
+        if (epoch, step) == (0, 3):
+            dumper.register_hooks(model, epoch, step)
+        ...  # forward and backward pass
+        dumper.remove_hooks()
+
+    `inputs` also records what modules are given. Modules are changed in no way, and may work in place.
+    """
+
+    def __init__(self, file_path: str = "", *, inputs: bool = False) -> None:
+        self.prefix = str(file_path)
+        self.file_path = self.prefix
+        self.inputs = inputs
+        self.handles: list[Any] = []
+        self._names: dict[nn.Module, str] = {}
+        self._count = 0
+
+    def register_hooks(self, model: nn.Module, epoch: int, step: int, *, loss_scale: float = 1.0) -> str:
+        """Records from now on; returns the file's path. `loss_scale` is what the loss is multiplied by.
+
+        Where several processes train together each writes a file of its own, with its rank in the name.
+        """
+        if self.handles:
+            raise RuntimeError(f"{self.file_path} is still being written; call remove_hooks() first")
+        import_h5py()
+        together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        rank = f"_{dist.get_rank()}-rank" if together else ""
+        self.file_path = f"{self.prefix}{epoch}-epoch_{step}-step{rank}_dump.hdf5"
+        self._file = HDF5FileOperation(self.file_path)
+        self._count, self._loss_scale = 0, float(loss_scale)
+        self._names = {module: name for name, module in model.named_modules()}
+        for module in self._names:
+            self.handles.append(module.register_forward_hook(self.forward_hook_fn))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = functools.partial(self._parameter_hook, name)
+                self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        return self.file_path
+
+    def forward_hook_fn(self, module: nn.Module, input: Any, output: Any) -> None:
+        """Records a module's output, and has the gradient of it recorded when it is computed."""
+        group = self._group(module._get_name())
+        attributes = {"module": self._names.get(module, ""), "kind": "forward"}
+        self._file.write_data(group, "feat_output", output, attributes)
+        if self.inputs:
+            self._file.write_data(group, "feat_input", input)
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for tensor in tensors:
+            # Of the tensor and not of the module: PyTorch's hooks of modules refuse what works in place.
+            self.handles.append(tensor.register_hook(lambda grad: self.backward_hook_fn(module, (), grad)))
+
+    def backward_hook_fn(self, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        """Records the gradient of a module's output."""
+        group = self._group(module._get_name())
+        attributes = {"module": self._names.get(module, ""), "kind": "backward", "loss_scale": self._loss_scale}
+        self._file.write_data(group, "grad_output", grad_output, attributes)
+        self._file.write_data(group, "grad_input", grad_input)
+
+    def _parameter_hook(self, name: str, parameter: Tensor) -> None:
+        attributes = {"module": name, "kind": "parameter", "loss_scale": self._loss_scale}
+        self._file.write_data(self._group("Parameter"), "grad", parameter.grad, attributes)
+
+    def _group(self, kind: str) -> str:
+        self._count += 1
+        return f"{self._count - 1:04d}_{kind}"
+
+    def remove_hooks(self) -> None:
+        """Records no more; the file is complete."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def read_h5py_data(self) -> None:
+        """Prints the names, dtypes and shapes of what was recorded."""
+        HDF5FileOperation(self.file_path, is_cover=False).read_data()
