@@ -152,8 +152,9 @@ def build(
 ) -> None:
     """Compile kernels before a job starts.
 
-    Its first step then compiles nothing. Needs no GPU. A script runs with the default device "meta": it makes the model, runs a step and computes nothing.
-    Jobs that have TRITON_CACHE_DIR set to the folder, and the same versions of Triton and Python, find the kernels.
+    Its first step then compiles nothing. Needs no GPU. A script runs with the default device "meta": it makes the
+    model, runs a step and computes nothing. Jobs that have TRITON_CACHE_DIR set to the folder, and the same versions of
+    Triton and Python, find the kernels.
     """
     from .build.command import run_build, selected_ops
 
@@ -216,7 +217,7 @@ def jit_module(
 ) -> None:
     """Write a builder and a loader for an extension of yours.
 
-    C++, CUDA or HIP sources become a module: `import NAME` then compiles it at its first use. Asks for what is not given.
+    C++, CUDA or HIP sources become a module that is compiled at its first use. Asks for what is not given.
     """
     from .jit_module import write_module
 
