@@ -114,7 +114,7 @@ def _apex_step(network: torch.nn.Module, kind: Kind, options: dict[str, Any], ti
     return step
 
 
-def compete(column: str, model: str, arguments: argparse.Namespace) -> None:
+def compete(column: str, model: str, arguments: argparse.Namespace, prepare: Callable[..., Any] = prepare) -> None:
     """One column: a line of JSON when it is warm, then one for every line that comes in."""
     device = arguments.device
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
@@ -147,10 +147,11 @@ def compete(column: str, model: str, arguments: argparse.Namespace) -> None:
 
 
 class Column:
-    """A process that trains when it is told to, and its figures so far."""
+    """A process of a script that trains when it is told to, and its figures so far."""
 
     def __init__(self, name: str, model: str, arguments: argparse.Namespace) -> None:
-        command = [sys.executable, __file__, "--child", name, "--models", model, "--device", arguments.device]
+        script = getattr(arguments, "script", __file__)
+        command = [sys.executable, script, "--child", name, "--models", model, "--device", arguments.device]
         command += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  open as long as the process runs
         self._process = subprocess.Popen(
