@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 
 from apex.contrib.sparsity.permutation_search_kernels.permutation_utilities import sum_after_2_to_4 as _kept
-from apex.ops.permutation.reference import kept_by_orders as _kept_by_orders
+from apex.ops.permutation import kept_magnitude as _kept_magnitude
 
 
-def _gains(matrix: Any, rows: int, cols: int, stripes: Any, width: int, orders: Any) -> Tensor:
+def _gains(matrix: Any, rows: int, cols: int, stripes: Any, width: int, orders: list[list[int]]) -> Tensor:
     """What each order of the columns gains in each group of `width` stripes, [orders, groups]."""
-    columns = torch.from_numpy(matrix.reshape(rows, cols)).abs().float().t().contiguous()
-    first = torch.from_numpy(stripes.reshape(-1, width).astype("int64")) * 4
-    windows = torch.stack([first + place for place in range(4)], 2).flatten(1)
-    kept = _kept_by_orders(
-        columns, windows, torch.tensor([list(range(width * 4)), *orders], dtype=torch.int64, device=columns.device)
-    )
-    return kept[1:] - kept[0]
+    columns = torch.from_numpy(matrix.reshape(rows, cols)).abs().float().t()
+    groups = columns.reshape(-1, 4, rows)[stripes.reshape(-1, width).astype("int64")].flatten(1, 2)
+    every = [list(range(width * 4)), *orders]
+    kept = [_kept_magnitude(groups[:, order].flatten(0, 1)).view(-1, width).sum(1) for order in every]
+    return torch.stack(kept[1:]) - kept[0]
 
 
 def sum_after_2_to_4(matrix, rows, cols, start_col, end_col, blocks, threads, output):  # type: ignore[no-untyped-def]
@@ -36,9 +34,9 @@ def build_permute_map(  # type: ignore[no-untyped-def]
 ):
     """For each group of `group_width` stripes the permutation that gains most, and what it gains."""
     orders = permutations.reshape(-1, group_width * 4).tolist()
-    gains = _gains(matrix, rows, cols, stripes, group_width, orders)
-    improvements.reshape(-1)[:num_groups] = gains.amax(0).numpy()
-    best_indices.reshape(-1)[:num_groups] = (gains == gains.amax(0)).int().argmax(0).numpy()
+    best = _gains(matrix, rows, cols, stripes, group_width, orders).max(0)
+    improvements.reshape(-1)[:num_groups] = best.values.numpy()
+    best_indices.reshape(-1)[:num_groups] = best.indices.numpy()
     return 0
 
 

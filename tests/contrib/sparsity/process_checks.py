@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
+import copy
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from apex.contrib.optimizers import DistributedFusedAdam
+from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
+from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.contrib.sparsity import ASP
 from apex.contrib.sparsity import permutation_lib as library
+from apex.contrib.sparsity._parameters import whole
 from apex.optimizers import FusedAdam
 from apex.parallel import DistributedDataParallel
 from tests.parallel.processes import Check, assert_same_everywhere
@@ -73,28 +77,35 @@ def distributed_data_parallel(rank: int) -> None:
     assert_sparse(inner)
 
 
-def zero(overlaps: bool) -> Check:
+def shards(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, slice]]:
+    """Of ZeRO's flat shards what this process holds of each parameter: the shard's part, the parameter, its part."""
+    for state in optimizer._states:
+        for part in state.arena.parts:
+            for shard in state.shards().values():
+                yield (
+                    shard[part.flat : part.flat + part.size],
+                    state.arena.params[part.param],
+                    slice(part.start, part.stop),
+                )
+
+
+def zero(kind: type, **options: Any) -> Check:
     def check(rank: int) -> None:
         model = make(torch.bfloat16)
-        optimizer = DistributedFusedAdam(model.parameters(), lr=0.01, overlap_param_sync=overlaps, bucket_cap_mb=0.002)
+        optimizer = kind(model.parameters(), lr=0.01, **options)
         ASP.init_model_for_pruning(model, verbosity=0, allow_recompute_mask=True)
         ASP.init_optimizer_for_pruning(optimizer)
         train(model, optimizer, rank)
-        optimizer.param_sync()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ASP.compute_sparse_masks()
-        assert any("state is sharded (ZeRO)" in str(warning.message) for warning in caught)
+        ASP.compute_sparse_masks()
+        assert library.Permutation.get_permutation_stats()[0] == ["2.weight", "4.weight"]
         train(model, optimizer, rank)
         assert_sparse(model)
-        for state in optimizer._states:
-            arena = state.arena
-            for part in arena.parts:
-                layer = next((each for each in model[::2] if each.weight is arena.params[part.param]), None)
-                if layer is not None:
-                    mask = layer.get_buffer("__weight_mma_mask").flatten()[part.start : part.stop]
-                    for shard in state.shards().values():
-                        assert (shard[part.flat : part.flat + part.size][~mask] == 0).all()
+        by_param = {layer.weight: layer.get_buffer("__weight_mma_mask") for layer in model[::2]}
+        for shard, param, part in shards(optimizer):
+            if param in by_param:
+                mask = by_param[param].flatten()[part]
+                assert (shard[~mask] == 0).all()
+                assert (shard[mask] != 0).any()
         ASP.restore_pruned_weights()
         train(model, optimizer, rank)
         assert all((weight != 0).float().mean() > 0.9 for weight, _ in masks(model))
@@ -102,35 +113,85 @@ def zero(overlaps: bool) -> Check:
     return check
 
 
+def zero_is_permuted(kind: type, **options: Any) -> Check:
+    """Training goes on as without the permutation: masters and moments belong to the channels they were made for."""
+
+    def check(rank: int) -> None:
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
+        outputs = []
+        for permutes in (False, True):
+            model = make()
+            optimizer = kind(model.parameters(), lr=0.01, weight_decay=0.01, **options)
+            train(model, optimizer, rank)
+            ones = lambda param: torch.ones_like(param)  # noqa: E731  permutes, prunes nothing
+            ASP.init_model_for_pruning(model, ones, verbosity=0, allow_permutation=permutes)
+            ASP.init_optimizer_for_pruning(optimizer)
+            before = model[2].weight.detach().clone()
+            ASP.compute_sparse_masks()
+            assert torch.equal(before, model[2].weight) != permutes
+            train(model, optimizer, rank)
+            outputs.append(model(x).detach())
+            ASP.reset()
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+
+    return check
+
+
+def zero_takes_masked_gradients(rank: int) -> None:
+    """The norm that gradients are clipped by, and LAMB's lengths, are those of masked gradients."""
+    model, x = make(), torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    optimizer = DistributedFusedLAMB(model.parameters(), lr=0.01)
+    ASP.prune_trained_model(model, optimizer)
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        each(x).square().mean().backward()
+    optimizer.complete_reductions()
+    every = [layer.weight.grad * layer.get_buffer("__weight_mma_mask") for layer in twin[::2]]
+    every += [layer.bias.grad for layer in twin[::2]]
+    torch.testing.assert_close(optimizer.L2_grad_norm[0], torch.cat([each.flatten() for each in every]).norm())
+
+
 def fully_sharded(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model, whole = make(), make()
     mesh = init_device_mesh("cpu", (2,))
-    for layer in model[::2]:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = FusedAdam(model.parameters(), lr=0.01)
-    ASP.init_model_for_pruning(model, verbosity=0, mask_calculator="m4n2_2d_best", allow_recompute_mask=True)
-    ASP.init_optimizer_for_pruning(optimizer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+
+    def shard(model: nn.Sequential) -> None:
+        for layer in model[::2]:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    found = []
+    for shards_first in (None, True, False):
+        model = make()
+        if shards_first:
+            shard(model)
+            ASP.init_model_for_pruning(model, verbosity=0)
+            before = [param.to_local().clone() for param in model.parameters()]
+            with pytest.raises(RuntimeError, match="call compute_sparse_masks before fully_shard"):
+                ASP.compute_sparse_masks()
+            assert all(
+                torch.equal(each, param.to_local()) for each, param in zip(before, model.parameters(), strict=True)
+            )
+            assert not ASP.is_sparsity_enabled()
+            ASP.reset()
+        options = {"mask_calculator": "m4n2_2d_best", "allow_recompute_mask": True, "allow_permutation": False}
+        ASP.init_model_for_pruning(model, verbosity=0, **options)
         ASP.compute_sparse_masks()
-    assert any("sharded (DTensor)" in str(warning.message) for warning in caught)
-    assert ASP.is_sparsity_enabled()
-    train(model, optimizer, 0)
-    found = [(layer.weight.full_tensor(), layer.get_buffer("__weight_mma_mask").full_tensor()) for layer in model[::2]]
-    ASP.reset()
-    ASP.init_model_for_pruning(whole, verbosity=0, mask_calculator="m4n2_2d_best", allow_permutation=False)
-    other = FusedAdam(whole.parameters(), lr=0.01)
-    ASP.init_optimizer_for_pruning(other)
-    ASP.compute_sparse_masks()
-    train(whole, other, 0)
-    for (weight, mask), (expected, expected_mask) in zip(found, masks(whole), strict=True):
-        assert torch.equal(mask, expected_mask)
-        torch.testing.assert_close(weight, expected)
-        assert (weight[~mask] == 0).all()
+        if shards_first is False:
+            shard(model)
+        optimizer = FusedAdam(model.parameters(), lr=0.01)
+        ASP.init_optimizer_for_pruning(optimizer)
+        assert ASP.is_sparsity_enabled()
+        train(model, optimizer, 0)
+        found.append([tuple(whole(each.clone()) for each in pair) for pair in masks(model)])
+        ASP.reset()
+    for of_model in found:
+        for (weight, mask), (expected, expected_mask) in zip(of_model, found[0], strict=True):
+            assert torch.equal(mask, expected_mask)
+            torch.testing.assert_close(weight, expected)
+            assert (weight[~mask] == 0).all()
 
 
 def after(check: Check) -> Check:
@@ -146,8 +207,18 @@ def after(check: Check) -> Check:
 
 CHECKS: dict[str, Check] = {
     "DistributedDataParallel": after(distributed_data_parallel),
-    "ZeRO": after(zero(overlaps=False)),
-    "ZeRO with parameters on their way": after(zero(overlaps=True)),
+    "ZeRO": after(zero(DistributedFusedAdam, bucket_cap_mb=0.002)),
+    "ZeRO with parameters on their way": after(
+        zero(DistributedFusedAdam, bucket_cap_mb=0.002, overlap_param_sync=True)
+    ),
+    "ZeRO with remainders": after(
+        zero(DistributedFusedAdam, store_params=False, store_param_remainders=True, param_sync_dtype=torch.bfloat16)
+    ),
+    "ZeRO with scaled states": after(zero(DistributedFusedAdam, with_scaled_states=True, dtype=torch.float16)),
+    "LAMB": after(zero(DistributedFusedLAMB)),
+    "ZeRO is permuted": after(zero_is_permuted(DistributedFusedAdam, bucket_cap_mb=0.002)),
+    "LAMB is permuted": after(zero_is_permuted(DistributedFusedLAMB)),
+    "ZeRO takes masked gradients": after(zero_takes_masked_gradients),
 }
 if torch.__version__ >= "2.7":
     CHECKS["FSDP2"] = after(fully_sharded)

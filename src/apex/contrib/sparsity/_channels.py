@@ -9,7 +9,7 @@ are frozen. Joined channels move together; channels can change places if they ap
 
 from __future__ import annotations
 
-import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -37,13 +37,22 @@ class Axis(NamedTuple):
     rows: Rows
     ids: Tensor
 
+    def part(self, tensor: Tensor) -> Tensor:
+        """The rows of a tensor shaped like this axis' own that the axis is of."""
+        return tensor if self.rows is None else tensor[slice(*self.rows)]
 
-@dataclass(frozen=True)
-class Natural:
-    """A tensor in the graph in its natural order; rank and shape may be unknown."""
 
-    rank: int | None = None
+class Natural(NamedTuple):
+    """A tensor in the graph in its natural order, or a parameter or buffer `name` of `module`; shape may be unknown."""
+
     shape: tuple[int, ...] | None = None
+    module: nn.Module | None = None
+    name: str = ""
+
+    @property
+    def rank(self) -> int | None:
+        """The number of dimensions."""
+        return None if self.shape is None else len(self.shape)
 
 
 @dataclass(frozen=True)
@@ -59,17 +68,14 @@ class Labelled:
     exact: bool = True
 
     @property
-    def place(self) -> int | None:
-        """The dimension counted from the first."""
-        return None if self.rank is None else self.rank + self.dim
+    def place(self) -> int:
+        """The dimension counted from the first; the rank must be known."""
+        assert self.rank is not None
+        return self.rank + self.dim
 
-
-class Attribute(NamedTuple):
-    """A parameter or buffer of a module that the graph uses by itself."""
-
-    module: nn.Module
-    name: str
-    tensor: Tensor
+    def moved(self, order: Sequence[int]) -> Labelled:
+        """With its dimensions, counted from the first, in another order; those that it lacks are gone."""
+        return replace(self, rank=len(order), dim=list(order).index(self.place) - len(order))
 
 
 class Group(NamedTuple):
@@ -113,16 +119,22 @@ class Channels:
         for value in values:
             if isinstance(value, Labelled | Axis):
                 self._frozen.append(value.ids)
-            elif isinstance(value, Attribute):
-                self.freeze(*(self.axis(value.module, value.name, dim) for dim in range(value.tensor.dim())))
+            elif isinstance(value, Natural):
+                if value.module is not None:
+                    self.freeze(*(self.axis(value.module, value.name, dim) for dim in range(len(value.shape or ()))))
             elif isinstance(value, tuple):
                 self.freeze(*value)
         return Natural()
 
     def groups(self) -> list[Group]:
         """What can be permuted, in the order of the model."""
-        self._freeze_mixed_rows()
-        roots, axes = self._roots(), list(self.axes.values())
+        axes = list(self.axes.values())
+        heights = defaultdict(set)
+        for axis in axes:
+            heights[id(axis.tensor), axis.dim].add(axis.rows and axis.rows[1] - axis.rows[0])
+        # A tensor that is used whole in one place and by groups of rows in another stays as it is.
+        self.freeze(*(axis for axis in axes if len(heights[id(axis.tensor), axis.dim]) > 1))
+        roots = self._roots()
         frozen = torch.zeros(self._count, dtype=torch.bool, device=HOST)
         frozen[roots[torch.cat([*self._frozen, _numbers(0, 0)])]] = True
         # Channels appear in the same axes if the sums of random numbers, one for each axis, are equal.
@@ -132,9 +144,9 @@ class Channels:
         for axis, code in zip(axes, codes, strict=True):
             signature.index_add_(0, roots[axis.ids], code.expand(len(axis.ids)))
         (free,) = torch.where((roots == _numbers(0, self._count)) & ~frozen)
-        members: dict[int, list[int]] = {}
+        members = defaultdict(list)
         for root, total in zip(free.tolist(), signature[free].tolist(), strict=True):
-            members.setdefault(total, []).append(root)
+            members[total].append(root)
         return [self._group(each, axes, roots) for each in members.values()]
 
     def _group(self, members: list[int], axes: list[Axis], roots: Tensor) -> Group:
@@ -152,29 +164,16 @@ class Channels:
 
     def _roots(self) -> Tensor:
         """For each channel the smallest number of those that it is joined with."""
-        roots = _numbers(0, self._count)
-        if not self._joined:
-            return roots
-        first, second = (torch.cat(ids) for ids in zip(*self._joined, strict=True))
-        while True:
+        nothing = (_numbers(0, 0), _numbers(0, 0))
+        first, second = (torch.cat(ids) for ids in zip(nothing, *self._joined, strict=True))
+        roots, before = _numbers(0, self._count), None
+        while before is None or not torch.equal(roots, before):
             before = roots.clone()
             lowest = torch.minimum(roots[first], roots[second])
             for ids in (first, second, before[first], before[second]):
                 roots.scatter_reduce_(0, ids, lowest, "amin")
             roots = roots[roots]
-            if torch.equal(roots, before):
-                return roots
-
-    def _freeze_mixed_rows(self) -> None:
-        """A tensor that is used whole in one place and by groups of rows in another stays as it is."""
-        ways: dict[tuple[int, int], set[Rows]] = {}
-        for tensor, dim, rows in self.axes:
-            ways.setdefault((tensor, dim), set()).add(rows)
-        for (tensor, dim, _), axis in self.axes.items():
-            spans = sorted(rows for rows in ways[tensor, dim] if rows is not None)
-            overlap = any(one[1] > other[0] for one, other in itertools.pairwise(spans))
-            if overlap or (spans and None in ways[tensor, dim]):
-                self.freeze(axis)
+        return roots
 
     # Operations on several tensors ------------------------------------------------------------------------------------
 
@@ -183,30 +182,29 @@ class Channels:
         tensors = [value for value in values if value is not NUMBER]
         labels = [value for value in tensors if isinstance(value, Labelled)]
         if not labels:
-            alone = len(tensors) == 1 and isinstance(tensors[0], Attribute)
+            alone = len(tensors) == 1 and isinstance(tensors[0], Natural)
             return NUMBER if not tensors else tensors[0] if alone else self.freeze(*tensors)
         first = labels[0]
-        alike = all(label.dim == first.dim and len(label.ids) == len(first.ids) for label in labels)
-        others = [value for value in tensors if not isinstance(value, Labelled)]
-        if not alike or any(self._touches(value, first) is None for value in others):
+        found = [self._beside(value, first) for value in tensors]
+        if any(ids is None or len(ids) != len(first.ids) for ids in found):
             return self.freeze(*tensors)
-        for label in labels[1:]:
-            self.join(first.ids, label.ids)
-        for value in others:
-            if self._touches(value, first):
-                self.join(first.ids, self.axis(value.module, value.name, value.tensor.dim() + first.dim).ids)
-        ranks = [value.tensor.dim() if isinstance(value, Attribute) else value.rank for value in tensors]
+        for ids in found:
+            self.join(first.ids, ids)
+        ranks = [value.rank for value in tensors]
         return replace(first, rank=None if None in ranks else max(ranks), exact=all(label.exact for label in labels))
 
-    @staticmethod
-    def _touches(value: Any, label: Labelled) -> bool | None:
-        """Whether an operand has elements for each channel; None if that is not known, or they cannot be permuted."""
-        shape = tuple(value.tensor.shape) if isinstance(value, Attribute) else getattr(value, "shape", None)
-        if shape is None:
+    def _beside(self, value: Any, label: Labelled) -> Any:
+        """An operand's channels beside those of a label, the label's own where it has one value for all.
+
+        None if that is not known, or they are in their natural order.
+        """
+        if isinstance(value, Labelled):
+            return value.ids if value.dim == label.dim else None
+        if not isinstance(value, Natural) or value.shape is None:
             return None
-        if len(shape) < -label.dim or shape[label.dim] == 1:
-            return False
-        return True if isinstance(value, Attribute) and shape[label.dim] == len(label.ids) else None
+        if len(value.shape) < -label.dim or value.shape[label.dim] == 1:
+            return label.ids
+        return value.module and self.axis(value.module, value.name, len(value.shape) + label.dim).ids
 
     def concatenated(self, values: Sequence[Any], dim: int) -> Any:
         """The result of `torch.cat` along `dim`."""
@@ -215,13 +213,12 @@ class Channels:
             return self.freeze(*values)
         dim = dim - (first.rank or 0) if dim >= 0 else dim
         if dim != first.dim:
-            known = all(isinstance(value, Labelled) or self._touches(value, first) for value in values)
-            return self.elementwise(values) if known else self.freeze(*values)
+            return self.elementwise(values)
         parts = []
         for value in values:
             if isinstance(value, Labelled) and value.dim == dim and value.exact:
                 parts.append(value.ids)
-            elif isinstance(value, Natural) and value.shape is not None:
+            elif isinstance(value, Natural) and value.module is None and value.shape is not None:
                 parts.append(self.new(value.shape[dim]))
                 self._frozen.append(parts[-1])
             else:

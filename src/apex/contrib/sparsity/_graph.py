@@ -12,37 +12,35 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.nn.modules import batchnorm, instancenorm
 
-from ._channels import NUMBER, Attribute, Axis, Channels, Labelled, Natural
+from ._channels import NUMBER, Axis, Channels, Labelled, Natural
 
-_ELEMENTWISE_MODULES = (
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh,
-    nn.Softplus, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LogSigmoid, nn.Softmax, nn.Softmax2d, nn.LogSoftmax,
-    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.Identity,
-)  # fmt: skip
-# How many of the last dimensions they look at together.
-_SPATIAL_MODULES: dict[type, int] = {
-    nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3, nn.AvgPool1d: 1, nn.AvgPool2d: 2, nn.AvgPool3d: 3,
-    nn.AdaptiveAvgPool1d: 1, nn.AdaptiveAvgPool2d: 2, nn.AdaptiveAvgPool3d: 3, nn.AdaptiveMaxPool2d: 2,
-    nn.ZeroPad2d: 2, nn.ReflectionPad2d: 2, nn.ReplicationPad2d: 2, nn.UpsamplingNearest2d: 2,
-}  # fmt: skip
+# Functions, methods and layers, in small letters and without underscores: `leaky_relu`, `LeakyReLU`, `relu_`.
 _ELEMENTWISE = frozenset({
-    "add", "sub", "mul", "div", "truediv", "neg", "pow", "square", "sqrt", "rsqrt", "exp", "abs", "clamp", "maximum",
-    "minimum", "erf", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "tanh",
-    "softplus", "hardsigmoid", "hardswish", "hardtanh", "logsigmoid", "softmax", "log_softmax", "dropout", "dropout1d",
-    "dropout2d", "dropout3d", "alpha_dropout", "clone", "contiguous", "detach", "to", "float", "half", "double",
-    "bfloat16", "iadd", "isub", "imul", "itruediv", "radd", "rsub", "rmul",
+    "add", "sub", "mul", "div", "truediv", "iadd", "isub", "imul", "itruediv", "neg", "pow", "square", "sqrt", "rsqrt",
+    "exp", "abs", "clamp", "maximum", "minimum", "erf", "relu", "relu6", "leakyrelu", "elu", "selu", "celu", "gelu",
+    "silu", "mish", "sigmoid", "tanh", "softplus", "hardsigmoid", "hardswish", "hardtanh", "logsigmoid", "softmax",
+    "softmax2d", "logsoftmax", "dropout", "dropout1d", "dropout2d", "dropout3d", "alphadropout", "identity", "clone",
+    "contiguous", "detach", "to", "float", "half", "double", "bfloat16",
 })  # fmt: skip
-_SPATIAL = {f"{kind}_pool{n}d": n for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for n in (1, 2, 3)}
+# How many of the last dimensions are looked at together.
+_POOLS = ("maxpool", "avgpool", "adaptivemaxpool", "adaptiveavgpool", "zeropad", "reflectionpad", "replicationpad")
+_SPATIAL = {f"{name}{dims}d": dims for name in (*_POOLS, "upsamplingnearest") for dims in (1, 2, 3)}
 _SIZES = frozenset({"size", "dim", "numel", "shape", "dtype", "device", "ndim"})
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm, nn.LayerNorm, nn.RMSNorm)
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class _Tracer(fx.Tracer):
-    """Does not look into the layers of this package, nor into what has hooks, which a graph does not show."""
+    """Looks neither into layers of PyTorch or this package, nor into what has hooks, which a graph does not show."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        hooked = bool(m._forward_hooks or m._forward_pre_hooks)
-        return hooked or type(m).__module__.startswith("apex.") or super().is_leaf_module(m, module_qualified_name)
+        known = isinstance(m, LAYERS) and type(m).forward.__module__.startswith("torch.nn.")
+        of_apex = type(m).__module__.startswith("apex.")
+        return known or of_apex or _has_hooks(m) or super().is_leaf_module(m, module_qualified_name)
 
 
 def trace(model: nn.Module, examples: tuple | None) -> fx.Graph:
@@ -77,18 +75,22 @@ def _arguments(node: fx.Node, **wanted: Any) -> list[Any]:
 
 
 class Walk:
-    """One walk along a graph, which fills `channels`."""
+    """One walk along a graph, which fills `channels`. Methods return None for what is not known."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, channels: Channels) -> None:
         self.channels = channels
         self.modules = dict(model.named_modules())
         self.values: dict[fx.Node, Any] = {}
         for node in graph.nodes:
-            found = getattr(self, f"_{node.op}")(node)
-            found = self._unknown(node) if found is None else found
+            method = getattr(self, f"_{node.op}", None)  # none for placeholders and the output
+            found = None if method is None else method(node)
+            if found is None:  # what comes out is in its natural order
+                given = [self.values[each] for each in node.all_input_nodes]
+                only_numbers = bool(given) and all(value is NUMBER for value in given)
+                found = NUMBER if only_numbers else channels.freeze(*given)
             shape = _shape(node)
-            if shape is not None and isinstance(found, Natural):
-                found = Natural(len(shape), shape)
+            if shape is not None and isinstance(found, Natural) and found.module is None:
+                found = Natural(shape)
             elif shape is not None and isinstance(found, Labelled):
                 found = replace(found, rank=len(shape), exact=shape[found.dim] == len(found.ids))
             self.values[node] = found
@@ -96,28 +98,16 @@ class Walk:
     def _value(self, argument: Any) -> Any:
         return self.values[argument] if isinstance(argument, fx.Node) else NUMBER
 
-    def _unknown(self, node: fx.Node) -> Any:
-        """Freezes all arguments: what comes out is in its natural order."""
-        given = [self.values[each] for each in node.all_input_nodes]
-        only_numbers = bool(given) and all(value is NUMBER for value in given)
-        return NUMBER if only_numbers else self.channels.freeze(*given)
-
-    # Nodes: None where they are not known -----------------------------------------------------------------------------
-
-    def _placeholder(self, node: fx.Node) -> Any:
-        return Natural()
-
-    def _output(self, node: fx.Node) -> Any:
-        return None
+    # Nodes ------------------------------------------------------------------------------------------------------------
 
     def _get_attr(self, node: fx.Node) -> Any:
         path, _, name = str(node.target).rpartition(".")
         tensor = getattr(self.modules[path], name, None)
-        return Attribute(self.modules[path], name, tensor) if isinstance(tensor, Tensor) else None
+        return Natural(tuple(tensor.shape), self.modules[path], name) if isinstance(tensor, Tensor) else None
 
     def _call_module(self, node: fx.Node) -> Any:
         module: Any = self.modules[str(node.target)]
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"):
+        if _has_hooks(module) or hasattr(module, "parametrizations"):
             return None
         if isinstance(module, nn.MultiheadAttention):
             return self._attention(node, module)
@@ -127,35 +117,31 @@ class Walk:
         if isinstance(module, nn.Linear):
             self._columns(value, -1, self.channels.axis(module, "weight", 1))
             return Labelled(-1, self._rows(module).ids, getattr(value, "rank", None))
-        if isinstance(module, _CONVOLUTIONS):
+        if isinstance(module, LAYERS):
             return self._convolution(value, module)
         if isinstance(module, nn.Embedding):
             self.channels.freeze(value, self.channels.axis(module, "weight", 0))
             rank = getattr(value, "rank", None)
             return Labelled(-1, self.channels.axis(module, "weight", 1).ids, None if rank is None else rank + 1)
-        if isinstance(module, _ELEMENTWISE_MODULES):
-            return self.channels.elementwise([value])
-        if not isinstance(value, Labelled):
-            return None
-        if isinstance(module, batchnorm._BatchNorm | instancenorm._InstanceNorm):
-            at_one = value.place == 1 or (value.rank is None and isinstance(module, nn.BatchNorm1d))
-            fits = at_one and module.num_features == len(value.ids)
-            return (
-                self._per_channel(module, value, 0, "weight", "bias", "running_mean", "running_var") if fits else None
-            )
-        if isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__module__.startswith("apex.normalization."):
-            shape = tuple(getattr(module, "normalized_shape", ()))
-            if not shape or -value.dim > len(shape):
-                return value if shape else None
-            fits = shape[value.dim] == len(value.ids)
-            return self._per_channel(module, value, len(shape) + value.dim, "weight", "bias") if fits else None
         if isinstance(module, nn.Flatten):
             return self._flattened(node, value, module.start_dim, module.end_dim)
-        looks_at = next((dims for kind, dims in _SPATIAL_MODULES.items() if isinstance(module, kind)), None)
-        return value if looks_at is not None and value.dim < -looks_at else None
+        if isinstance(module, _NORMS) or type(module).__module__.startswith("apex.normalization."):
+            return self._normalized(module, value)
+        names = (base.__name__.lower() for base in type(module).__mro__)
+        name = next((name for name in names if name in _ELEMENTWISE or name in _SPATIAL), None)
+        return None if name is None or getattr(module, "return_indices", False) else self._operation(node, name)
 
     def _call_method(self, node: fx.Node) -> Any:
-        name = str(node.target).rstrip("_")
+        return self._operation(node, str(node.target))
+
+    def _call_function(self, node: fx.Node) -> Any:
+        module = (getattr(node.target, "__module__", None) or "torch").split(".")[0]
+        known = module in ("torch", "_operator", "builtins") and bool(node.args)
+        return self._operation(node, getattr(node.target, "__name__", "")) if known else None
+
+    def _operation(self, node: fx.Node, name: str) -> Any:
+        """A function, method or layer of this name."""
+        name = name.replace("_", "").lower()
         value = self._value(node.args[0])
         if name in _SIZES or (name == "getattr" and node.args[1] in _SIZES):
             return NUMBER
@@ -168,11 +154,11 @@ class Walk:
             values = [self._value(each) for each in node.args[0]]  # type: ignore[union-attr]
             return self.channels.concatenated(values, dim) if isinstance(dim, int) else None
         if name == "expand":  # in dimensions of length 1
-            return value if isinstance(value, Attribute) else None
+            return value if isinstance(value, Natural) and value.module is not None else None
         if not isinstance(value, Labelled):
             return None
         if name in _SPATIAL:
-            return value if value.dim < -_SPATIAL[name] else None
+            return value if value.dim < -_SPATIAL[name] and not node.kwargs.get("return_indices") else None
         if name == "flatten":
             return self._flattened(node, value, *_arguments(node, start_dim=0, end_dim=-1))
         if name in ("view", "reshape"):
@@ -180,12 +166,6 @@ class Walk:
         if name in ("transpose", "permute"):
             return self._rearranged(node, value, name)
         return self._reduced(node, value) if name in ("mean", "sum", "amax", "amin") else None
-
-    def _call_function(self, node: fx.Node) -> Any:
-        module = (getattr(node.target, "__module__", None) or "torch").split(".")[0]
-        if module not in ("torch", "_operator", "builtins") or not node.args:
-            return None
-        return self._call_method(_Named(node, getattr(node.target, "__name__", "")))  # type: ignore[arg-type]
 
     # Layers -----------------------------------------------------------------------------------------------------------
 
@@ -237,74 +217,72 @@ class Walk:
         self.channels.freeze(self.channels.axis(module.out_proj, "weight", 1))
         return Labelled(-1, self._rows(module.out_proj).ids, getattr(inputs[0], "rank", None)), Natural()
 
-    def _per_channel(self, module: nn.Module, value: Labelled, dim: int, *names: str) -> Labelled:
-        """Joins the channels with what a layer has one number of for each."""
-        for name in names:
+    def _normalized(self, module: Any, value: Any) -> Labelled | None:
+        """Joins the channels with what a normalization has for each.
+
+        A BatchNorm1d is taken to get two dimensions where that is not known.
+        """
+        if not isinstance(value, Labelled):
+            return None
+        shape = tuple(getattr(module, "normalized_shape", ()))  # of the last dimensions
+        if shape and -value.dim > len(shape):
+            return value
+        dim = len(shape) + value.dim if shape else 0
+        at_one = isinstance(module, nn.BatchNorm1d) if value.rank is None else value.place == 1
+        if not shape and at_one:
+            shape = (getattr(module, "num_features", 0),)
+        if not shape or shape[dim] != len(value.ids):
+            return None
+        for name in ("weight", "bias", "running_mean", "running_var"):
             if isinstance(getattr(module, name, None), Tensor):
                 self.channels.join(value.ids, self.channels.axis(module, name, dim).ids)
         return value
 
-    # Functions: None where channels cannot be told apart any more -----------------------------------------------------
+    # Functions --------------------------------------------------------------------------------------------------------
 
-    def _flattened(self, node: fx.Node, value: Labelled, start: int, end: int) -> Labelled | None:
-        place = value.place
-        if value.rank is None or place is None:
+    def _flattened(self, node: fx.Node, value: Any, start: int, end: int) -> Labelled | None:
+        if not isinstance(value, Labelled) or value.rank is None:
             return None
-        start, end = start % value.rank, end % value.rank
-        rank = value.rank - (end - start)
-        if end < place:
-            return replace(value, rank=rank)
-        if start < place:
+        start, end, place = start % value.rank, end % value.rank, value.place
+        if start < place <= end:
             return None
         shape = _shape(node.all_input_nodes[0])
-        alone = start > place or start == end or (shape is not None and all(size == 1 for size in shape[place + 1 :]))
-        return replace(value, rank=rank, dim=place - rank, exact=value.exact and alone)
+        alone = start != place or start == end or (shape is not None and all(size == 1 for size in shape[start + 1 :]))
+        return replace(value.moved([*range(start + 1), *range(end + 1, value.rank)]), exact=value.exact and alone)
 
     def _rearranged(self, node: fx.Node, value: Labelled, name: str) -> Labelled | None:
         dims = node.args[1] if isinstance(node.args[1], list | tuple) else node.args[1:]
-        if value.rank is None or value.place is None or not all(isinstance(dim, int) for dim in dims):
+        if value.rank is None or not all(isinstance(dim, int) for dim in dims):
             return None
-        dims = [dim % value.rank for dim in dims]  # type: ignore[operator]
+        order = [dim % value.rank for dim in dims]  # type: ignore[operator]
         if name == "transpose":
-            one, other = dims
-            dims = [other if dim == one else one if dim == other else dim for dim in range(value.rank)]
-        return replace(value, dim=dims.index(value.place) - value.rank)
+            one, other = order
+            order = list(range(value.rank))
+            order[one], order[other] = other, one
+        return value.moved(order)
 
     def _reduced(self, node: fx.Node, value: Labelled) -> Any:
         dims, keepdim = _arguments(node, dim=None, keepdim=False)
         dims = (dims,) if isinstance(dims, int) else dims
-        if value.rank is None or value.place is None or not isinstance(dims, list | tuple):
+        if value.rank is None or not isinstance(dims, list | tuple):
             return None
         places = {dim % value.rank for dim in dims}
-        rank = value.rank if keepdim else value.rank - len(places)
         if value.place in places:  # does not depend on the order of channels
-            return Natural(rank)
-        right = 0 if keepdim else sum(place > value.place for place in places)
-        return replace(value, rank=rank, dim=value.dim + right)
+            return Natural()
+        return value.moved([place for place in range(value.rank) if keepdim or place not in places])
 
     def _item(self, value: Any, index: Any) -> Any:
         """Of a tuple, or a tensor indexed with integers and slices that leave the channels alone."""
-        if value is NUMBER:
-            return NUMBER
-        if type(value) is tuple:
-            return value[index]
+        if value is NUMBER or (type(value) is tuple and isinstance(index, int)):
+            return NUMBER if value is NUMBER else value[index]
         entries = index if isinstance(index, tuple) else (index,)
-        if not isinstance(value, Labelled) or value.rank is None or value.place is None:
+        if not isinstance(value, Labelled) or value.rank is None or len(entries) > value.rank:
             return None
-        if len(entries) > value.rank or not all(isinstance(each, int | slice) for each in entries):
+        whole = value.place >= len(entries) or entries[value.place] == slice(None)
+        if not whole or not all(isinstance(each, int | slice) for each in entries):
             return None
-        if value.place < len(entries) and entries[value.place] != slice(None):
-            return None
-        gone = [place for place, entry in enumerate(entries) if isinstance(entry, int)]
-        return replace(value, rank=value.rank - len(gone), dim=value.dim + sum(at > value.place for at in gone))
-
-
-class _Named:
-    """A node that calls a function, under the function's name."""
-
-    def __init__(self, node: fx.Node, target: str) -> None:
-        self.target, self.args, self.kwargs = target, node.args, node.kwargs
-        self.all_input_nodes, self.meta = node.all_input_nodes, node.meta
+        gone = {place for place, entry in enumerate(entries) if isinstance(entry, int)}
+        return value.moved([place for place in range(value.rank) if place not in gone])
 
 
 def _is_flattening(node: fx.Node) -> bool:

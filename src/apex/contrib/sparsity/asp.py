@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,22 +12,16 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
 
-from ._parameters import (
-    SparseParameter,
-    SparsityError,
-    mask_all,
-    masters_of,
-    optimizer_chain,
-    shard_like,
-    tied_tensors,
-    whole,
-    zero_shards,
-)  # fmt: skip
+from ...ops._host import HOST
+from . import _parameters as parameters
+from ._graph import LAYERS
+from ._parameters import SparseParameter, SparsityError, shard_like, whole
+from ._semi_structured import to_semi_structured
 from .permutation_lib import Permutation
 from .sparse_masklib import create_mask, find_pattern
 
-WHITELIST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
-_PRUNED_NAMES: dict[type, Sequence[str]] = dict.fromkeys(WHITELIST, ("weight",))
+Companions = Callable[[Tensor], tuple[list[Tensor], list[Tensor], list[Tensor]]]
+_PRUNED_NAMES: dict[type, Sequence[str]] = dict.fromkeys(LAYERS, ("weight",))
 _PRUNED_NAMES[nn.MultiheadAttention] = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight")
 
 
@@ -65,14 +61,15 @@ class ASP:
 
     __model: nn.Module | None = None
     __calculate: Callable[[Tensor], Tensor]
-    __recomputes = False
     __verbosity = 3
     __permutes = True
     __optimizers: tuple[Any, ...] = ()
     __hooks: tuple[Any, ...] = ()
-    __copies: tuple[nn.Module, ...] = ()
+    __averages: tuple[nn.Module, ...] = ()
     __parameters: tuple[SparseParameter, ...] = ()
     __skipped: dict[str, str] = {}  # noqa: RUF012  never changed in place
+
+    to_semi_structured = staticmethod(to_semi_structured)
 
     @classmethod
     def init_model_for_pruning(
@@ -80,7 +77,7 @@ class ASP:
         model: nn.Module,
         mask_calculator: str | Callable[[Tensor], Tensor] = "m4n2_1d",
         verbosity: int = 3,
-        whitelist: Sequence[type] = WHITELIST,
+        whitelist: Sequence[type] = LAYERS,
         allowed_layer_names: Iterable[str] | None = None,
         disallowed_layer_names: Iterable[str] = (),
         allow_recompute_mask: bool = False,
@@ -116,24 +113,26 @@ class ASP:
                 continue
             known = next(names[base] for base in type(module).__mro__ if base in names)
             for name in [each for each in known if getattr(module, each, None) is not None] or known[:1]:
-                sparse, param = SparseParameter(module_name, module, name), getattr(module, name, None)
-                reason = _obstacle(param)
-                if reason is None and id(param) in found:
+                param = getattr(module, name, None)
+                full_name, reason = f"{module_name}.{name}".lstrip("."), _obstacle(param)
+                if id(param) in found:
                     reason = f"it is the same parameter as {found[id(param)].full_name}"
                 if reason is None:
-                    found[id(param)] = sparse
+                    found[id(param)] = SparseParameter(full_name, module, name)
                 else:
-                    skipped[sparse.full_name] = reason
+                    skipped[full_name] = reason
         if not found:
             reasons = "".join(f"\n  {name}: {reason}" for name, reason in skipped.items())
             raise ValueError(f"no parameter of the model can be pruned{reasons or ': it has no layer of these types'}")
-        cls.reset()
         cls.__model, cls.__parameters, cls.__skipped = model, tuple(found.values()), skipped
-        cls.__calculate, cls.__recomputes = mask_calculator, allow_recompute_mask
-        cls.__verbosity, cls.__permutes = verbosity, allow_permutation
-        for sparse in cls.__parameters:
-            sparse.register(allow_recompute_mask)
-            cls.__say(3, f"will prune {sparse.full_name}, {list(sparse.param.shape)} {sparse.param.dtype}")
+        cls.__calculate, cls.__verbosity, cls.__permutes = mask_calculator, verbosity, allow_permutation
+        for full_name, module, name in cls.__parameters:
+            param = getattr(module, name).detach()
+            module.register_buffer(f"__{name}_mma_mask", torch.ones_like(param, dtype=torch.bool))
+            if allow_recompute_mask:
+                zeros = torch.zeros_like(param, device=None if hasattr(param, "placements") else HOST)
+                module.register_buffer(f"__{name}_mma_pruned_p", zeros)
+            cls.__say(3, f"will prune {full_name}, {list(param.shape)} {param.dtype}")
         for name, reason in skipped.items():
             cls.__say(2, f"will not prune {name}: {reason}")
 
@@ -153,17 +152,22 @@ class ASP:
         cls.__check_model("init_optimizer_for_pruning")
         if any(optimizer is known for known in cls.__optimizers):
             raise SparsityError("this optimizer has been initialized for pruning already")
-        inner = optimizer_chain(optimizer)[-1]
+        inner = parameters.optimizer_chain(optimizer)[-1]
         if not hasattr(inner, "register_step_pre_hook"):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or wrap one, got {type(optimizer).__name__}")
-        hooks = (inner.register_step_pre_hook(_before_step), inner.register_step_post_hook(_after_step))
+        hooks = [
+            inner.register_step_pre_hook(lambda *_: cls.__mask(gradients=True)),
+            inner.register_step_post_hook(lambda *_: cls.__mask()),
+        ]
+        for sparse in cls.__parameters if parameters.is_zero(inner) else ():  # it takes gradients as they arrive
+            hooks.append(sparse.param.register_hook(lambda grad, each=sparse: grad.masked_fill(~each.buffer(), 0)))
         cls.__optimizers, cls.__hooks = (*cls.__optimizers, optimizer), (*cls.__hooks, *hooks)
 
     @classmethod
     def add_copy(cls, model: nn.Module) -> None:
         """Has a copy of the model, such as a moving average of its weights, permuted and masked with it."""
         cls.__check_model("add_copy")
-        cls.__copies = (*cls.__copies, model)
+        cls.__averages = (*cls.__averages, model)
 
     @classmethod
     @torch.no_grad()
@@ -174,61 +178,62 @@ class ASP:
         is put back. With `allow_recompute_mask` a model that is pruned already gets its dense values back first.
         """
         model = cls.__check_model("compute_sparse_masks")
-        if not all(bool(whole(sparse.mask).all()) for sparse in cls.__parameters):
+        if cls.__permutes and any(hasattr(each.param, "placements") for each in cls.__parameters):
+            raise SparsityError(
+                "channels of sharded parameters (FSDP2) cannot be permuted: call compute_sparse_masks before "
+                "fully_shard, or initialize ASP with allow_permutation=False"
+            )
+        if not all(bool(whole(sparse.buffer()).all()) for sparse in cls.__parameters):
             cls.restore_pruned_weights()
         if cls.__permutes:
             inner = getattr(model, "module", model)
             inner = inner if isinstance(inner, nn.Module) else model
-            entries = [(each.module_name, each.module, each.name) for each in cls.__parameters]
-            Permutation.set_permutation_params_from_asp(inner, entries, (), cls.__verbosity)
-            Permutation.permute_model(
-                inner, example_inputs=example_inputs, tied=cls.__tied, optimizers=cls.__optimizers
-            )
+            Permutation.set_permutation_params_from_asp(inner, cls.__parameters, (), cls.__verbosity)
+            of_calculator = getattr(cls.__calculate, "tied_tensors", lambda tensor: [])
+            with cls.__companions() as companions:
+
+                def tied(tensor: Tensor) -> list[Tensor]:
+                    return [*itertools.chain(*companions(tensor)), *of_calculator(tensor)]
+
+                Permutation.permute_model(inner, example_inputs=example_inputs, tied=tied)
         for sparse in cls.__parameters:
-            param, mask, pruned = sparse.param.detach(), sparse.mask, sparse.pruned
+            param, pruned = sparse.param.detach(), sparse.buffer("pruned_p")
             found = cls.__calculate(whole(param))
             if not isinstance(found, Tensor) or found.shape != param.shape:
                 shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
                 raise ValueError(f"mask_calculator gave {shape} for {sparse.full_name} of shape {list(param.shape)}")
-            mask.copy_(shard_like(found.bool(), param))
+            sparse.buffer().copy_(shard_like(found.bool(), param))
             if pruned is not None:
-                pruned.copy_(param * ~mask)
-            cls.__say(2, f"keeps {float(whole(mask).float().mean()):.1%} of {sparse.full_name}")
-        cls._mask()
+                pruned.copy_(param * ~sparse.buffer())
+            cls.__say(2, f"keeps {float(found.bool().float().mean()):.1%} of {sparse.full_name}")
+        cls.__mask(gathers=True)
 
     @classmethod
     @torch.no_grad()
     def restore_pruned_weights(cls) -> None:
         """Puts pruned values back: the model is dense again, and its masks are full."""
         cls.__check_model("restore_pruned_weights")
-        if not cls.__recomputes:
+        if any(sparse.buffer("pruned_p") is None for sparse in cls.__parameters):
             raise SparsityError("pruned values were not kept: initialize ASP with allow_recompute_mask=True")
-        masters = masters_of(cls.__optimizers)
-        triples = [*zero_shards(cls.__parameters, cls.__optimizers)]
-        for sparse in cls.__parameters:
-            values = tied_tensors(sparse.param, cls.__optimizers, masters).values
-            triples += [(value, sparse.mask, sparse.pruned) for value in values]
-        for value, mask, pruned in triples:
-            if pruned is not None:
-                value.copy_(torch.where(mask, value, pruned.to(value.device, value.dtype)))
-        for sparse in cls.__parameters:
-            sparse.mask.fill_(True)
-            sparse.pruned.zero_()  # type: ignore[union-attr]
+        with cls.__companions() as companions:
+            for sparse in cls.__parameters:
+                mask, pruned = sparse.buffer(), sparse.buffer("pruned_p")
+                for value in companions(sparse.param)[0]:
+                    value.copy_(torch.where(mask.to(value.device), value, pruned.to(value.device, value.dtype)))
+                mask.fill_(True)
+                pruned.zero_()
 
     @classmethod
     def is_sparsity_enabled(cls) -> bool:
         """Whether the model is pruned: False if all masks are full, True if all are as the pattern wants them."""
-        kept = [float(whole(sparse.mask).double().mean()) for sparse in cls.__parameters]
-        if all(share == 1 for share in kept):
+        kept = {sparse.full_name: float(whole(sparse.buffer()).double().mean()) for sparse in cls.__parameters}
+        if all(share == 1 for share in kept.values()):
             return False
-        pattern = getattr(cls.__calculate, "keywords", {}).get("pattern")
-        exact = pattern in ("m4n2_1d", "m4n2_2d_best")
-        if all(share == 0.5 if exact else share < 1 for share in kept):
-            return True
-        wrong = {sparse.full_name: share for sparse, share in zip(cls.__parameters, kept, strict=True) if share != 0.5}
-        raise SparsityError(
-            f"masks do not agree whether the model is pruned; these keep other shares than 0.5: {wrong}"
-        )
+        exact = getattr(cls.__calculate, "keywords", {}).get("pattern") in ("m4n2_1d", "m4n2_2d_best")
+        wrong = {name: share for name, share in kept.items() if (share != 0.5 if exact else share == 1)}
+        if wrong:
+            raise SparsityError(f"masks do not agree whether the model is pruned; these keep other shares: {wrong}")
+        return True
 
     @classmethod
     def prune_trained_model(cls, model: nn.Module, optimizer: Any) -> None:
@@ -247,58 +252,32 @@ class ASP:
         Permutation.set_permutation_saving_params(allow_permutation, save_permutation_graph, permutation_output_dir)
 
     @classmethod
-    def to_semi_structured(
-        cls, model: nn.Module, *example_batch: Any, verbosity: int = 2, backend: str = "torch"
-    ) -> list[Any]:
-        """Converts the linear layers of a pruned model that are quicker as sparse ones at this batch, for inference.
-
-        Every layer is timed both ways with the inputs that it gets; those that win get a weight in the format of
-        sparse tensor cores, by PyTorch or by `torchao.sparsity.sparsify_`. Prints a table and returns its rows.
-        """
-        from ._semi_structured import convert
-
-        return convert(model, example_batch, verbosity, backend)
-
-    @classmethod
     def reset(cls) -> None:
         """Forgets model and optimizers and removes masks and hooks; weights stay as they are."""
         for hook in cls.__hooks:
             hook.remove()
-        for sparse in cls.__parameters:
-            sparse.unregister()
+        for sparse, kind in itertools.product(cls.__parameters, ("mask", "pruned_p")):
+            sparse.module._buffers.pop(f"__{sparse.name}_mma_{kind}", None)
         cls.__model, cls.__skipped = None, {}
-        cls.__optimizers, cls.__hooks, cls.__copies, cls.__parameters = (), (), (), ()
+        cls.__optimizers, cls.__hooks, cls.__averages, cls.__parameters = (), (), (), ()
 
     @classmethod
-    def _mask(cls, gradients: bool = False) -> None:
-        """Masks gradients, or weights, masters, state and copies."""
-        masters, pairs = masters_of(cls.__optimizers), []
-        for sparse in cls.__parameters:
-            tied = tied_tensors(sparse.param, cls.__optimizers, masters)
-            copies = cls.__in_copies(sparse.full_name.removeprefix("module."))
-            tensors = tied.gradients if gradients else (*tied.values, *tied.state, *copies)
-            pairs += [(tensor, sparse.mask) for tensor in tensors]
-        if not gradients:
-            pairs += [(shard, mask) for shard, mask, _ in zero_shards(cls.__parameters, cls.__optimizers)]
-        mask_all(pairs)
+    @contextlib.contextmanager
+    def __companions(cls, gathers: bool = True) -> Iterator[Companions]:
+        """A function from a tensor of the model to its `tied_tensors`; `gathers` what ZeRO divides."""
+        copies = parameters.copies_of(cls.__check_model("step"), cls.__optimizers, cls.__averages)
+        with parameters.whole_states(cls.__optimizers, gathers) as states:
+            yield lambda tensor: parameters.tied_tensors(tensor, copies, states)
 
     @classmethod
-    def __in_copies(cls, name: str) -> Iterator[Tensor]:
-        """What has this name in the copies of the model, which may be wrapped."""
-        for copy in cls.__copies:
-            named = {key.removeprefix("module."): value for key, value in copy.state_dict(keep_vars=True).items()}
-            if name in named:
-                yield named[name].detach()
-
-    @classmethod
-    def __tied(cls, module: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
-        """All that is permuted with a tensor of the model, itself included."""
-        modules = cls.__check_model("permute").named_modules()
-        path = next((key for key, value in modules if value is module), "")
-        found = tied_tensors(tensor, cls.__optimizers, masters_of(cls.__optimizers))
-        of_calculator: list[Tensor] = getattr(cls.__calculate, "tied_tensors", lambda tensor: [])(tensor)
-        copies = cls.__in_copies(f"{path}.{name}".lstrip(".").removeprefix("module."))
-        return [*found.values, *found.state, *found.gradients, *copies, *of_calculator]
+    def __mask(cls, gradients: bool = False, gathers: bool = False) -> None:
+        """Masks gradients, or weights, masters, averages and state."""
+        pairs = []
+        with cls.__companions(gathers) as companions:
+            for sparse in cls.__parameters:
+                values, state, found = companions(sparse.param)
+                pairs += [(each, sparse.buffer()) for each in (found if gradients else values + state)]
+            parameters.mask_all(pairs)
 
     @classmethod
     def __check_model(cls, method: str) -> nn.Module:
@@ -311,13 +290,3 @@ class ASP:
         alone = not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
         if cls.__verbosity >= level and alone:
             print(f"[ASP] {text}")
-
-
-def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    ASP._mask(gradients=True)
-
-
-def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if hasattr(optimizer, "param_sync"):  # ZeRO, whose parameters may still be on their way
-        optimizer.param_sync()
-    ASP._mask()

@@ -19,9 +19,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from ...ops._host import HOST
-from ._channels import Axis, Channels, Group
-from ._graph import Walk, trace
-from ._parameters import is_sharded
+from ._channels import Channels, Group
+from ._graph import LAYERS, Walk, trace
 from .permutation_search_kernels import accelerated_search_for_good_permutation, sum_after_2_to_4
 from .sparse_masklib import as_matrix
 
@@ -29,13 +28,8 @@ from .sparse_masklib import as_matrix
 _LEAST_LOSS = 1e-3
 # By how much outputs may differ after a permutation, which changes the order of sums: of the largest output.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
-Tied = Callable[[nn.Module, str, Tensor], list[Tensor]]
-
-
-def _itself(module: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
-    return [tensor.detach()]
+Tied = Callable[[Tensor], list[Tensor]]
 
 
 class Permutation:
@@ -90,8 +84,7 @@ class Permutation:
         dump_fx_graph: bool = False,
         save_dumped_fx_graph: str = "./model_permutation_graph.json",
         example_inputs: Any = None,
-        tied: Tied = _itself,
-        optimizers: Sequence[Any] = (),
+        tied: Tied = lambda tensor: [tensor.detach()],
     ) -> bool:
         """Permutes the channels of `model`; False if it could not be traced, and nothing was changed.
 
@@ -103,34 +96,38 @@ class Permutation:
         examples = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
         if not cls.__saving[0]:
             return False
+        channels = Channels()
         try:
-            channels, graph = _follow(model, examples, optimizers)
+            with _evaluating(model):
+                graph = trace(model, examples)
+                Walk(model, graph, channels)
+            training = trace(model, None) if model.training else graph
+            if [(node.op, node.target) for node in training.nodes] != [(node.op, node.target) for node in graph.nodes]:
+                Walk(model, training, channels)
         except Exception as error:  # whatever a model's code does with a proxy
             reason = f"{type(error).__name__}: {error}"
             warnings.warn(f"the model is pruned without permuting its channels: {reason}", stacklevel=2)
             return False
         sparse = {id(getattr(module, name)) for module, name in cls.__sparse}
-        chosen = [group for group in channels.groups() if _fits(group, sparse)]
+        chosen = [group for group in channels.groups() if _matrix(group, sparse) is not None]
         permuted = []
         with _evaluating(model):
             before = None if examples is None else _outputs(model, examples)
             for group, order in zip(chosen, cls.__search(chosen, sparse), strict=True):
-                if order is None or not _can_permute(group, tied):
+                if order is None or not _permute(group, order, tied):
                     continue
-                _permute(group, order, tied)
                 if before is None or _same(before, _outputs(model, examples)):
                     permuted.append(_names(model, group))
                 else:
                     _permute(group, torch.argsort(order), tied)
                     print(f"[ASP] {_names(model, group)} stay in order: permuted, they change the model's output")
         parameters = dict(model.named_parameters())
-        columns, rows = (
-            list(dict.fromkeys(name for group in permuted for name in group[kind] if name in parameters))
-            for kind in "CK"
-        )
-        cls.__stats = (columns, rows, [])
+        for kind, names in zip("CK", cls.__stats, strict=False):
+            every = dict.fromkeys(name for group in permuted for name in group[kind])
+            names += [name for name in every if name in parameters]
         if cls.__verbosity > 1:
-            print(f"[ASP] permuted input channels of {len(columns)}, output channels of {len(rows)} parameters")
+            columns, rows, _ = map(len, cls.__stats)
+            print(f"[ASP] permuted input channels of {columns}, output channels of {rows} parameters")
         cls.__save(graph, permuted, save_dumped_fx_graph if dump_fx_graph else None)
         return True
 
@@ -144,57 +141,39 @@ class Permutation:
             if all(each == known[0] for each in known):
                 rank, world = distributed.get_rank(), len(known)
         deadline = time.monotonic() + cls.time_budget
-        costs = [group.size**2 * len(_columns(group, sparse)) for group in groups]
-        found: dict[int, list[int] | None] = {}
+        found: dict[int, Tensor | None] = {}
         for number in range(rank, len(groups), world):
-            share = (deadline - time.monotonic()) * costs[number] / sum(costs[number::world])
-            found[number] = cls.__order(_columns(groups[number], sparse), max(1.0, share))
+            matrix: Any = _matrix(groups[number], sparse)
+            # Of the time that is left, as large a part as the group's of the pairs of channels.
+            pairs = [group.size**2 for group in groups[number::world]]
+            options = {"time_budget": (deadline - time.monotonic()) * pairs[0] / sum(pairs), "seed": cls.__seed}
+            kept, total = sum_after_2_to_4(matrix), float(matrix.abs().sum(dtype=torch.float64))
+            found[number] = None
+            if kept < (1 - _LEAST_LOSS) * total:
+                order = accelerated_search_for_good_permutation(matrix, options, cls.__verbosity - 2)
+                found[number] = torch.tensor(order, dtype=torch.int64, device=HOST)
         for source in range(world if world > 1 else 0):
             shared = [found if source == rank else None]
             distributed.broadcast_object_list(shared, src=source)
             found.update(shared[0] or {})
-        orders = [found[number] for number in range(len(groups))]
-        return [None if order is None else torch.tensor(order, dtype=torch.int64, device=HOST) for order in orders]
-
-    @classmethod
-    def __order(cls, matrix: Tensor, budget: float) -> list[int] | None:
-        total = float(matrix.abs().sum(dtype=torch.float64))
-        if not total or 1 - sum_after_2_to_4(matrix) / total < _LEAST_LOSS:
-            return None
-        options = {"time_budget": budget, "seed": cls.__seed}
-        return accelerated_search_for_good_permutation(matrix, options, cls.__verbosity - 2)
+        return [found[number] for number in range(len(groups))]
 
     @classmethod
     def __save(cls, graph: fx.Graph, groups: Sequence[dict[str, list[str]]], dump: str | None) -> None:
         """Writes the traced graph, the groups, and which parameters give channels to which others, as JSON."""
         nodes = [[node.name, node.op, str(node.target), [n.name for n in node.all_input_nodes]] for node in graph.nodes]
-        contents: dict[str, Any] = {
-            "model_offline_permutation_graph": nodes,
-            "model_graph_find_real_parent": {name: group["K"] for group in groups for name in group["C"]},
-            "model_graph_find_real_children": {name: group["C"] for group in groups for name in group["K"]},
-            "model_graph_permutation_graph": groups,
-        }
-        paths = {Path(cls.__saving[2], f"{name}.json"): content for name, content in contents.items()}
-        for path, content in {**(paths if cls.__saving[1] else {}), **({Path(dump): nodes} if dump else {})}.items():
+        files: dict[Path, Any] = {Path(dump): nodes} if dump else {}
+        if cls.__saving[1]:
+            folder = Path(cls.__saving[2])
+            parents = {name: group["K"] for group in groups for name in group["C"]}
+            children = {name: group["C"] for group in groups for name in group["K"]}
+            files[folder / "model_offline_permutation_graph.json"] = nodes
+            files[folder / "model_graph_find_real_parent.json"] = parents
+            files[folder / "model_graph_find_real_children.json"] = children
+            files[folder / "model_graph_permutation_graph.json"] = groups
+        for path, content in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(content, indent=1))
-
-
-def _follow(model: nn.Module, examples: Any, optimizers: Sequence[Any]) -> tuple[Channels, fx.Graph]:
-    """What can be permuted by the graph of evaluation and that of training, and the former."""
-    if any(hasattr(param, "placements") for param in model.parameters()):
-        raise NotImplementedError("its parameters are sharded (DTensor)")
-    if any(map(is_sharded, optimizers)):
-        raise NotImplementedError("its optimizer's state is sharded (ZeRO); make it after compute_sparse_masks")
-    channels = Channels()
-    with _evaluating(model):
-        graph = trace(model, examples)
-        Walk(model, graph, channels)
-    if model.training:
-        training = trace(model, None)
-        if [(node.op, node.target) for node in training.nodes] != [(node.op, node.target) for node in graph.nodes]:
-            Walk(model, training, channels)
-    return channels, graph
 
 
 @contextlib.contextmanager
@@ -220,50 +199,41 @@ def _same(first: list[Tensor], second: list[Tensor]) -> bool:
     )
 
 
-def _sparse_positions(group: Group, sparse: set[int]) -> list[tuple[Axis, Tensor]]:
-    return [
-        (axis, copy)
-        for axis, places in group.positions
-        if axis.dim == 1 and id(axis.tensor) in sparse
-        for copy in places
-    ]
+def _matrix(group: Group, sparse: set[int]) -> Tensor | None:
+    """All pruned weights that read the channels of a group, one below the other: [rows, channels].
 
-
-def _fits(group: Group, sparse: set[int]) -> bool:
-    """Whether a permutation can help: pruned columns that fill whole stripes of 4, two or more of them."""
-    positions = [copy for _, copy in _sparse_positions(group, sparse)]
-    whole = all(int(copy[0]) % 4 == 0 and bool((copy.diff() == 1).all()) for copy in positions)
-    return group.size >= 8 and group.size % 4 == 0 and bool(positions) and whole
-
-
-def _columns(group: Group, sparse: set[int]) -> Tensor:
-    """All pruned weights that read the channels of a group, one below the other: [rows, channels]."""
+    None if a permutation cannot help: they must fill whole stripes of 4, two or more of them.
+    """
     parts = []
-    for axis, copy in _sparse_positions(group, sparse):
-        matrix = as_matrix(axis.tensor.detach()[slice(*axis.rows or (None,))])
-        parts.append(matrix[:, int(copy[0]) : int(copy[0]) + group.size].float())
+    for axis, places in group.positions:
+        for copy in places if axis.dim == 1 and id(axis.tensor) in sparse else ():
+            if int(copy[0]) % 4 or not bool((copy.diff() == 1).all()):
+                return None
+            parts.append(as_matrix(axis.part(axis.tensor.detach()))[:, int(copy[0]) :][:, : group.size].float())
+    if not parts or group.size < 8 or group.size % 4:
+        return None
     return torch.cat([part.to(parts[0].device) for part in parts])
 
 
-def _can_permute(group: Group, tied: Tied) -> bool:
-    """The dry run: whether every tensor that is to be permuted has the channels where they are looked for."""
-    return all(
-        tensor.dim() == axis.tensor.dim() and tensor.shape[axis.dim] in (1, len(axis.ids))
-        for axis, _ in group.positions
-        for tensor in tied(axis.module, axis.name, axis.tensor)
-    )
+def _permute(group: Group, order: Tensor, tied: Tied) -> bool:
+    """Puts channel order[i] of the group in the place of channel i, in every tensor.
 
-
-def _permute(group: Group, order: Tensor, tied: Tied) -> None:
-    """Puts channel order[i] of the group in the place of channel i, in every tensor."""
-    for axis, places in group.positions:
+    False, before anything changes, if a tensor has no such channels where they are looked for.
+    """
+    found = [(axis, places, tied(axis.tensor)) for axis, places in group.positions]
+    for axis, _, tensors in found:
+        widths = (1, len(axis.ids))
+        if any(each.dim() != axis.tensor.dim() or each.shape[axis.dim] not in widths for each in tensors):
+            return False
+    for axis, places, tensors in found:
         index = torch.arange(len(axis.ids), dtype=torch.int64, device=HOST)
         for copy in places:
             index[copy] = copy[order]
-        for tensor in tied(axis.module, axis.name, axis.tensor):
+        for tensor in tensors:
             if tensor.shape[axis.dim] == len(index):
-                part = tensor[slice(*axis.rows or (None,))]
+                part = axis.part(tensor)
                 part.copy_(part.index_select(axis.dim, index.to(tensor.device)))
+    return True
 
 
 def _names(model: nn.Module, group: Group) -> dict[str, list[str]]:
@@ -271,6 +241,6 @@ def _names(model: nn.Module, group: Group) -> dict[str, list[str]]:
     named = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     found: dict[str, list[str]] = {"C": [], "K": []}
     for axis, _ in group.positions:
-        kind = "C" if axis.dim == 1 and isinstance(axis.module, _LAYERS) else "K"
+        kind = "C" if axis.dim == 1 and isinstance(axis.module, LAYERS) else "K"
         found[kind].append(named.get(id(axis.tensor), axis.name))
     return found

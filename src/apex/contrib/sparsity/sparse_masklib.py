@@ -14,6 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...ops._host import HOST
+
 # Elements of the scores of all patterns that are computed at once: 64 MB.
 _CHUNK = 1 << 24
 
@@ -30,72 +32,65 @@ def reshape_1d(matrix: Tensor, m: int) -> tuple[Tensor, torch.Size]:
 
 
 @functools.cache
-def _patterns_1d(m: int, n: int) -> tuple[tuple[float, ...], ...]:
+def _patterns(m: int, n: int, height: int) -> Tensor:
+    """All matrices of 0 and 1 with `n` ones in every row and at most `n` in every column: [patterns, height, m]."""
     if not 0 < n <= m:
         raise ValueError(f"n of m weights are kept, 0 < n <= m; got n={n}, m={m}")
-    kept = itertools.combinations(range(m), n)
-    return tuple(tuple(float(place in chosen) for place in range(m)) for chosen in kept)
-
-
-@functools.cache
-def _patterns_2d(m: int, n: int) -> tuple[tuple[float, ...], ...]:
+    rows = [tuple(float(place in kept) for place in range(m)) for kept in itertools.combinations(range(m), n)]
     found: list[tuple[float, ...]] = [()]
-    for _ in range(m):
-        longer = [(*rows, *row) for rows in found for row in _patterns_1d(m, n)]
-        found = [rows for rows in longer if all(sum(rows[column::m]) <= n for column in range(m))]
-    return tuple(found)
+    for _ in range(height):
+        longer = [(*above, *row) for above in found for row in rows]
+        found = [each for each in longer if all(sum(each[column::m]) <= n for column in range(m))]
+    return torch.tensor(found, dtype=torch.float32, device=HOST).view(-1, height, m)
 
 
 def compute_valid_1d_patterns(m: int, n: int) -> Tensor:
     """All vectors of `m` numbers of which `n` are 1 and the others 0: [patterns, m]."""
-    return torch.tensor(_patterns_1d(m, n), dtype=torch.float32, device=torch.get_default_device())
+    return _patterns(m, n, 1)[:, 0].clone()
 
 
 def compute_valid_2d_patterns(m: int, n: int) -> Tensor:
     """All m x m matrices of 0 and 1 with `n` ones in every row and column: [patterns, m, m]."""
-    device = torch.get_default_device()
-    return torch.tensor(_patterns_2d(m, n), dtype=torch.float32, device=device).view(-1, m, m)
+    return _patterns(m, n, m).clone()
 
 
-def _best_patterns(groups: Tensor, table: tuple[tuple[float, ...], ...]) -> Tensor:
-    """For each row of `groups`, the pattern that keeps the largest sum of absolute values; the first of equal ones."""
-    patterns, chosen = groups.new_tensor(table), [torch.empty(0, dtype=torch.int64, device=groups.device)]
-    numbers = torch.arange(len(table), dtype=torch.int64, device=groups.device)
-    for part in groups.abs().split(max(1, _CHUNK // len(table))):
+def _blocks(matrix: Tensor, height: int, m: int) -> Tensor:
+    """Blocks of height x m of the matrix, whose sides these divide: [rows / height, columns / m, height, m]."""
+    return matrix.unflatten(1, (-1, m)).unflatten(0, (-1, height)).transpose(1, 2)
+
+
+def _best(matrix: Tensor, m: int, n: int, height: int) -> Tensor:
+    """For each block of height x m the pattern that keeps the largest sum of absolute values; the first of equal ones.
+
+    The matrix is filled up with zeros to whole blocks.
+    """
+    rows, columns = matrix.shape
+    padded = torch.nn.functional.pad(matrix.float().abs(), (0, -columns % m, 0, -rows % height))
+    patterns = _patterns(m, n, height).flatten(1).to(matrix.device)
+    numbers = torch.arange(len(patterns), dtype=torch.int64, device=matrix.device)
+    chosen = [numbers[:0]]
+    blocks = _blocks(padded, height, m)
+    for part in blocks.reshape(-1, height * m).split(max(1, _CHUNK // len(patterns))):
         # Summed place by place: a matrix product would round differently from device to device, and ties with it.
-        scores = torch.zeros(len(part), len(table), dtype=part.dtype, device=part.device)
+        scores = torch.zeros(len(part), len(patterns), dtype=torch.float32, device=matrix.device)
         for place in range(part.shape[1]):
             scores += part[:, place, None] * patterns[None, :, place]
         is_best = (scores == scores.amax(1, keepdim=True)) | scores.isnan()
-        chosen.append(torch.where(is_best, numbers, len(table)).amin(1))
-    return patterns[torch.cat(chosen)]
+        chosen.append(torch.where(is_best, numbers, len(patterns)).amin(1))
+    return patterns[torch.cat(chosen)].view(blocks.shape).transpose(1, 2).reshape(padded.shape)[:rows, :columns]
 
 
 def mn_1d_best(matrix: Tensor, m: int, n: int) -> Tensor:
     """A mask that keeps, of every `m` neighbours in a row, the `n` with the largest absolute values."""
-    groups, shape = reshape_1d(matrix.float(), m)
-    return _best_patterns(groups, _patterns_1d(m, n)).view(shape)[:, : matrix.shape[1]]
-
-
-def _blocks(matrix: Tensor, m: int) -> Tensor:
-    """m x m blocks of the matrix, whose sides `m` divides: [blocks, m * m]."""
-    rows, columns = matrix.shape
-    return matrix.reshape(rows // m, m, columns // m, m).transpose(1, 2).reshape(-1, m * m)
-
-
-def _from_blocks(blocks: Tensor, shape: torch.Size, m: int) -> Tensor:
-    return blocks.view(shape[0] // m, shape[1] // m, m, m).transpose(1, 2).reshape(shape)
+    return _best(matrix, m, n, 1)
 
 
 def mn_2d_best(matrix: Tensor, m: int, n: int) -> Tensor:
     """A mask of m x m blocks with `n` weights in every row and column: of all such, what keeps the largest sum.
 
-    The matrix is filled up with zeros to whole blocks. The transposed weight is sparse in the same way, which the
-    backward pass can use.
+    The transposed weight is sparse in the same way, which the backward pass can use.
     """
-    rows, columns = matrix.shape
-    padded = torch.nn.functional.pad(matrix.float(), (0, -columns % m, 0, -rows % m))
-    return _from_blocks(_best_patterns(_blocks(padded, m), _patterns_2d(m, n)), padded.shape, m)[:rows, :columns]
+    return _best(matrix, m, n, m)
 
 
 def mn_2d_greedy(matrix: Tensor, m: int, n: int) -> Tensor:
@@ -104,31 +99,31 @@ def mn_2d_greedy(matrix: Tensor, m: int, n: int) -> Tensor:
     Rows and columns beyond the last whole block are kept.
     """
     rows, columns = (size // m * m for size in matrix.shape)
-    mask = torch.ones_like(matrix, dtype=torch.float32)
-    blocks = _blocks(matrix[:rows, :columns].float().abs(), m)
-    every = torch.arange(len(blocks), dtype=torch.int64, device=blocks.device)
-    kept = torch.zeros_like(blocks).view(-1, m, m)
-    for place in blocks.sort(dim=1, descending=True, stable=True).indices.unbind(1):
+    blocks = _blocks(matrix[:rows, :columns].float().abs(), m, m)
+    falling = blocks.reshape(-1, m * m).sort(dim=1, descending=True, stable=True).indices
+    every = torch.arange(len(falling), dtype=torch.int64, device=matrix.device)
+    kept = torch.zeros(len(falling), m, m, dtype=torch.float32, device=matrix.device)
+    for place in falling.unbind(1):
         row, column = place // m, place % m
         fits = (kept[every, row].sum(1) < n) & (kept[every, :, column].sum(1) < n)
         kept[every, row, column] = fits.float()
-    mask[:rows, :columns] = _from_blocks(kept, mask[:rows, :columns].shape, m)
+    mask = torch.ones_like(matrix, dtype=torch.float32)
+    mask[:rows, :columns] = kept.view(blocks.shape).transpose(1, 2).reshape(rows, columns)
     return mask
 
 
-def m4n2_1d(mat: Tensor, density: float) -> Tensor:
-    """2 of 4 neighbours in a row."""
-    return mn_1d_best(mat, 4, 2)
+def _pattern(function: Callable[[Tensor, int, int], Tensor], m: int, n: int) -> Callable[[Tensor, float], Tensor]:
+    _patterns(m, n, 1)  # refuses numbers that do not fit
+
+    def pattern(mat: Tensor, density: float) -> Tensor:
+        return function(mat, m, n)
+
+    return pattern
 
 
-def m4n2_2d_best(mat: Tensor, density: float) -> Tensor:
-    """2 of 4 in rows and columns, the best of 90 patterns for each block."""
-    return mn_2d_best(mat, 4, 2)
-
-
-def m4n2_2d_greedy(mat: Tensor, density: float) -> Tensor:
-    """2 of 4 in rows and columns, chosen weight by weight."""
-    return mn_2d_greedy(mat, 4, 2)
+m4n2_1d = _pattern(mn_1d_best, 4, 2)
+m4n2_2d_best = _pattern(mn_2d_best, 4, 2)
+m4n2_2d_greedy = _pattern(mn_2d_greedy, 4, 2)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
@@ -140,16 +135,14 @@ def find_pattern(pattern: str) -> Callable[[Tensor, float], Tensor]:
     """The function of a pattern: one of this module, or `m<M>n<N>_1d`, `_2d_best`, `_2d_greedy` for other numbers."""
     if callable(globals().get(pattern)):
         return globals()[pattern]
-    numbers = re.fullmatch(r"m(\d+)n(\d+)_(1d|2d)_?(best|greedy)?", pattern)
-    maker = globals().get(f"mn_{numbers[3]}_{numbers[4] or 'best'}") if numbers else None
-    if numbers is None or maker is None:
+    numbers = re.fullmatch(r"m(\d+)n(\d+)_(1d|2d_best|2d_greedy)", pattern)
+    if numbers is None:
         raise ValueError(
             f"pattern {pattern!r} is not known: give m4n2_1d, m4n2_2d_best, m4n2_2d_greedy, or other numbers like them "
             "(m8n2_1d keeps 2 of 8)"
         )
-    m, n = int(numbers[1]), int(numbers[2])
-    _patterns_1d(m, n)  # refuses numbers that do not fit
-    return lambda matrix, density: maker(matrix, m, n)
+    functions = {"1d": mn_1d_best, "2d_best": mn_2d_best, "2d_greedy": mn_2d_greedy}
+    return _pattern(functions[numbers[3]], int(numbers[1]), int(numbers[2]))
 
 
 @torch.no_grad()

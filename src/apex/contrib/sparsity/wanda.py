@@ -26,7 +26,6 @@ class WandaMask:
         self.pattern = pattern
         self._layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
         self._squares: dict[Tensor, Tensor] = {}
-        self._hooks: list[Any] = []
 
     def __enter__(self) -> WandaMask:
         self._hooks = [layer.register_forward_pre_hook(self._see) for layer in self._layers]
@@ -44,7 +43,7 @@ class WandaMask:
         if groups > 1:
             squares = squares.repeat_interleave(len(weight) // groups, 0)
         squares = squares.view(*squares.shape, *(1,) * (weight.dim() - 2))
-        self._squares[weight] = self._squares[weight].add_(squares) if weight in self._squares else squares.clone()
+        self._squares[weight] = self._squares.get(weight, 0) + squares
 
     def __call__(self, param: Tensor) -> Tensor:
         """The mask of a parameter."""

@@ -13,6 +13,12 @@ from .._launch import kernel
 
 
 @triton.jit
+def _column(columns, window, PLACE: tl.constexpr, rows, row):
+    start = tl.load(window + PLACE).to(tl.int64) * rows
+    return tl.load(columns + start + row, mask=row < rows, other=0.0)
+
+
+@triton.jit
 def _kept(a, b, c, d):
     """The sum of the two largest of four."""
     return tl.maximum(tl.maximum(a, b) + tl.maximum(c, d), tl.maximum(a + b, c + d))
@@ -25,6 +31,19 @@ def _add(totals, split, NUMBER: tl.constexpr, a, b, c, d, e, f, g, h):
     return tl.where(split == NUMBER, totals + kept, totals)
 
 
+@triton.jit
+def _add_five(
+    totals, split, a, b, c, d, e, f, g, h,
+    V: tl.constexpr, W: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr,
+):  # fmt: skip
+    """Adds five splits, of these numbers; with b to h rotated seven times they are all 35."""
+    totals = _add(totals, split, V, a, b, c, d, e, f, g, h)
+    totals = _add(totals, split, W, a, b, c, e, d, f, g, h)
+    totals = _add(totals, split, X, a, b, c, f, d, e, g, h)
+    totals = _add(totals, split, Y, a, b, c, g, d, e, f, h)
+    return _add(totals, split, Z, a, b, d, f, c, e, g, h)
+
+
 @kernel
 @triton.jit
 def best_splits(columns, windows, gains, best, rows, BLOCK: tl.constexpr):
@@ -32,65 +51,24 @@ def best_splits(columns, windows, gains, best, rows, BLOCK: tl.constexpr):
 
     One warp per program: then sums need no shared memory.
     """
-    window = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)
+    window = windows + number * 8
     split = tl.arange(0, 64)
     totals = tl.zeros([64], tl.float32)
-    at = windows + window * 8
-    p0 = columns + tl.load(at).to(tl.int64) * rows
-    p1 = columns + tl.load(at + 1).to(tl.int64) * rows
-    p2 = columns + tl.load(at + 2).to(tl.int64) * rows
-    p3 = columns + tl.load(at + 3).to(tl.int64) * rows
-    p4 = columns + tl.load(at + 4).to(tl.int64) * rows
-    p5 = columns + tl.load(at + 5).to(tl.int64) * rows
-    p6 = columns + tl.load(at + 6).to(tl.int64) * rows
-    p7 = columns + tl.load(at + 7).to(tl.int64) * rows
     for first in tl.range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        mask = row < rows
-        a = tl.load(p0 + row, mask=mask, other=0.0)
-        b = tl.load(p1 + row, mask=mask, other=0.0)
-        c = tl.load(p2 + row, mask=mask, other=0.0)
-        d = tl.load(p3 + row, mask=mask, other=0.0)
-        e = tl.load(p4 + row, mask=mask, other=0.0)
-        f = tl.load(p5 + row, mask=mask, other=0.0)
-        g = tl.load(p6 + row, mask=mask, other=0.0)
-        h = tl.load(p7 + row, mask=mask, other=0.0)
-        totals = _add(totals, split, 0, a, b, c, d, e, f, g, h)
-        totals = _add(totals, split, 1, a, b, c, e, d, f, g, h)
-        totals = _add(totals, split, 2, a, b, c, f, d, e, g, h)
-        totals = _add(totals, split, 3, a, b, c, g, d, e, f, h)
-        totals = _add(totals, split, 4, a, b, c, h, d, e, f, g)
-        totals = _add(totals, split, 5, a, b, d, e, c, f, g, h)
-        totals = _add(totals, split, 6, a, b, d, f, c, e, g, h)
-        totals = _add(totals, split, 7, a, b, d, g, c, e, f, h)
-        totals = _add(totals, split, 8, a, b, d, h, c, e, f, g)
-        totals = _add(totals, split, 9, a, b, e, f, c, d, g, h)
-        totals = _add(totals, split, 10, a, b, e, g, c, d, f, h)
-        totals = _add(totals, split, 11, a, b, e, h, c, d, f, g)
-        totals = _add(totals, split, 12, a, b, f, g, c, d, e, h)
-        totals = _add(totals, split, 13, a, b, f, h, c, d, e, g)
-        totals = _add(totals, split, 14, a, b, g, h, c, d, e, f)
-        totals = _add(totals, split, 15, a, c, d, e, b, f, g, h)
-        totals = _add(totals, split, 16, a, c, d, f, b, e, g, h)
-        totals = _add(totals, split, 17, a, c, d, g, b, e, f, h)
-        totals = _add(totals, split, 18, a, c, d, h, b, e, f, g)
-        totals = _add(totals, split, 19, a, c, e, f, b, d, g, h)
-        totals = _add(totals, split, 20, a, c, e, g, b, d, f, h)
-        totals = _add(totals, split, 21, a, c, e, h, b, d, f, g)
-        totals = _add(totals, split, 22, a, c, f, g, b, d, e, h)
-        totals = _add(totals, split, 23, a, c, f, h, b, d, e, g)
-        totals = _add(totals, split, 24, a, c, g, h, b, d, e, f)
-        totals = _add(totals, split, 25, a, d, e, f, b, c, g, h)
-        totals = _add(totals, split, 26, a, d, e, g, b, c, f, h)
-        totals = _add(totals, split, 27, a, d, e, h, b, c, f, g)
-        totals = _add(totals, split, 28, a, d, f, g, b, c, e, h)
-        totals = _add(totals, split, 29, a, d, f, h, b, c, e, g)
-        totals = _add(totals, split, 30, a, d, g, h, b, c, e, f)
-        totals = _add(totals, split, 31, a, e, f, g, b, c, d, h)
-        totals = _add(totals, split, 32, a, e, f, h, b, c, d, g)
-        totals = _add(totals, split, 33, a, e, g, h, b, c, d, f)
-        totals = _add(totals, split, 34, a, f, g, h, b, c, d, e)
+        a, b = _column(columns, window, 0, rows, row), _column(columns, window, 1, rows, row)
+        c, d = _column(columns, window, 2, rows, row), _column(columns, window, 3, rows, row)
+        e, f = _column(columns, window, 4, rows, row), _column(columns, window, 5, rows, row)
+        g, h = _column(columns, window, 6, rows, row), _column(columns, window, 7, rows, row)
+        totals = _add_five(totals, split, a, b, c, d, e, f, g, h, 0, 1, 2, 3, 6)
+        totals = _add_five(totals, split, a, c, d, e, f, g, h, b, 15, 16, 17, 18, 20)
+        totals = _add_five(totals, split, a, d, e, f, g, h, b, c, 25, 26, 27, 5, 29)
+        totals = _add_five(totals, split, a, e, f, g, h, b, c, d, 31, 32, 9, 19, 10)
+        totals = _add_five(totals, split, a, f, g, h, b, c, d, e, 34, 12, 22, 28, 23)
+        totals = _add_five(totals, split, a, g, h, b, c, d, e, f, 14, 24, 30, 33, 7)
+        totals = _add_five(totals, split, a, h, b, c, d, e, f, g, 4, 8, 11, 13, 21)
     totals = tl.where(split < 35, totals, -1.0)
     top = tl.max(totals, 0)
-    tl.store(best + window, tl.min(tl.where(totals == top, split, 34), 0))
-    tl.store(gains + window, top - tl.sum(tl.where(split == 0, totals, 0.0), 0))
+    tl.store(best + number, tl.min(tl.where(totals == top, split, 34), 0))
+    tl.store(gains + number, top - tl.sum(tl.where(split == 0, totals, 0.0), 0))

@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import _library
 from .._checks import check_tensors
 from .._device import next_power_of_2
+from .._host import HOST
 from .._tolerance import excess
 from . import reference
 
@@ -20,17 +21,16 @@ kernels = _library.LazyModule(f"{__package__}.kernels")
 def best_splits(columns: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
     """For each window of columns, what its best split keeps more than split 0, and that split's number.
 
-    `columns` is float32 [C, R], not negative; `windows` is integer [N, w] with w 8, 12 or 16. Kernels take windows of
-    8. The same input gives the same bits.
+    `columns` is float32 [C, R], not negative; `windows` is integer [N, 8]. The same input gives the same bits.
     """
     check_tensors(columns=columns, windows=windows)
     if columns.dim() != 2 or columns.dtype != torch.float32:
         raise ValueError(f"columns must be a float32 matrix, got {list(columns.shape)} {columns.dtype}")
-    if windows.dim() != 2 or windows.shape[1] not in (8, 12, 16):
-        raise ValueError(f"windows must have 8, 12 or 16 columns each, got {list(windows.shape)}")
+    if windows.dim() != 2 or windows.shape[1] != 8:
+        raise ValueError(f"windows must have 8 columns each, got {list(windows.shape)}")
     if not len(windows):
         return columns.new_empty(0), windows.new_empty(0, dtype=torch.int64)
-    if windows.shape[1] != 8 or not columns.numel() or not _library.runs_triton(FAMILY, columns):
+    if not columns.numel() or not _library.runs_triton(FAMILY, columns):
         return reference.best_splits(columns, windows.to(columns.device, torch.int64))
     return launch(columns.contiguous(), windows.to(columns.device, torch.int32).contiguous())
 
@@ -46,20 +46,14 @@ def launch(columns: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
 
 def self_check(device: torch.device) -> float:
     """The largest error of the gains of some windows, as a multiple of its tolerance."""
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    columns = torch.rand(24, 300, generator=generator, dtype=torch.float32, device="cpu")
-    windows = torch.randperm(24, generator=generator, dtype=torch.int64, device="cpu").view(3, 8)
+    columns = torch.arange(24 * 300, dtype=torch.float32, device=HOST).mul(0.7).sin().abs().view(24, 300)
+    windows = torch.arange(24, dtype=torch.int64, device=HOST).view(3, 8)
     gains, _ = best_splits(columns.to(device), windows.to(device))
     expected, _ = reference.best_splits(columns.double(), windows)
     # A gain is the difference of two sums of 600 numbers each.
-    return float(excess(gains.cpu() + 300, expected + 300, torch.float32))
+    return float(excess(gains.to(HOST) + 300, expected + 300, torch.float32))
 
 
-FAMILY = _library.register_family(
-    _library.OpFamily(
-        "permutation",
-        "the best ways to share columns among stripes of four, for 2:4 sparsity",
-        self_check,
-        triton_dtypes=frozenset({torch.float32}),
-    )
-)
+SUMMARY = "the best ways to share columns among stripes of four, for 2:4 sparsity"
+FLOAT32 = frozenset({torch.float32})
+FAMILY = _library.register_family(_library.OpFamily("permutation", SUMMARY, self_check, triton_dtypes=FLOAT32))
