@@ -1,6 +1,7 @@
 """What an installation consists of: a pure-Python wheel with the package, the compiled names and the recorded peers."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 import zipfile
@@ -49,6 +50,40 @@ def test_the_wheel_names_its_command_and_its_requirements(wheel: Path) -> None:
     assert required == {f"Requires-Dist: {package}" for package in ("rich>=13", "torch>=2.6", "typer>=0.12")}
     assert "Requires-Python: >=3.10" in metadata
     assert "License-Expression: BSD-3-Clause" in metadata
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["-v", "--config-settings", "--build-option=--cpp_ext", "--config-settings", "--build-option=--cuda_ext"],
+        ["-v", "--global-option=--cpp_ext", "--global-option=--cuda_ext", "--global-option=--fast_layer_norm"],
+    ],
+    ids=["config-settings", "global-option"],
+)
+def test_the_originals_install_lines_install_this(options: list[str], tmp_path: Path) -> None:
+    """`pip install ./` with the options, and variables, that chose what the originals compile."""
+    pytest.importorskip("hatchling")
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    help_text = subprocess.run([*pip, "--help"], capture_output=True, text=True).stdout
+    if options[1].partition("=")[0] not in help_text:
+        pytest.skip(f"this pip has no {options[1].partition('=')[0]}")
+    here = [
+        "--no-index",
+        "--no-cache-dir",
+        "--no-build-isolation",
+        "--no-deps",
+        "--no-compile",
+        "--target",
+        str(tmp_path),
+    ]
+    chosen = {"APEX_CPP_EXT": "1", "APEX_CUDA_EXT": "1", "APEX_ALL_CONTRIB_EXT": "1", "APEX_BUILD_CUDA_OPS": "1"}
+    environment = {**os.environ, **chosen}
+    result = subprocess.run(
+        [*pip, *here, *options, "./"], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert {"amp_C.py", "apex", f"apex-{apex.__version__}.dist-info"} <= {path.name for path in tmp_path.iterdir()}
+    assert not list(tmp_path.rglob("*.so"))
 
 
 def test_clients_can_ask_for_the_version() -> None:

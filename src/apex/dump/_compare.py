@@ -113,11 +113,11 @@ def _read(path: Dump) -> dict[Key, tuple[int, str, Any, str]]:
     found = {}
     with file:
         for order, (group, dataset, values) in enumerate(_tensors(file)):
-            name = (group.attrs.get("module", ""), group.attrs.get("kind", dataset), dataset)
-            calls[name] = calls.get(name, -1) + 1
-            scaled = values[()] / group.attrs.get("loss_scale", 1.0) if "loss_scale" in group.attrs else values[()]
+            module, kind = group.attrs.get("module", ""), group.attrs.get("kind", dataset)
+            call = calls[module, kind, dataset] = calls.get((module, kind, dataset), -1) + 1
+            scaled = values[()] / group.attrs["loss_scale"] if "loss_scale" in group.attrs else values[()]
             layer = group.name.partition("_")[2]
-            found[(*name, calls[name])] = order, layer, scaled, values.attrs.get("dtype", str(values.dtype))
+            found[module, kind, dataset, call] = order, layer, scaled, values.attrs.get("dtype", str(values.dtype))
     return found
 
 
