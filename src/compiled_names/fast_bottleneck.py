@@ -1,6 +1,6 @@
 """Upstream's compiled module of this name: a bottleneck with frozen batch norms, whole and stage by stage.
 
-Images are [N, C, H, W], or with `nhwc` [N, H, W, C], and weights likewise. The lists are
+Every function has `nhwc` first: whether images and weights are [N, H, W, C] instead of [N, C, H, W]. The lists are
 
     inputs of forward stages    x, w1, w2, w3, s1, s2, s3, b1, b2, b3 (, w4, s4, b4 of the shortcut)
     their outputs               out1, out2, y
@@ -14,7 +14,9 @@ edge to another rank: three, of which the middle one is at the edge, or ("corr")
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,52 +29,110 @@ Tensors = Sequence[Tensor]
 _NONE, _BOTH, _COLUMNS = (0, 0), (1, 1), (0, 1)
 
 
-def _images(tensor: Tensor, nhwc: bool) -> Tensor:
-    return tensor.movedim(-1, 1) if nhwc else tensor
+def _moved(value: Any, source: int, target: int) -> Any:
+    """Every tensor of four dimensions, also in lists, with a dimension at another place."""
+    if isinstance(value, Sequence):
+        return [_moved(each, source, target) for each in value]
+    return value.movedim(source, target) if isinstance(value, Tensor) and value.dim() == 4 else value
 
 
-def _back(tensor: Tensor, nhwc: bool) -> Tensor:
-    return tensor.movedim(1, -1) if nhwc else tensor
+def _stage(function: Callable) -> Callable:
+    """Takes `nhwc` off the arguments, and has `function` see [N, C, H, W] only."""
+
+    @functools.wraps(function)
+    def run(nhwc: bool, *arguments: Any) -> Any:
+        if not nhwc:
+            return function(*arguments)
+        return _moved(function(*(_moved(each, -1, 1) for each in arguments)), 1, -1)
+
+    return run
 
 
-def _empty(images: Tensor, shape: Sequence[int], nhwc: bool) -> Tensor:
-    """Images of a shape [N, C, H, W] in the layout of others, as `nhwc` has them."""
-    last = nhwc or images.is_contiguous(memory_format=torch.channels_last)
-    layout = torch.channels_last if last else torch.contiguous_format
-    return _back(torch.empty(tuple(shape), dtype=images.dtype, device=images.device, memory_format=layout), nhwc)
+def _finished(raw: Tensor, inputs: Tensors) -> Tensor:
+    """Scale, bias and ReLU behind the second convolution."""
+    scale, bias = (inputs[place].reshape(1, -1, 1, 1) for place in (5, 8))
+    return (raw * scale + bias).relu().to(raw.dtype)
 
 
-def _activated(images: Tensor, inputs: Tensors, padding: tuple[int, int], nhwc: bool, number: int = 2) -> Tensor:
-    """relu(scale * conv + bias) of convolution 1 or 2, as [N, C, H, W]."""
-    weight = times_scale(_images(inputs[number], nhwc), inputs[number + 3])
-    return conv_relu(images, weight, inputs[number + 6].reshape(-1), padding)
+def _out2(out1: Tensor, inputs: Tensors, padding: tuple[int, int]) -> Tensor:
+    return conv_relu(out1, times_scale(inputs[2], inputs[5]), inputs[8].reshape(-1), padding)
 
 
 def _within(tensor: Tensor, top: Tensor, bottom: Tensor) -> Tensor:
-    """Which rows of [N, C, H, W] the thresholds leave to this rank."""
+    """Which rows are not before the first threshold or behind the second."""
     rows = torch.arange(tensor.shape[2], dtype=torch.int32, device=tensor.device).view(-1, 1)
     return (rows >= top.to(rows.device)) & (rows <= bottom.to(rows.device))
 
 
-def _scaled_gradient(gradient: Tensor, output: Tensor, scale: Tensor) -> Tensor:
-    """Before ReLU and scale, as [N, C, H, W]."""
+def _before(gradient: Tensor, output: Tensor, scale: Tensor) -> Tensor:
+    """The gradient before ReLU and scale."""
     return relu_gradient(gradient, output) * scale.reshape(1, -1, 1, 1)
 
 
-def _data_gradient(dz: Tensor, like: Tensor, weight: Tensor, padding: tuple[int, int], stride: int = 1) -> Tensor:
-    gradient, _ = conv_gradients(dz, like, weight, padding, (True, False), stride)
-    assert gradient is not None
-    return gradient
+def _data_gradient(dz: Tensor, like: Tensor, weight: Tensor, padding: tuple[int, int], stride: int = 1) -> Any:
+    return conv_gradients(dz, like, weight, padding, (True, False), stride)[0]
 
 
-def _weight_gradient(
-    dz: Tensor, images: Tensor, weight: Tensor, padding: tuple[int, int], nhwc: bool, stride: int = 1
-) -> Tensor:
-    """All in the caller's layout."""
-    dz, images, weight = (_images(each, nhwc) for each in (dz, images, weight))
-    _, gradient = conv_gradients(dz, images, weight, padding, (False, True), stride)
-    assert gradient is not None
-    return _back(gradient, nhwc)
+def _weight_gradient(dz: Tensor, images: Tensor, weight: Tensor, padding: tuple[int, int], stride: int = 1) -> Any:
+    return conv_gradients(dz, images, weight, padding, (False, True), stride)[1]
+
+
+@_stage
+def forward_init(stride: int, inputs: Tensors) -> list[Tensor]:
+    """Memory for out1, out2 and y."""
+    x = inputs[0]
+    (n, _, height, width), last = x.shape, x.is_contiguous(memory_format=torch.channels_last)
+    sizes = [(n, weight.shape[0], -(-height // stride), -(-width // stride)) for weight in inputs[1:4]]
+    layout = torch.channels_last if last else torch.contiguous_format
+    return [torch.empty(size, dtype=x.dtype, device=x.device, memory_format=layout) for size in sizes]
+
+
+@_stage
+def forward_out1(stride: int, inputs: Tensors, outputs: Tensors) -> None:
+    """The first convolution."""
+    x, weight, scale, bias = (inputs[place] for place in (0, 1, 4, 7))
+    outputs[0].copy_(conv_relu(x[:, :, ::stride, ::stride], times_scale(weight, scale), bias.reshape(-1), _NONE))
+
+
+@_stage
+def forward_out2(stride: int, inputs: Tensors, outputs: Tensors) -> None:
+    """The second one, with zeros around."""
+    outputs[1].copy_(_out2(outputs[0], inputs, _BOTH))
+
+
+@_stage
+def forward_out2_mask(stride: int, inputs: Tensors, outputs: Tensors, top: Tensor, bottom: Tensor) -> None:
+    """The same; rows before the first threshold and behind the second are left without scale, bias and ReLU."""
+    raw = functional.conv2d(outputs[0], inputs[2], padding=1)
+    outputs[1].copy_(torch.where(_within(raw, top, bottom), _finished(raw, inputs), raw))
+
+
+@_stage
+def forward_out2_halo(fat_halo: Tensor, inputs: Tensors) -> Tensor:
+    """The row of out2 in the middle of three rows of out1."""
+    return _out2(fat_halo, inputs, _COLUMNS)
+
+
+@_stage
+def forward_out2_halo_corr(halo: Tensor, inputs: Tensors, w1by3: Tensor, part: Tensor) -> Tensor:
+    """An edge row that `forward_out2_mask` left, with the neighbour's row of out1 and the weights' row for it."""
+    return _finished(part + functional.conv2d(halo, w1by3, padding=_COLUMNS), inputs)
+
+
+@_stage
+def forward_out2_pad(stride: int, inputs: Tensors, outputs: Tensors, out1_pad: Tensor) -> None:
+    """out2 from out1 with a row of each neighbour."""
+    outputs[1].copy_(_out2(out1_pad, inputs, _COLUMNS))
+
+
+@_stage
+def forward_rest(stride: int, inputs: Tensors, outputs: Tensors) -> None:
+    """The third convolution and the shortcut: y."""
+    shortcut = inputs[0][:, :, ::stride, ::stride]
+    if len(inputs) > 10:
+        shortcut = functional.conv2d(shortcut, times_scale(inputs[10], inputs[11]), inputs[12].reshape(-1))
+    scaled = times_scale(inputs[3], inputs[6])
+    outputs[2].copy_(conv_relu(outputs[1], scaled, inputs[9].reshape(-1), _NONE, shortcut))
 
 
 def forward(nhwc: bool, stride: int, inputs: Tensors) -> list[Tensor]:
@@ -83,70 +143,87 @@ def forward(nhwc: bool, stride: int, inputs: Tensors) -> list[Tensor]:
     return outputs
 
 
-def forward_init(nhwc: bool, stride: int, inputs: Tensors) -> list[Tensor]:
-    """Memory for out1, out2 and y."""
-    x = _images(inputs[0], nhwc)
-    n, _, h, w = x.shape
-    channels = (inputs[1].shape[0], inputs[2].shape[0], inputs[3].shape[0])
-    height, width = -(-h // stride), -(-w // stride)
-    return [_empty(x, (n, each, height, width), nhwc) for each in channels]
+@_stage
+def backward_init(stride: int, inputs: Tensors) -> list[Tensor]:
+    """Memory for the gradients."""
+    return [torch.empty_like(each) for each in (*inputs[:4], *inputs[14:15])]
 
 
-def forward_out1(nhwc: bool, stride: int, inputs: Tensors, outputs: Tensors) -> None:
-    """The first convolution."""
-    pixels = _images(inputs[0], nhwc)[:, :, ::stride, ::stride]
-    outputs[0].copy_(_back(_activated(pixels, inputs, _NONE, nhwc, 1), nhwc))
+@_stage
+def backward_grad_out2(stride: int, inputs: Tensors, outputs: Tensors) -> Tensor:
+    """The gradient behind the second convolution."""
+    return _before(_data_gradient(inputs[10], inputs[13], inputs[3], _NONE), inputs[13], inputs[5])
 
 
-def forward_out2(nhwc: bool, stride: int, inputs: Tensors, outputs: Tensors) -> None:
-    """The second one, with zeros around."""
-    out1 = _images(outputs[0], nhwc)
-    outputs[1].copy_(_back(_activated(out1, inputs, _BOTH, nhwc), nhwc))
+@_stage
+def backward_grad_out1(stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Tensor) -> Tensor:
+    """The gradient behind the first convolution, with zeros around `grad_out2`."""
+    return _before(_data_gradient(grad_out2, inputs[12], inputs[2], _BOTH), inputs[12], inputs[4])
 
 
-def forward_out2_mask(nhwc: bool, stride: int, inputs: Tensors, outputs: Tensors, top: Tensor, bottom: Tensor) -> None:
-    """The same; rows before the first threshold and behind the second are left without scale, bias and ReLU."""
-    out1, weight = (_images(each, nhwc) for each in (outputs[0], inputs[2]))
-    raw = functional.conv2d(out1, weight, padding=1)
-    done = torch.where(_within(raw, top, bottom), _finished(raw, inputs), raw)
-    outputs[1].copy_(_back(done, nhwc))
-
-
-def _finished(raw: Tensor, inputs: Tensors) -> Tensor:
-    """Scale, bias and ReLU behind the second convolution."""
-    scale, bias = (inputs[place].reshape(1, -1, 1, 1) for place in (5, 8))
-    return (raw * scale + bias).relu().to(raw.dtype)
-
-
-def forward_out2_halo(nhwc: bool, fat_halo_y1: Tensor, inputs: Tensors) -> Tensor:
-    """The row of out2 in the middle of three rows of out1."""
-    rows = _images(fat_halo_y1, nhwc)
-    return _back(_activated(rows, inputs, _COLUMNS, nhwc), nhwc)
-
-
-def forward_out2_halo_corr(
-    nhwc: bool, slim_halo_y1: Tensor, inputs: Tensors, w1by3: Tensor, out2_part_halo: Tensor
+@_stage
+def backward_grad_out1_mask(
+    stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Tensor, top: Tensor, bottom: Tensor
 ) -> Tensor:
-    """An edge row that `forward_out2_mask` left, with the neighbour's row of out1 and the weights' row for it."""
-    row, weight, part = (_images(each, nhwc) for each in (slim_halo_y1, w1by3, out2_part_halo))
-    return _back(_finished(part + functional.conv2d(row, weight, padding=_COLUMNS), inputs), nhwc)
+    """The same; rows before the first threshold and behind the second are left without ReLU and scale."""
+    raw = _data_gradient(grad_out2, inputs[12], inputs[2], _BOTH)
+    return torch.where(_within(raw, top, bottom), _before(raw, inputs[12], inputs[4]), raw)
 
 
-def forward_out2_pad(nhwc: bool, stride: int, inputs: Tensors, outputs: Tensors, out1_pad: Tensor) -> None:
-    """out2 from out1 with a row of each neighbour."""
-    padded = _images(out1_pad, nhwc)
-    outputs[1].copy_(_back(_activated(padded, inputs, _COLUMNS, nhwc), nhwc))
+@_stage
+def backward_grad_out1_halo(
+    stride: int, inputs: Tensors, outputs: Tensors, fat_halo: Tensor, fat_out1: Tensor
+) -> Tensor:
+    """The gradient behind the first convolution for three rows, of which the middle one is complete."""
+    return _before(_data_gradient(fat_halo, fat_out1, inputs[2], _BOTH), fat_out1, inputs[4])
 
 
-def forward_rest(nhwc: bool, stride: int, inputs: Tensors, outputs: Tensors) -> None:
-    """The third convolution and the shortcut: y."""
-    x, out2, weight = (_images(each, nhwc) for each in (inputs[0], outputs[1], inputs[3]))
-    shortcut = x[:, :, ::stride, ::stride]
-    if len(inputs) > 10:
-        scaled = times_scale(_images(inputs[10], nhwc), inputs[11])
-        shortcut = functional.conv2d(shortcut, scaled, inputs[12].reshape(-1))
-    y = conv_relu(out2, times_scale(weight, inputs[6]), inputs[9].reshape(-1), _NONE, shortcut)
-    outputs[2].copy_(_back(y, nhwc))
+@_stage
+def backward_grad_out1_halo_corr(
+    stride: int, inputs: Tensors, w1by3: Tensor, outputs: Tensors, halo: Tensor, out1: Tensor, part: Tensor
+) -> Tensor:
+    """An edge row that `backward_grad_out1_mask` left, with the neighbour's row of the gradient behind it."""
+    return _before(part + _data_gradient(halo, out1, w1by3, _COLUMNS), out1, inputs[4])
+
+
+@_stage
+def backward_wgrad2_pad(stride: int, inputs: Tensors, outputs: Tensors, out1_pad: Tensor, grad_out2: Tensor) -> None:
+    """The second weight's gradient, of out1 with a row of each neighbour."""
+    outputs[2].copy_(_weight_gradient(grad_out2, out1_pad, inputs[2], _COLUMNS))
+
+
+@_stage
+def backward_wgrad2(stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Tensor) -> None:
+    """The same with zeros around out1."""
+    outputs[2].copy_(_weight_gradient(grad_out2, inputs[12], inputs[2], _BOTH))
+
+
+@_stage
+def backward_wgrad2_halo(stride: int, inputs: Tensors, outputs: Tensors, fat_out1: Tensor, halo: Tensor) -> Tensor:
+    """What three rows of out1 and the gradient's row in their middle add to the second weight's gradient."""
+    return _weight_gradient(halo, fat_out1, inputs[2], _COLUMNS)
+
+
+@_stage
+def backward_wgrad3(stride: int, inputs: Tensors, outputs: Tensors) -> None:
+    """The third weight's gradient."""
+    outputs[3].copy_(_weight_gradient(inputs[10], inputs[13], inputs[3], _NONE))
+
+
+@_stage
+def backward_wgrad1(stride: int, inputs: Tensors, outputs: Tensors, grad_out1: Tensor) -> None:
+    """The first weight's gradient."""
+    outputs[1].copy_(_weight_gradient(grad_out1, inputs[0], inputs[1], _NONE, stride))
+
+
+@_stage
+def backward_rest(stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Tensor, grad_out1: Tensor) -> None:
+    """Gradients of x and of the shortcut's weight."""
+    x, dx = inputs[0], inputs[11]
+    if len(inputs) > 14:
+        outputs[4].copy_(_weight_gradient(dx, x, inputs[14], _NONE, stride))
+        dx = _data_gradient(dx, x, inputs[14], _NONE, stride)
+    outputs[0].copy_(_data_gradient(grad_out1, x, inputs[1], _NONE, stride) + dx)
 
 
 def backward(nhwc: bool, stride: int, inputs: Tensors) -> list[Tensor]:
@@ -160,93 +237,3 @@ def backward(nhwc: bool, stride: int, inputs: Tensors) -> list[Tensor]:
     backward_wgrad1(*arguments, grad_out1)
     backward_rest(*arguments, grad_out2, grad_out1)
     return outputs
-
-
-def backward_init(nhwc: bool, stride: int, inputs: Tensors) -> list[Tensor]:
-    """Memory for the gradients."""
-    return [torch.empty_like(each) for each in (*inputs[:4], *inputs[14:15])]
-
-
-def backward_grad_out2(nhwc: bool, stride: int, inputs: Tensors, outputs: Tensors) -> Tensor:
-    """The gradient behind the second convolution."""
-    dy, out2, weight = (_images(inputs[place], nhwc) for place in (10, 13, 3))
-    gradient = _data_gradient(dy, out2, weight, _NONE)
-    return _back(_scaled_gradient(gradient, out2, inputs[5]), nhwc)
-
-
-def backward_grad_out1(nhwc: bool, stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Tensor) -> Tensor:
-    """The gradient behind the first convolution, with zeros around `grad_out2`."""
-    return backward_grad_out1_halo(nhwc, stride, inputs, outputs, grad_out2, inputs[12])
-
-
-def backward_grad_out1_mask(
-    nhwc: bool, stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Tensor, top: Tensor, bottom: Tensor
-) -> Tensor:
-    """The same; rows before the first threshold and behind the second are left without ReLU and scale."""
-    dz, out1, weight = (_images(each, nhwc) for each in (grad_out2, inputs[12], inputs[2]))
-    raw = _data_gradient(dz, out1, weight, _BOTH)
-    done = _scaled_gradient(raw, out1, inputs[4])
-    return _back(torch.where(_within(raw, top, bottom), done, raw), nhwc)
-
-
-def backward_grad_out1_halo(
-    nhwc: bool, stride: int, inputs: Tensors, outputs: Tensors, grad_out2_halo: Tensor, relu1_halo: Tensor
-) -> Tensor:
-    """The gradient behind the first convolution for these rows; of three rows the middle one is complete."""
-    dz, out1, weight = (_images(each, nhwc) for each in (grad_out2_halo, relu1_halo, inputs[2]))
-    return _back(_scaled_gradient(_data_gradient(dz, out1, weight, _BOTH), out1, inputs[4]), nhwc)
-
-
-def backward_grad_out1_halo_corr(
-    nhwc: bool,
-    stride: int,
-    inputs: Tensors,
-    w1by3: Tensor,
-    outputs: Tensors,
-    grad_out2_halo: Tensor,
-    relu1_halo: Tensor,
-    part_grad_out1: Tensor,
-) -> Tensor:
-    """An edge row that `backward_grad_out1_mask` left, with the neighbour's row of the gradient behind it."""
-    dz, out1, weight, part = (_images(each, nhwc) for each in (grad_out2_halo, relu1_halo, w1by3, part_grad_out1))
-    return _back(_scaled_gradient(part + _data_gradient(dz, out1, weight, _COLUMNS), out1, inputs[4]), nhwc)
-
-
-def backward_wgrad2_pad(
-    nhwc: bool, stride: int, inputs: Tensors, outputs: Tensors, out1_pad: Tensor, grad_out2: Tensor
-) -> None:
-    """The second weight's gradient, of out1 with a row of each neighbour."""
-    outputs[2].copy_(_weight_gradient(grad_out2, out1_pad, inputs[2], _COLUMNS, nhwc))
-
-
-def backward_wgrad2(nhwc: bool, stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Tensor) -> None:
-    """The same with zeros around out1."""
-    outputs[2].copy_(_weight_gradient(grad_out2, inputs[12], inputs[2], _BOTH, nhwc))
-
-
-def backward_wgrad2_halo(
-    nhwc: bool, stride: int, inputs: Tensors, outputs: Tensors, input: Tensor, grad_out2_halo: Tensor
-) -> Tensor:
-    """What three rows of out1 and the gradient's row in their middle add to the second weight's gradient."""
-    return _weight_gradient(grad_out2_halo, input, inputs[2], _COLUMNS, nhwc)
-
-
-def backward_wgrad3(nhwc: bool, stride: int, inputs: Tensors, outputs: Tensors) -> None:
-    """The third weight's gradient."""
-    outputs[3].copy_(_weight_gradient(inputs[10], inputs[13], inputs[3], _NONE, nhwc))
-
-
-def backward_wgrad1(nhwc: bool, stride: int, inputs: Tensors, outputs: Tensors, grad_out1: Tensor) -> None:
-    """The first weight's gradient."""
-    outputs[1].copy_(_weight_gradient(grad_out1, inputs[0], inputs[1], _NONE, nhwc, stride))
-
-
-def backward_rest(
-    nhwc: bool, stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Tensor, grad_out1: Tensor
-) -> None:
-    """Gradients of x and of the shortcut's weight."""
-    x, weight, dz, dx = (_images(each, nhwc) for each in (inputs[0], inputs[1], grad_out1, inputs[11]))
-    if len(inputs) > 14:
-        outputs[4].copy_(_weight_gradient(inputs[11], inputs[0], inputs[14], _NONE, nhwc, stride))
-        dx = _data_gradient(dx, x, _images(inputs[14], nhwc), _NONE, stride)
-    outputs[0].copy_(_back(_data_gradient(dz, x, weight, _NONE, stride) + dx, nhwc))

@@ -5,6 +5,7 @@ Where upstream has addresses, integers here are handles. Memory is the accelerat
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
@@ -68,26 +69,17 @@ def get_raw_peers(ipc_addresses: Tensor, peer_rank: int, raw: int) -> list[int]:
     return handles
 
 
-def _view(raw: int, shape: Sequence[int], channels_last: bool, dtype: torch.dtype) -> Tensor:
+def _view(dtype: torch.dtype, raw: int, shape: Sequence[int], channels_last: bool) -> Tensor:
+    """The memory as a tensor."""
     memory, count = _memory(raw), math.prod(shape) * dtype.itemsize
     if count > memory.numel():
         raise ValueError(f"a tensor {list(shape)} of {dtype} needs {count} bytes, but raw has {memory.numel()}")
     return laid_out(memory[:count], shape, dtype, channels_last)
 
 
-def blob_view_half(raw: int, shape: Sequence[int], channels_last: bool) -> Tensor:
-    """The memory as a float16 tensor."""
-    return _view(raw, shape, channels_last, torch.float16)
-
-
-def blob_view_float(raw: int, shape: Sequence[int], channels_last: bool) -> Tensor:
-    """The memory as a float32 tensor."""
-    return _view(raw, shape, channels_last, torch.float32)
-
-
-def blob_view_int(raw: int, shape: Sequence[int], channels_last: bool) -> Tensor:
-    """The memory as an int32 tensor."""
-    return _view(raw, shape, channels_last, torch.int32)
+blob_view_half = functools.partial(_view, torch.float16)
+blob_view_float = functools.partial(_view, torch.float32)
+blob_view_int = functools.partial(_view, torch.int32)
 
 
 def push_pull_halos_1d(
@@ -111,12 +103,10 @@ def push_pull_halos_1d(
     The `in` transfer buffers are this rank's of a PeerMemoryPool, the `out` ones the neighbours'. Any batch is taken,
     and both edges may be zero.
     """
-    memory, _ = peer_memory.owner_of(top_in_transfer)
-    sides, others = [], []
-    for zero, sent, here, there, received in (
-        (top_zero, top_in_halo, top_in_transfer, top_out_transfer, top_out_halo),
-        (btm_zero, btm_in_halo, btm_in_transfer, btm_out_transfer, btm_out_halo),
-    ):
-        sides.append(received if zero else (sent, here, there, received))
-        others += [] if zero else [peer_memory.owner_of(there)[1]]
-    push_pull(*sides, memory, others)
+    if not all(hasattr(each, "peer") for each in (top_in_transfer, top_out_transfer, btm_out_transfer)):
+        raise ValueError("the transfer buffers are not of PeerMemoryPool.allocate_peer_tensors")
+    top = top_in_halo, top_in_transfer, top_out_transfer, top_out_halo
+    btm = btm_in_halo, btm_in_transfer, btm_out_transfer, btm_out_halo
+    others = [side[2].peer[1] for side, zero in ((top, top_zero), (btm, btm_zero)) if not zero]  # type: ignore[attr-defined]
+    memory = top_in_transfer.peer[0]  # type: ignore[attr-defined]
+    push_pull(top_out_halo if top_zero else top, btm_out_halo if btm_zero else btm, memory, others)

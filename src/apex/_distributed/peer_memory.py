@@ -6,11 +6,10 @@ cannot be shared, `problem` says why, and halos go by messages.
 
 from __future__ import annotations
 
+import ast
 import logging
-import pickle
 import socket
 import tempfile
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._failures import explained
-from ..ops._host import HOST, on_host
+from ..ops._host import HOST
 from .neighbours import group_of
 
 logger = logging.getLogger("apex.peer_memory")
@@ -29,7 +28,6 @@ logger = logging.getLogger("apex.peer_memory")
 _MEMORY_FOLDER = Path("/dev/shm")
 # Bytes of the description of a piece of memory that another process opens.
 ADDRESS_BYTES = 1024
-_LIVE: weakref.WeakSet[PeerMemory] = weakref.WeakSet()
 
 
 class PeerMemory:
@@ -48,8 +46,6 @@ class PeerMemory:
             self.memories = self._map_files()
         else:
             self.memories = self._rendezvous(device)
-        self._addresses = [memory.data_ptr() for memory in self.memories]
-        _LIVE.add(self)
 
     def _all(self, value: Any) -> list[Any]:
         """A value of every rank."""
@@ -118,21 +114,6 @@ class PeerMemory:
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
 
-    def owner(self, tensor: Tensor) -> int | None:
-        """The place of the rank whose memory has this tensor; None if it is not of this memory."""
-        address = tensor.data_ptr()
-        starts = enumerate(self._addresses)
-        return next((place for place, start in starts if start <= address < start + self.size), None)
-
-
-def owner_of(tensor: Tensor) -> tuple[PeerMemory, int]:
-    """The shared memory that has a tensor, and the place of the rank it belongs to."""
-    for memory in _LIVE:
-        place = memory.owner(tensor)
-        if place is not None:
-            return memory, place
-    raise ValueError(f"a tensor of shape {list(tensor.shape)} at {tensor.data_ptr():#x} is not of a PeerMemoryPool")
-
 
 def _device_of(group: Any) -> torch.device:
     """Where a group's tensors are: on its accelerator, or on the host for Gloo and without an accelerator."""
@@ -162,16 +143,17 @@ def map_file(path: str, size: int) -> Tensor:
 
 def address_of(memory: Tensor, path: str | None) -> Tensor:
     """How another process opens this memory: bytes of a fixed number, to be gathered from all."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    way = (map_file, (path, memory.numel())) if on_host(memory) else reduce_tensor(memory)
-    text = pickle.dumps(way)
+    way = (path, memory.numel()) if path is not None else memory.untyped_storage()._share_cuda_()
+    text = repr(way).encode()
     if len(text) > ADDRESS_BYTES:
         raise RuntimeError(f"the address takes {len(text)} bytes, more than {ADDRESS_BYTES}")
-    return torch.frombuffer(bytearray(text.ljust(ADDRESS_BYTES, b"\0")), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text.ljust(ADDRESS_BYTES)), dtype=torch.uint8)
 
 
 def open_address(address: Tensor) -> Tensor:
     """The memory of another process, for an address that it made."""
-    function, arguments = pickle.loads(bytes(address.cpu().tolist()))
-    return function(*arguments)
+    way = ast.literal_eval(bytes(address.tolist()).decode().strip())
+    if len(way) == 2:
+        return map_file(*way)
+    storage = torch.UntypedStorage._new_shared_cuda(*way)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -190,7 +190,7 @@ def compiled_push_and_pull(rank: int) -> None:
         assert bool((found[1] == (0 if edges[1] else 10 * (rank + 1) + 1)).all())
     peer_memory_cuda.push_pull_halos_1d(False, False, 0, rank, True, *sides[0], True, *sides[1])
     assert not found.any()
-    with pytest.raises(ValueError, match="not of a PeerMemoryPool"):
+    with pytest.raises(ValueError, match="not of PeerMemoryPool"):
         peer_memory_cuda.push_pull_halos_1d(False, False, 0, rank, True, *[left] * 4, True, *[left] * 4)
 
 

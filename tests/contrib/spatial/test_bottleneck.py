@@ -28,7 +28,7 @@ def exact(module: Bottleneck, x: Tensor, dy: Tensor) -> list[Tensor]:
     nhwc = module.explicit_nhwc
     first = [each.detach().double().cpu() for each in (x, *module.w_conv)]
     leaves = [(each.movedim(-1, 1) if nhwc else each).requires_grad_() for each in first]
-    pairs = [norm.double().cpu().get_scale_bias(False) for norm in copy.deepcopy(module)._norms()]
+    pairs = [norm.double().cpu().get_scale_bias(False) for _, norm in copy.deepcopy(module)._layers()]
     scales, biases = zip(*pairs, strict=True)
     y = bottleneck_reference(leaves[0], leaves[1:], scales, biases, module.stride)
     dy = dy.double().cpu()

@@ -30,6 +30,8 @@ class FrozenBatchNorm2d(nn.Module):
     All four are buffers; nothing of them is trained.
     """
 
+    bias: Tensor
+
     def __init__(self, n: int) -> None:
         super().__init__()
         for name, value in nn.BatchNorm2d(n).state_dict().items():
@@ -38,11 +40,10 @@ class FrozenBatchNorm2d(nn.Module):
 
     def get_scale_bias(self, nhwc: bool) -> list[Tensor]:
         """Scale and bias as [1, 1, 1, C] or [1, C, 1, 1], in the buffers' dtype and computed in float32 at least."""
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        weight, bias, mean, var = (each.to(wide) for each in self._buffers.values())  # type: ignore[union-attr]
+        dtype, shape = self.bias.dtype, (1, 1, 1, -1) if nhwc else (1, -1, 1, 1)
+        weight, bias, mean, var = (each.to(torch.promote_types(dtype, torch.float32)) for each in self.buffers())
         scale = weight * var.rsqrt()
-        shape = (1, 1, 1, -1) if nhwc else (1, -1, 1, 1)
-        return [each.to(self.weight.dtype).reshape(shape) for each in (scale, bias - mean * scale)]
+        return [each.to(dtype).reshape(shape) for each in (scale, bias - mean * scale)]
 
     def forward(self, x: Tensor) -> Tensor:
         scale, bias = self.get_scale_bias(False)
@@ -72,7 +73,7 @@ def _forward(
 def _backward(ctx: Any, grad_o: Tensor) -> list[Tensor | None]:
     """Gradients of x and of the weights."""
     saved, count = ctx.saved_tensors, ctx.count
-    results = BottleneckResults(*saved[:4], list(saved[4 : 4 + count]))
+    results = BottleneckResults(*saved[:4], saved[4 : 4 + count])
     wanted = ctx.needs_input_grad[-1 - count :]
     dy = _channels_second(grad_o, ctx.nhwc)
     with autocast_off(dy):
@@ -98,35 +99,24 @@ class BottleneckFunction(torch.autograd.Function):
 
 
 class SpatialBottleneckFunction(torch.autograd.Function):
-    """A block of images divided by rows; `thresholdTop` and `thresholdBottom` are not needed."""
+    """A block of images divided by rows, for upstream's arguments.
+
+    spatial_group_size, spatial_group_rank, spatial_communicator, spatial_halo_exchanger, spatial_method,
+    use_delay_kernel, explicit_nhwc, stride_1x1, scale, bias, thresholdTop, thresholdBottom, x, *conv; of these the
+    communicator, use_delay_kernel and the thresholds are not needed.
+    """
 
     @staticmethod
-    def forward(
-        ctx,
-        spatial_group_size,
-        spatial_group_rank,
-        spatial_communicator,
-        spatial_halo_exchanger,
-        spatial_method,
-        use_delay_kernel,
-        explicit_nhwc,
-        stride_1x1,
-        scale,
-        bias,
-        thresholdTop,
-        thresholdBottom,
-        x,
-        *conv,
-    ):  # type: ignore[override]
-        height = x.shape[1 if explicit_nhwc else 2]
-        if height % stride_1x1 and spatial_group_rank < spatial_group_size - 1:
+    def forward(ctx, *arguments):  # type: ignore[override]
+        size, rank, _, exchanger, method, _, nhwc, stride, scale, bias, _, _, x, *conv = arguments
+        height = x.shape[1 if nhwc else 2]
+        if height % stride and rank < size - 1:
             raise ValueError(
-                f"x has {height} rows on rank {spatial_group_rank} of {spatial_group_size}; all ranks but the last "
-                f"need a multiple of the stride, {stride_1x1}"
+                f"x has {height} rows on rank {rank} of {size}; all ranks but the last need a multiple of the stride, "
+                f"{stride}"
             )
-        exchange = None if spatial_group_size == 1 else _exchange_by(spatial_halo_exchanger, explicit_nhwc)
-        overlap = spatial_method != 2
-        return _forward(ctx, explicit_nhwc, stride_1x1, scale, bias, exchange, overlap, x, conv)
+        exchange = None if size == 1 else _exchange_by(exchanger, nhwc)
+        return _forward(ctx, nhwc, stride, scale, bias, exchange, method != 2, x, conv)
 
     @staticmethod
     @once_differentiable
@@ -198,20 +188,21 @@ class Bottleneck(nn.Module):
             if explicit_nhwc:
                 weight.data = weight.data.movedim(1, -1).contiguous()
 
-    @property
-    def w_conv(self) -> list[nn.Parameter]:
-        """The weights of the convolutions, that of the shortcut last."""
-        convolutions = [self.conv1, self.conv2, self.conv3, *([] if self.downsample is None else self.downsample[:1])]
-        return [each.weight for each in convolutions]  # type: ignore[misc]
+    def _layers(self) -> list[tuple[nn.Module, FrozenBatchNorm2d]]:
+        """Convolutions and their norms, those of the shortcut last."""
+        layers: list[Any] = [(self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)]
+        return layers if self.downsample is None else [*layers, tuple(self.downsample)]
 
-    def _norms(self) -> list[FrozenBatchNorm2d]:
-        return [self.bn1, self.bn2, self.bn3, *([] if self.downsample is None else self.downsample[1:])]  # type: ignore[list-item]
+    @property
+    def w_conv(self) -> list[Any]:
+        """The weights of the convolutions, that of the shortcut last."""
+        return [convolution.weight for convolution, _ in self._layers()]
 
     def _scales_and_biases(self) -> tuple[list[Tensor], list[Tensor]]:
         if self.w_scale is None or self.w_bias is None:
-            scales, biases = zip(*(norm.get_scale_bias(self.explicit_nhwc) for norm in self._norms()), strict=True)
+            scales, biases = zip(*(norm.get_scale_bias(self.explicit_nhwc) for _, norm in self._layers()), strict=True)
             return list(scales), list(biases)
-        weight, scale = self.bn1.weight, self.w_scale[0]
+        weight, scale = self.bn1.bias, self.w_scale[0]
         if (weight.device, weight.dtype) != (scale.device, scale.dtype):
             raise RuntimeError(
                 f"scales were computed in {scale.dtype} on {scale.device}, the norms are now in {weight.dtype} on "
@@ -226,13 +217,12 @@ class Bottleneck(nn.Module):
         """
         self.w_scale = self.w_bias = None
         self.w_scale, self.w_bias = self._scales_and_biases()
-        pairs, norms, nhwc = list(zip(self.w_scale, self.w_bias, strict=True)), self._norms(), self.explicit_nhwc
+        kept, layers, nhwc = list(zip(self.w_scale, self.w_bias, strict=True)), self._layers(), self.explicit_nhwc
 
         def renew() -> None:
-            for (scale, bias), norm in zip(pairs, norms, strict=True):
-                new_scale, new_bias = norm.get_scale_bias(nhwc)
-                scale.copy_(new_scale)
-                bias.copy_(new_bias)
+            for pair, (_, norm) in zip(kept, layers, strict=True):
+                for memory, values in zip(pair, norm.get_scale_bias(nhwc), strict=True):
+                    memory.copy_(values)
 
         return renew
 

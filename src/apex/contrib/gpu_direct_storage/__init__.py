@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -51,23 +52,8 @@ class GDSFile:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def load_data(self, tensor: Tensor) -> None:
-        """Fills a tensor from the file."""
-        self._load(tensor, direct=True)
-
-    def save_data(self, tensor: Tensor) -> None:
-        """Writes a tensor to the file."""
-        self._save(tensor, direct=True)
-
-    def load_data_no_gds(self, tensor: Tensor) -> None:
-        """The same through the host's memory."""
-        self._load(tensor, direct=False)
-
-    def save_data_no_gds(self, tensor: Tensor) -> None:
-        """The same through the host's memory."""
-        self._save(tensor, direct=False)
-
-    def _load(self, tensor: Tensor, direct: bool) -> None:
+    def load_data(self, tensor: Tensor, direct: bool = True) -> None:
+        """Fills a tensor from the file, by way of the host's memory unless `direct`."""
         descriptor, size = self._open("r"), tensor.numel() * tensor.element_size()
         found = os.fstat(descriptor).st_size
         if found < size:
@@ -75,19 +61,20 @@ class GDSFile:
         values = tensor.detach()
         whole = values if _is_whole(values) else torch.empty_like(values, memory_format=torch.contiguous_format)
         if not (direct and self._by_cufile(whole, "load_storage")):
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            _through_host(whole, lambda buffer: _complete(os.readv, descriptor, buffer, self.filename), fill=True)
+            self._by_host(whole, os.readv)
         if whole is not values:
             values.copy_(whole)
 
-    def _save(self, tensor: Tensor, direct: bool) -> None:
-        descriptor = self._open("w")
-        values = tensor.detach()
+    def save_data(self, tensor: Tensor, direct: bool = True) -> None:
+        """Writes a tensor to the file, by way of the host's memory unless `direct`."""
+        descriptor, values = self._open("w"), tensor.detach()
         whole = values if _is_whole(values) else values.clone(memory_format=torch.contiguous_format)
         if not (direct and self._by_cufile(whole, "save_storage")):
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            _through_host(whole, lambda buffer: _complete(os.writev, descriptor, buffer, self.filename), fill=False)
+            self._by_host(whole, os.writev)
         os.ftruncate(descriptor, whole.numel() * whole.element_size())
+
+    load_data_no_gds = functools.partialmethod(load_data, direct=False)
+    save_data_no_gds = functools.partialmethod(save_data, direct=False)
 
     def _open(self, kind: str) -> int:
         if self._descriptor is None:
@@ -113,40 +100,29 @@ class GDSFile:
             return False
         return True
 
+    def _by_host(self, whole: Tensor, call: Callable[..., int]) -> None:
+        """Reads (`os.readv`) or writes (`os.writev`) a tensor's bytes, a device's through a pinned buffer."""
+        assert self._descriptor is not None
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        values = whole.reshape(-1).view(torch.uint8)
+        length = max(1, min(_BUFFER, values.numel()))
+        buffer = None
+        if not on_host(values):
+            buffer = torch.empty(length, dtype=torch.uint8, device=HOST, pin_memory=True)
+        for piece in values.split(length):
+            part = piece if buffer is None else buffer[: piece.numel()]
+            if call is os.writev and part is not piece:
+                part.copy_(piece)
+            done, view = 0, (ctypes.c_char * part.numel()).from_address(part.data_ptr())
+            while done < part.numel():  # the system may do a part at a time
+                count = call(self._descriptor, [memoryview(view)[done:]])
+                if not count:
+                    raise EOFError(f"{self.filename} ended {part.numel() - done} bytes before the tensor was full")
+                done += count
+            if call is not os.writev and part is not piece:
+                piece.copy_(part)
+
 
 def _is_whole(tensor: Tensor) -> bool:
     """Whether a tensor is all of its storage, in order."""
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
-def _through_host(whole: Tensor, move: Callable[[Any], None], fill: bool) -> None:
-    """Has `move` read into, or write from, the bytes of a tensor, piece by piece."""
-    if not whole.numel():
-        return
-    values = whole.reshape(-1).view(torch.uint8)
-    if on_host(values):
-        move(_bytes_of(values))
-        return
-    buffer = torch.empty(min(_BUFFER, values.numel()), dtype=torch.uint8, device=HOST, pin_memory=True)
-    for piece in values.split(buffer.numel()):
-        part = buffer[: piece.numel()]
-        if fill:
-            move(_bytes_of(part))
-            piece.copy_(part)
-        else:
-            part.copy_(piece)
-            move(_bytes_of(part))
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    return memoryview((ctypes.c_char * values.numel()).from_address(values.data_ptr())).cast("B")
-
-
-def _complete(call: Callable[..., int], descriptor: int, buffer: memoryview, filename: str) -> None:
-    """Reads or writes all of the buffer: the system may do a part at a time."""
-    done = 0
-    while done < len(buffer):
-        count = call(descriptor, [buffer[done:]])
-        if not count:
-            raise EOFError(f"{filename} ended {len(buffer) - done} bytes before the tensor was full")
-        done += count

@@ -12,6 +12,14 @@ from torch import Tensor
 from ..._distributed.neighbours import exchange_by_messages, group_of
 from ...ops._host import HOST
 
+__all__ = [
+    "add_delay",
+    "get_unique_nccl_id",
+    "init_nccl_comm",
+    "left_right_halo_exchange",
+    "left_right_halo_exchange_inplace",
+]
+
 # By handle; never freed, like upstream's.
 _groups: list[Any] = []
 

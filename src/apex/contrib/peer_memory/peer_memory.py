@@ -64,7 +64,10 @@ class PeerMemoryPool:
             self.dynamic_offset += _aligned(count)
         else:
             self.static_offset += _aligned(count)
-        return [laid_out(piece, shape, dtype, channels_last) for piece in pieces]
+        tensors = [laid_out(piece, shape, dtype, channels_last) for piece in pieces]
+        for place, tensor in enumerate(tensors):
+            tensor.peer = self.memory, place  # type: ignore[attr-defined]  # for push_pull_halos_1d
+        return tensors
 
     def exchange_halos(self, sent: Sequence[Tensor], received: Sequence[Tensor], neighbours: Sequence[int]) -> None:
         """Sends halos to the peers on the left and right, by their places, and fills `received` with theirs.

@@ -36,7 +36,7 @@ class BottleneckResults(NamedTuple):
     out1: Tensor
     out2: Tensor
     y: Tensor
-    scaled_weights: list[Tensor]
+    scaled_weights: Sequence[Tensor]
 
 
 def bottleneck_reference(
@@ -105,32 +105,39 @@ def bottleneck_backward(
     of_out2 = of_out1 or of_weights[1]
     of_scaled: list[Tensor | None] = [None] * len(scaled)
     dz = relu_gradient(dy, y)
-    dz2, of_scaled[2] = conv_gradients(dz, out2, scaled[2], _NO_PADDING, (of_out2, of_weights[2]))
-    if dz2 is not None:
-        dz2 = relu_gradient(dz2, out2)
+    dx: Tensor | None = dz
+    dz1: Tensor | None = None
+    dout2, of_scaled[2] = conv_gradients(dz, out2, scaled[2], _NO_PADDING, (of_out2, of_weights[2]))
+    if dout2 is not None:
+        dz2 = relu_gradient(dout2, out2)
         if exchange is None:
-            dz1, of_scaled[1] = conv_gradients(dz2, out1, scaled[1], _PADDING, (of_out1, of_weights[1]))
+            dout1, of_scaled[1] = conv_gradients(dz2, out1, scaled[1], _PADDING, (of_out1, of_weights[1]))
         else:
             neighbours = exchange(dz2)  # on their way while the weight's gradient is computed
             _, of_scaled[1] = conv_gradients(dz2, out1, scaled[1], _PADDED_ROWS, (False, of_weights[1]))
-            dz1, _ = conv_gradients(with_rows(dz2, *neighbours()), out1, scaled[1], _PADDING, (of_out1, False))
-            dz1, out1 = (None if each is None else each[:, :, 1:-1] for each in (dz1, out1))
-        if dz1 is not None:
-            dz1 = relu_gradient(dz1, out1)
+            padded = with_rows(dz2, *neighbours())
+            dout1, _ = conv_gradients(padded, out1, scaled[1], _PADDING, (of_out1, False))
+        if dout1 is not None:
+            own = slice(None) if exchange is None else slice(1, -1)
+            dz1 = relu_gradient(dout1[:, :, own], out1[:, :, own])
             _, of_scaled[0] = conv_gradients(dz1, pixels, scaled[0], _NO_PADDING, (False, of_weights[0]))
-    dx = dz
     if len(scaled) > 3:
         dx, of_scaled[3] = conv_gradients(dz, pixels, scaled[3], _NO_PADDING, (of_x, of_weights[3]))
-    of_input = add_gradient(dx, dz1, scaled[0]) if of_x else None
-    if of_input is not None and stride > 1:
-        layout = torch.channels_last if is_channels_last(of_input) else torch.contiguous_format
-        whole = torch.zeros(shape, dtype=of_input.dtype, device=of_input.device).contiguous(memory_format=layout)
-        whole[:, :, ::stride, ::stride] = of_input
-        of_input = whole
-    of_weight = [
-        None if each is None else times_scale(each, scale) for each, scale in zip(of_scaled, scales, strict=True)
-    ]
-    return [of_input, *of_weight]
+    of_input = None
+    if dx is not None and dz1 is not None and of_x:
+        of_input = at_pixels(add_gradient(dx, dz1, scaled[0]), shape, stride)
+    pairs = zip(of_scaled, scales, strict=True)
+    return [of_input, *(None if each is None else times_scale(each, scale) for each, scale in pairs)]
+
+
+def at_pixels(gradient: Tensor, shape: torch.Size, stride: int) -> Tensor:
+    """The gradient of images of a shape, of which a stride has left a part."""
+    if stride == 1:
+        return gradient
+    layout = torch.channels_last if is_channels_last(gradient) else torch.contiguous_format
+    whole = torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=layout).zero_()
+    whole[:, :, ::stride, ::stride] = gradient
+    return whole
 
 
 def times_scale(weight: Tensor, scale: Tensor) -> Tensor:
