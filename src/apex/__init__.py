@@ -5,19 +5,20 @@ Subpackages are imported at first use, so that `import apex` is quick and starts
 
 from __future__ import annotations
 
-import logging
 import warnings
+from logging import getLogger
 
 from ._lazy import lazy_subpackages
 from ._logging import RankInfoFormatter
 from ._version import __version__
 
-_library_root_logger = logging.getLogger(__name__)
+_library_root_logger = getLogger(__name__)
 
 _SUBPACKAGES = frozenset(
     {
         "RNN",
         "amp",
+        "booster",
         "checkpoint",
         "contrib",
         "distributed_testing",
@@ -28,8 +29,11 @@ _SUBPACKAGES = frozenset(
         "fused_dense",
         "git_version_info",
         "graphs",
+        "logging",
+        "mixed_precision",
         "mlp",
         "multi_tensor_apply",
+        "nn",
         "normalization",
         "op_builder",
         "ops",
@@ -40,6 +44,14 @@ _SUBPACKAGES = frozenset(
     }
 )
 
+# Names that belong to the package, and the modules that define them.
+_MEMBERS = {
+    "Booster": "booster",
+    **dict.fromkeys(
+        ("get_default_parser", "launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"), "_launching"
+    ),
+}
+
 __all__ = [
     "DeprecatedFeatureWarning",
     "RankInfoFormatter",
@@ -47,6 +59,7 @@ __all__ = [
     "check_cudnn_version_and_warn",
     "check_if_rocm_pytorch",
     "deprecated_warning",
+    *sorted(_MEMBERS),
     *sorted(_SUBPACKAGES),
 ]
 
@@ -82,4 +95,4 @@ def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int
     return False
 
 
-__getattr__, __dir__ = lazy_subpackages(__name__, _SUBPACKAGES)
+__getattr__, __dir__ = lazy_subpackages(__name__, _SUBPACKAGES, _MEMBERS)

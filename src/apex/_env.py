@@ -133,3 +133,20 @@ def set_nccl_allocator_variables() -> None:
     """NVLink SHARP on, and no registration of every allocation: what pools of NCCL's memory need."""
     os.environ["NCCL_NVLS_ENABLE"] = "1"
     os.environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "0"
+
+
+def launcher_variables(launcher: str, *names: str) -> list[str]:
+    """What a launcher has put into the environment; a RuntimeError that names what is missing."""
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise RuntimeError(
+            f"{', '.join(missing)} is not in the environment: the script was not started by {launcher}; start it with "
+            "`apex run --nproc-per-node N script.py`, or call the launch function of the launcher that you use"
+        )
+    return [os.environ[name] for name in names]
+
+
+def optional_integer(name: str) -> int | None:
+    """The variable `name` as a number, if it is set."""
+    number = os.environ.get(name, "")
+    return int(number) if number.isdecimal() else None

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
-def lazy_subpackages(package: str, names: Iterable[str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` that make the subpackages `names` of the module `package` reachable as attributes."""
-    known = frozenset(names)
+def lazy_subpackages(
+    package: str, names: Iterable[str], members: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` that make the subpackages `names` of the module `package` reachable as attributes.
+
+    `members` has what is reachable besides: names, and the modules below `package` that define them.
+    """
+    known, members = frozenset(names), members or {}
 
     def get_attribute(name: str) -> Any:
         if name in known:
             return importlib.import_module(f"{package}.{name}")
+        if name in members:
+            return getattr(importlib.import_module(f"{package}.{members[name]}"), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def list_attributes() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *known})
+        return sorted({*vars(sys.modules[package]), *known, *members})
 
     return get_attribute, list_attributes

@@ -37,6 +37,7 @@ def _apex(
     pass
 
 
+@app.command(name="check", help="The same as doctor.", hidden=True)
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
@@ -234,29 +235,64 @@ def jit_module(
 def run(
     command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="What each process runs.")],
     nproc_per_node: Annotated[
-        int | None, typer.Option(help="Processes on this machine; one for each GPU by default.", min=1)
+        int | None,
+        typer.Option(
+            "--nproc-per-node",
+            "--nproc_per_node",
+            help="Processes on each machine; one for each GPU of this one by default.",
+            min=1,
+        ),
     ] = None,
-    nnodes: Annotated[int, typer.Option(help="Machines in all.", min=1)] = 1,
+    nnodes: Annotated[int, typer.Option(help="Machines in all, on each of which this command is started.", min=1)] = 1,
     node_rank: Annotated[int, typer.Option(help="The number of this machine, from 0 on.", min=0)] = 0,
-    master_addr: Annotated[str | None, typer.Option(help="The address of machine 0.")] = None,
-    master_port: Annotated[int | None, typer.Option(help="A free port of machine 0.")] = None,
+    master_addr: Annotated[
+        str | None, typer.Option("--master-addr", "--master_addr", help="The address of machine 0.")
+    ] = None,
+    master_port: Annotated[
+        int | None, typer.Option("--master-port", "--master_port", help="A free port of machine 0.")
+    ] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
+    host: Annotated[
+        str | None, typer.Option("--host", "-H", help="Machines, with commas between them; ssh starts them all.")
+    ] = None,
+    hostfile: Annotated[Path | None, typer.Option(help="A file with a machine on each line.")] = None,
+    include: Annotated[str | None, typer.Option(help="The machines of the file to use, with commas.")] = None,
+    exclude: Annotated[str | None, typer.Option(help="The machines of the file to leave out, with commas.")] = None,
+    num_nodes: Annotated[
+        int, typer.Option("--num-nodes", "--num_nodes", help="How many of the machines to use; -1 for all.")
+    ] = -1,
+    extra_launch_args: Annotated[
+        str | None,
+        typer.Option("--extra-launch-args", "--extra_launch_args", help="More options of torchrun: name=value,..."),
+    ] = None,
+    ssh_port: Annotated[int | None, typer.Option("--ssh-port", help="Where ssh listens on the machines.")] = None,
 ) -> None:
     """Run a script in several processes that train together.
 
     torchrun starts them; RANK, LOCAL_RANK and WORLD_SIZE are in their environment.
     torch.distributed.init_process_group() finds the others.
     """
+    from apex.parallel._hosts import chosen_hosts, extra_arguments, is_this_machine, run_on
     from apex.parallel._torchrun import local_devices, torchrun
 
     if nnodes > 1 and master_addr is None:
         raise typer.BadParameter(
             "with --nnodes every machine needs the address of machine 0", param_hint="--master-addr"
         )
+    try:
+        hosts = chosen_hosts(host, hostfile, include, exclude, num_nodes)
+        extra = extra_arguments(extra_launch_args)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    rest = [*(["--module"] if module else []), *command]
+    if hosts and not (len(hosts) == 1 and is_this_machine(hosts[0])):
+        options = [f"--nproc-per-node={nproc_per_node or local_devices()}", f"--master-port={master_port or 29500}"]
+        options += [f"--extra-launch-args={extra_launch_args}"] if extra_launch_args else []
+        raise typer.Exit(run_on(hosts, [*options, f"--master-addr={master_addr or hosts[0]}"], rest, ssh_port))
     arguments = [f"--nproc-per-node={nproc_per_node or local_devices()}"]
     if master_addr is None and master_port is None:
         arguments.append("--standalone")
     else:
         arguments += [f"--nnodes={nnodes}", f"--node-rank={node_rank}"]
         arguments += [f"--master-addr={master_addr or 'localhost'}", f"--master-port={master_port or 29500}"]
-    raise typer.Exit(torchrun([*arguments, *(["--module"] if module else []), *command]))
+    raise typer.Exit(torchrun([*arguments, *extra, *rest]))

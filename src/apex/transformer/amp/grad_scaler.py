@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
 
 from ..._distributed import collectives
 from .. import parallel_state
@@ -53,10 +54,39 @@ class GradScaler(torch.amp.GradScaler):
         # One flag for however many devices gradients are on; a frozen stage of a pipeline has none and takes part.
         total = torch.zeros_like(found_inf)
         for flag in found.values():
-            total += flag.to(total.device)
-        for group in _agreeing_groups():
-            collectives.all_reduce(total, group, "agreeing on an overflow").wait()
+            total += flag.to(total.device).reshape(total.shape)
+        _agreed(total)
         return {device: total.to(device) for device in found or [total.device]}
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """A step, unless gradients of any process overflowed.
+
+        An optimizer that divides its gradients among processes (ZeRO), left to itself, would ask these and no others.
+        """
+        if not self._enabled or not getattr(optimizer, "_custom_amp_unscale_grads", False):
+            return super().step(optimizer, *args, **kwargs)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        elif state["stage"] is OptState.UNSCALED:  # by the optimizer, perhaps
+            state["found_inf_per_device"] = {
+                device: _agreed(flag) for device, flag in state["found_inf_per_device"].items()
+            }
+        else:
+            raise RuntimeError("step() has already been called since the last update().")
+        (optimizer.found_inf,) = state["found_inf_per_device"].values()
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            optimizer.found_inf = None
+            state["stage"] = OptState.STEPPED
+
+
+def _agreed(flag: torch.Tensor) -> torch.Tensor:
+    """The sum of a flag over all processes that must take the same decision."""
+    for group in _agreeing_groups():
+        collectives.all_reduce(flag, group, "agreeing on an overflow").wait()
+    return flag
 
 
 def _agreeing_groups() -> list[Any]:

@@ -1,0 +1,103 @@
+"""Connecting the processes of a script: `apex.launch` and its forms for torchrun, Slurm and Open MPI."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _env
+from .logging import get_dist_logger
+from .ops._host import HOST
+
+_NCCL = "nccl"
+
+
+def get_default_parser() -> argparse.ArgumentParser:
+    """A parser of the arguments that launch functions take; none of them is required."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=str, help="path to a configuration file")
+    parser.add_argument("--host", type=str, help="the address of the first process")
+    parser.add_argument("--port", type=int, help="a free port there")
+    parser.add_argument("--world_size", type=int, help="the number of processes")
+    parser.add_argument("--rank", type=int, help="the number of this process")
+    parser.add_argument("--local_rank", type=int, help="its number on this machine")
+    parser.add_argument("--backend", type=str, default=_NCCL, help="the backend of torch.distributed")
+    return parser
+
+
+def launch(
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    backend: str = _NCCL,
+    local_rank: int | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+    config: Any = None,
+) -> None:
+    """Connects this process, number `rank` of `world_size`, with the others, which meet at `host` and `port`.
+
+    It takes the accelerator number `local_rank` of this machine, or `rank` modulo their number, and seeds the random
+    number generators, in all processes alike. "nccl" stands for what connects the devices that there are: Gloo where
+    there is no accelerator. `config` is ignored. Where torch.distributed is initialised, that is left as it is.
+    """
+    address = f"[{host}]" if ":" in host else host
+    _start(f"tcp://{address}:{port}", rank, world_size, backend, local_rank, seed, verbose)
+
+
+def launch_from_torch(config: Any = None, backend: str = _NCCL, seed: int = 1024, verbose: bool = True) -> None:
+    """`launch` in a process that torchrun, or `apex run`, has started."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    rank, local_rank, world_size = map(int, _env.launcher_variables("torchrun", *names)[:3])
+    _start("env://", rank, world_size, backend, local_rank, seed, verbose)
+
+
+def launch_from_slurm(
+    host: str, port: int, backend: str = _NCCL, seed: int = 1024, verbose: bool = True, config: Any = None
+) -> None:
+    """`launch` in a process that `srun` has started."""
+    rank, world_size = map(int, _env.launcher_variables("Slurm", "SLURM_PROCID", "SLURM_NPROCS"))
+    launch(rank, world_size, host, port, backend, _env.optional_integer("SLURM_LOCALID"), seed, verbose)
+
+
+def launch_from_openmpi(
+    host: str, port: int, backend: str = _NCCL, seed: int = 1024, verbose: bool = True, config: Any = None
+) -> None:
+    """`launch` in a process that `mpirun` of Open MPI has started."""
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE")
+    rank, local_rank, world_size = map(int, _env.launcher_variables("Open MPI", *names))
+    launch(rank, world_size, host, port, backend, local_rank, seed, verbose)
+
+
+def _start(
+    meeting: str, rank: int, world_size: int, backend: str, local_rank: int | None, seed: int, verbose: bool
+) -> None:
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} must be at least 0 and less than world_size={world_size}")
+    if torch.accelerator.is_available():
+        count = torch.accelerator.device_count()
+        torch.accelerator.set_device_index((rank if local_rank is None else local_rank) % max(1, count))
+    if not dist.is_initialized():
+        if backend == _NCCL:
+            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            backend = dist.get_default_backend_for_device(accelerator or HOST)
+        dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size)
+    _seed(seed)
+    if verbose:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "no accelerator"
+        get_dist_logger().info(
+            f"{world_size} processes are connected by {dist.get_backend()}, with {device}", ranks=[0]
+        )
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)

@@ -1,0 +1,198 @@
+"""The Booster: a model, its optimizer and what belongs to them, made ready for a precision and a plugin."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .checkpoint_io import CheckpointIO
+from .mixed_precision import FP32Precision, MixedPrecision, Precision, mixed_precision_factory
+from .plugin.plugin_base import Boosted, PipelinePluginBase, Plugin
+from .wrappers import ModelWrapper, OptimizerWrapper, unwrapped
+
+__all__ = ["Booster"]
+
+
+def _done_by_io(method: Any) -> Any:
+    """A method of `CheckpointIO`, as one of the Booster."""
+
+    @functools.wraps(method)
+    def forward(self: Booster, *args: Any, **kwargs: Any) -> None:
+        getattr(self.checkpoint_io, method.__name__)(*args, **kwargs)
+
+    return forward
+
+
+class Booster:
+    """Trains a model in a precision and, with a plugin, in several processes.
+
+        booster = Booster(mixed_precision="bf16", plugin=TorchDDPPlugin())
+        model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(model, optimizer, criterion, dataloader)
+        booster.backward(criterion(model(inputs), targets), optimizer)
+        optimizer.step()
+
+    - `device`: where models go; by default the accelerator of this process, or the CPU where there is none;
+    - `mixed_precision`: "fp16", "fp16_apex", "bf16", "fp8", "fp16_naive" or a MixedPrecision; None for float32;
+    - `plugin`: None for one device; a plugin may have a device or a precision of its own, which go first.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        mixed_precision: MixedPrecision | str | None = None,
+        plugin: Plugin | None = None,
+    ) -> None:
+        assert plugin is None or isinstance(plugin, Plugin), (
+            f"plugin must be a Plugin of apex.booster.plugin or None, not {type(plugin).__name__}"
+        )
+        self.plugin = plugin
+        if plugin is not None and plugin.control_device() and device is not None:
+            _warn(f"{type(plugin).__name__} decides on the device: device={device!r} is ignored")
+            device = None
+        self.device = _default_device() if device is None else torch.device(device)
+        if mixed_precision is not None and plugin is not None and plugin.control_precision():
+            _warn(f"{type(plugin).__name__} has a precision of its own: mixed_precision={mixed_precision!r} is ignored")
+            mixed_precision = None
+        if isinstance(mixed_precision, str):
+            mixed_precision = mixed_precision_factory(mixed_precision)
+        if not isinstance(mixed_precision, MixedPrecision | None):
+            raise ValueError(
+                "mixed_precision must be a name or a MixedPrecision of apex.booster.mixed_precision, not "
+                f"{mixed_precision!r}"
+            )
+        self.mixed_precision = mixed_precision
+        controls = plugin is not None and plugin.control_checkpoint_io()
+        self.checkpoint_io = plugin.get_checkpoint_io() if controls else CheckpointIO()  # type: ignore[union-attr]
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> Boosted:
+        """All five, ready for training: use these, not those that were given.
+
+        A scheduler goes on working that was made on the optimizer before. Parameter groups and state of the optimizer
+        stay what they were.
+        """
+        if isinstance(optimizer, OptimizerWrapper):
+            raise ValueError("the optimizer has been boosted already; give the one that it was made from")
+        precision = self.mixed_precision
+        if not (self.plugin is not None and self.plugin.control_device()):
+            _move(model, optimizer, self.device)
+        if self.plugin is None:
+            model, boosted, criterion = (precision or FP32Precision()).configure(model, optimizer, criterion)
+        elif self.plugin.takes_precision and (precision is None or isinstance(precision, Precision)):
+            model, boosted, criterion, dataloader, lr_scheduler = self.plugin.configure(  # type: ignore[call-arg]
+                model, optimizer, criterion, dataloader, lr_scheduler, precision
+            )
+        else:
+            model, boosted, criterion, dataloader, lr_scheduler = self.plugin.configure(
+                model, optimizer, criterion, dataloader, lr_scheduler
+            )
+            if precision is not None:
+                model, boosted, criterion = precision.configure(model, boosted, criterion)
+        if isinstance(boosted, OptimizerWrapper):
+            boosted.watched.append(optimizer)
+            if isinstance(model, ModelWrapper):
+                model._optimizer = weakref.ref(boosted)
+        return model, boosted, criterion, dataloader, lr_scheduler
+
+    def backward(self, loss: Tensor, optimizer: Any) -> None:
+        """A backward pass, from the loss times its scale."""
+        optimizer.backward(loss)
+
+    def no_sync(self, model: Any = None, optimizer: Any = None) -> contextlib.AbstractContextManager[None]:
+        """Gradients of backward passes inside are added up, and exchanged in the next pass outside."""
+        assert self.plugin is not None, "no_sync needs a plugin: without one nothing is exchanged"
+        assert self.plugin.support_no_sync(), f"{type(self.plugin).__name__} has no no_sync"
+        return self.plugin.no_sync(model, optimizer)
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: Any,
+        criterion: Any,
+        optimizer: Any = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Forward and, with an optimizer, backward passes of the next batch of `data_iter`, in microbatches.
+
+        `criterion(outputs, inputs)` is called with what the last stage returns and with the microbatch. The result has
+        "loss", the mean over microbatches, and "outputs", those of the whole batch, in processes with the last stage;
+        None in others, or where they are not asked for.
+        """
+        assert isinstance(self.plugin, PipelinePluginBase), (
+            f"execute_pipeline needs a plugin with pipelines (HybridParallelPlugin), not {type(self.plugin).__name__}"
+        )
+        return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
+
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: str | None = None,
+        lora_config: Any = None,
+        bnb_quantization_config: Any = None,
+        quantize: bool = False,
+    ) -> nn.Module:
+        """A model with LoRA adapters, to be called before `boost`; needs the package peft."""
+        if quantize or bnb_quantization_config is not None:
+            raise NotImplementedError("quantized base weights are not there; quantize must be False")
+        assert self.plugin is not None, "LoRA needs a plugin"
+        assert self.plugin.support_lora(), f"{type(self.plugin).__name__} has no LoRA"
+        return self.plugin.enable_lora(model, pretrained_dir, lora_config)
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    save_model = _done_by_io(CheckpointIO.save_model)
+    load_model = _done_by_io(CheckpointIO.load_model)
+    save_optimizer = _done_by_io(CheckpointIO.save_optimizer)
+    load_optimizer = _done_by_io(CheckpointIO.load_optimizer)
+    save_lr_scheduler = _done_by_io(CheckpointIO.save_lr_scheduler)
+    load_lr_scheduler = _done_by_io(CheckpointIO.load_lr_scheduler)
+    wait_for_saves = _done_by_io(CheckpointIO.wait_for_saves)
+
+    def save_lora_as_pretrained(self, model: Any, checkpoint: str | Path, use_safetensors: bool = False) -> None:
+        """Saves the adapters of a model with LoRA to a folder that `enable_lora(pretrained_dir=...)` takes."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+            unwrapped(model).save_pretrained(str(checkpoint), safe_serialization=use_safetensors)
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier()
+
+
+def _default_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return torch.get_default_device()
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _move(model: nn.Module, optimizer: Any, device: torch.device) -> None:
+    """Moves a model, and the state that its optimizer has of it."""
+    if any(tensor.is_meta for tensor in model.parameters()):
+        return
+    model.to(device)
+    for state in () if optimizer is None else optimizer.state.values():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, Tensor) and name != "step":
+                state[name] = value.to(device)
+
+
+def _warn(message: str) -> None:
+    """In the first process."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        warnings.warn(message, stacklevel=3)

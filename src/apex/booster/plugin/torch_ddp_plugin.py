@@ -1,0 +1,117 @@
+"""Data parallelism: every process has the model, gradients are averaged."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ...parallel import DistributedDataParallel as ApexDistributedDataParallel
+from ...parallel import convert_syncbn_model
+from ...parallel._flat import broadcast_from_first
+from ..mixed_precision import AmpOptimizer
+from ..wrappers import ModelWrapper
+from .plugin_base import Boosted, DPPluginBase, configured
+
+__all__ = ["TorchDDPModel", "TorchDDPPlugin"]
+
+
+class TorchDDPModel(ModelWrapper):
+    """A model inside of DistributedDataParallel, which is `module`."""
+
+
+class TorchDDPPlugin(DPPluginBase):
+    """Trains with torch's DistributedDataParallel, whose arguments it takes, or with `ddp="apex"` with apex's.
+
+    Batch norms become `apex.parallel.SyncBatchNorm` unless `sync_batch_norm` is False; their tensors stay the same.
+    """
+
+    def __init__(
+        self,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: int = 25,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        fp8_communication: bool = False,
+        *,
+        ddp: str = "torch",
+        sync_batch_norm: bool = True,
+    ) -> None:
+        super().__init__()
+        if fp8_communication:
+            raise NotImplementedError("fp8_communication is not there: gradients travel in their own type")
+        if ddp not in ("torch", "apex"):
+            raise ValueError(f"ddp={ddp!r} is not known; use 'torch' or 'apex'")
+        self.ddp, self.sync_batch_norm = ddp, sync_batch_norm
+        self.ddp_kwargs: dict[str, Any] = dict(
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+        )
+        if not broadcast_buffers:  # new versions warn of the name, also where it says what is so anyway
+            self.ddp_kwargs["broadcast_buffers"] = False
+        if check_reduction and ddp == "torch":  # torch has retired it
+            self.ddp_kwargs["find_unused_parameters"] = True
+
+    def support_no_sync(self) -> bool:
+        return True
+
+    def support_lora(self) -> bool:
+        return True
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+        precision: Any = None,
+    ) -> Boosted:
+        # Before anything is cast: master weights are made from these values.
+        broadcast_from_first([*model.parameters(), *model.buffers()])
+        if self.sync_batch_norm and dist.get_world_size() > 1:
+            model = convert_syncbn_model(model)
+        model, optimizer, criterion = configured(precision, model, optimizer, criterion)
+        return replicated(model, self.ddp, self.ddp_kwargs), optimizer, criterion, dataloader, lr_scheduler
+
+    @contextlib.contextmanager
+    def no_sync(self, model: Any = None, optimizer: Any = None) -> Iterator[None]:
+        if not isinstance(model, TorchDDPModel):
+            raise ValueError(f"no_sync needs the model that boost returned, not {type(model).__name__}")
+        with not_reduced(model.module, optimizer if optimizer is not None else model.optimizer):
+            yield
+
+
+def replicated(model: nn.Module, ddp: str, options: dict[str, Any], group: Any = None) -> TorchDDPModel:
+    """A model in DistributedDataParallel; the model itself where none of its parameters is trained."""
+    if not any(param.requires_grad for param in model.parameters()):
+        wrapped: nn.Module = model
+    elif ddp == "apex":
+        # In float32: sums of scaled float16 gradients would overflow long before their means do.
+        wrapped = ApexDistributedDataParallel(model, allreduce_always_fp32=True)
+    else:
+        device = next(model.parameters()).device
+        where = None if device.index is None else [device]
+        wrapped = nn.parallel.DistributedDataParallel(model, device_ids=where, process_group=group, **options)
+    boosted = TorchDDPModel(wrapped)
+    boosted.masters = getattr(model, "masters", None)
+    return boosted
+
+
+@contextlib.contextmanager
+def not_reduced(module: Any, optimizer: Any) -> Iterator[None]:
+    """Gradients stay in this process; those that `apex.amp` has scaled stay so, to be reduced with later ones."""
+    with contextlib.ExitStack() as stack:
+        if hasattr(module, "no_sync"):
+            stack.enter_context(module.no_sync())
+        if isinstance(optimizer, AmpOptimizer):
+            optimizer.delays_unscale = True
+            stack.callback(setattr, optimizer, "delays_unscale", False)
+        yield

@@ -1,0 +1,5 @@
+"""What training needs beside modules: `apex.nn.lr_scheduler`."""
+
+from . import lr_scheduler
+
+__all__ = ["lr_scheduler"]

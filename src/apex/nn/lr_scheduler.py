@@ -1,0 +1,127 @@
+"""Learning rates that warm up linearly and then fall, or stay: by a line, a cosine, a power, or not at all.
+
+All of them count steps (or epochs, by whichever `step()` is called) e = 0, 1, 2, ... up to `total_steps`, and stay at
+their last value after that. In the first `warmup_steps` of them the rate is base * (e + 1) / (warmup_steps + 1).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+__all__ = [
+    "ConstantWarmupLR",
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmupLR",
+    "LinearWarmupLR",
+    "PolynomialLR",
+    "PolynomialWarmupLR",
+]
+
+
+class _WarmupLR(LRScheduler):
+    """Base: a subclass says what the rate is after the warm-up."""
+
+    def __init__(self, optimizer: Any, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
+        for name, value in (("total_steps", total_steps), ("warmup_steps", warmup_steps)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be an integer of at least 0, not {value!r}")
+        self.total_steps = total_steps
+        self.warmup_steps = warmup_steps
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float]:
+        """The rates of the present step, one for each parameter group."""
+        if self.last_epoch < self.warmup_steps:
+            return [base * (self.last_epoch + 1) / (self.warmup_steps + 1) for base in self.base_lrs]
+        # Where the warm-up takes all steps or more, nothing is left to fall in: the rate is at its end.
+        span = self.total_steps - self.warmup_steps
+        part = min(1.0, (self.last_epoch - self.warmup_steps) / span) if span > 0 else 1.0
+        return [self._after_warmup(base, part) for base in self.base_lrs]
+
+    def _after_warmup(self, base: float, part: float) -> float:
+        """The rate when `part`, 0 to 1, of the steps after the warm-up is over."""
+        raise NotImplementedError
+
+
+class LinearWarmupLR(_WarmupLR):
+    """After the warm-up the rate falls in a line, to 0 after `total_steps`."""
+
+    def __init__(
+        self, optimizer: Any, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1, **kwargs: Any
+    ) -> None:
+        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
+
+    def _after_warmup(self, base: float, part: float) -> float:
+        return base * (1.0 - part)
+
+
+class CosineAnnealingWarmupLR(_WarmupLR):
+    """After the warm-up the rate falls in half a cosine, to `eta_min` after `total_steps`."""
+
+    def __init__(
+        self, optimizer: Any, total_steps: int, warmup_steps: int = 0, eta_min: float = 0.0, last_epoch: int = -1
+    ) -> None:
+        self.eta_min = eta_min
+        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
+
+    def _after_warmup(self, base: float, part: float) -> float:
+        return self.eta_min + (base - self.eta_min) * (1 + math.cos(math.pi * part)) / 2
+
+
+class CosineAnnealingLR(CosineAnnealingWarmupLR):
+    """The same without a warm-up."""
+
+    def __init__(
+        self, optimizer: Any, total_steps: int, eta_min: float = 0.0, last_epoch: int = -1, **kwargs: Any
+    ) -> None:
+        super().__init__(optimizer, total_steps, 0, eta_min, last_epoch)
+
+
+class PolynomialWarmupLR(_WarmupLR):
+    """After the warm-up the rate falls by a power of what is left, to `end_lr` after `total_steps`."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_steps: int,
+        warmup_steps: int = 0,
+        end_lr: float = 0.0001,
+        power: float = 1.0,
+        last_epoch: int = -1,
+        **kwargs: Any,
+    ) -> None:
+        self.end_lr, self.power = end_lr, power
+        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
+
+    def _after_warmup(self, base: float, part: float) -> float:
+        return self.end_lr + (base - self.end_lr) * (1.0 - part) ** self.power
+
+
+class PolynomialLR(PolynomialWarmupLR):
+    """The same without a warm-up."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_steps: int,
+        end_lr: float = 0.0001,
+        power: float = 1.0,
+        last_epoch: int = -1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(optimizer, total_steps, 0, end_lr, power, last_epoch)
+
+
+class ConstantWarmupLR(_WarmupLR):
+    """After the warm-up the rate is that of the optimizer."""
+
+    def __init__(
+        self, optimizer: Any, total_steps: int = 0, warmup_steps: int = 0, last_epoch: int = -1, **kwargs: Any
+    ) -> None:
+        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
+
+    def _after_warmup(self, base: float, part: float) -> float:
+        return base

@@ -1,0 +1,96 @@
+"""The machines of `apex run --host ...`: which they are, and how the command is started on each."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+# Seconds between two looks at the processes that are running.
+_PERIOD = 0.2
+
+
+def chosen_hosts(
+    host: str | None, hostfile: Path | None, include: str | None, exclude: str | None, num_nodes: int
+) -> list[str]:
+    """The machines that options name, none for this one alone; ValueErrors say which options do not fit."""
+    if host is not None and hostfile is not None:
+        raise ValueError("--host and --hostfile both name machines: give one of them")
+    if include is not None and exclude is not None:
+        raise ValueError("--include and --exclude cannot be used together")
+    if host is None and hostfile is None:
+        if include is not None or exclude is not None:
+            raise ValueError("--include and --exclude choose among the machines of --hostfile, which is missing")
+        return []
+    if hostfile is not None:
+        if not hostfile.is_file():
+            raise ValueError(f"--hostfile={hostfile} is not a file")
+        lines = (line.split("#")[0].split() for line in hostfile.read_text().splitlines())
+        hosts = [words[0] for words in lines if words]  # what follows a name is of other launchers
+    else:
+        hosts = _listed(host)
+    for name, wanted in (("--include", _listed(include)), ("--exclude", _listed(exclude))):
+        if unknown := [each for each in wanted if each not in hosts]:
+            raise ValueError(f"{name} names {', '.join(unknown)}, but the machines are {', '.join(hosts)}")
+    hosts = [each for each in hosts if each in _listed(include) or include is None]
+    hosts = [each for each in hosts if each not in _listed(exclude)]
+    if num_nodes != -1 and not 1 <= num_nodes <= len(hosts):
+        raise ValueError(f"--num-nodes={num_nodes} must be -1, or between 1 and the number of machines, {len(hosts)}")
+    if not hosts:
+        raise ValueError("no machine is left to run on")
+    return hosts if num_nodes == -1 else hosts[:num_nodes]
+
+
+def _listed(names: str | None) -> list[str]:
+    return [name.strip() for name in (names or "").split(",") if name.strip()]
+
+
+def extra_arguments(text: str | None) -> list[str]:
+    """Options of torchrun from "name=value,name=value"."""
+    pairs = [pair.partition("=") for pair in _listed(text)]
+    if wrong := ["".join(pair) for pair in pairs if not pair[0] or not pair[1]]:
+        raise ValueError(f"--extra-launch-args has {', '.join(wrong)}, which is not name=value")
+    return [f"--{name}={value}" for name, _, value in pairs]
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a name is this machine's."""
+    return host in (*_THIS_MACHINE, socket.gethostname())
+
+
+def run_on(hosts: Sequence[str], options: Sequence[str], command: Sequence[str], ssh_port: int | None) -> int:
+    """Runs `apex run` on every machine, by ssh on others; 0, or the exit status of the first one that failed.
+
+    The folder and the Python are those of this process, which the machines must have at the same place. When one
+    fails the others are ended.
+    """
+    running = []
+    for rank, host in enumerate(hosts):
+        numbers = [f"--nnodes={len(hosts)}", f"--node-rank={rank}"]
+        words = [sys.executable, "-m", "apex", "run", *options, *numbers, *command]
+        if not is_this_machine(host):
+            there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
+            # With a terminal ssh ends what it has started when it is ended itself.
+            words = ["ssh", "-tt", *([] if ssh_port is None else ["-p", str(ssh_port)]), host, there]
+        running.append(subprocess.Popen(words, stdin=subprocess.DEVNULL))
+    try:
+        while True:
+            states = [process.poll() for process in running]
+            failed = [state for state in states if state]
+            if failed:
+                return failed[0] if failed[0] > 0 else 1
+            if None not in states:
+                return 0
+            time.sleep(_PERIOD)
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.terminate()
+        for process in running:
+            process.wait()

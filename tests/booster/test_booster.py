@@ -1,0 +1,198 @@
+"""The Booster without processes: its arguments, its wrappers, and the traps of the original."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import apex
+from apex import amp
+from apex.booster import Booster, ModelWrapper, OptimizerWrapper, plugin
+from apex.booster.mixed_precision import BF16MixedPrecision
+from apex.nn.lr_scheduler import LinearWarmupLR
+from tests.cli.helpers import run_python
+
+from .problem import adam, net, plain, train
+
+
+@pytest.fixture(autouse=True)
+def no_amp() -> Iterator[None]:
+    yield
+    amp.shutdown()
+
+
+class Controlling(plugin.Plugin):
+    """A plugin with a device and a precision of its own, in the original's manner."""
+
+    def control_device(self) -> bool:
+        return True
+
+    def control_precision(self) -> bool:
+        return True
+
+    def configure(self, model: Any, optimizer: Any = None, criterion: Any = None, *others: Any) -> Any:
+        return ModelWrapper(model), OptimizerWrapper(optimizer), criterion, *others
+
+
+def test_imports_nothing_heavy(tmp_path: Path) -> None:
+    heavy = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "triton")
+    code = (
+        "import sys, apex, apex.booster, apex.booster.plugin, apex.mixed_precision\n"
+        "apex.Booster; apex.launch; apex.logging.get_dist_logger; apex.nn.lr_scheduler\n"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    result = run_python("-c", code, cwd=tmp_path)
+    assert result.stdout == "[]\n", result.stderr
+
+
+def test_names_of_the_package() -> None:
+    assert apex.Booster is apex.booster.Booster is Booster
+    assert {"Booster", "launch", "booster", "logging", "nn"} <= set(dir(apex))
+    assert sys.modules["logging"] is not apex.logging
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(AssertionError, match="plugin must be a Plugin"):
+        Booster(plugin="ddp")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'fp4' is not known"):
+        Booster(mixed_precision="fp4")
+    with pytest.raises(ValueError, match="mixed_precision must be a name or a MixedPrecision"):
+        Booster(mixed_precision=16)  # type: ignore[arg-type]
+    precision = BF16MixedPrecision()
+    assert Booster(mixed_precision=precision).mixed_precision is precision
+    for name in ("TorchDDPPlugin", "TorchFSDPPlugin", "LowLevelZeroPlugin", "GeminiPlugin"):
+        with pytest.raises(AssertionError, match=f"{name} needs torch.distributed, which is not initialised"):
+            getattr(plugin, name)()
+
+
+def test_what_a_plugin_controls_is_ignored_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="decides on the device: device='meta' is ignored"):
+        booster = Booster(device="meta", plugin=Controlling())
+    assert booster.device != torch.device("meta")
+    with pytest.warns(UserWarning, match="precision of its own: mixed_precision='fp16' is ignored"):
+        booster = Booster(mixed_precision="fp16", plugin=Controlling())
+    assert booster.mixed_precision is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        booster = Booster(plugin=Controlling())
+    model, optimizer, *_ = booster.boost(net(), adam(net()))
+    assert isinstance(model, ModelWrapper)
+    assert isinstance(optimizer, OptimizerWrapper)
+    assert not next(model.parameters()).is_meta
+
+
+def test_without_a_plugin_the_model_and_state_are_moved() -> None:
+    """The original leaves the model where it is."""
+    model = net()
+    optimizer = adam(model)
+    train(Booster(), Booster().boost(model, optimizer, nn.CrossEntropyLoss()), range(1))
+    Booster(device="meta").boost(model, optimizer)
+    assert all(param.is_meta for param in model.parameters())
+    assert all(state["exp_avg"].is_meta for state in optimizer.state.values())
+
+
+def test_boost_returns_five_and_trains_as_pytorch() -> None:
+    booster = Booster()
+    model, criterion = net(), nn.CrossEntropyLoss()
+    assert booster.boost(model) == (model, None, None, None, None)
+    parts = booster.boost(model, adam(model), criterion, "dataloader", "lr_scheduler")
+    assert (parts[0], *parts[2:]) == (model, criterion, "dataloader", "lr_scheduler")
+    losses = train(booster, parts)
+    weights, expected = plain()
+    assert losses == expected
+    torch.testing.assert_close(dict(model.state_dict()), dict(weights))
+    with pytest.raises(ValueError, match="has been boosted already"):
+        booster.boost(model, parts[1])
+
+
+@pytest.mark.parametrize("precision", [None, "fp16", "fp16_apex", "bf16", "fp8", "fp16_naive"])
+def test_a_scheduler_from_before_goes_on_without_warnings(precision: str | None, capsys: Any) -> None:
+    """Made on the raw optimizer with a total of 2 and 50 steps of warm-up; the first step overflows."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = LinearWarmupLR(optimizer, 2, 50)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 51)
+    booster = Booster(mixed_precision=precision)
+    model, optimizer, criterion, _, scheduler = booster.boost(model, optimizer, nn.CrossEntropyLoss(), None, scheduler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = criterion(model(torch.randn(8, 16)), torch.zeros(8, dtype=torch.long))
+            booster.backward(loss * (torch.inf if step == 0 and "fp16" in str(precision) else 1), optimizer)
+            optimizer.step()
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 4 / 51)
+    made_after = LinearWarmupLR(optimizer, 10, 4)
+    assert made_after.optimizer is optimizer
+
+
+def test_no_sync_and_pipelines_need_a_plugin() -> None:
+    with pytest.raises(AssertionError, match="no_sync needs a plugin"):
+        Booster().no_sync(net())
+    with pytest.raises(AssertionError, match="Controlling has no no_sync"):
+        Booster(plugin=Controlling()).no_sync(net())
+    with pytest.raises(AssertionError, match="needs a plugin with pipelines"):
+        Booster().execute_pipeline(iter([]), net(), nn.CrossEntropyLoss())
+    with pytest.raises(AssertionError, match="LoRA needs a plugin"):
+        Booster().enable_lora(net())
+    with pytest.raises(NotImplementedError, match="quantize must be False"):
+        Booster(plugin=Controlling()).enable_lora(net(), quantize=True)
+
+
+def test_lora_needs_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Adapting(Controlling):
+        def support_lora(self) -> bool:
+            return True
+
+    booster = Booster(plugin=Adapting())
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match="pip install peft"):
+        booster.enable_lora(net())
+
+    class Peft:
+        @staticmethod
+        def get_peft_model(model: Any, config: Any) -> Any:
+            return "adapted", config
+
+    monkeypatch.setitem(sys.modules, "peft", Peft)
+    assert booster.enable_lora(net(), lora_config=1) == ("adapted", 1)
+    with pytest.raises(ValueError, match="enable_lora needs lora_config"):
+        booster.enable_lora(net())
+
+
+def test_wrappers_are_transparent() -> None:
+    booster = Booster(mixed_precision="fp16")
+    inner = net()
+    model, optimizer, *_ = booster.boost(inner, adam(inner))
+    assert model.unwrap() is inner
+    assert model.first is inner.first
+    assert model.optimizer is optimizer
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = model.no_such
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.defaults["lr"] == 1e-3
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.01]
+    optimizer.param_groups[0]["lr"] = 5.0
+    assert optimizer.unwrap().param_groups[0]["lr"] == 5.0
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    assert len(optimizer.parameters) == len(list(inner.parameters())) + 1
+    assert "AdamW" in repr(optimizer)
+    assert len(pickle.loads(pickle.dumps(optimizer.unwrap())).param_groups) == 3
+    assert copy.deepcopy(model).unwrap() is not inner
+
+
+def test_a_step_takes_no_closure_where_losses_are_scaled() -> None:
+    model = net()
+    _, optimizer, *_ = Booster(mixed_precision="fp16").boost(model, adam(model))
+    with pytest.raises(ValueError, match="step takes no closure"):
+        optimizer.step(lambda: None)

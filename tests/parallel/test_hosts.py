@@ -1,0 +1,112 @@
+"""`apex run` on several machines: which they are, and what is started on each."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from apex._cli.app import app
+from apex.parallel import _hosts
+from apex.parallel._hosts import chosen_hosts, extra_arguments
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    path = tmp_path / "hosts"
+    path.write_text("one slots=8\n\n# a remark\ntwo  # another\nthree\n")
+    return path
+
+
+def test_machines_are_chosen(hostfile: Path) -> None:
+    assert chosen_hosts(None, None, None, None, -1) == []
+    assert chosen_hosts("a, b", None, None, None, -1) == ["a", "b"]
+    assert chosen_hosts(None, hostfile, None, None, -1) == ["one", "two", "three"]
+    assert chosen_hosts(None, hostfile, "three,one", None, -1) == ["one", "three"]
+    assert chosen_hosts(None, hostfile, None, "one", 1) == ["two"]
+    assert extra_arguments("rdzv_backend=c10d, max_restarts=2") == ["--rdzv_backend=c10d", "--max_restarts=2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "a", "--hostfile", "hosts"], "give one of them"),
+        (["--hostfile", "hosts", "--include", "one", "--exclude", "two"], "cannot be used together"),
+        (["--include", "one"], "--hostfile, which is missing"),
+        (["--hostfile", "nothing"], "--hostfile=nothing is not a file"),
+        (["--hostfile", "hosts", "--include", "four"], "--include names four"),
+        (["--hostfile", "hosts", "--num-nodes", "4"], "--num-nodes=4 must be -1, or between 1 and"),
+        (["--hostfile", "hosts", "--exclude", "one,two,three"], "no machine is left"),
+        (["--extra-launch-args", "alone"], "alone, which is not name=value"),
+    ],
+)
+def test_options_are_checked(options: list[str], message: str, hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(hostfile.parent)
+    result = CliRunner().invoke(app, ["run", *options, "script.py"])
+    assert result.exit_code == 2
+    text = " ".join(result.output.replace("│", " ").split())
+    assert message in text
+
+
+SSH = """#!{python}
+import json, os, sys, time
+rank = sys.argv[-1].split("--node-rank=")[1].split()[0]
+with open("ssh" + rank + ".json", "w") as file:
+    json.dump(sys.argv[1:], file)
+if "wait" in sys.argv[-1] and rank == "0":
+    time.sleep(60)
+sys.exit(int(rank) * 3)
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An ssh that writes down what it was asked, and fails on the second machine with status 3."""
+    command = tmp_path / "bin" / "ssh"
+    command.parent.mkdir()
+    command.write_text(SSH.format(python=sys.executable))
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_machine_gets_the_command(ssh: Path) -> None:
+    options = [
+        "--host",
+        "one,two",
+        "--nproc_per_node",
+        "2",
+        "--ssh-port",
+        "23",
+        "--extra_launch_args",
+        "max_restarts=1",
+    ]
+    result = CliRunner().invoke(app, ["run", *options, "-m", "package.train", "--lr", "a b"])
+    assert result.exit_code == 3
+    for rank, host in enumerate(("one", "two")):
+        *before, there = json.loads((ssh / f"ssh{rank}.json").read_text())
+        assert before == ["-tt", "-p", "23", host]
+        assert there == (
+            f"cd {ssh} && exec {sys.executable} -m apex run --nproc-per-node=2 --master-port=29500 "
+            f"--extra-launch-args=max_restarts=1 --master-addr=one --nnodes=2 --node-rank={rank} --module "
+            "package.train --lr 'a b'"
+        )
+
+
+def test_a_failure_ends_the_others(ssh: Path) -> None:
+    result = CliRunner().invoke(app, ["run", "-H", "one,two", "--nproc-per-node", "1", "wait.py"])
+    assert result.exit_code == 3
+
+
+def test_one_machine_that_is_this_one_needs_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr("apex.parallel._torchrun.torchrun", lambda arguments: calls.append(arguments) or 0)
+    monkeypatch.setattr(_hosts, "run_on", None)
+    options = ["--host", "localhost", "--nproc_per_node", "2", "--extra_launch_args", "max_restarts=1"]
+    assert CliRunner().invoke(app, ["run", *options, "script.py", "--host", "x"]).exit_code == 0
+    assert calls == [["--nproc-per-node=2", "--standalone", "--max_restarts=1", "script.py", "--host", "x"]]
