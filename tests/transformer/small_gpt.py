@@ -1,4 +1,4 @@
-"""A language model of four small layers that can be split in every way, and a run that trains and saves it."""
+"""A language model of small layers that can be split in every way, and a run that trains and saves it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from apex.optimizers import FusedAdam
 from apex.transformer import checkpoint, finalize_model_grads, parallel_state
 from apex.transformer import tensor_parallel as tp
 from apex.transformer.amp import GradScaler
+from apex.transformer.enums import ModelType
 from apex.transformer.layers import FusedLayerNorm
 from apex.transformer.pipeline_parallel import build_model, get_forward_backward_func
 from apex.transformer.pipeline_parallel.schedules.common import _get_params_for_weight_decay_optimization
 from apex.transformer.pipeline_parallel.utils import _reconfigure_microbatch_calculator
 
-LAYERS, WORDS, HIDDEN, LENGTH, SAMPLES, MICROBATCHES = 4, 10, 8, 3, 2, 4
+WORDS, HIDDEN, LENGTH, SAMPLES, MICROBATCHES = 10, 8, 3, 2, 4
 MADE = {"use_cpu_initialization": True}
 
 
@@ -53,12 +54,12 @@ class Layer(nn.Module):
 class Stage(nn.Module):
     """Some layers; the first stage has embeddings, the last one a copy of those of words for the logits."""
 
-    def __init__(self, pre_process: bool = True, post_process: bool = True) -> None:
+    def __init__(self, layers: int, pre_process: bool, post_process: bool) -> None:
         super().__init__()
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        count = LAYERS // ranks // chunks
+        count = layers // ranks // chunks
         stage = (parallel_state.get_virtual_pipeline_model_parallel_rank() or 0) * ranks + rank
         self.layers = nn.ModuleList(Layer(stage * count + index + 1) for index in range(count))
         self.first, self.last = pre_process, post_process
@@ -115,10 +116,12 @@ def split(tensor: int = 1, pipeline: int = 1, chunks: int | None = None) -> Iter
 class Run:
     """A model and all that is saved with it, on the groups that exist."""
 
-    def __init__(self, optimizer: Any = FusedAdam, training: bool = False, amp_level: str = "", **options: Any) -> None:
+    def __init__(
+        self, layers: int, optimizer: Any = FusedAdam, training: bool = False, amp_level: str = "", **options: Any
+    ) -> None:
         self.chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         tp.model_parallel_cuda_manual_seed(5)
-        self.model = build_model(Stage, False, self.chunks)
+        self.model = build_model(Stage, False, self.chunks, ModelType.encoder_or_decoder, layers)
         for part in self.model:
             part.train(training)
             part.to(torch.bfloat16 if options.get("master_weights") else torch.float32)
@@ -132,7 +135,7 @@ class Run:
         self.step = 0
 
     def train(self) -> Tensor:
-        """One step; the mean loss, in all stages."""
+        """One step; the mean loss in the last stage, zero in others."""
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         _reconfigure_microbatch_calculator(1, None, MICROBATCHES * SAMPLES, SAMPLES, 1)
         numbers = torch.Generator().manual_seed(self.step)
@@ -146,10 +149,7 @@ class Run:
         self.scaler.update()
         self.scheduler.step()
         self.step += 1
-        loss = torch.stack(losses).mean() if losses else torch.zeros(())
-        group = parallel_state.get_pipeline_model_parallel_group()
-        torch.distributed.all_reduce(loss, group=group)
-        return loss
+        return torch.stack(losses).mean() if losses else torch.zeros(())
 
     def train_each(self) -> None:
         """A step in which the gradient of each element depends on that element alone: its bits on no layout."""

@@ -1,21 +1,70 @@
-"""Checkpoints of split models, in four processes and in one."""
+"""Checkpoints of split models, loaded by other splits, and by those who go on when a rank was killed."""
 
 from __future__ import annotations
 
+import json
+import signal
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.parallel.processes import run_checks
+from apex.checkpoint import latest
+from tests.parallel.processes import environment, run_checks
+from tests.warm import run_python
 
-from . import checkpoint_checks
+from . import checkpoint_alone_checks, checkpoint_checks, killed
+from .small_gpt import whole
+
+# Seconds for all runs to start and to stop. Ranks that nobody stops give up after 40.
+PATIENCE = 120
 
 
 @pytest.fixture(scope="module")
-def in_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_checks(checkpoint_checks.__name__, Path(tmp_path_factory.mktemp("checkpoint")), processes=4)
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = Path(tmp_path_factory.mktemp("checkpoint"))
+    in_four = run_checks(checkpoint_checks.__name__, folder, processes=4)
+    (folder / "alone").mkdir()
+    return in_four | run_checks(checkpoint_alone_checks.__name__, folder / "alone", processes=1)
 
 
-@pytest.mark.parametrize("name", checkpoint_checks.CHECKS)
-def test_four_processes(name: str, in_four: dict[str, str]) -> None:
-    assert not in_four[name], in_four[name]
+@pytest.mark.parametrize("name", [*checkpoint_checks.CHECKS, *checkpoint_alone_checks.CHECKS])
+def test_processes(name: str, found: dict[str, str]) -> None:
+    assert not found[name], found[name]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Path(tmp_path_factory.mktemp("killed"))
+    done = run_python("-m", killed.__name__, str(folder), cwd=folder, environment=environment(), timeout=PATIENCE)
+    assert not done.returncode, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("phase", killed.VICTIMS)
+def test_a_killed_rank_ends_all_and_loses_nothing(phase: str, runs: Path) -> None:
+    victim = killed.VICTIMS[phase]
+    expected = [-signal.SIGKILL if rank == victim else 1 for rank in range(killed.RANKS)]
+    assert json.loads((runs / "ends.json").read_text())[phase] == expected
+    for rank in range(killed.RANKS):
+        if rank != victim:
+            assert (
+                "start all processes again from the last checkpoint" in (runs / phase / f"rank{rank}.txt").read_text()
+            )
+    path = latest(runs / phase / "checkpoints")
+    assert path is not None
+    assert path.name == "step-00000002"
+    assert_same(path, runs / "alive" / "checkpoints" / path.name)
+
+
+def test_a_resumed_run_is_the_one_that_was_not_killed(runs: Path) -> None:
+    ends = json.loads((runs / "ends.json").read_text())
+    assert ends["alive"] == ends["resumed"] == [0] * killed.RANKS, (runs / "resumed" / "rank0.txt").read_text()
+    assert_same(*(runs / name / "checkpoints" / "step-00000004" for name in ("alive", "resumed")))
+
+
+def assert_same(path: Path, other: Path) -> None:
+    """Equal bits of all tensors."""
+    expected = whole(other)
+    for key, value in whole(path).items():
+        assert torch.equal(value, expected[key]), key

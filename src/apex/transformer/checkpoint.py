@@ -16,6 +16,7 @@ from torch import nn
 
 from ..checkpoint._ranks import is_first
 from ..checkpoint._sharded import checked, fill, raising_everywhere, save_sharded
+from ..ops._host import HOST
 from ._resharding import random
 from ._resharding.optimizer import add_state, groups_of, want_state
 from ._resharding.place import PADDING, Entries, places_of
@@ -136,7 +137,7 @@ def _plain(name: str, value: Any) -> Any:
     torch.save(value.state_dict() if hasattr(value, "state_dict") else value, file)
     file.seek(0)
     try:
-        return torch.load(file, weights_only=True)
+        return torch.load(file, map_location=HOST, weights_only=True)
     except pickle.UnpicklingError as error:
         raise TypeError(f"{name} holds what torch.load(weights_only=True) refuses, and could not be loaded") from error
 

@@ -1,0 +1,112 @@
+"""Runs of a split model of which one rank kills itself in some phase of a step; started by test_checkpoint.py.
+
+Argument: a folder. This process imports everything and divides, into four ranks for every run. Each run has a folder
+of its own with what its ranks printed; `ends.json` has their exit codes. One run, "alive", is not killed. When all have
+ended, "resumed" goes on from the last checkpoint of one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from apex.checkpoint import Series
+from apex.checkpoint._split import SavePlanner
+from apex.transformer import checkpoint
+
+from .small_gpt import Run, split
+
+# The rank that dies in each phase.
+VICTIMS = {"forward": 2, "backward": 1, "exchange": 3, "optimizer": 0, "save": 0, "save_elsewhere": 3}
+RANKS, SAVED, LAST = 4, 2, 4
+PATIENCE = timedelta(seconds=40)
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm(phase: str, run: Run) -> None:
+    """Has this process die in the next step."""
+    if phase == "forward":
+        run.model[0].layers[0].register_forward_pre_hook(die)
+    elif phase == "backward":
+        run.model[0].layers[0].up.weight.register_hook(die)
+    elif phase == "exchange":
+        run.scaler.step = die  # type: ignore[method-assign]
+    elif phase == "optimizer":
+        run.optimizer.register_step_pre_hook(die)
+    else:
+        calls: list[int] = []
+        resolve = SavePlanner.resolve_data
+
+        def resolve_data(self: Any, item: Any) -> Any:
+            calls.append(1)
+            return die() if len(calls) == 5 else resolve(self, item)
+
+        SavePlanner.resolve_data = resolve_data  # type: ignore[method-assign]
+
+
+def train(name: str, folder: Path) -> None:
+    with split(2, 2):
+        run = Run(2, training=True)
+        series = Series(folder / "checkpoints", sharded=True)
+        path = series.latest()
+        if path is not None:
+            run.load(path)
+        while run.step < LAST:
+            if run.step == SAVED and VICTIMS.get(name) == dist.get_rank():
+                arm(name, run)
+            run.train()
+            if run.step in (SAVED, LAST) or (run.step > SAVED and name.startswith("save")):
+                data = {"position": run.step}
+                series.save(checkpoint.state_of(run.model, run.optimizer, data=data, **run.others()), run.step)
+
+
+def start(names: list[str], folder: Path) -> dict[str, list[int]]:
+    """Every rank of every run in a process of its own; their exit codes."""
+    children = {}
+    for name in names:
+        (folder / name).mkdir(exist_ok=True)
+        for rank in range(RANKS):
+            child = os.fork()
+            if not child:
+                os._exit(run_rank(name, folder / name, rank))
+            children[child] = name, rank
+    ends = {name: [0] * RANKS for name in names}
+    for child, (name, rank) in children.items():
+        ends[name][rank] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return ends
+
+
+def run_rank(name: str, folder: Path, rank: int) -> int:
+    with open(folder / f"rank{rank}.txt", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        try:
+            store = f"file://{folder}/store"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=PATIENCE)
+            train(name, folder)
+        except BaseException:
+            traceback.print_exc(file=output)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place = Path(sys.argv[1])
+    ends = start(["alive", *VICTIMS], place)
+    shutil.copytree(place / "save" / "checkpoints", place / "resumed" / "checkpoints")
+    ends |= start(["resumed"], place)
+    (place / "ends.json").write_text(json.dumps(ends))
