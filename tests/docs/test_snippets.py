@@ -40,8 +40,9 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def names(tmp_path: Path) -> dict[str, Any]:
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the guides take as given."""
+    monkeypatch.chdir(tmp_path)  # where they may write
     torch.manual_seed(0)
     model, encoder, decoder = nn.Linear(4, 2), nn.Linear(4, 3), nn.Linear(3, 2)
     batches = [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(4)]
