@@ -4,7 +4,7 @@
 e5m2 for gradients. Weights, gradients, optimizer and state dict stay what they were.
 """
 
-from .convert import Converted, convert, revert
+from .convert import Converted, convert, revert, table
 from .linear import SCALINGS, Float8Linear, linear
 
-__all__ = ["SCALINGS", "Converted", "Float8Linear", "convert", "linear", "revert"]
+__all__ = ["SCALINGS", "Converted", "Float8Linear", "convert", "linear", "revert", "table"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops import float8
-from .linear import SCALINGS, Float8Linear
+from .linear import Float8Linear, check_scaling, linear, make_history
 
 # Weights with fewer elements lose more by the casts than they win by the products.
 SMALLEST_WEIGHT = 2**21
@@ -27,21 +27,21 @@ def convert(
     model: nn.Module,
     scaling: str = "tensorwise",
     *,
-    choose: Callable[[str, nn.Linear], bool] | None = None,
+    choose: Callable[[str, nn.Module], bool] | None = None,
     smallest_weight: int = SMALLEST_WEIGHT,
     emulate: bool = False,
 ) -> list[Converted]:
     """Has the linear layers of `model` multiply in float8, in place, and returns what was done with each of them.
 
-    `scaling` is "tensorwise" (quickest) or "rowwise" (closer to bfloat16). Layers stay as they are where a size is no
-    multiple of 16, where the weight has fewer than `smallest_weight` elements, and where `choose(name, layer)` says so;
-    give it to leave out an output layer, say. Parameters, hooks and state dict are not touched.
+    `scaling` is "tensorwise" (quickest), "rowwise" (closest to bfloat16) or "delayed" (scales from earlier steps).
+    Linear layers are torch.nn.Linear and the two of apex.transformer.tensor_parallel. They stay as they are where a
+    size is no multiple of 16, where the weight has fewer than `smallest_weight` elements, and where `choose(name,
+    layer)` is false; so that an output layer can be left out, say. Parameters, hooks and state dict are not touched.
 
     A device without float8 is refused, unless `emulate` asks for the same numbers without the speed, for tests.
     """
-    if scaling not in SCALINGS:
-        raise ValueError(f"scaling={scaling!r} is not known; use one of {', '.join(SCALINGS)}")
-    layers = [(name, module) for name, module in model.named_modules() if type(module) in (nn.Linear, Float8Linear)]
+    check_scaling(scaling)
+    layers = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
     if not emulate:
         for device in {module.weight.device for _, module in layers}:
             problem = float8.obstacle(device)
@@ -51,20 +51,10 @@ def convert(
     for name, module in layers:
         reason = _reason(name, module, choose, smallest_weight)
         if not reason:
-            module.__class__ = Float8Linear
-            module.scaling = scaling
-        report.append(Converted(name, module.in_features, module.out_features, reason))
+            _convert_layer(module, scaling)
+        out_features, in_features = module.weight.shape
+        report.append(Converted(name, in_features, out_features, reason))
     return report
-
-
-def _reason(name: str, module: nn.Linear, choose: Callable[[str, nn.Linear], bool] | None, smallest: int) -> str:
-    if module.in_features % 16 or module.out_features % 16:
-        return "a size is no multiple of 16"
-    if module.in_features * module.out_features < smallest:
-        return f"fewer than {smallest:,} weights: the casts take longer than the products win"
-    if choose is not None and not choose(name, module):
-        return "left out by choose"
-    return ""
 
 
 def revert(model: nn.Module) -> None:
@@ -73,3 +63,60 @@ def revert(model: nn.Module) -> None:
         if type(module) is Float8Linear:
             module.__class__ = nn.Linear
             module.__dict__.pop("scaling", None)
+            module._buffers.pop("history", None)
+        elif isinstance(getattr(module, "_linear", None), _ParallelProduct):
+            module._linear = module._linear.usual
+
+
+def table(report: list[Converted]) -> str:
+    """What `convert` returned, as text: one line for each layer."""
+    width = max([5, *(len(row.name) for row in report)])
+    lines = [f"{'layer':{width}}  {'in':>6} {'out':>6}  float8"]
+    for row in report:
+        lines.append(f"{row.name:{width}}  {row.in_features:6} {row.out_features:6}  {row.reason or 'yes'}")
+    return "\n".join(lines)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from ..transformer.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    return type(module) in (nn.Linear, Float8Linear) or isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+
+
+def _reason(name: str, module: Any, choose: Callable[[str, nn.Module], bool] | None, smallest: int) -> str:
+    if module.weight.shape[0] % 16 or module.weight.shape[1] % 16:
+        return "a size is no multiple of 16"
+    if module.weight.numel() < smallest:
+        return f"fewer than {smallest:,} weights: the casts take longer than the products win"
+    if getattr(module, "gradient_accumulation_fusion", False):
+        return "gradient_accumulation_fusion adds gradients as it multiplies, which float8 products do not"
+    if choose is not None and not choose(name, module):
+        return "left out by choose"
+    return ""
+
+
+def _convert_layer(module: Any, scaling: str) -> None:
+    if isinstance(module, nn.Linear):
+        module.__class__ = Float8Linear
+        module.set_scaling(scaling)  # type: ignore[operator]
+    else:
+        usual = getattr(module._linear, "usual", module._linear)
+        module._linear = _ParallelProduct(usual, scaling, make_history(module.weight, scaling))
+
+
+class _ParallelProduct:
+    """What a tensor-parallel layer calls in place of its own product: the exchanges around one of float8 matrices."""
+
+    def __init__(self, usual: Callable[..., Tensor], scaling: str, history: Tensor | None) -> None:
+        self.usual, self.scaling, self.history = usual, scaling, history
+
+    def __call__(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, fusion: bool, all_reduce: bool, sequence: bool
+    ) -> Tensor:
+        from ..transformer.tensor_parallel import mappings
+
+        if sequence:
+            input = mappings.gather_from_sequence_parallel_region(input)
+        elif all_reduce:
+            input = mappings.copy_to_tensor_model_parallel_region(input)
+        return linear(input, weight, bias, self.scaling, self.history)

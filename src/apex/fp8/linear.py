@@ -10,39 +10,56 @@ from torch import Tensor, nn
 
 from ..ops import _library, float8
 
-# One scale for a matrix, or one for each row of the left and each column of the right matrix of a product.
-SCALINGS = ("tensorwise", "rowwise")
+# One scale for a matrix from its own largest magnitude, one for each row of the left and each column of the right
+# matrix of a product, or one for a matrix from the largest magnitudes of earlier steps.
+SCALINGS = ("tensorwise", "rowwise", "delayed")
+
+# Steps whose largest magnitudes a layer remembers for its input, its weight and the output's gradient.
+HISTORY = 16
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, scaling: str = "tensorwise") -> Tensor:
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scaling: str = "tensorwise",
+    history: Tensor | None = None,
+) -> Tensor:
     """`torch.nn.functional.linear` by float8 products.
 
-    Matrices are cast with scales from their own largest magnitudes; what is kept for the backward pass is float8, half
-    of what a bfloat16 layer keeps. The output has the dtype of autocast where that is on, else the input's. Sizes that
-    are no multiples of 16, which GPUs do not take, are multiplied as usual. Off a GPU the products are emulated.
+    What is kept for the backward pass is float8, half of what a bfloat16 layer keeps. The output has the dtype of
+    autocast where that is on, else the input's. Sizes that are no multiples of 16, which GPUs do not take, are
+    multiplied as usual. Off a GPU the products are emulated. `history`, for delayed scaling, is a float32 tensor of 3 x
+    steps, zero at first, which both passes change.
     """
-    if scaling not in SCALINGS:
-        raise ValueError(f"scaling={scaling!r} is not known; use one of {', '.join(SCALINGS)}")
+    check_scaling(scaling)
+    if (scaling == "delayed") != (history is not None):
+        raise ValueError("history goes with scaling='delayed'")
     dtype = _library.autocast_dtype(input) or input.dtype
     rows = input.numel() // max(1, input.shape[-1])
     if rows % 16 or rows == 0 or weight.shape[0] % 16 or weight.shape[1] % 16 or dtype not in _library.TRITON_DTYPES:
         return F.linear(input, weight, bias)
-    output = _Float8Product.apply(input.reshape(rows, -1), weight, scaling == "rowwise", dtype)
+    output = _Float8Product.apply(input.reshape(rows, -1), weight, history, scaling == "rowwise", dtype)
     output = output.view(*input.shape[:-1], weight.shape[0])
     return output if bias is None else output + bias.to(dtype)
+
+
+def check_scaling(scaling: str) -> None:
+    if scaling not in SCALINGS:
+        raise ValueError(f"scaling={scaling!r} is not known; use one of {', '.join(SCALINGS)}")
 
 
 class _Float8Product(torch.autograd.Function):
     """input @ weight.T; keeps transposed float8 copies of both."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, by_row: bool, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
-        ctx.dtypes, ctx.by_row = (input.dtype, weight.dtype), by_row
+    def forward(  # type: ignore[override]
+        ctx: Any, input: Tensor, weight: Tensor, history: Tensor | None, by_row: bool, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.dtypes, ctx.by_row, ctx.history = (input.dtype, weight.dtype), by_row, history
         number, _ = float8.formats(input.device)
-        copy, turned, inverse, turned_inverse = float8.cast_both(input.contiguous(), number, by_row)
-        weight_copy, weight_turned, weight_inverse, weight_turned_inverse = float8.cast_both(
-            weight.contiguous(), number, by_row
-        )
+        copy, turned, inverse, turned_inverse = _cast(input, 0, history, by_row, number)
+        weight_copy, weight_turned, weight_inverse, weight_turned_inverse = _cast(weight, 1, history, by_row, number)
         ctx.save_for_backward(
             turned if ctx.needs_input_grad[1] else None,
             turned_inverse,
@@ -57,22 +74,53 @@ class _Float8Product(torch.autograd.Function):
         turned, turned_inverse, weight_turned, weight_turned_inverse = ctx.saved_tensors
         input_dtype, weight_dtype = ctx.dtypes
         _, gradient = float8.formats(dy.device)
-        copy, dy_turned, inverse, dy_turned_inverse = float8.cast_both(dy.contiguous(), gradient, ctx.by_row)
+        copy, dy_turned, inverse, dy_turned_inverse = _cast(dy, 2, ctx.history, ctx.by_row, gradient)
         dinput = dweight = None
         if weight_turned is not None:
             dinput = float8.product(copy, weight_turned, inverse, weight_turned_inverse, input_dtype)
         if turned is not None:
             dweight = float8.product(dy_turned, turned, dy_turned_inverse, turned_inverse, weight_dtype)
-        return dinput, dweight, None, None
+        return dinput, dweight, None, None, None
+
+
+def _cast(matrix: Tensor, role: int, history: Tensor | None, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Both float8 copies of a matrix; its largest magnitude goes into row `role` of the history."""
+    matrix = matrix.contiguous()
+    amax = float8.amax(matrix, by_row)
+    if history is not None:
+        now, before = amax.amax(), history[role].amax()
+        # A step that overflows must show it, and must not be remembered.
+        known = now.isfinite() & (before > 0)
+        kept = torch.where(now.isfinite(), now, before)
+        amax = torch.where(known, before, now).reshape(1)
+        history[role].copy_(torch.cat((kept.reshape(1), history[role, :-1])))
+    return float8.cast_both(matrix, amax, by_row, dtype)
 
 
 class Float8Linear(nn.Linear):
     """`torch.nn.Linear` by float8 products, with the same parameters and state dict."""
 
-    scaling = "tensorwise"
+    scaling: str
+    history: Tensor | None
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, scaling: str = "tensorwise", **options: Any
+    ) -> None:
+        super().__init__(in_features, out_features, bias, **options)
+        self.set_scaling(scaling)
+
+    def set_scaling(self, scaling: str) -> None:
+        check_scaling(scaling)
+        self.scaling = scaling
+        self._buffers.pop("history", None)
+        self.register_buffer("history", make_history(self.weight, scaling), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias, self.scaling)
+        return linear(input, self.weight, self.bias, self.scaling, self.history)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scaling={self.scaling}"
+
+
+def make_history(weight: Tensor, scaling: str) -> Tensor | None:
+    return torch.zeros(3, HISTORY, dtype=torch.float32, device=weight.device) if scaling == "delayed" else None

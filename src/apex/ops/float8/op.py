@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._device import DeviceFacts, facts, launch_rule, next_power_of_2
+from .._device import launch_rule, next_power_of_2
 from . import config, reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -27,14 +27,14 @@ def amax(input: Tensor, by_row: bool) -> Tensor:
     return torch.ops.apex.float8_amax(input) if by_row else reference.amax(input, False)
 
 
-def cast_both(input: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast_both(input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A float8 copy of a contiguous matrix, the transposed copy, and the inverse scales of both, float32.
 
     One scale for the matrix, or `by_row` one for each row of the copy and one for each row of the transposed copy, as
-    a column.
+    a column. `amax` is what `amax(input, by_row)` gives, or any magnitude for all: larger numbers become the format's
+    largest.
     """
-    cast = torch.ops.apex.float8_cast if torch.compiler.is_compiling() else _cast
-    return cast(input, amax(input, by_row), by_row, dtype)
+    return (torch.ops.apex.float8_cast if torch.compiler.is_compiling() else _cast)(input, amax, by_row, dtype)
 
 
 def formats(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
@@ -85,7 +85,7 @@ def launch_amax(input: Tensor, by_row: bool) -> Tensor:
     if by_row:
         rows, columns = input.shape
         found = torch.zeros(rows + columns, dtype=torch.float32, device=input.device)
-        tile = config.amax_tile(facts(input.device))
+        tile = config.AMAX_TILE
         column_blocks = -(-columns // tile.columns)
         kernels.float8_amax_both(
             (-(-rows // tile.rows) * column_blocks,),
@@ -116,7 +116,7 @@ def _cast(input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype) -> tupl
 
 def launch_cast(input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
     results = _empty(input, by_row, dtype)
-    launch = _cast_launch(*input.shape, len(amax), by_row, dtype, facts(input.device))
+    launch = _cast_launch(*input.shape, len(amax), by_row, dtype)
     launch((input, amax.view(torch.int32), *results))
     return results
 
@@ -132,8 +132,8 @@ def _empty(input: Tensor, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 @launch_rule
-def _cast_launch(rows: int, columns: int, partials: int, by_row: bool, dtype: torch.dtype, device: DeviceFacts) -> Any:
-    tile = config.cast_tile(rows, columns, device)
+def _cast_launch(rows: int, columns: int, partials: int, by_row: bool, dtype: torch.dtype) -> Any:
+    tile = config.CAST_TILE
     column_blocks = -(-columns // tile.columns)
     return kernels.float8_cast.prepare(
         (-(-rows // tile.rows) * column_blocks,),
@@ -155,7 +155,7 @@ def self_check(device: torch.device) -> float:
     wrong = 0
     for by_row in (False, True):
         for found, expected in zip(
-            cast_both(input.to(device), torch.float8_e4m3fn, by_row),
+            cast_both(input.to(device), amax(input.to(device), by_row), by_row, torch.float8_e4m3fn),
             reference.cast_both(input, reference.amax(input, by_row), by_row, torch.float8_e4m3fn),
             strict=True,
         ):

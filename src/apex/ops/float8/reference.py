@@ -15,7 +15,8 @@ SMALLEST_AMAX = 1e-12
 
 def inverse_scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse scale for the largest magnitudes `amax`, in float32."""
-    return amax.float().clamp(min=SMALLEST_AMAX) / torch.finfo(dtype).max
+    # A product with the inverse: PyTorch divides by numbers so on GPUs, and not on CPUs.
+    return amax.float().clamp(min=SMALLEST_AMAX) * (1.0 / torch.finfo(dtype).max)
 
 
 def cast(input: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

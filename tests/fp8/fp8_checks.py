@@ -1,0 +1,60 @@
+"""Checks of float8 layers that run in two processes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import fp8
+from apex.transformer import parallel_state, tensor_parallel
+from apex.transformer.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+
+def tensor_parallel_layers(rank: int) -> None:
+    """Split layers in float8 are close to the whole in float32, forward and backward, with sequence parallelism too."""
+    parallel_state.initialize_model_parallel(2)
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    try:
+        for sequence in (False, True):
+            torch.manual_seed(1)
+            first, second = torch.randn(128, 64) / 8, torch.randn(64, 128) / 11
+            options = {"bias": False, "sequence_parallel_enabled": sequence}
+            layers = nn.Sequential(
+                ColumnParallelLinear(
+                    64, 128, gather_output=False, no_async_tensor_model_parallel_allreduce=sequence, **options
+                ),
+                RowParallelLinear(128, 64, input_is_parallel=True, **options),
+            )
+            with torch.no_grad():
+                layers[0].weight.copy_(first.chunk(2, 0)[rank])
+                layers[1].weight.copy_(second.chunk(2, 1)[rank])
+            assert not any(row.reason for row in fp8.convert(layers, smallest_weight=0, emulate=True))
+            whole = torch.randn(32, 64)
+            x = (whole.chunk(2, 0)[rank] if sequence else whole).clone().requires_grad_()
+            hidden, _ = layers[0](x)
+            output, _ = layers[1](hidden)
+            output.sum().backward()
+            wide = whole.clone().requires_grad_()
+            w1, w2 = first.clone().requires_grad_(), second.clone().requires_grad_()
+            expected = F.linear(F.linear(wide, w1), w2)
+            expected.sum().backward()
+            mine = expected.chunk(2, 0)[rank] if sequence else expected
+            dx = wide.grad.chunk(2, 0)[rank] if sequence else wide.grad
+            for name, found, exact in (
+                ("output", output, mine),
+                ("dx", x.grad, dx),
+                ("dw1", layers[0].weight.grad, w1.grad.chunk(2, 0)[rank]),
+                ("dw2", layers[1].weight.grad, w2.grad.chunk(2, 1)[rank]),
+            ):
+                error = float((found - exact).norm() / exact.norm())
+                assert error < 0.1, (sequence, name, error)
+                assert error > 0, (sequence, name)
+            fp8.revert(layers)
+            again, _ = layers[1](layers[0](x)[0])
+            torch.testing.assert_close(again, mine, rtol=1e-4, atol=1e-4)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+CHECKS = {check.__name__: check for check in (tensor_parallel_layers,)}

@@ -1,0 +1,200 @@
+"""Linear layers in float8: numbers, gradients, what is converted, and how it goes with the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp, fp8, graphs
+from apex.ops import float8
+from apex.optimizers import FusedAdam
+from tests.fp8 import fp8_checks
+from tests.parallel.processes import run_checks
+
+GPU = pytest.mark.gpu
+DEVICES = ["cpu", pytest.param("cuda", marks=[GPU, pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")])]
+DYNAMIC = ("tensorwise", "rowwise")
+
+
+def network(device: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 48), nn.Linear(48, 10)).to(device, dtype)
+
+
+def rounded(matrix: torch.Tensor, rows: bool, dtype: torch.dtype) -> torch.Tensor:
+    """The nearest numbers of a format under a scale per matrix, or per row, in float64."""
+    amax = matrix.abs().amax(1, keepdim=True) if rows else matrix.abs().amax()
+    inverse = amax.float() * (1 / torch.finfo(dtype).max)
+    return (matrix.float() * inverse.reciprocal()).to(dtype).double() * inverse.double()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scaling", DYNAMIC)
+def test_products_are_of_rounded_matrices(scaling, device):
+    torch.manual_seed(1)
+    rows = scaling == "rowwise"
+    input = torch.randn(2, 16, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(48, 64, device=device, requires_grad=True)
+    bias = torch.randn(48, device=device, requires_grad=True)
+    dy = torch.randn(2, 16, 48, device=device, dtype=torch.bfloat16)
+    output = fp8.linear(input, weight, bias, scaling)
+    output.backward(dy)
+    x, w, g = input.detach().view(32, 64), weight.detach(), dy.view(32, 48)
+    number, gradient = torch.float8_e4m3fn, torch.float8_e5m2
+    expected = rounded(x, rows, number) @ rounded(w, rows, number).t() + bias.detach().double()
+    dinput = rounded(g, rows, gradient) @ rounded(w.t(), rows, number).t()
+    dweight = rounded(g.t(), rows, gradient) @ rounded(x.t(), rows, number).t()
+    for found, exact in ((output.view(32, 48), expected), (input.grad.view(32, 64), dinput), (weight.grad, dweight)):
+        torch.testing.assert_close(found.detach().double(), exact, rtol=2**-7, atol=2**-8 * float(exact.abs().max()))
+    torch.testing.assert_close(bias.grad, dy.float().sum((0, 1)), rtol=1e-2, atol=1e-2)
+    assert (output.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(15, 64), (0, 64), (3, 5, 64)])
+def test_other_numbers_of_rows_are_multiplied_as_usual(shape):
+    input, weight = torch.randn(shape), torch.randn(32, 64)
+    assert torch.equal(fp8.linear(input, weight), F.linear(input, weight))
+
+
+def test_gradients_that_nobody_wants():
+    input, weight = torch.randn(16, 64, requires_grad=True), torch.randn(32, 64)
+    fp8.linear(input, weight).sum().backward()
+    assert input.grad is not None
+    input, weight = torch.randn(16, 64), torch.randn(32, 64, requires_grad=True)
+    fp8.linear(input, weight).sum().backward()
+    assert weight.grad is not None
+    (gradient,) = torch.autograd.grad(fp8.linear(input, weight).square().sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+def test_convert_says_what_it_did():
+    model = network("cpu")
+    before = model.state_dict()
+    report = fp8.convert(model, smallest_weight=128 * 64, choose=lambda name, layer: True, emulate=True)
+    assert [(row.name, bool(row.reason)) for row in report] == [("0", False), ("2", True), ("3", True)]
+    assert "multiple of 16" in report[2].reason
+    assert "8,192" in report[1].reason
+    assert fp8.table(report).splitlines()[1].split() == ["0", "64", "128", "yes"]
+    assert list(model.state_dict()) == list(before)
+    assert isinstance(model[0], fp8.Float8Linear)
+    assert isinstance(model[0], nn.Linear)
+    assert fp8.convert(model, smallest_weight=0, choose=lambda name, layer: False, emulate=True)[0].reason
+    fp8.revert(model)
+    assert type(model[0]) is nn.Linear
+    x = torch.randn(16, 64)
+    assert torch.equal(model(x), network("cpu")(x))
+
+
+def test_refusals_change_nothing():
+    model = network("cpu")
+    with pytest.raises(RuntimeError, match="emulate=True"):
+        fp8.convert(model)
+    with pytest.raises(ValueError, match="tensorwise, rowwise, delayed"):
+        fp8.convert(model, "blockwise", emulate=True)
+    with pytest.raises(ValueError, match="history"):
+        fp8.linear(torch.randn(16, 16), torch.randn(16, 16), scaling="delayed")
+    assert type(model[0]) is nn.Linear
+
+
+def test_delayed_scales_come_from_earlier_steps():
+    layer = fp8.Float8Linear(64, 32, scaling="delayed")
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    small, large = torch.randn(16, 64), 100 * torch.randn(16, 64)
+    first = layer(small)
+    assert torch.equal(first, fp8.linear(small, layer.weight, layer.bias))  # there is nothing earlier
+    assert layer.history[0, 0] == small.abs().max()
+    clipped = layer(large)
+    assert layer.history[0, :2].tolist() == [float(large.abs().max()), float(small.abs().max())]
+    limit = float(small.abs().max())
+    expected = F.linear(large.clamp(-limit, limit), layer.weight, layer.bias)
+    torch.testing.assert_close(clipped, expected, rtol=0.1, atol=0.1 * float(expected.detach().abs().max()))
+    clipped.sum().backward()
+    assert layer.history[2, 0] == 1
+    overflow = large.clone()
+    overflow[0, 0] = float("inf")
+    assert not layer(overflow).isfinite().all()
+    assert layer.history.isfinite().all()
+    assert layer(small).isfinite().all()
+
+
+@pytest.mark.parametrize("scaling", fp8.SCALINGS)
+def test_compiled_equals_eager(scaling):
+    results = []
+    for compiled in (False, True):
+        model = network("cpu")
+        fp8.convert(model, scaling, smallest_weight=0, emulate=True)
+        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        for _ in range(2):
+            call(x).square().sum().backward()
+        results.append([x.grad, *(p.grad for p in model.parameters())])
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-5 * float(eager.abs().max()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_trains_under_amp(level, device):
+    if level == "O1" and device == "cpu":
+        pytest.skip("float16 products on a CPU take seconds")
+    losses = []
+    for scaling in (None, "tensorwise", "rowwise"):
+        model = network(device)
+        optimizer = FusedAdam(model.parameters(), lr=1e-2)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0)
+        if scaling:
+            fp8.convert(model, scaling, smallest_weight=0, emulate=True)
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(5)).to(device)
+        target = x[:, :10].tanh()
+
+        def step(x, target, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x).float(), target)
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            return loss.detach()
+
+        captured = graphs.capture(step)
+        for _ in range(30):
+            loss = captured(x, target)
+        losses.append(float(loss))
+    amp.shutdown()
+    assert losses[0] < 0.1
+    assert losses[1] == pytest.approx(losses[0], abs=0.02)
+    assert losses[2] == pytest.approx(losses[0], abs=0.02)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_checks(fp8_checks.__name__, Path(tmp_path_factory.mktemp("fp8")), processes=2)
+
+
+@pytest.mark.parametrize("name", fp8_checks.CHECKS)
+def test_two_processes(name: str, found: dict[str, str]) -> None:
+    assert not found[name], found[name]
+
+
+@GPU
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")
+@pytest.mark.parametrize("scaling", DYNAMIC)
+def test_compiled_and_captured(scaling):
+    """Products on the GPU, compiled by Inductor, against the same in eager mode."""
+    if reason := float8.obstacle(torch.device("cuda")):
+        pytest.skip(reason)
+    results = []
+    for compiled in (False, True):
+        model = network("cuda", torch.bfloat16)
+        fp8.convert(model, scaling, smallest_weight=0)
+        call = torch.compile(model, fullgraph=True) if compiled else model
+        x = torch.randn(256, 64, generator=torch.Generator().manual_seed(3)).to("cuda", torch.bfloat16)
+        y = call(x)
+        y.float().square().sum().backward()
+        results.append([y.detach(), *(p.grad for p in model.parameters())])
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager, rtol=0.05, atol=0.02 * float(eager.abs().max()))
