@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from apex.ops import _library
 from apex.transformer import parallel_state, tensor_parallel
 from tests.transformer import block
+from tests.transformer.small_gpt import Run, parts, split, whole
 
 # Of a tensor's largest number. Kernels and matrix products of other sizes add up in other orders.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
@@ -43,4 +46,25 @@ def batches_and_random_numbers(rank: int) -> None:
     parallel_state.destroy_model_parallel()
 
 
-CHECKS = {check.__name__: check for check in (batches_and_random_numbers, block_equals_one_process)}
+def checkpoints(rank: int) -> None:
+    """Two halves of every layer become two stages, with the same bits."""
+    torch.cuda.set_device(0)
+    with split(2, 1):
+        run = Run(2)
+        for name in ("one", "two"):
+            loss = run.train()
+            run.save(Path(name))
+    one, two = whole(Path("one")), whole(Path("two"))
+    with split(1, 2):
+        run = Run(2)
+        run.load(Path("one"))
+        for key, view, place in parts(run):
+            assert torch.equal(view.cpu(), one[key][place]), key
+        found = run.train()
+        torch.distributed.all_reduce(found)
+        torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
+        for key, view, place in parts(run):
+            torch.testing.assert_close(view.cpu(), two[key][place], rtol=1e-4, atol=1e-4, msg=key)
+
+
+CHECKS = {check.__name__: check for check in (batches_and_random_numbers, block_equals_one_process, checkpoints)}

@@ -19,6 +19,7 @@ from apex.fused_bias_swiglu import fused_bias_swiglu
 from apex.optimizers import FusedAdam
 from apex.transformer import checkpoint, finalize_model_grads, parallel_state
 from apex.transformer import tensor_parallel as tp
+from apex.transformer._groups.device import parameter_device
 from apex.transformer.amp import GradScaler
 from apex.transformer.enums import ModelType
 from apex.transformer.layers import FusedLayerNorm
@@ -90,7 +91,7 @@ class Stage(nn.Module):
             return x
         x = tp.copy_to_tensor_model_parallel_region(self.last_norm(x))
         logits = nn.functional.linear(x, self.head.weight)
-        word = self.head.vocab_start_index + torch.arange(logits.shape[-1])
+        word = self.head.vocab_start_index + torch.arange(logits.shape[-1], device=logits.device)
         return logits.masked_fill(word >= WORDS, -1e4)
 
 
@@ -139,7 +140,7 @@ class Run:
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         _reconfigure_microbatch_calculator(1, None, MICROBATCHES * SAMPLES, SAMPLES, 1)
         numbers = torch.Generator().manual_seed(self.step)
-        batch = [torch.randint(0, WORDS, (MICROBATCHES * SAMPLES, LENGTH), generator=numbers)]
+        batch = [torch.randint(0, WORDS, (MICROBATCHES * SAMPLES, LENGTH), generator=numbers).to(parameter_device())]
         self.optimizer.zero_grad()
         forward_backward = get_forward_backward_func(self.chunks, ranks)
         model = self.model if self.chunks else self.model[0]
@@ -149,7 +150,7 @@ class Run:
         self.scaler.update()
         self.scheduler.step()
         self.step += 1
-        return torch.stack(losses).mean() if losses else torch.zeros(())
+        return torch.stack(losses).mean() if losses else torch.zeros((), device=batch[0].device)
 
     def train_each(self) -> None:
         """A step in which the gradient of each element depends on that element alone: its bits on no layout."""

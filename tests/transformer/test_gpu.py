@@ -16,6 +16,7 @@ from apex.transformer import finalize_model_grads, parallel_state, tensor_parall
 from apex.transformer.amp import GradScaler
 from tests.parallel.processes import run_checks
 from tests.transformer import block, gpu_checks
+from tests.transformer.small_gpt import Run, parts
 
 pytestmark = pytest.mark.gpu
 
@@ -119,3 +120,19 @@ def test_weight_gradients_are_added_in_place(dtype: torch.dtype) -> None:
     assert layer.weight.grad is None
     expected = 3 * x.double().sum((0, 1)).expand(512, 256)
     torch.testing.assert_close(layer.weight.main_grad.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_loaded_checkpoint_goes_on_to_the_bit(capturable: bool, tmp_path: Path) -> None:
+    """Random numbers of the device and of its streams, and what counts steps there, included."""
+    run = Run(2, training=True, capturable=capturable)
+    run.train()
+    run.save(tmp_path / "saved")
+    expected = run.train()
+    torch.cuda.manual_seed(11)
+    other = Run(2, training=True, capturable=capturable)
+    other.load(tmp_path / "saved")
+    assert torch.equal(other.train(), expected)
+    for (key, view, _), (_, same, _) in zip(parts(run), parts(other), strict=True):
+        assert torch.equal(view, same), key

@@ -101,11 +101,18 @@ def want_state(entries: Entries, optimizer: Any, names: dict[int, str], values: 
     def load() -> None:
         for of_param, kind, key in plain:
             of_param[kind] = entries.state[key][0]
-        own = [{name: group[name] for name in _OWN if name in group} for group in current["param_groups"]]
-        loaded = [{**options, **mine} for options, mine in zip(groups, own, strict=True)]
+        loaded = []
+        for options, now, params in zip(groups, current["param_groups"], _params(optimizer), strict=True):
+            own = {name: now[name] for name in _OWN if name in now}
+            loaded.append({**{name: _moved(value, params) for name, value in options.items()}, **own})
         optimizer.load_state_dict({"state": state, "param_groups": loaded})
 
     return load
+
+
+def _moved(value: Any, params: list[Tensor]) -> Any:
+    """An option of a group; a tensor, which a `capturable` optimizer has, where the group's parameters are."""
+    return value.to(params[0].device) if isinstance(value, Tensor) and params else value
 
 
 def _key(kind: str, name: str) -> str:
