@@ -82,11 +82,11 @@ _POINTERS = {
 
 def source_of(launch: _launch.Launch) -> ASTSource:
     """One recorded launch, specialised as Triton would specialise it at run time."""
-    bound = launch.bound
-    function = bound.kernel.function
+    prepared = launch.prepared
+    function = prepared.kernel.function
     names = function.arg_names
-    numbers = (*bound.sizes, *launch.floats)
-    values = (*launch.tensors, *numbers, *bound.constants)
+    numbers = (*prepared.sizes, *launch.floats)
+    values = (*launch.tensors, *numbers, *prepared.constants)
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list] = {}
@@ -127,8 +127,8 @@ class Program:
 
     def compile(self, target: Target, whole: bool) -> tuple[int, str]:
         """The bytes of shared memory that a program needs on `target`, and its assembly; if `whole` also a binary."""
-        bound, backend = self.launch.bound, target.backend
-        options = backend.parse_options({"num_warps": bound.num_warps, "num_stages": bound.num_stages})
+        prepared, backend = self.launch.prepared, target.backend
+        options = backend.parse_options({"num_warps": prepared.num_warps, "num_stages": prepared.num_stages})
         metadata: dict[str, Any] = {"target": target.gpu, **options.__dict__}
         stages: dict[str, Any] = {}
         backend.add_stages(stages, options, Language.TRITON)
@@ -155,9 +155,11 @@ class Program:
 
     def known_bytes(self) -> int:
         """How many bytes of a row one access may take, by what the launch says of its length; 16 at most."""
-        bound = self.launch.bound
-        names = bound.kernel.function.arg_names
-        align = dict(zip(names[len(names) - len(bound.constants) :], bound.constants, strict=True)).get("ALIGN", 1)
+        prepared = self.launch.prepared
+        names = prepared.kernel.function.arg_names
+        align = dict(zip(names[len(names) - len(prepared.constants) :], prepared.constants, strict=True)).get(
+            "ALIGN", 1
+        )
         return min(16, align * self.launch.tensors[0].element_size())
 
 
@@ -189,7 +191,7 @@ def compile_all(names: list[str]) -> dict[str, dict[str, Any]]:
     for name in names:
         reports[name] = {"compiled": {}, "failures": []}
         for launch in record_all(TARGETS[name]):
-            if name in NO_FLOAT8 and launch.bound.kernel.name == "float8_cast":
+            if name in NO_FLOAT8 and launch.prepared.kernel.name == "float8_cast":
                 continue
             program = programs.setdefault((TARGETS[name].gpu.backend, *_ahead.program(launch)), Program(launch))
             program.names[name] = None
@@ -208,8 +210,8 @@ def compile_all(names: list[str]) -> dict[str, dict[str, Any]]:
 
 def _add_to_report(report: dict[str, Any], program: Program, target: Target) -> None:
     compiled, available = report["compiled"], target.facts.shared_memory
-    kernel = program.launch.bound.kernel.name
-    what = f"{_ahead.program(program.launch)} {program.launch.bound.sizes} {program.launch.floats}"
+    kernel = program.launch.prepared.kernel.name
+    what = f"{_ahead.program(program.launch)} {program.launch.prepared.sizes} {program.launch.floats}"
     print(target.attribute, what, file=sys.stderr, flush=True)
     try:
         shared, assembly = program.compile(target, whole=kernel not in compiled)

@@ -39,7 +39,7 @@ def test_recording_launches_nothing() -> None:
         settings = (16, 1e-5, True, False, torch.float32, torch.float32)
         output, _ = op.launch_forward(x.to("meta"), None, None, *settings)
     assert output.is_meta
-    assert [launch.bound.kernel.name for launch in collected] == ["norm_forward_rows"]
+    assert [launch.prepared.kernel.name for launch in collected] == ["norm_forward_rows"]
 
 
 def _compiled(module: str, scratch: int = 0) -> SimpleNamespace:
@@ -83,20 +83,22 @@ def test_a_tensor_without_memory_is_refused_also_after_others_were_launched(monk
         norm.rms_norm(x, 16, _Wrapper(weight))
     _import_norm_kernels()
     launched: list[tuple] = []
-    bound = _launch.BoundLaunch(torch.device("cuda", 0), KERNELS["sum_partials"], (1,), (2,), (3,), num_warps=1)
-    bound._run, bound._absent = lambda *arguments: launched.append(arguments), 1
-    monkeypatch.setattr(_launch, "current_device", lambda: 0)
+    prepared = _launch.PreparedLaunch(KERNELS["sum_partials"], (1,), (2,), (3,), num_warps=1, num_stages=1)
+    prepared._compiled[x.device, x.dtype, None] = (lambda *arguments: launched.append(arguments), (), 1)
+    monkeypatch.setattr(_launch, "current_device", lambda: None)
     monkeypatch.setattr(_launch, "current_stream", lambda index: 5)
-    bound((x, None), (0.5,))
+    prepared((x, None), (0.5,))
     assert launched == [(1, 1, 1, 5, x.data_ptr(), 0, 2, 0.5, 3)]
     with pytest.raises(TypeError, match="sum_partials cannot take a _Wrapper"):
-        bound((_Wrapper(x), None), (0.5,))
+        prepared((_Wrapper(x), None), (0.5,))
 
 
 def test_integers_given_for_floats_are_made_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton would compile the kernel for the value of an integer, and the next call would launch that again."""
     given: list[tuple] = []
-    monkeypatch.setattr(_launch.BoundLaunch, "_launch_first", lambda self, tensors, floats: given.append(floats))
+    monkeypatch.setattr(
+        _launch.PreparedLaunch, "_launch_first", lambda self, key, tensors, floats: given.append(floats)
+    )
     with _library.implementation("triton"):
         norm.rms_norm(torch.ones(4, 16), 16, eps=1)
     assert given == [(1.0,)]

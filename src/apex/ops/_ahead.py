@@ -75,15 +75,15 @@ def _plain(constant: Any) -> Any:
 
 def program(launch: Launch) -> tuple[Any, ...]:
     """What Triton makes a program of, but for which of a launch's integers are multiples of 16."""
-    bound = launch.bound
+    prepared = launch.prepared
     dtypes = tuple(None if tensor is None else tensor.dtype for tensor in launch.tensors)
-    return bound.kernel.name, tuple(map(_plain, bound.constants)), dtypes, bound.num_warps, bound.num_stages
+    return prepared.kernel.name, tuple(map(_plain, prepared.constants)), dtypes, prepared.num_warps, prepared.num_stages
 
 
 def program_key(launch: Launch) -> tuple[Any, ...]:
     """Two launches with the same key need the same program of Triton's."""
     # Whether an integer is 1, a multiple of 16, and has more than 32 bits.
-    sizes = tuple((size == 1, size % 16 == 0, size >= 2**31) for size in launch.bound.sizes)
+    sizes = tuple((size == 1, size % 16 == 0, size >= 2**31) for size in launch.prepared.sizes)
     # On AMD GPUs tensors of less than 2 GiB are addressed in another way.
     large = tuple(tensor is not None and tensor.untyped_storage().size() >= 2**31 for tensor in launch.tensors)
     return (*program(launch), sizes, large)
@@ -102,8 +102,8 @@ def compile_launch(launch: Launch, gpu: GPU) -> Any:
     Triton derives the key of its cache from the arguments as at run time, with tensors of the device "meta" in place of
     a GPU's.
     """
-    bound = launch.bound
-    arguments = (*launch.tensors, *bound.sizes, *launch.floats, *bound.constants)
+    prepared = launch.prepared
+    arguments = (*launch.tensors, *prepared.sizes, *launch.floats, *prepared.constants)
     driver.set_active(
         types.SimpleNamespace(
             get_current_device=lambda: gpu.target,  # a key of Triton's table of kernels in this process
@@ -111,8 +111,8 @@ def compile_launch(launch: Launch, gpu: GPU) -> Any:
             get_current_target=lambda: gpu.target,
         )
     )
-    options = {"num_warps": bound.num_warps, "num_stages": bound.num_stages}
-    return bound.kernel.function.run(*arguments, grid=bound.grid, warmup=True, **options)
+    options = {"num_warps": prepared.num_warps, "num_stages": prepared.num_stages}
+    return prepared.kernel.function.run(*arguments, grid=prepared.grid, warmup=True, **options)
 
 
 def compile_launcher(compiled: Any = None) -> None:

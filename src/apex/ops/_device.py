@@ -70,8 +70,10 @@ _pretended: DeviceFacts | None = None
 
 
 @functools.cache
-def _read_facts(index: int) -> DeviceFacts:
-    properties = torch.cuda.get_device_properties(index)
+def _read_facts(device: torch.device) -> DeviceFacts:
+    if device.type != "cuda":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
     hip = torch.version.hip is not None
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or getattr(
         properties, "shared_memory_per_block", 0
@@ -89,9 +91,9 @@ def facts(device: torch.device) -> DeviceFacts:
     """The facts of `device`; of the interpreter for a device that is not a GPU."""
     if _pretended is not None:
         return _pretended
-    if device.type != "cuda":
-        return INTERPRETER
-    return _read_facts(torch.cuda.current_device() if device.index is None else device.index)
+    if device.index is None and device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _read_facts(device)
 
 
 def pretends() -> bool:

@@ -35,7 +35,8 @@ _ALIGNMENT = 16
 class Launch:
     """One launch as it was asked for; what the cross-compilation test compiles."""
 
-    bound: BoundLaunch
+    prepared: PreparedLaunch
+    device: torch.device
     tensors: tuple[Tensor | None, ...]
     floats: tuple[float, ...]
 
@@ -96,90 +97,70 @@ class Kernel:
 class PreparedLaunch:
     """A launch that lacks its tensors and its floats."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self._arguments = arguments
-        self._bound: dict[tuple, BoundLaunch] = {}
-
-    def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
-        """Launches the kernel on the device of the first tensor; None stands for an absent one."""
-        device = tensors[0].device  # type: ignore[union-attr]
-        key = (device, *[None if tensor is None else tensor.dtype for tensor in tensors])
-        launch = self._bound.get(key)
-        if launch is None:
-            launch = BoundLaunch(device, *self._arguments)
-            if _recorder is None:
-                self._bound[key] = launch
-        # Of an integer, 1 for an eps, say, Triton would compile a kernel that takes no other number.
-        launch(tensors, tuple(map(float, floats)) if floats else floats)
-
-
-class BoundLaunch:
-    """A launch that lacks its tensors, whose dtypes must be the same every time, and its floats.
-
-    Triton compiles a kernel for the values of its integers, never for those of its floats.
-    """
-
     def __init__(
         self,
-        device: torch.device,
         kernel: Kernel,
         grid: tuple[int, ...],
         sizes: tuple[int, ...],
         constants: tuple[Any, ...],
         num_warps: int,
-        num_stages: int = 1,
+        num_stages: int,
     ) -> None:
         self.kernel = kernel
         self.grid = grid
         self.sizes = sizes
         self.constants = constants
-        self.device = device
         self.num_warps = num_warps
         self.num_stages = num_stages
         self._head: tuple[int, ...] = grid + (1,) * (3 - len(grid))
-        # For tensors that all start at a multiple of 16 bytes: Triton specialises on that.
-        self._run: Callable[..., None] | None = None
-        self._absent = 0
-        self._middle: tuple[Any, ...] = ()
-        self._index = device.index
+        # By device and dtypes: what launches the compiled kernel, its arguments between stream and tensors, and how
+        # many tensors were absent. For tensors that all start at a multiple of 16 bytes: Triton specialises on that.
+        self._compiled: dict[tuple, tuple[Callable[..., None], tuple[Any, ...], int]] = {}
 
-    def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
-        """Launches the kernel on the current stream; None stands for an absent tensor."""
-        run = self._run
-        if run is None or _recorder is not None:
-            self._launch_first(tensors, floats)
+    def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
+        """Launches the kernel on the current stream of the first tensor's device; None stands for an absent tensor."""
+        device = tensors[0].device  # type: ignore[union-attr]
+        key = (device, *[None if tensor is None else tensor.dtype for tensor in tensors])
+        compiled = self._compiled.get(key)
+        if floats:  # of an integer, 1 for an eps, say, Triton would compile a kernel that takes no other number
+            floats = tuple(map(float, floats))
+        if compiled is None or _recorder is not None:
+            self._launch_first(key, tensors, floats)
             return
+        run, middle, absent = compiled
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         # Half the time of looking at them one by one.
-        if math.gcd(_ALIGNMENT, *addresses) != _ALIGNMENT or addresses.count(0) != self._absent:
-            self._launch_plainly(tensors, floats)
+        if math.gcd(_ALIGNMENT, *addresses) != _ALIGNMENT or addresses.count(0) != absent:
+            self._launch_plainly(device, tensors, floats)
             return
-        index = self._index
+        index = device.index
         if current_device() != index:
             with torch.cuda.device(index):
                 self(tensors, floats)
             return
-        run(*self._head, current_stream(index), *self._middle, *addresses, *self.sizes, *floats, *self.constants)
+        run(*self._head, current_stream(index), *middle, *addresses, *self.sizes, *floats, *self.constants)
 
-    def _launch_first(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
+    def _launch_first(self, key: tuple, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
+        device = key[0]
         if _recorder is not None:
-            _recorder.append(Launch(self, tensors, floats))
+            _recorder.append(Launch(self, device, tensors, floats))
             return
-        compiled = self._launch_plainly(tensors, floats)
+        compiled = self._launch_plainly(device, tensors, floats)
         aligned = all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
-        if _RUN_IS_KNOWN and aligned and self.device.type == "cuda" and self.device.index is not None:
-            self._absent = sum(tensor is None or not tensor.data_ptr() for tensor in tensors)
-            run, self._middle = _launcher(compiled)
-            self._run = run  # last: another thread may be about to launch the same
+        if _RUN_IS_KNOWN and aligned and device.type == "cuda" and device.index is not None:
+            absent = sum(tensor is None or not tensor.data_ptr() for tensor in tensors)
+            self._compiled[key] = (*_launcher(compiled), absent)
 
-    def _launch_plainly(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> Any:
+    def _launch_plainly(
+        self, device: torch.device, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]
+    ) -> Any:
         function, tail = self.kernel.function, (*self.sizes, *floats, *self.constants)
         for tensor in tensors:
             if tensor is not None and not tensor.data_ptr() and tensor.numel():
                 raise TypeError(f"{self.kernel.name} cannot take a {type(tensor).__name__}, which has no memory itself")
-        if self.device.type != "cuda":  # Triton's interpreter
+        if device.type != "cuda":  # Triton's interpreter
             return function[self.grid](*tensors, *tail)
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(device):
             return function[self.grid](*tensors, *tail, num_warps=self.num_warps, num_stages=self.num_stages)
 
 

@@ -111,8 +111,8 @@ class Op:
         self._saved_places = [] if save else [names.index(name) for name in self.saves]
         self._gradients_lead = self.gradients == tuple(self.arguments[: len(self.gradients)])
         self._padding = (None,) * (len(self.arguments) - len(self.gradients))
-        self._node = _library.quick_apply(_node_of(self, self.run))
-        self._launching_node = _library.quick_apply(_node_of(self, self._launch))
+        self._node = _library.eager_apply(_node_of(self, self.run))
+        self._launching_node = _library.eager_apply(_node_of(self, self._launch))
         self._same_layout = frozenset(same_layout)
         self._register(schema, fake, backward_fake or self._like_saved)
         family.ops.append(self)
@@ -142,7 +142,8 @@ class Op:
     def _needs_grad(self, arguments: tuple) -> bool:
         if torch.is_grad_enabled():
             for place in self._gradient_places:
-                if arguments[place] is not None and arguments[place].requires_grad:
+                tensor = arguments[place]
+                if tensor is not None and tensor.requires_grad:
                     return True
         return False
 
@@ -420,13 +421,15 @@ def _as_tuple(results: Any) -> tuple:
     return results if type(results) is tuple else tuple(results) if type(results) is list else (results,)
 
 
-def _contiguous(arguments: Sequence[Any], places: Sequence[int]) -> list[Any]:
+def _contiguous(arguments: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
     """The arguments, of which those at `places` are contiguous tensors or None."""
-    fit = list(arguments)
     for place in places:
-        if fit[place] is not None and not fit[place].is_contiguous():
-            fit[place] = fit[place].contiguous()
-    return fit
+        tensor = arguments[place]
+        if tensor is not None and not tensor.is_contiguous():
+            return [
+                value.contiguous() if i in places and value is not None else value for i, value in enumerate(arguments)
+            ]
+    return arguments
 
 
 def laid_out_like(model: Tensor, tensor: Tensor) -> Tensor:

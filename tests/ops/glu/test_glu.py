@@ -193,7 +193,7 @@ def test_a_frozen_bias_costs_no_launch() -> None:
     for bias_grad, kernels in ((True, ["glu_backward", "glu_sum_partials"]), (False, ["glu_backward"])):
         with _device.pretend(_device.INTERPRETER), recording() as collected:
             launch_backward(dy, input, bias, "silu", (True, bias_grad))
-        assert [launch.bound.kernel.name for launch in collected] == kernels
+        assert [launch.prepared.kernel.name for launch in collected] == kernels
 
 
 @pytest.mark.parametrize("route", [route for route in routes() if route.values[0].implementation == "triton"])

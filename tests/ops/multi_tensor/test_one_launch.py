@@ -28,16 +28,16 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The names of the kernels that were launched; with a second launch, as on AMD, or without."""
     monkeypatch.setattr(DeviceFacts, "publishes_for_all", request.param == "one launch")
     monkeypatch.setattr(grouping, "_kept", OrderedDict())
-    from apex.ops._launch import BoundLaunch  # which needs triton
+    from apex.ops._launch import PreparedLaunch  # which needs triton
 
     names: list[str] = []
-    launch = BoundLaunch.__call__
+    launch = PreparedLaunch.__call__
 
-    def noting(self: BoundLaunch, *given: Any) -> None:
+    def noting(self: PreparedLaunch, *given: Any) -> None:
         names.append(self.kernel.name)
         launch(self, *given)
 
-    monkeypatch.setattr(BoundLaunch, "__call__", noting)
+    monkeypatch.setattr(PreparedLaunch, "__call__", noting)
     names.append(request.param)
     return names
 

@@ -158,16 +158,16 @@ def test_a_tensor_between_others_that_has_moved(route: Route) -> None:
 @pytest.mark.parametrize("route", [parameter for parameter in routes() if parameter.id == "interpreter"])
 def test_kernels_get_floats(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton compiles a kernel for the values of integers: one for a limit of 1 would serve all others."""
-    from apex.ops._launch import BoundLaunch  # which needs triton
+    from apex.ops._launch import PreparedLaunch  # which needs triton
 
     given: list[float] = []
-    launch = BoundLaunch.__call__
+    launch = PreparedLaunch._launch_first
 
-    def noting(self: BoundLaunch, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
+    def noting(self: PreparedLaunch, key: tuple, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
         given.extend(floats)
-        launch(self, tensors, floats)
+        launch(self, key, tensors, floats)
 
-    monkeypatch.setattr(BoundLaunch, "__call__", noting)
+    monkeypatch.setattr(PreparedLaunch, "_launch_first", noting)
     params = [torch.nn.Parameter(torch.ones(3, 4, device=route.device))]
     params[0].grad = torch.ones_like(params[0])
     with implementation(route.implementation):

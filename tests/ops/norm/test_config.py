@@ -127,7 +127,7 @@ def test_kernels_are_told_what_divides_a_row(length: int) -> None:
         output, statistics = op.launch_forward(x, weight, weight, *settings)
         op.launch_backward(output, x, weight, weight, statistics, *settings, (True, True, True))
     for launch in launches:
-        names = launch.bound.kernel.function.arg_names[-len(launch.bound.constants) :]
-        align = dict(zip(names, launch.bound.constants, strict=True))["ALIGN"]
+        names = launch.prepared.kernel.function.arg_names[-len(launch.prepared.constants) :]
+        align = dict(zip(names, launch.prepared.constants, strict=True))["ALIGN"]
         assert length % align == 0
-        assert align == 16 or length % (2 * align), launch.bound.kernel.name
+        assert align == 16 or length % (2 * align), launch.prepared.kernel.name

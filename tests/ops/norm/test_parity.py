@@ -208,7 +208,7 @@ def test_frozen_parameters_cost_no_launch() -> None:
         settings = (columns, 1e-5, True, False, torch.float32, torch.float32)
         with _device.pretend(_device.INTERPRETER), recording() as collected:
             launch_backward(x, x, weight, bias, statistics, *settings, (True, param_grads, param_grads))
-        assert [launch.bound.kernel.name for launch in collected] == kernels
+        assert [launch.prepared.kernel.name for launch in collected] == kernels
 
 
 @pytest.mark.parametrize("route", routes())

@@ -193,7 +193,7 @@ def _compile(rows: dict[tuple[str, str], Row], targets: dict[str, Any], folder: 
             try:
                 entry, kind, seconds = future.result()
             except Exception as error:
-                kernel = task.launch.bound.kernel.name
+                kernel = task.launch.prepared.kernel.name
                 failures.append(f"{kernel} of {task.call} for {task.gpu}: {type(error).__name__}: {error}")
             else:
                 row.found += entry in before

@@ -112,33 +112,29 @@ def checked_shape(
         shape = tuple(normalized_shape)  # type: ignore[arg-type]
     else:
         shape = (int(normalized_shape),)
-    if torch.jit.is_tracing():  # under which sizes are tensors; PyTorch's operator checks them
+    if torch._C._is_tracing():  # under which sizes are tensors; PyTorch's operator checks them
         return shape
     sizes, device = input.shape, input.device
     if not shape or sizes[-len(shape) :] != shape:
         raise ValueError(
             f"normalized_shape={list(shape)} must be the trailing dimensions of the input, whose shape is {list(sizes)}"
         )
-    if not input.is_floating_point():
+    if not input.dtype.is_floating_point:
         raise TypeError(f"a norm needs a floating-point input, got {input.dtype}")
-    if weight is not None:
-        _check_parameter("weight", weight, shape, device)
-    if bias is not None:
-        _check_parameter("bias", bias, shape, device)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(parameter).__name__}")
+        if parameter.shape != shape:
+            raise ValueError(f"{name} has shape {list(parameter.shape)}, expected normalized_shape={list(shape)}")
+        if parameter.device != device:
+            raise ValueError(f"{name} is on {parameter.device}, the input on {device}")
+        if not parameter.dtype.is_floating_point:
+            raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
     if bias is not None and weight is None:
         raise ValueError("a bias needs a weight beside it")
     return shape
-
-
-def _check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    if not isinstance(parameter, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(parameter).__name__}")
-    if parameter.shape != shape:
-        raise ValueError(f"{name} has shape {list(parameter.shape)}, expected normalized_shape={list(shape)}")
-    if parameter.device != device:
-        raise ValueError(f"{name} is on {parameter.device}, the input on {device}")
-    if not parameter.is_floating_point():
-        raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
 
 
 def _row_length(shape: Sequence[int]) -> int:
