@@ -52,18 +52,19 @@ def values_at_hand(tensor: Tensor) -> list[Any] | None:
 
 def check_per_channel(input: Tensor, channels: int, **parameters: Tensor | None) -> None:
     """Raises for parameters, given by name, that do not have a value for each channel on the input's device."""
+    shape, device = (channels,), input.device
     for name, parameter in parameters.items():
         if parameter is None:
             continue
         if not isinstance(parameter, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(parameter).__name__}")
-        if parameter.shape != (channels,):
+        if parameter.shape != shape:
             raise ValueError(
                 f"{name} has shape {list(parameter.shape)}, expected one value for each of {channels} channels"
             )
-        if parameter.device != input.device:
-            raise ValueError(f"{name} is on {parameter.device}, the input on {input.device}")
-        if not parameter.is_floating_point():
+        if parameter.device != device:
+            raise ValueError(f"{name} is on {parameter.device}, the input on {device}")
+        if not parameter.dtype.is_floating_point:
             raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
 
 

@@ -77,7 +77,7 @@ def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpe
         raise ValueError(
             f"input has shape {list(input.shape)}; images and channels, at least two dimensions, are needed"
         )
-    if not input.is_floating_point():
+    if not input.dtype.is_floating_point:
         raise TypeError(f"batch_norm needs a floating-point input, got {input.dtype}")
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean and running_var must be given together, or neither of them")
@@ -199,7 +199,11 @@ def saved_gradients(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> tuple[Tenso
     dtypes = (input.dtype, ctx.z_dtype, *[None if each is None else each.dtype for each in channels[2:]])
     return tuple(
         [
-            gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
+            None
+            if gradient is None or dtype is None or not needed
+            else gradient
+            if gradient.dtype == dtype  # a call of `to` that does nothing takes 1 us
+            else gradient.to(dtype)
             for gradient, dtype, needed in zip(found, dtypes, wanted, strict=True)
         ]
     )

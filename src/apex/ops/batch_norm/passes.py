@@ -110,11 +110,11 @@ def _combine(
     """Mean and biased variance of a whole from the statistics of its parts, towards which running ones move."""
     mean = torch.empty(channels, dtype=torch.float32, device=partials.device)
     variance = torch.empty_like(mean)
-    running, places = (running_mean, running_var), (_contiguous(running_mean), _contiguous(running_var))
+    places = (_contiguous(running_mean), _contiguous(running_var))
     _launch_statistics(partials, mean, variance, *places, parts, channels, pitch, momentum)
-    for before, after in zip(running, places, strict=True):
-        if before is not None and after is not None and after is not before:
-            before.copy_(after)
+    for before, after in zip((running_mean, running_var), places, strict=True):
+        if after is not before:
+            before.copy_(after)  # type: ignore[union-attr, arg-type]
     return mean, variance
 
 
@@ -308,11 +308,12 @@ def values_per_channel(input: Tensor, channel_dim: int) -> int:
 
 def _geometry(x: Tensor, channel_dim: int) -> config.Geometry:
     """How a dense tensor lies in memory."""
-    channels = x.shape[channel_dim]
+    shape = x.shape
+    images, channels = shape[0], shape[channel_dim]
     count = x.numel() // channels
-    if channel_dim == -1 or count == x.shape[0] or not x.is_contiguous():
+    if channel_dim == -1 or count == images or not x.is_contiguous():
         return config.Geometry(1, count, channels, True)
-    return config.Geometry(x.shape[0], count // x.shape[0], channels, False)
+    return config.Geometry(images, count // images, channels, False)
 
 
 def _dense(tensor: Tensor, channel_dim: int) -> Tensor:

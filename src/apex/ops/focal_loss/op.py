@@ -8,13 +8,14 @@ the logits four times in all, this three times.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
-from .._device import facts
+from .._device import DeviceFacts, facts, launch_rule
 from .._op import Op
 from . import config, reference
 
@@ -29,7 +30,7 @@ def check(logits: Tensor, targets: Tensor, num_positives: Tensor, classes: int) 
             f"cls_output has shape {list(logits.shape)} and cls_targets_at_level {list(targets.shape)}; the first must "
             "have one more dimension, the classes"
         )
-    if not logits.is_floating_point():
+    if not logits.dtype.is_floating_point:
         raise TypeError(f"cls_output must be floating-point, got {logits.dtype}")
     if targets.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"cls_targets_at_level must be int64 or int32, got {targets.dtype}")
@@ -61,41 +62,26 @@ def loss_and_gradient_of_sum(
     return loss, gradient  # type: ignore[return-value]
 
 
-def _launch_pass(
-    grid: int, tensors: tuple[Tensor | None, ...], want_loss: bool, classes: int, numbers: tuple[float, float, float]
-) -> None:
-    """One pass over the logits, for the losses or for the gradient."""
-    logits = tensors[0]
-    assert logits is not None
-    total = logits.numel()
-    vector = config.vector(logits.dtype.itemsize, want_loss)
-    alpha, gamma, smoothing = numbers
-    kernels.focal_loss_pass(
-        (grid,),
-        tensors,
-        (total,),
-        (alpha, gamma, smoothing / 2),
-        CLASSES=logits.shape[-1],
-        REAL=classes,
-        SQUARE=gamma == 2,
-        WANT_LOSS=want_loss,
-        GROUPS=config.BLOCK // vector,
-        VECTOR=vector,
-        FULL=total % config.BLOCK == 0,
-        num_warps=config.BLOCK // config.PER_THREAD // facts(logits.device).warp_size,
-    )
-
-
 def launch_forward(
     logits: Tensor, targets: Tensor, num_positives: Tensor, classes: int, alpha: float, gamma: float, smoothing: float
 ) -> Tensor:
-    blocks = max(1, logits.numel() // config.BLOCK)
-    programs = min(blocks, config.PROGRAMS_PER_MULTIPROCESSOR * facts(logits.device).multiprocessors)
-    partials = torch.empty(programs, dtype=torch.float32, device=logits.device)
-    _launch_pass(programs, (logits, targets, None, partials, None, None), True, classes, (alpha, gamma, smoothing))
-    loss = torch.empty((), dtype=torch.float32, device=logits.device)
-    kernels.focal_loss_sum((1,), (partials, num_positives, loss), (programs,), BLOCK=1024, num_warps=8)
+    device = logits.device
+    sizes, gpu = (logits.numel(), logits.shape[-1], classes), facts(device)
+    losses, add_up, programs = _loss_launches(sizes, logits.dtype.itemsize, gamma == 2, gpu)
+    partials = torch.empty(programs, dtype=torch.float32, device=device)
+    losses((logits, targets, None, partials, None, None), (alpha, gamma, smoothing / 2))
+    loss = torch.empty((), dtype=torch.float32, device=device)
+    add_up((partials, num_positives, loss))
     return loss
+
+
+@launch_rule
+def _loss_launches(sizes: tuple[int, ...], itemsize: int, square: bool, device: DeviceFacts) -> tuple[Any, Any, int]:
+    """The kernel that sums the losses of parts of the logits, the one that adds these up, and how many there are."""
+    programs = config.PROGRAMS_PER_MULTIPROCESSOR * device.multiprocessors
+    programs = min(programs, max(1, sizes[0] // config.BLOCK))
+    add_up = kernels.focal_loss_sum.prepare((1,), (programs,), BLOCK=1024, num_warps=8)
+    return _prepare_pass(programs, sizes, itemsize, square, True, device), add_up, programs
 
 
 def launch_backward(
@@ -109,11 +95,35 @@ def launch_backward(
     smoothing: float,
     wanted: Sequence[bool],
 ) -> Tensor:
-    blocks = max(1, logits.numel() // config.BLOCK)
-    gradient = torch.empty_like(logits)
-    tensors = (logits, targets, gradient, None, grad_loss, num_positives)
-    _launch_pass(blocks, tensors, False, classes, (alpha, gamma, smoothing))
+    gradient, sizes = torch.empty_like(logits), (logits.numel(), logits.shape[-1], classes)
+    launch = _gradient_launch(sizes, logits.dtype.itemsize, gamma == 2, facts(logits.device))
+    launch((logits, targets, gradient, None, grad_loss, num_positives), (alpha, gamma, smoothing / 2))
     return gradient
+
+
+@launch_rule
+def _gradient_launch(sizes: tuple[int, ...], itemsize: int, square: bool, device: DeviceFacts) -> Any:
+    return _prepare_pass(max(1, sizes[0] // config.BLOCK), sizes, itemsize, square, False, device)
+
+
+def _prepare_pass(
+    programs: int, sizes: tuple[int, ...], itemsize: int, square: bool, want_loss: bool, device: DeviceFacts
+) -> Any:
+    """The kernel of one pass over the logits, for the losses or for the gradient."""
+    total, all_classes, real = sizes
+    vector = config.vector(itemsize, want_loss)
+    return kernels.focal_loss_pass.prepare(
+        (programs,),
+        (total,),
+        CLASSES=all_classes,
+        REAL=real,
+        SQUARE=square,
+        WANT_LOSS=want_loss,
+        GROUPS=config.BLOCK // vector,
+        VECTOR=vector,
+        FULL=total % config.BLOCK == 0,
+        num_warps=config.BLOCK // config.PER_THREAD // device.warp_size,
+    )
 
 
 FAMILY = _library.register_family(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _library
 from .._checks import check_per_channel, check_tensors
-from .._device import facts, next_power_of_2
+from .._device import DeviceFacts, facts, launch_rule, next_power_of_2
 from .._op import Op, laid_out_like
 from .._partial_sums import TICKETS, partial_sums
 from . import config, reference
@@ -54,7 +54,7 @@ def check(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | 
         raise ValueError(f"activation={activation!r} is not known; '' (none), 'silu' and 'swish' are")
     if input.dim() < 2:
         raise ValueError(f"input has shape {list(input.shape)}; images and channels, [N, C, ...], are needed")
-    if not input.is_floating_point():
+    if not input.dtype.is_floating_point:
         raise TypeError(f"group_norm needs a floating-point input, got {input.dtype}")
     channels = input.shape[1]
     if num_groups < 1 or channels % num_groups:
@@ -122,74 +122,73 @@ def launch_forward(
     """One launch where a program takes a whole group, three where groups are cut up."""
     x, last = _dense(input)
     images, channels = x.shape[:2]
-    positions, group_channels = x.numel() // (images * channels), channels // groups
+    sizes = (images, x.numel() // (images * channels), channels, groups)
+    chunks, launches = _forward_launches(sizes, x.itemsize, last, silu, weight is not None, bias is not None)
     y = torch.empty_like(x)
     statistics = torch.empty(images, groups, 2, dtype=torch.float32, device=x.device)
-    given, sizes, epsilon = (x, weight, bias, y, statistics), (positions, channels, groups), (float(eps),)
-    flags = _flags(weight, bias, group_channels, silu, last, group_channels if last else positions)
-    apart = config.groups_apart(x.numel(), group_channels * x.itemsize, last)
+    if not chunks:
+        launches[0]((x, weight, bias, y, statistics), (eps,))
+        return y, statistics
+    measure, add_up, apply = launches
+    partials = torch.empty(images, chunks, 2, channels, dtype=torch.float32, device=x.device)
+    measure((x, partials))
+    add_up((partials, statistics))
+    apply((x, weight, bias, statistics, y), (eps,))
+    return y, statistics
+
+
+@launch_rule
+def _forward_launches(
+    sizes: tuple[int, ...], itemsize: int, last: bool, silu: bool, has_weight: bool, has_bias: bool
+) -> tuple[int, tuple[Any, ...]]:
+    """The chunks that groups are cut into, 0 where they are not cut up, and the kernels."""
+    images, positions, channels, groups = sizes
+    group_channels = channels // groups
+    parameters = {"D": group_channels, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "SILU": silu, "LAST": last}
+    flags = {**parameters, "ALIGN": math.gcd(group_channels if last else positions, 16)}
+    apart = config.groups_apart(images * positions * channels, group_channels * itemsize, last)
     small = config.small_config(positions, group_channels, "forward") if apart else None
     if small is not None:
-        kernels.group_norm_forward_small(
+        launch = kernels.group_norm_forward_small.prepare(
             (images * groups,),
-            given,
-            sizes,
-            epsilon,
+            sizes[1:],
             **flags,
             S_BLOCK=small.position_block,
             D_BLOCK=small.channel_block,
             num_warps=small.num_warps,
         )
-        return y, statistics
+        return 0, (launch,)
     walk = config.walk_config(images, positions, channels, group_channels, "forward") if apart else None
     if walk is not None:
-        kernels_walk.group_norm_forward_walk(
+        launch = kernels_walk.group_norm_forward_walk.prepare(
             (images * groups,),
-            given,
-            sizes,
-            epsilon,
+            sizes[1:],
             **flags,
             S_BLOCK=walk.position_block,
             D_BLOCK=walk.channel_block,
             STAGES=walk.stages,
             num_warps=walk.num_warps,
         )
-        return y, statistics
+        return 0, (launch,)
     tile = config.tile_config(positions, channels, config.FORWARD_TILE[last], last)
-    flags = _flags(weight, bias, group_channels, silu, last, channels if last else positions)
-    grid = (images * tile.chunks, tile.channel_blocks)
-    partials = torch.empty(images, tile.chunks, 2, channels, dtype=torch.float32, device=x.device)
-    kernels.group_norm_measure(
-        grid,
-        (x, partials),
-        (positions, channels, tile.chunks),
-        LAST=last,
-        ALIGN=flags["ALIGN"],
-        R=tile.rows,
-        C_BLOCK=tile.channel_block,
-        num_warps=config.FORWARD_WARPS,
+    align = math.gcd(channels if last else positions, 16)
+    grid, blocks = (images * tile.chunks, tile.channel_blocks), {"R": tile.rows, "C_BLOCK": tile.channel_block}
+    measure = kernels.group_norm_measure.prepare(
+        grid, (positions, channels, tile.chunks), LAST=last, ALIGN=align, **blocks, num_warps=config.FORWARD_WARPS
     )
-    kernels.group_norm_statistics(
+    add_up = kernels.group_norm_statistics.prepare(
         (images * groups,),
-        (partials, statistics),
-        (*sizes, tile.chunks),
+        (*sizes[1:], tile.chunks),
         D=group_channels,
         R=tile.rows,
         CHUNK_BLOCK=config.CHUNK_BLOCK,
         D_BLOCK=next_power_of_2(group_channels),
         num_warps=config.SUM_WARPS,
     )
-    kernels.group_norm_apply(
-        grid,
-        (x, weight, bias, statistics, y),
-        (*sizes, tile.chunks),
-        epsilon,
-        **flags,
-        R=tile.rows,
-        C_BLOCK=tile.channel_block,
-        num_warps=config.FORWARD_WARPS,
+    apply = kernels.group_norm_apply.prepare(
+        grid, (*sizes[1:], tile.chunks), **parameters, ALIGN=align, **blocks, num_warps=config.FORWARD_WARPS
     )
-    return y, statistics
+    return tile.chunks, (measure, add_up, apply)
 
 
 def launch_backward(
@@ -208,29 +207,74 @@ def launch_backward(
     if dy.stride() != x.stride():
         dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
     images, channels = x.shape[:2]
-    positions, group_channels = x.numel() // (images * channels), channels // groups
+    sizes, device = (images, x.numel() // (images * channels), channels, groups), x.device
     param_grads = (wanted[1] or wanted[2]) and (weight is not None or bias is not None)
+    flags = (last, silu, weight is not None, bias is not None, param_grads)
+    launches = _backward_launches(sizes, x.itemsize, *flags, facts(device))
     dx = torch.empty_like(x)
     dweight = torch.empty_like(weight) if param_grads and weight is not None else None
     dbias = torch.empty_like(bias) if param_grads and bias is not None else None
+    given, scratch, tickets = (x, dy, weight, bias, statistics), None, None
+    if launches.whole is not None:
+        if launches.scratch:
+            scratch, tickets = partial_sums(launches.scratch, device)
+        launches.whole((*given, dx, scratch, tickets, dweight, dbias), (eps,))
+    else:
+        scratch = torch.empty(launches.scratch, dtype=torch.float32, device=device)  # too much of it to be kept
+        measure, add_up, apply = launches.cut
+        measure((*given, scratch), (eps,))
+        add_up((scratch, weight))
+        apply((*given, scratch, dx), (eps,))
+    if launches.parameters is not None:
+        launches.parameters((scratch, dweight, dbias))
+    return dx, dweight, dbias
+
+
+class BackwardLaunches(NamedTuple):
+    """The kernels of a backward pass: one for whole groups or three for groups that are cut up, which lack tensors."""
+
+    scratch: int  # elements of memory for sums
+    whole: Any = None
+    cut: tuple[Any, ...] = ()
+    parameters: Any = None  # last, for the gradients of weight and bias
+
+
+@launch_rule
+def _backward_launches(
+    sizes: tuple[int, ...],
+    itemsize: int,
+    last: bool,
+    silu: bool,
+    has_weight: bool,
+    has_bias: bool,
+    param_grads: bool,
+    device: DeviceFacts,
+) -> BackwardLaunches:
+    images, positions, channels, groups = sizes
+    group_channels = channels // groups
     # Programs of different images add up what they found, if there is a ticket for every group.
-    add_up = param_grads and groups <= TICKETS and facts(x.device).publishes_for_all
-    sizes, epsilon = (images, positions, channels, groups), (float(eps),)
-    flags = _flags(weight, bias, group_channels, silu, last, group_channels if last else positions)
-    apart = config.groups_apart(x.numel(), group_channels * x.itemsize, last)
+    add_up = param_grads and groups <= TICKETS and device.publishes_for_all
+    flags = {"D": group_channels, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "SILU": silu, "LAST": last}
+    flags["ALIGN"] = math.gcd(group_channels if last else positions, 16)
+    apart = config.groups_apart(images * positions * channels, group_channels * itemsize, last)
     small = config.small_config(positions, group_channels, "backward") if apart else None
     walk = config.walk_config(images, positions, channels, group_channels, "backward") if apart else None
-    scratch = tickets = None
+    image_block, channel_block = config.PARAMETER_BLOCK
+    parameters = kernels.group_norm_parameter_gradients.prepare(
+        (-(-channels // channel_block),),
+        (images, channels),
+        HAS_WEIGHT=has_weight,
+        HAS_BIAS=has_bias,
+        N_BLOCK=image_block,
+        C_BLOCK=channel_block,
+        num_warps=config.SUM_WARPS,
+    )
     elements = images * 2 * channels
     if small is not None:
         whole = param_grads and config.whole_groups(images, small)
-        if not whole:
-            scratch, tickets = partial_sums(elements, x.device)
-        kernels.group_norm_backward_small(
+        launch = kernels.group_norm_backward_small.prepare(
             ((1 if whole else images) * groups,),
-            (x, dy, weight, bias, statistics, dx, scratch, tickets, dweight, dbias),
             sizes,
-            epsilon,
             **flags,
             S_BLOCK=small.position_block,
             D_BLOCK=small.channel_block,
@@ -238,14 +282,12 @@ def launch_backward(
             ADD_UP=add_up and not whole,
             num_warps=small.num_warps,
         )
-        add_up = add_up or whole
-    elif walk is not None:
-        scratch, tickets = partial_sums(elements, x.device)
-        kernels_walk.group_norm_backward_walk(
+        separate = param_grads and not add_up and not whole
+        return BackwardLaunches(0 if whole else elements, launch, parameters=parameters if separate else None)
+    if walk is not None:
+        launch = kernels_walk.group_norm_backward_walk.prepare(
             (images * groups,),
-            (x, dy, weight, bias, statistics, dx, scratch, tickets, dweight, dbias),
             sizes,
-            epsilon,
             **flags,
             S_BLOCK=walk.position_block,
             D_BLOCK=walk.channel_block,
@@ -253,58 +295,26 @@ def launch_backward(
             ADD_UP=add_up,
             num_warps=walk.num_warps,
         )
-    else:
-        add_up = False
-        tile = config.tile_config(positions, channels, config.BACKWARD_TILE, last)
-        flags = _flags(weight, bias, group_channels, silu, last, channels if last else positions)
-        grid = (images * tile.chunks, tile.channel_blocks)
-        # Too much of it to be kept.
-        elements += images * 2 * (groups + tile.chunks * channels)
-        scratch = torch.empty(elements, dtype=torch.float32, device=x.device)
-        given, blocks = (x, dy, weight, bias, statistics, scratch), {"R": tile.rows, "C_BLOCK": tile.channel_block}
-        kernels.group_norm_measure_backward(
-            grid, given, (*sizes, tile.chunks), epsilon, **flags, **blocks, num_warps=config.BACKWARD_WARPS
-        )
-        kernels.group_norm_sums(
+        return BackwardLaunches(elements, launch, parameters=parameters if param_grads and not add_up else None)
+    tile = config.tile_config(positions, channels, config.BACKWARD_TILE, last)
+    flags["ALIGN"] = math.gcd(channels if last else positions, 16)
+    flags |= {"R": tile.rows, "C_BLOCK": tile.channel_block}
+    grid, sizes = (images * tile.chunks, tile.channel_blocks), (*sizes, tile.chunks)
+    cut = (
+        kernels.group_norm_measure_backward.prepare(grid, sizes, **flags, num_warps=config.BACKWARD_WARPS),
+        kernels.group_norm_sums.prepare(
             (images * groups,),
-            (scratch, weight),
-            (*sizes, tile.chunks),
+            sizes,
             D=group_channels,
-            HAS_WEIGHT=weight is not None,
+            HAS_WEIGHT=has_weight,
             CHUNK_BLOCK=config.CHUNK_BLOCK,
             D_BLOCK=next_power_of_2(group_channels),
             num_warps=config.SUM_WARPS,
-        )
-        kernels.group_norm_apply_backward(
-            grid, (*given, dx), (*sizes, tile.chunks), epsilon, **flags, **blocks, num_warps=config.BACKWARD_WARPS
-        )
-    if param_grads and not add_up:
-        image_block, channel_block = config.PARAMETER_BLOCK
-        kernels.group_norm_parameter_gradients(
-            (-(-channels // channel_block),),
-            (scratch, dweight, dbias),
-            (images, channels),
-            HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias is not None,
-            N_BLOCK=image_block,
-            C_BLOCK=channel_block,
-            num_warps=config.SUM_WARPS,
-        )
-    return dx, dweight, dbias
-
-
-def _flags(
-    weight: Tensor | None, bias: Tensor | None, group_channels: int, silu: bool, last: bool, contiguous: int
-) -> dict[str, Any]:
-    """The constants that most kernels share, for runs of `contiguous` elements in memory."""
-    return {
-        "D": group_channels,
-        "HAS_WEIGHT": weight is not None,
-        "HAS_BIAS": bias is not None,
-        "SILU": silu,
-        "LAST": last,
-        "ALIGN": math.gcd(contiguous, 16),
-    }
+        ),
+        kernels.group_norm_apply_backward.prepare(grid, sizes, **flags, num_warps=config.BACKWARD_WARPS),
+    )
+    elements += images * 2 * (groups + tile.chunks * channels)
+    return BackwardLaunches(elements, cut=cut, parameters=parameters if param_grads else None)
 
 
 def _fake(input, weight, bias, groups, eps, silu):  # type: ignore[no-untyped-def]

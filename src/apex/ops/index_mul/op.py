@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
-from .._device import facts
+from .._device import DeviceFacts, facts, launch_rule
 from .._op import Op
 from . import config, reference
 
@@ -83,19 +84,23 @@ def launch_forward(in1: Tensor, in2: Tensor, index: Tensor) -> Tensor:
     out = torch.empty_like(in2)
     if not count:
         return out
-    tile = config.forward_tile(width, facts(in2.device))
+    _forward_launch(count, in1.shape[0], width, facts(in2.device))((in1, in2, index, out))
+    return out
+
+
+@launch_rule
+def _forward_launch(count: int, in1_rows: int, width: int, device: DeviceFacts) -> Any:
+    tile = config.forward_tile(width, device)
     column_blocks = -(-width // tile.block)
-    kernels.index_mul_forward(
+    return kernels.index_mul_forward.prepare(
         (-(-count // tile.rows) * column_blocks,),
-        (in1, in2, index, out),
-        (count, in1.shape[0], width, column_blocks),
+        (count, in1_rows, width, column_blocks),
         ALIGN=math.gcd(width, 16),
         ROWS=tile.rows,
         BLOCK=tile.block,
         FULL=count % tile.rows == 0 and width % tile.block == 0,
         num_warps=tile.num_warps,
     )
-    return out
 
 
 def launch_backward(
@@ -112,12 +117,9 @@ def launch_sums(
     """Gradients of in1, in2 and (given those of these gradients) of grad_out, for an in2 that has elements."""
     count, width = in2.shape
     in1_rows = in1.shape[0]
-    device = facts(in2.device)
     grad_grad1, grad_grad2 = grad_grads or (None, None)
     twice = grad_grad1 is not None
-    tile = config.backward_tile(width, device)
-    steps = config.backward_steps(count, device)
-    chunks, column_blocks = -(-count // steps), -(-width // tile.block)
+    add, finish, chunks = _sums_launches(count, in1_rows, width, need2, twice, facts(in2.device))
     keys, order = torch.sort(index.to(torch.int32), stable=True)
     rows = torch.arange(in1_rows + 1, dtype=torch.int32, device=in2.device)
     offsets = torch.searchsorted(keys, rows, out_int32=True)
@@ -125,11 +127,22 @@ def launch_sums(
     grad2 = torch.empty_like(in2) if need2 else None
     grad_grad_out = torch.empty_like(grad_out) if twice else None
     partials = torch.empty(2 * chunks, width, dtype=torch.float32, device=in2.device)
-    sizes = (count, in1_rows, width, column_blocks)
     given = (grad_out, in1, in2, grad_grad1, grad_grad2, keys, order, offsets)
-    kernels.index_mul_backward(
+    add((*given, grad1, grad2, grad_grad_out, partials))
+    finish((keys, offsets, partials, grad1))
+    return grad1, grad2, grad_grad_out
+
+
+@launch_rule
+def _sums_launches(
+    count: int, in1_rows: int, width: int, need2: bool, twice: bool, device: DeviceFacts
+) -> tuple[Any, Any, int]:
+    """The kernel that sums over parts of the rows, the one that adds up sums of several parts, and how many parts."""
+    tile, steps = config.backward_tile(width, device), config.backward_steps(count, device)
+    chunks, column_blocks = -(-count // steps), -(-width // tile.block)
+    sizes = (count, in1_rows, width, column_blocks)
+    add = kernels.index_mul_backward.prepare(
         (-(-chunks // tile.rows) * column_blocks,),
-        (*given, grad1, grad2, grad_grad_out, partials),
         sizes,
         ALIGN=math.gcd(width, 16),
         NEED2=need2,
@@ -139,9 +152,8 @@ def launch_sums(
         BLOCK=tile.block,
         num_warps=tile.num_warps,
     )
-    kernels.index_mul_finish(
+    finish = kernels.index_mul_finish.prepare(
         (max(chunks, -(-in1_rows // config.FINISH_ROWS)) * column_blocks,),
-        (keys, offsets, partials, grad1),
         sizes,
         ALIGN=math.gcd(width, 16),
         STEPS=steps,
@@ -149,7 +161,7 @@ def launch_sums(
         BLOCK=tile.block,
         num_warps=config.finish_warps(tile.block, device),
     )
-    return grad1, grad2, grad_grad_out
+    return add, finish, chunks
 
 
 FAMILY = _library.register_family(

@@ -65,7 +65,7 @@ def check_logits(logits: Tensor, labels: Tensor, smoothing: float) -> None:
         raise ValueError(
             f"labels have shape {list(labels.shape)}, expected one for each row of logits of shape {list(shape)}"
         )
-    if not logits.is_floating_point():
+    if not logits.dtype.is_floating_point:
         raise TypeError(f"logits must be floating-point, got {logits.dtype}")
     if not 1 <= shape[-1] <= MOST_CLASSES:
         raise ValueError(f"logits of shape {list(shape)} have {shape[-1]} classes, expected 1 to {MOST_CLASSES}")
@@ -83,7 +83,7 @@ def check_labels(labels: Tensor, device: torch.device, smoothing: float) -> None
 
 def launch_forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor]:
     rows = _whole_rows(logits)
-    losses = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+    losses = torch.empty_like(labels, dtype=torch.float32)
     log_sums = torch.empty_like(losses)
     tensors = (rows, labels.long(), losses, log_sums, None)
     launch = _launch_short if rows.shape[1] <= config.SHORT_ROW else _launch_losses
@@ -112,9 +112,9 @@ def launch_backward(
     rows, labels = _whole_rows(logits), labels.long()
     count, classes = rows.shape
     loss_stride = int(any(loss_gradient.stride()))
-    if loss_stride:
+    if loss_stride and not loss_gradient.is_contiguous():
         loss_gradient = loss_gradient.contiguous()
-    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if classes <= config.SHORT_ROW:
         tensors = (rows, labels, loss_gradient, log_sums, gradient)
         _launch_short(tensors, True, smoothing, padding_idx, loss_stride)
