@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from apex._bench.environment import describe, device_name, device_stem
 from apex.contrib.bottleneck import Bottleneck
-from apex.contrib.bottleneck.bottleneck import FrozenBatchNorm2d
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -51,6 +50,20 @@ BLOCKS = (
 )
 
 
+class Frozen(nn.Module):
+    """A frozen norm in PyTorch's operators."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+            self.register_buffer(name, torch.full((channels,), value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight * self.running_var.rsqrt()
+        bias = self.bias - self.running_mean * scale
+        return x * scale.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1)
+
+
 class Plain(nn.Module):
     """The block in PyTorch's layers; `Norm` makes a frozen norm."""
 
@@ -74,13 +87,13 @@ class Plain(nn.Module):
         return self.relu(y)
 
 
-def frozen(channels: int) -> nn.Module:
+def batch_norm(channels: int) -> nn.Module:
     return nn.BatchNorm2d(channels).requires_grad_(False).eval()
 
 
 def columns_of(block: Block, device: str, dtype: torch.dtype) -> dict[str, nn.Module]:
     ours = Bottleneck(*block[:4], use_cudnn=True)
-    made = {"torch": Plain(block, FrozenBatchNorm2d), "torch, batch norm": Plain(block, frozen), "apex": ours}
+    made = {"torch": Plain(block, Frozen), "torch, batch norm": Plain(block, batch_norm), "apex": ours}
     for module in made.values():
         module.load_state_dict(ours.state_dict(), strict=False)
         module.to(device, dtype).to(memory_format=torch.channels_last)

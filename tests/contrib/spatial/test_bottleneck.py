@@ -59,7 +59,10 @@ def test_gradcheck(stride: int, out: int, nhwc: bool, last: bool) -> None:
 @pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize(("nhwc", "last"), LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_matches_float64(dtype: torch.dtype, nhwc: bool, last: bool, route: Route) -> None:
+def test_matches_float64(
+    dtype: torch.dtype, nhwc: bool, last: bool, route: Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     for stride, out in STRIDES:
         case = case_of(stride, out, nhwc, last, dtype)
         module, x = block(case, device=route.device), images(case, 6).to(route.device)

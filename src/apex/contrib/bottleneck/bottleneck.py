@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from ..._distributed.collectives import on_stream
 from ...ops._checks import check_floats
-from ...ops._library import autocast_dtype, autocast_off, is_eager, once_differentiable
+from ...ops._library import autocast_dtype, autocast_off, is_eager, once_differentiable, quick_apply
 from ...ops.conv.bottleneck import (
     BottleneckResults,
     Exchange,
     bottleneck_backward,
     bottleneck_forward,
     bottleneck_reference,
+    cast,
 )
 
 
@@ -30,8 +31,6 @@ class FrozenBatchNorm2d(nn.Module):
     All four are buffers; nothing of them is trained.
     """
 
-    bias: Tensor
-
     def __init__(self, n: int) -> None:
         super().__init__()
         for name, value in nn.BatchNorm2d(n).state_dict().items():
@@ -39,15 +38,24 @@ class FrozenBatchNorm2d(nn.Module):
                 self.register_buffer(name, value)
 
     def get_scale_bias(self, nhwc: bool) -> list[Tensor]:
-        """Scale and bias as [1, 1, 1, C] or [1, C, 1, 1], in the buffers' dtype and computed in float32 at least."""
-        dtype, shape = self.bias.dtype, (1, 1, 1, -1) if nhwc else (1, -1, 1, 1)
-        weight, bias, mean, var = (each.to(torch.promote_types(dtype, torch.float32)) for each in self.buffers())
-        scale = weight * var.rsqrt()
-        return [each.to(dtype).reshape(shape) for each in (scale, bias - mean * scale)]
+        """Scale and bias as [1, 1, 1, C] or [1, C, 1, 1], in the buffers' dtype."""
+        return [values[0] for values in _scales_and_biases([self], nhwc)]
 
     def forward(self, x: Tensor) -> Tensor:
         scale, bias = self.get_scale_bias(False)
         return x * scale + bias
+
+
+def _scales_and_biases(norms: Sequence[nn.Module], nhwc: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Those of several norms, in the buffers' dtype; computed in float32 at least, and for all norms at once."""
+    buffers: list[Any] = [list(norm._buffers.values()) for norm in norms]
+    sizes, dtype = [each[0].numel() for each in buffers], buffers[0][0].dtype
+    together = torch.cat([each[place] for place in range(4) for each in buffers])
+    weight, bias, mean, variance = cast(together, torch.promote_types(dtype, torch.float32)).view(4, -1)
+    scale = weight / variance.sqrt()
+    shape = (1, 1, 1, -1) if nhwc else (1, -1, 1, 1)
+    both = cast(torch.stack([scale, torch.addcmul(bias, mean, scale, value=-1)]), dtype).split(sizes, 1)
+    return [each[0].view(shape) for each in both], [each[1].view(shape) for each in both]
 
 
 def _forward(
@@ -62,7 +70,7 @@ def _forward(
     conv: Sequence[Tensor],
 ) -> Tensor:
     dtype = autocast_dtype(x) or x.dtype
-    x, *weights = (_channels_second(each, nhwc).to(dtype) for each in (x, *conv))
+    x, *weights = (cast(_channels_second(each, nhwc), dtype) for each in (x, *conv))
     with autocast_off(x):
         results = bottleneck_forward(x, weights, scale, bias, stride, exchange, overlap)
     ctx.save_for_backward(*results[:4], *results.scaled_weights, *scale)
@@ -73,7 +81,7 @@ def _forward(
 def _backward(ctx: Any, grad_o: Tensor) -> list[Tensor | None]:
     """Gradients of x and of the weights."""
     saved, count = ctx.saved_tensors, ctx.count
-    results = BottleneckResults(*saved[:4], saved[4 : 4 + count])
+    results = BottleneckResults(*saved[:4], scaled_weights=saved[4 : 4 + count])
     wanted = ctx.needs_input_grad[-1 - count :]
     dy = _channels_second(grad_o, ctx.nhwc)
     with autocast_off(dy):
@@ -96,6 +104,9 @@ class BottleneckFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_o):  # type: ignore[override]
         return None, None, None, None, *_backward(ctx, grad_o)
+
+
+_bottleneck = quick_apply(BottleneckFunction)
 
 
 class SpatialBottleneckFunction(torch.autograd.Function):
@@ -188,9 +199,9 @@ class Bottleneck(nn.Module):
             if explicit_nhwc:
                 weight.data = weight.data.movedim(1, -1).contiguous()
 
-    def _layers(self) -> list[tuple[nn.Module, FrozenBatchNorm2d]]:
+    def _layers(self) -> list[Any]:
         """Convolutions and their norms, those of the shortcut last."""
-        layers: list[Any] = [(self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)]
+        layers = [(self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)]
         return layers if self.downsample is None else [*layers, tuple(self.downsample)]
 
     @property
@@ -200,9 +211,8 @@ class Bottleneck(nn.Module):
 
     def _scales_and_biases(self) -> tuple[list[Tensor], list[Tensor]]:
         if self.w_scale is None or self.w_bias is None:
-            scales, biases = zip(*(norm.get_scale_bias(self.explicit_nhwc) for _, norm in self._layers()), strict=True)
-            return list(scales), list(biases)
-        weight, scale = self.bn1.bias, self.w_scale[0]
+            return _scales_and_biases([norm for _, norm in self._layers()], self.explicit_nhwc)
+        weight, scale = next(self.bn1.buffers()), self.w_scale[0]
         if (weight.device, weight.dtype) != (scale.device, scale.dtype):
             raise RuntimeError(
                 f"scales were computed in {scale.dtype} on {scale.device}, the norms are now in {weight.dtype} on "
@@ -217,12 +227,11 @@ class Bottleneck(nn.Module):
         """
         self.w_scale = self.w_bias = None
         self.w_scale, self.w_bias = self._scales_and_biases()
-        kept, layers, nhwc = list(zip(self.w_scale, self.w_bias, strict=True)), self._layers(), self.explicit_nhwc
+        kept, norms, nhwc = [*self.w_scale, *self.w_bias], [norm for _, norm in self._layers()], self.explicit_nhwc
 
         def renew() -> None:
-            for pair, (_, norm) in zip(kept, layers, strict=True):
-                for memory, values in zip(pair, norm.get_scale_bias(nhwc), strict=True):
-                    memory.copy_(values)
+            scales, biases = _scales_and_biases(norms, nhwc)
+            torch._foreach_copy_(kept, [*scales, *biases])
 
         return renew
 
@@ -237,7 +246,7 @@ class Bottleneck(nn.Module):
         self._check(x)
         scales, biases = self._scales_and_biases()
         if is_eager(x):
-            return BottleneckFunction.apply(self.explicit_nhwc, self.stride, scales, biases, x, *self.w_conv)
+            return _bottleneck(self.explicit_nhwc, self.stride, scales, biases, x, *self.w_conv)
         images, *weights = (_channels_second(each, self.explicit_nhwc) for each in (x, *self.w_conv))
         y = bottleneck_reference(images, weights, scales, biases, self.stride)
         return y.movedim(1, -1) if self.explicit_nhwc else y

@@ -67,7 +67,7 @@ def bottleneck_forward(
     if stride > 1 and x.is_contiguous(memory_format=torch.channels_last):
         pixels = pixels.contiguous(memory_format=torch.channels_last)
     scaled = [times_scale(weight, scale) for weight, scale in zip(weights, scales, strict=True)]
-    bias = [each.reshape(-1).to(x.dtype) for each in biases]
+    bias = [cast(each.reshape(-1), x.dtype) for each in biases]
     out1 = conv_relu(pixels, scaled[0], bias[0], _NO_PADDING)
     if exchange is None:
         out2 = conv_relu(out1, scaled[1], bias[1], _PADDING)
@@ -81,8 +81,10 @@ def bottleneck_forward(
         else:
             out1 = with_rows(out1, *neighbours())
             out2 = conv_relu(out1, scaled[1], bias[1], _PADDED_ROWS)
-    shortcut = functional.conv2d(pixels, scaled[3], bias[3]) if len(weights) > 3 else pixels
-    y = conv_relu(out2, scaled[2], bias[2], _NO_PADDING, shortcut)
+    shortcut, last_bias = pixels, bias[2]
+    if len(weights) > 3:  # its bias is added with the other one: PyTorch's convolution would take a pass for it
+        shortcut, last_bias = functional.conv2d(pixels, scaled[3]), bias[2] + bias[3]
+    y = conv_relu(out2, scaled[2], last_bias, _NO_PADDING, shortcut)
     return BottleneckResults(pixels, out1, out2, y, scaled)
 
 
@@ -126,8 +128,10 @@ def bottleneck_backward(
     of_input = None
     if dx is not None and dz1 is not None and of_x:
         of_input = at_pixels(add_gradient(dx, dz1, scaled[0]), shape, stride)
-    pairs = zip(of_scaled, scales, strict=True)
-    return [of_input, *(None if each is None else times_scale(each, scale) for each, scale in pairs)]
+    for each, scale in zip(of_scaled, scales, strict=True):
+        if each is not None:
+            each.mul_(scale.reshape(-1, 1, 1, 1))
+    return [of_input, *of_scaled]
 
 
 def at_pixels(gradient: Tensor, shape: torch.Size, stride: int) -> Tensor:
@@ -141,8 +145,13 @@ def at_pixels(gradient: Tensor, shape: torch.Size, stride: int) -> Tensor:
 
 
 def times_scale(weight: Tensor, scale: Tensor) -> Tensor:
-    """A weight, or its gradient, with the scales of the output channels, rounded once."""
-    return (weight * scale.reshape(-1, 1, 1, 1)).to(weight.dtype)
+    """A weight with the scales of the output channels, rounded once."""
+    return cast(weight * scale.reshape(-1, 1, 1, 1), weight.dtype)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype, without a call of PyTorch where it has that."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def conv_relu(
@@ -181,11 +190,12 @@ def relu_gradient(dy: Tensor, y: Tensor) -> Tensor:
 
 def add_gradient(dx: Tensor, dz: Tensor, weight: Tensor) -> Tensor:
     """dx plus the gradient behind a 1x1 convolution; may overwrite dx."""
-    if is_channels_last(dx) and is_channels_last(dz):  # a product of matrices then, which adds its result
+    # A product of matrices then, which adds its result; in float32 convolutions are quicker, by TensorFloat-32.
+    if dx.dtype != torch.float32 and is_channels_last(dx) and is_channels_last(dz):
         rows, gradients = (each.movedim(1, -1).view(-1, each.shape[1]) for each in (dx, dz))
         rows.addmm_(gradients, weight.reshape(weight.shape[:2]))
         return dx
-    return dx + functional.conv_transpose2d(dz, weight)
+    return functional.conv_transpose2d(dz, weight).add_(dx)
 
 
 def is_channels_last(images: Tensor) -> bool:
