@@ -114,13 +114,14 @@ def _options(stages: list[list[tuple[dict[str, Any], int]]]) -> list[dict[str, A
 
 
 def _numbered_paths(chunk: nn.Module) -> dict[str, str]:
-    """The names of modules with layers numbered as in the whole model, by their `layer_number`, which is from 1 on."""
-    found = {"": ""}
+    """The names of modules, with layers of lists numbered as in the whole model: by `layer_number`, from 1 on."""
+    found, modules = {"": ""}, {"": chunk}
     for path, module in chunk.named_modules(remove_duplicate=False):
         if path:
+            modules[path] = module
             owner, _, name = path.rpartition(".")
             number = getattr(module, "layer_number", None)
-            if name.isdigit() and isinstance(number, int):
+            if isinstance(number, int) and isinstance(modules[owner], (nn.ModuleList, nn.Sequential)):
                 name = str(number - 1)
             found[path] = f"{found[owner]}.{name}" if owner else name
     return found
