@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -57,4 +59,25 @@ def tensor_parallel_layers(rank: int) -> None:
         parallel_state.destroy_model_parallel()
 
 
-CHECKS = {check.__name__: check for check in (tensor_parallel_layers,)}
+def fully_sharded(rank: int) -> None:
+    """FSDP2 gathers ordinary weights, whose float8 products are those of one process; its checkpoint is ordinary."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))
+    fp8.convert(model, "rowwise", smallest_weight=0, emulate=True)
+    alone = copy.deepcopy(model)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    x = torch.randn(32, 64)
+    expected, found = alone(x), model(x)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    expected.sum().backward()
+    for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=name)
+    whole = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32)).load_state_dict(whole)
+
+
+CHECKS = {check.__name__: check for check in (tensor_parallel_layers, fully_sharded)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,22 @@ def test_refusals_change_nothing():
     assert type(model[0]) is nn.Linear
 
 
+def test_weights_that_fsdp_gathers_in_float8(monkeypatch):
+    with pytest.raises(ValueError, match="tensorwise"):
+        fp8.convert(network("cpu"), "rowwise", float8_all_gather=True, emulate=True)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torchao.float8", None)
+        with pytest.raises(ImportError, match="pip install torchao"):
+            fp8.convert(network("cpu"), float8_all_gather=True, emulate=True)
+    pytest.importorskip("torchao", reason="torchao gathers weights in float8")
+    model = network("cpu")
+    report = fp8.convert(model, float8_all_gather=True, smallest_weight=0, emulate=True)
+    assert [bool(row.reason) for row in report] == [False, False, True]
+    x = torch.randn(16, 64)
+    torch.testing.assert_close(model(x), network("cpu")(x), rtol=0.1, atol=0.1)
+    assert type(model[0]).__module__.startswith("torchao")
+
+
 def test_delayed_scales_come_from_earlier_steps():
     layer = fp8.Float8Linear(64, 32, scaling="delayed")
     assert list(layer.state_dict()) == ["weight", "bias"]
@@ -198,3 +215,29 @@ def test_compiled_and_captured(scaling):
         results.append([y.detach(), *(p.grad for p in model.parameters())])
     for eager, traced in zip(*results, strict=True):
         torch.testing.assert_close(traced, eager, rtol=0.05, atol=0.02 * float(eager.abs().max()))
+
+
+@GPU
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")
+def test_fsdp_gathers_in_float8(tmp_path):
+    pytest.importorskip("torchao", reason="torchao gathers weights in float8")
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        losses = []
+        for gathered in (False, True):
+            model = network("cuda")
+            fp8.convert(model, float8_all_gather=gathered, smallest_weight=0)
+            fully_shard(model)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            x = torch.randn(64, 64, generator=torch.Generator().manual_seed(5)).cuda()
+            for _ in range(20):
+                loss = F.mse_loss(model(x), x[:, :10].tanh())
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            losses.append(float(loss))
+        assert losses[1] == pytest.approx(losses[0], abs=0.02)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -29,6 +29,7 @@ def convert(
     *,
     choose: Callable[[str, nn.Module], bool] | None = None,
     smallest_weight: int = SMALLEST_WEIGHT,
+    float8_all_gather: bool = False,
     emulate: bool = False,
 ) -> list[Converted]:
     """Has the linear layers of `model` multiply in float8, in place, and returns what was done with each of them.
@@ -37,6 +38,9 @@ def convert(
     Linear layers are torch.nn.Linear and the two of apex.transformer.tensor_parallel. They stay as they are where a
     size is no multiple of 16, where the weight has fewer than `smallest_weight` elements, and where `choose(name,
     layer)` is false; so that an output layer can be left out, say. Parameters, hooks and state dict are not touched.
+
+    Call it before `fully_shard`. With `float8_all_gather` FSDP2 then gathers weights in float8, half the bytes:
+    torchao's layers do that and take the place of ours; they need torchao and "tensorwise".
 
     A device without float8 is refused, unless `emulate` asks for the same numbers without the speed, for tests.
     """
@@ -47,14 +51,26 @@ def convert(
             problem = float8.obstacle(device)
             if problem:
                 raise RuntimeError(f"{problem}; train in bfloat16 there, or test with emulate=True")
-    report = []
+    reasons = {name: _reason(name, module, choose, smallest_weight) for name, module in layers}
+    report = [Converted(name, *reversed(module.weight.shape), reasons[name]) for name, module in layers]
+    if float8_all_gather:
+        _convert_with_torchao(model, scaling, {name for name, reason in reasons.items() if not reason}, emulate)
+        return report
     for name, module in layers:
-        reason = _reason(name, module, choose, smallest_weight)
-        if not reason:
+        if not reasons[name]:
             _convert_layer(module, scaling)
-        out_features, in_features = module.weight.shape
-        report.append(Converted(name, in_features, out_features, reason))
     return report
+
+
+def _convert_with_torchao(model: nn.Module, scaling: str, names: set[str], emulate: bool) -> None:
+    if scaling != "tensorwise":
+        raise ValueError(f"float8_all_gather goes with scaling='tensorwise', not {scaling!r}")
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise ImportError("float8_all_gather needs torchao: pip install torchao") from error
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulate)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in names)
 
 
 def revert(model: nn.Module) -> None:
