@@ -1,0 +1,50 @@
+"""`examples/transformer` on the CPU, split in several ways."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import apex
+from tests.parallel.processes import launched
+from tests.warm import run_together
+
+SOURCE = Path(apex.__file__).resolve().parents[1]
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "transformer" / "train.py"
+SIZES = ["--device", "cpu", "--layers", "4", "--hidden", "32", "--sequence", "32", "--batch", "8", "--save-every", "3"]
+
+
+def run(processes: int, words: str, cwd: Path) -> str:
+    """What all processes print."""
+    inherited = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
+    environment = {**inherited, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    with launched(processes) as numbers:
+        environments = [{**environment, **each} for each in numbers]
+        commands = [(str(SCRIPT), *SIZES, *words.split())] * processes
+        results = run_together(commands, cwd=cwd, environments=environments, timeout=240)
+    for result in results:
+        assert result.returncode == 0, result.stderr
+    return "".join(result.stdout for result in results)
+
+
+def losses(output: str) -> list[float]:
+    return [float(number) for number in re.findall(r"step \d+: loss (\d+\.\d+)", output)]
+
+
+def test_a_split_model_goes_on_in_another_split(tmp_path: Path) -> None:
+    whole = run(4, "--tensor 2 --pipeline 2 --sequence-parallel --opt-level O2 --steps 6 --checkpoints whole", tmp_path)
+    assert losses(whole)[1] < losses(whole)[0] - 0.2
+    (tmp_path / "rest").mkdir()
+    shutil.copytree(tmp_path / "whole" / "step-00000003", tmp_path / "rest" / "step-00000003")
+    rest = run(2, "--pipeline 2 --chunks 2 --zero-bubble --opt-level O2 --steps 6 --checkpoints rest", tmp_path)
+    assert "goes on after step 3" in rest
+    assert losses(rest)[1] == pytest.approx(losses(whole)[1], abs=1e-3)
+
+
+def test_divided_optimizers(tmp_path: Path) -> None:
+    output = run(2, "--zero --recompute selective --steps 4 --checkpoints zero", tmp_path)
+    assert losses(output)[1] < losses(output)[0] - 0.2
