@@ -12,11 +12,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from apex.transformer.pipeline_parallel._schedule import schedule
+from apex.transformer.pipeline_parallel._simulate import report
+
 RANKS = (1, 2, 8, 64, 256, 1024)
 # A step of a model of 7 billion parameters in bfloat16, with Adam's state and master weights in float32.
 PARAMETERS = 7_000_000_000
 # ResNet-50 has 53 batch norms with 26,560 channels.
 LAYERS, CHANNELS = 53, 26_560
+# A GPT of 175 billion parameters: 96 layers of 12,288, 1,536 sequences of 2,048 tokens in a step, one at a time.
+GPT_LAYERS, HIDDEN, SEQUENCE, VOCABULARY, SEQUENCES = 96, 12_288, 2_048, 51_200, 1_536
+SCHEDULES = {"1F1B": ("1f1b", 1), "interleaved": ("interleaved", 2), "ZB-H1": ("zb_h1", 1), "ZB-V": ("zb_v", 2)}
 # Per rank: 50 GB/s is one 400 Gb/s network card for each GPU; 10 microseconds from one machine to another.
 BANDWIDTH, LATENCY = 50e9, 10e-6
 
@@ -85,8 +91,81 @@ def sync_batchnorm(layers: int, channels: int, ranks: int) -> Cost:
     return Cost(sent, 2 * layers, values * ranks)
 
 
-def table(rows: list[tuple[str, list[str]]]) -> str:
-    head = ["ranks", *(f"{ranks}" for ranks in RANKS)]
+@dataclass(frozen=True)
+class Split:
+    """How a model is divided: tensor-parallel ranks, pipeline ranks, replicas."""
+
+    tensor: int
+    pipeline: int
+    replicas: int
+
+    @staticmethod
+    def of(ranks: int) -> Split:
+        """Up to 8 ranks of a machine divide the layers, up to 16 machines are stages, the rest are replicas."""
+        tensor = min(8, ranks)
+        pipeline = min(16, ranks // tensor)
+        return Split(tensor, pipeline, ranks // tensor // pipeline)
+
+    def __str__(self) -> str:
+        return f"{self.tensor} x {self.pipeline} x {self.replicas}"
+
+    @property
+    def microbatches(self) -> int:
+        return SEQUENCES // self.replicas
+
+
+def gpt_parameters() -> int:
+    """Of all layers and the embedding: 12 h^2 + 13 h each, and a row for each word and position."""
+    return GPT_LAYERS * (12 * HIDDEN**2 + 13 * HIDDEN) + (VOCABULARY + SEQUENCE) * HIDDEN
+
+
+def idle_share(name: str, ranks: int, microbatches: int) -> float:
+    """The part of a step in which the worst rank waits, if forward and both parts of backward take the same time."""
+    if ranks == 1:
+        return 0.0
+    kind, chunks = SCHEDULES[name]
+    # From 2 ranks - 1 microbatches on the idle time no longer depends on their number.
+    found = schedule(kind, ranks, chunks, 4 * ranks)
+    idle = max(report(found.placement, found.actions).bubbles)
+    return idle / (idle + 3 * chunks * microbatches)
+
+
+def activations_held(name: str, ranks: int) -> float:
+    """The most that a rank holds at once, in activations of all its layers for one microbatch."""
+    if ranks == 1:
+        return 1.0
+    kind, chunks = SCHEDULES[name]
+    found = schedule(kind, ranks, chunks, 4 * ranks)
+    return max(report(found.placement, found.actions).peaks) / chunks
+
+
+def tensor_parallel_bytes(split: Split, *, sequence_parallel: bool = True) -> float:
+    """Sent by a rank in a step: per layer and microbatch two sums forward and two backward.
+
+    With sequence parallelism each sum is a reduce-scatter beside an all-gather of the same size, and the input of the
+    two layers that split their outputs is gathered again for their weights' gradients.
+    """
+    sizes = 2 * SEQUENCE * HIDDEN
+    halves = 10 if sequence_parallel else 8
+    layers = GPT_LAYERS // split.pipeline
+    return layers * split.microbatches * halves * half_of_it(sizes, split.tensor)
+
+
+def pipeline_bytes(split: Split, chunks: int = 1) -> float:
+    """Sent by a rank in the middle: each microbatch forward and backward from each chunk, its part of the sequence."""
+    if split.pipeline == 1:
+        return 0.0
+    return 2 * chunks * split.microbatches * 2 * SEQUENCE * HIDDEN / split.tensor
+
+
+def activation_bytes(name: str, split: Split) -> float:
+    """34 bytes per element of the hidden state and layer, with attention computed anew; split with the sequence."""
+    layers = GPT_LAYERS // split.pipeline
+    return activations_held(name, split.pipeline) * layers * 34 * SEQUENCE * HIDDEN / split.tensor
+
+
+def table(rows: list[tuple[str, list[str]]], first: str = "ranks", heads: tuple[int, ...] = RANKS) -> str:
+    head = [first, *(f"{each}" for each in heads)]
     lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
@@ -103,6 +182,9 @@ def tables() -> dict[str, str]:
             ("time, ms", [f"{1e3 * seconds:.0f}" for seconds in times]),
         ]
 
+    stages = (2, 4, 8, 16)
+    splits = [Split.of(ranks) for ranks in RANKS]
+    shards = [zero(gpt_parameters() // (each.tensor * each.pipeline), each.replicas) for each in splits]
     batch_norm = [sync_batchnorm(LAYERS, CHANNELS, ranks) for ranks in RANKS]
     grouped = [sync_batchnorm(LAYERS, CHANNELS, min(8, ranks)) for ranks in RANKS]
     return {
@@ -110,6 +192,41 @@ def tables() -> dict[str, str]:
         "zero": table(rows([zero(PARAMETERS, ranks) for ranks in RANKS])),
         "zero, redundant": table(
             rows([zero(PARAMETERS, ranks, redundant=max(1, ranks // 8)) for ranks in RANKS]),
+        ),
+        "schedules": table(
+            [
+                *(
+                    (f"{name}, idle", [f"{100 * idle_share(name, each, 4 * each):.1f}%" for each in stages])
+                    for name in SCHEDULES
+                ),
+                *(
+                    (f"{name}, activations", [f"{activations_held(name, each):.1f}" for each in stages])
+                    for name in SCHEDULES
+                ),
+            ],
+            "pipeline ranks",
+            stages,
+        ),
+        "split gpt": table(
+            [
+                ("tensor x pipeline x replicas", [str(each) for each in splits]),
+                ("sent by layers, GB", [f"{tensor_parallel_bytes(each) / 1e9:.0f}" for each in splits]),
+                ("sent by stages, GB", [f"{pipeline_bytes(each) / 1e9:.1f}" for each in splits]),
+                ("the same with 2 chunks", [f"{pipeline_bytes(each, 2) / 1e9:.1f}" for each in splits]),
+                ("sent by replicas, GB", [f"{cost.sent / 1e9:.1f}" for cost in shards]),
+                ("weights and state, GB", [f"{cost.memory / 1e9:.1f}" for cost in shards]),
+                *(
+                    (f"activations, {name}, GB", [f"{activation_bytes(name, each) / 1e9:.1f}" for each in splits])
+                    for name in SCHEDULES
+                ),
+                *(
+                    (
+                        f"idle, {name}",
+                        [f"{100 * idle_share(name, each.pipeline, each.microbatches):.2f}%" for each in splits],
+                    )
+                    for name in SCHEDULES
+                ),
+            ]
         ),
         "batch norm": table(
             [

@@ -73,3 +73,22 @@ def test_rank_statistics_of_batch_norm(scaling: ModuleType) -> None:
     one = scaling.sync_batchnorm(1, 6, 2)
     assert one.memory == rank_stats.nbytes * 2
     assert one.sent == rank_stats.nbytes + rank_stats.nbytes  # to the other one, forward and backward
+
+
+def test_pipelines_are_those_of_the_papers(scaling: ModuleType) -> None:
+    """1F1B: (p - 1) of m + p - 1 passes, interleaved half of that idle time, ZB-H1 a third, ZB-V none."""
+    ranks, microbatches = 8, 32
+    for name, idle in (("1F1B", 21), ("interleaved", 10.5), ("ZB-H1", 7), ("ZB-V", 0)):
+        expected = idle / (idle + 3 * microbatches)
+        assert scaling.idle_share(name, ranks, microbatches) == pytest.approx(expected)
+    assert [scaling.activations_held(name, ranks) for name in scaling.SCHEDULES] == [8.0, 11.5, 8.0, 8.0]
+
+
+def test_sums_in_the_text_about_a_split_model(scaling: ModuleType) -> None:
+    assert round(scaling.gpt_parameters() / 1e9) == 175
+    split = scaling.Split.of(1024)
+    assert (split.tensor, split.pipeline, split.replicas, split.microbatches) == (8, 16, 8, 192)
+    by_layers = scaling.tensor_parallel_bytes(split)
+    assert round(by_layers / scaling.BANDWIDTH) == 10
+    assert scaling.tensor_parallel_bytes(split, sequence_parallel=False) == pytest.approx(0.8 * by_layers)
+    assert by_layers / scaling.pipeline_bytes(split) > 200

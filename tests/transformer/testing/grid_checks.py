@@ -47,8 +47,6 @@ def check(layout: Layout, rank: int) -> None:
     alone = reference(layout.layers, params_dtype=dtype)
     with groups(layout):
         worst, name = worst_difference(train_in(layout, params_dtype=dtype), alone)
-    if WHOLE in os.environ and rank == 0:
-        print(f"{dist.get_world_size()} processes, {layout}: {worst:.2g} ({name})", file=sys.stderr, flush=True)
     limit = 0.0 if same_order else TOLERANCE
     assert worst <= limit, f"{dtype}, {name}: off by {worst:.2g} of its largest number"
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from apex._distributed import collectives
 from apex.optimizers import FusedAdam
 from apex.transformer import finalize_model_grads, parallel_state, tensor_parallel
 from apex.transformer.enums import ModelType
@@ -24,7 +25,7 @@ from apex.transformer.pipeline_parallel.schedules.common import _get_params_for_
 from apex.transformer.testing import global_vars
 from apex.transformer.testing.standalone_bert import BertModel, bert_model_provider
 from apex.transformer.testing.standalone_gpt import GPTModel, gpt_model_provider
-from apex.transformer.testing.standalone_transformer_lm import stage_layers
+from apex.transformer.testing.standalone_transformer_lm import ParallelTransformerLayer, stage_layers
 
 from .gpt import LENGTH, WORDS, Layout, config_of, groups, part_of
 from .grid_checks import SOME, checks
@@ -235,6 +236,31 @@ def layers_of_a_stage(rank: int) -> None:
                 build_model(gpt_model_provider, False, placement="v", config=config, **kinds)
 
 
+def exchanges_of_a_layer(rank: int) -> None:
+    """What docs/scaling.py counts: elements of the hidden state that pass through sums, gathers and scatters."""
+    hidden = torch.ones(LENGTH, 2, 32, requires_grad=True)
+    for sequence, halves in ((False, 8), (True, 10)):
+        counted: list[int] = []
+
+        def counting(name: str, place: int, times: int, counted: list[int] = counted) -> Any:
+            original = getattr(collectives, name)
+
+            def run(*arguments: Any) -> Any:
+                if arguments[place].dtype.is_floating_point:  # not a comparison of shapes
+                    counted.append(times * arguments[place].numel())
+                return original(*arguments)
+
+            return run
+
+        with groups(Layout(4)), pytest.MonkeyPatch.context() as patch:
+            layer = ParallelTransformerLayer(config_of(1, sequence_parallel=sequence), 0)
+            x = hidden.chunk(4)[rank] if sequence else hidden
+            for name, place, times in (("all_reduce", 0, 2), ("all_gather", 0, 1), ("reduce_scatter", 1, 1)):
+                patch.setattr(collectives, name, counting(name, place, times))
+            layer(x).sum().backward()
+        assert sum(counted) == halves * hidden.numel(), sequence
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -244,6 +270,7 @@ CHECKS = {
         gpt_of_the_command_line,
         bert_of_the_command_line,
         layers_of_a_stage,
+        exchanges_of_a_layer,
     )
 }
 CHECKS |= checks(SOME[4])
