@@ -40,12 +40,9 @@ def build_permute_map(  # type: ignore[no-untyped-def]
     return 0
 
 
-def check_permutations(  # type: ignore[no-untyped-def]
-    matrix, rows, cols, stripe_groups, group_width, num_groups, permutations, num_permutations, improvement, permutation
-):
+def check_permutations(matrix, rows, cols, stripe_groups, group_width, num_groups, *rest):  # type: ignore[no-untyped-def]
     """The same with the sizes of groups in another order; permutation 0 leaves the columns as they are."""
-    sizes = (num_groups, group_width, permutations, num_permutations)
-    return build_permute_map(matrix, rows, cols, stripe_groups, *sizes, improvement, permutation)
+    return build_permute_map(matrix, rows, cols, stripe_groups, num_groups, group_width, *rest)
 
 
 def build_swap_map(matrix, rows, cols, stripe_pairs, output):  # type: ignore[no-untyped-def]

@@ -366,7 +366,7 @@ class Bert(Network):
         self.blocks = nn.Sequential(Transformer(32, nn.LayerNorm), Transformer(32, nn.LayerNorm))
         self.head = nn.Linear(32, 48)
         self.head.weight = self.words.weight
-        self.columns, self.rows = 10, 24
+        self.columns, self.rows = 11, 23
 
     def example(self) -> tuple[Tensor, ...]:
         return torch.randint(48, (2, 8)), torch.arange(8)

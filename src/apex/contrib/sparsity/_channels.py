@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...ops._host import HOST
 
@@ -30,29 +30,23 @@ def _numbers(start: int, count: int) -> Tensor:
 class Axis(NamedTuple):
     """A dimension of a tensor of the model, or of some of its rows; `ids` are the numbers of its channels."""
 
-    module: nn.Module
-    name: str
     tensor: Tensor
     dim: int
     rows: Rows
     ids: Tensor
 
     def part(self, tensor: Tensor) -> Tensor:
-        """The rows of a tensor shaped like this axis' own that the axis is of."""
+        """Of a tensor shaped like the axis' own the rows that the axis is of."""
         return tensor if self.rows is None else tensor[slice(*self.rows)]
 
 
-class Natural(NamedTuple):
-    """A tensor in the graph in its natural order, or a parameter or buffer `name` of `module`; shape may be unknown."""
+@dataclass(frozen=True)
+class Natural:
+    """A tensor in the graph in its natural order, or `tensor`, a parameter or buffer; its rank may be unknown."""
 
     shape: tuple[int, ...] | None = None
-    module: nn.Module | None = None
-    name: str = ""
-
-    @property
-    def rank(self) -> int | None:
-        """The number of dimensions."""
-        return None if self.shape is None else len(self.shape)
+    rank: int | None = None
+    tensor: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -70,8 +64,7 @@ class Labelled:
     @property
     def place(self) -> int:
         """The dimension counted from the first; the rank must be known."""
-        assert self.rank is not None
-        return self.rank + self.dim
+        return (self.rank or 0) + self.dim
 
     def moved(self, order: Sequence[int]) -> Labelled:
         """With its dimensions, counted from the first, in another order; those that it lacks are gone."""
@@ -91,15 +84,14 @@ class Channels:
     def __init__(self) -> None:
         self.axes: dict[tuple[int, int, Rows], Axis] = {}
         self._count = 0
-        self._joined: list[tuple[Tensor, Tensor]] = []
-        self._frozen: list[Tensor] = []
+        self._joined = [(_numbers(0, 0), _numbers(0, 0))]
+        self._frozen = [_numbers(0, 0)]
 
-    def axis(self, module: nn.Module, name: str, dim: int, rows: Rows = None) -> Axis:
+    def axis(self, tensor: Tensor, dim: int, rows: Rows = None) -> Axis:
         """The axis of a tensor, the same for every module that has this tensor."""
-        tensor = getattr(module, name)
         key = (id(tensor), dim, rows)
         if key not in self.axes:
-            self.axes[key] = Axis(module, name, tensor, dim, rows, self.new(tensor.shape[dim]))
+            self.axes[key] = Axis(tensor, dim, rows, self.new(tensor.shape[dim]))
         return self.axes[key]
 
     def new(self, width: int) -> Tensor:
@@ -108,20 +100,16 @@ class Channels:
         return _numbers(self._count - width, width)
 
     def join(self, first: Tensor, second: Tensor) -> None:
-        """Has channels move together, one by one; where their numbers differ all of them are frozen."""
-        if len(first) == len(second):
-            self._joined.append((first, second))
-        else:
-            self._frozen += [first, second]
+        """Has as many channels move together, one by one."""
+        self._joined.append((first, second))
 
     def freeze(self, *values: Any) -> Natural:
         """Leaves all channels of values in the graph where they are."""
         for value in values:
             if isinstance(value, Labelled | Axis):
                 self._frozen.append(value.ids)
-            elif isinstance(value, Natural):
-                if value.module is not None:
-                    self.freeze(*(self.axis(value.module, value.name, dim) for dim in range(len(value.shape or ()))))
+            elif isinstance(value, Natural) and value.tensor is not None:
+                self.freeze(*(self.axis(value.tensor, dim) for dim in range(value.tensor.dim())))
             elif isinstance(value, tuple):
                 self.freeze(*value)
         return Natural()
@@ -136,7 +124,7 @@ class Channels:
         self.freeze(*(axis for axis in axes if len(heights[id(axis.tensor), axis.dim]) > 1))
         roots = self._roots()
         frozen = torch.zeros(self._count, dtype=torch.bool, device=HOST)
-        frozen[roots[torch.cat([*self._frozen, _numbers(0, 0)])]] = True
+        frozen[roots[torch.cat(self._frozen)]] = True
         # Channels appear in the same axes if the sums of random numbers, one for each axis, are equal.
         generator = torch.Generator(device=HOST).manual_seed(0)
         codes = torch.randint(-(2**62), 2**62, (len(axes),), generator=generator, dtype=torch.int64, device=HOST)
@@ -164,8 +152,7 @@ class Channels:
 
     def _roots(self) -> Tensor:
         """For each channel the smallest number of those that it is joined with."""
-        nothing = (_numbers(0, 0), _numbers(0, 0))
-        first, second = (torch.cat(ids) for ids in zip(nothing, *self._joined, strict=True))
+        first, second = (torch.cat(ids) for ids in zip(*self._joined, strict=True))
         roots, before = _numbers(0, self._count), None
         while before is None or not torch.equal(roots, before):
             before = roots.clone()
@@ -180,18 +167,18 @@ class Channels:
     def elementwise(self, values: Sequence[Any]) -> Any:
         """The result of an operation that treats all channels alike and broadcasts; joins the channels."""
         tensors = [value for value in values if value is not NUMBER]
-        labels = [value for value in tensors if isinstance(value, Labelled)]
-        if not labels:
+        first = next((value for value in tensors if isinstance(value, Labelled)), None)
+        if first is None:
             alone = len(tensors) == 1 and isinstance(tensors[0], Natural)
             return NUMBER if not tensors else tensors[0] if alone else self.freeze(*tensors)
-        first = labels[0]
         found = [self._beside(value, first) for value in tensors]
         if any(ids is None or len(ids) != len(first.ids) for ids in found):
             return self.freeze(*tensors)
         for ids in found:
             self.join(first.ids, ids)
         ranks = [value.rank for value in tensors]
-        return replace(first, rank=None if None in ranks else max(ranks), exact=all(label.exact for label in labels))
+        exact = all(getattr(value, "exact", True) for value in tensors)
+        return replace(first, rank=None if None in ranks else max(ranks), exact=exact)
 
     def _beside(self, value: Any, label: Labelled) -> Any:
         """An operand's channels beside those of a label, the label's own where it has one value for all.
@@ -204,7 +191,7 @@ class Channels:
             return None
         if len(value.shape) < -label.dim or value.shape[label.dim] == 1:
             return label.ids
-        return value.module and self.axis(value.module, value.name, len(value.shape) + label.dim).ids
+        return None if value.tensor is None else self.axis(value.tensor, len(value.shape) + label.dim).ids
 
     def concatenated(self, values: Sequence[Any], dim: int) -> Any:
         """The result of `torch.cat` along `dim`."""
@@ -218,7 +205,7 @@ class Channels:
         for value in values:
             if isinstance(value, Labelled) and value.dim == dim and value.exact:
                 parts.append(value.ids)
-            elif isinstance(value, Natural) and value.module is None and value.shape is not None:
+            elif isinstance(value, Natural) and value.tensor is None and value.shape is not None:
                 parts.append(self.new(value.shape[dim]))
                 self._frozen.append(parts[-1])
             else:

@@ -89,8 +89,8 @@ class Walk:
                 only_numbers = bool(given) and all(value is NUMBER for value in given)
                 found = NUMBER if only_numbers else channels.freeze(*given)
             shape = _shape(node)
-            if shape is not None and isinstance(found, Natural) and found.module is None:
-                found = Natural(shape)
+            if shape is not None and isinstance(found, Natural) and found.tensor is None:
+                found = Natural(shape, len(shape))
             elif shape is not None and isinstance(found, Labelled):
                 found = replace(found, rank=len(shape), exact=shape[found.dim] == len(found.ids))
             self.values[node] = found
@@ -103,7 +103,7 @@ class Walk:
     def _get_attr(self, node: fx.Node) -> Any:
         path, _, name = str(node.target).rpartition(".")
         tensor = getattr(self.modules[path], name, None)
-        return Natural(tuple(tensor.shape), self.modules[path], name) if isinstance(tensor, Tensor) else None
+        return Natural(tuple(tensor.shape), tensor.dim(), tensor) if isinstance(tensor, Tensor) else None
 
     def _call_module(self, node: fx.Node) -> Any:
         module: Any = self.modules[str(node.target)]
@@ -115,14 +115,14 @@ class Walk:
             return None
         value = self._value(node.args[0])
         if isinstance(module, nn.Linear):
-            self._columns(value, -1, self.channels.axis(module, "weight", 1))
+            self._columns(value, -1, self.channels.axis(module.weight, 1))
             return Labelled(-1, self._rows(module).ids, getattr(value, "rank", None))
         if isinstance(module, LAYERS):
             return self._convolution(value, module)
         if isinstance(module, nn.Embedding):
-            self.channels.freeze(value, self.channels.axis(module, "weight", 0))
+            self.channels.freeze(value, self.channels.axis(module.weight, 0))
             rank = getattr(value, "rank", None)
-            return Labelled(-1, self.channels.axis(module, "weight", 1).ids, None if rank is None else rank + 1)
+            return Labelled(-1, self.channels.axis(module.weight, 1).ids, None if rank is None else rank + 1)
         if isinstance(module, nn.Flatten):
             return self._flattened(node, value, module.start_dim, module.end_dim)
         if isinstance(module, _NORMS) or type(module).__module__.startswith("apex.normalization."):
@@ -147,14 +147,14 @@ class Walk:
             return NUMBER
         if name in _ELEMENTWISE:
             return self.channels.elementwise([self.values[each] for each in node.all_input_nodes])
-        if name == "getitem":
-            return self._item(value, node.args[1])
+        if name == "getitem" and not isinstance(value, Labelled):
+            return NUMBER if value is NUMBER else value[node.args[1]] if isinstance(value, tuple) else None
         if name in ("cat", "concat"):
             (dim,) = _arguments(node, dim=0)
             values = [self._value(each) for each in node.args[0]]  # type: ignore[union-attr]
             return self.channels.concatenated(values, dim) if isinstance(dim, int) else None
         if name == "expand":  # in dimensions of length 1
-            return value if isinstance(value, Natural) and value.module is not None else None
+            return value if isinstance(value, Natural) and value.tensor is not None else None
         if not isinstance(value, Labelled):
             return None
         if name in _SPATIAL:
@@ -163,17 +163,15 @@ class Walk:
             return self._flattened(node, value, *_arguments(node, start_dim=0, end_dim=-1))
         if name in ("view", "reshape"):
             return self._flattened(node, value, 1, -1) if _is_flattening(node) else None
-        if name in ("transpose", "permute"):
-            return self._rearranged(node, value, name)
-        return self._reduced(node, value) if name in ("mean", "sum", "amax", "amin") else None
+        return self._rearranged(node, value, name)
 
     # Layers -----------------------------------------------------------------------------------------------------------
 
-    def _rows(self, module: nn.Module) -> Axis:
+    def _rows(self, module: Any) -> Axis:
         """The output channels of a layer, joined with its bias."""
-        rows = self.channels.axis(module, "weight", 0)
+        rows = self.channels.axis(module.weight, 0)
         if isinstance(getattr(module, "bias", None), Tensor):
-            self.channels.join(rows.ids, self.channels.axis(module, "bias", 0).ids)
+            self.channels.join(rows.ids, self.channels.axis(module.bias, 0).ids)
         return rows
 
     def _columns(self, value: Any, dim: int, columns: Axis) -> None:
@@ -186,7 +184,7 @@ class Walk:
     def _convolution(self, value: Any, module: Any) -> Labelled:
         dim, groups, rows = -len(module.kernel_size) - 1, module.groups, self._rows(module)
         if groups == 1:
-            self._columns(value, dim, self.channels.axis(module, "weight", 1))
+            self._columns(value, dim, self.channels.axis(module.weight, 1))
         elif groups == module.in_channels == module.out_channels:  # a filter for each channel
             self._columns(value, dim, rows)
         else:
@@ -196,7 +194,7 @@ class Walk:
             for group in range(groups):
                 part = replace(value, ids=value.ids[group * width : (group + 1) * width]) if fits else value
                 rows_of_group = (group * height, (group + 1) * height)
-                self._columns(part, dim, self.channels.axis(module, "weight", 1, rows_of_group))
+                self._columns(part, dim, self.channels.axis(module.weight, 1, rows_of_group))
         return Labelled(dim, rows.ids, 1 - dim)
 
     def _attention(self, node: fx.Node, module: nn.MultiheadAttention) -> Any:
@@ -207,14 +205,12 @@ class Walk:
             return None
         inputs = [self._value(given.pop(name)) for name in names]
         self.channels.freeze(*(self._value(each) for each in given.values()))
-        size = module.embed_dim
-        for place, value in enumerate(inputs):
-            if module.in_proj_weight is not None:
-                columns = self.channels.axis(module, "in_proj_weight", 1, (place * size, (place + 1) * size))
-            else:
-                columns = self.channels.axis(module, f"{names[place][0]}_proj_weight", 1)
-            self._columns(value, -1, columns)
-        self.channels.freeze(self.channels.axis(module.out_proj, "weight", 1))
+        size, projections = module.embed_dim, (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        for place, (value, weight) in enumerate(zip(inputs, projections, strict=True)):
+            rows = (place * size, (place + 1) * size)
+            fused = module.in_proj_weight
+            self._columns(value, -1, self.channels.axis(*((weight, 1) if fused is None else (fused, 1, rows))))
+        self.channels.freeze(self.channels.axis(module.out_proj.weight, 1))
         return Labelled(-1, self._rows(module.out_proj).ids, getattr(inputs[0], "rank", None)), Natural()
 
     def _normalized(self, module: Any, value: Any) -> Labelled | None:
@@ -235,7 +231,7 @@ class Walk:
             return None
         for name in ("weight", "bias", "running_mean", "running_var"):
             if isinstance(getattr(module, name, None), Tensor):
-                self.channels.join(value.ids, self.channels.axis(module, name, dim).ids)
+                self.channels.join(value.ids, self.channels.axis(getattr(module, name), dim).ids)
         return value
 
     # Functions --------------------------------------------------------------------------------------------------------
@@ -250,39 +246,39 @@ class Walk:
         alone = start != place or start == end or (shape is not None and all(size == 1 for size in shape[start + 1 :]))
         return replace(value.moved([*range(start + 1), *range(end + 1, value.rank)]), exact=value.exact and alone)
 
-    def _rearranged(self, node: fx.Node, value: Labelled, name: str) -> Labelled | None:
-        dims = node.args[1] if isinstance(node.args[1], list | tuple) else node.args[1:]
-        if value.rank is None or not all(isinstance(dim, int) for dim in dims):
+    def _rearranged(self, node: fx.Node, value: Labelled, name: str) -> Any:
+        """Functions that move or remove dimensions."""
+        if value.rank is None:
             return None
-        order = [dim % value.rank for dim in dims]  # type: ignore[operator]
-        if name == "transpose":
-            one, other = order
-            order = list(range(value.rank))
-            order[one], order[other] = other, one
+        order = list(range(value.rank))
+        if name in ("transpose", "permute"):
+            dims = node.args[1] if isinstance(node.args[1], list | tuple) else node.args[1:]
+            if not all(isinstance(dim, int) for dim in dims):
+                return None
+            moved = [order[dim] for dim in dims]  # type: ignore[index]
+            if name == "permute":
+                return value.moved(moved)
+            order[moved[0]], order[moved[1]] = moved[1], moved[0]
+        elif name in ("mean", "sum", "amax", "amin"):
+            dims, keepdim = _arguments(node, dim=None, keepdim=False)
+            dims = (dims,) if isinstance(dims, int) else dims
+            if not isinstance(dims, list | tuple):
+                return None
+            gone = {dim % value.rank for dim in dims}
+            if value.place in gone:  # does not depend on the order of channels
+                return Natural()
+            order = [place for place in order if keepdim or place not in gone]
+        elif name == "getitem":  # with integers and slices that leave the channels alone
+            entries = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            if len(entries) > value.rank or not all(isinstance(each, int | slice) for each in entries):
+                return None
+            if entries[value.place : value.place + 1] not in ((), (slice(None),)):
+                return None
+            gone = {place for place, entry in enumerate(entries) if isinstance(entry, int)}
+            order = [place for place in order if place not in gone]
+        else:
+            return None
         return value.moved(order)
-
-    def _reduced(self, node: fx.Node, value: Labelled) -> Any:
-        dims, keepdim = _arguments(node, dim=None, keepdim=False)
-        dims = (dims,) if isinstance(dims, int) else dims
-        if value.rank is None or not isinstance(dims, list | tuple):
-            return None
-        places = {dim % value.rank for dim in dims}
-        if value.place in places:  # does not depend on the order of channels
-            return Natural()
-        return value.moved([place for place in range(value.rank) if keepdim or place not in places])
-
-    def _item(self, value: Any, index: Any) -> Any:
-        """Of a tuple, or a tensor indexed with integers and slices that leave the channels alone."""
-        if value is NUMBER or (type(value) is tuple and isinstance(index, int)):
-            return NUMBER if value is NUMBER else value[index]
-        entries = index if isinstance(index, tuple) else (index,)
-        if not isinstance(value, Labelled) or value.rank is None or len(entries) > value.rank:
-            return None
-        whole = value.place >= len(entries) or entries[value.place] == slice(None)
-        if not whole or not all(isinstance(each, int | slice) for each in entries):
-            return None
-        gone = {place for place, entry in enumerate(entries) if isinstance(entry, int)}
-        return value.moved([place for place in range(value.rank) if place not in gone])
 
 
 def _is_flattening(node: fx.Node) -> bool:

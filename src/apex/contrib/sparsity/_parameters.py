@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.multi_tensor import mask as apply_masks
-from ...ops.multi_tensor.flat import flat
 from ...optimizers._buckets import local
+from ..optimizers._zero.saved import edited
 
 
 class SparsityError(AssertionError, RuntimeError):
@@ -70,26 +70,16 @@ def optimizer_chain(optimizer: Any) -> list[Any]:
     return chain
 
 
-def is_zero(optimizer: Any) -> bool:
-    """Whether the state of an optimizer is divided among processes: DistributedFusedAdam, DistributedFusedLAMB."""
-    return hasattr(optimizer, "param_sync")
-
-
 @contextlib.contextmanager
-def whole_states(optimizers: Iterable[Any], gathers: bool) -> Iterator[list[Mapping[Tensor, dict[str, Any]]]]:
+def states_of(optimizers: Iterable[Any], gathers: bool) -> Iterator[list[Mapping[Tensor, dict[str, Any]]]]:
     """The state of each optimizer and, if it `gathers`, what ZeRO divides, which is written back in the end."""
-    from ..optimizers._zero.saved import StateLoader, gather
-
     inner = [optimizer_chain(each)[-1] for each in optimizers]
     for each in inner:
         if getattr(each, "overlap_param_sync", False):  # parameters may still be on their way
             each.param_sync()
-    divided = [state for each in inner if gathers and is_zero(each) for state in each._states]
-    gathered = gather(divided, keep=True)
-    yield [*(each.state for each in inner), gathered]
-    loader = StateLoader(divided)
-    loader.add((param, name, 0, flat(value)) for param, named in gathered.items() for name, value in named.items())
-    loader.finish()
+    divided = [state for each in inner if gathers and hasattr(each, "param_sync") for state in each._states]
+    with edited(divided) as gathered:
+        yield [*(each.state for each in inner), gathered]
 
 
 def copies_of(model: nn.Module, optimizers: Iterable[Any], averages: Sequence[nn.Module]) -> dict[Tensor, list[Tensor]]:

@@ -98,20 +98,17 @@ class ASP:
             mask_calculator = functools.partial(create_mask, pattern=mask_calculator)
         names = {**_PRUNED_NAMES, **(custom_layer_dict or {})}
         types = (*whitelist, *(custom_layer_dict or ()))
-        for kind in types:
-            if not any(base in names for base in kind.__mro__):
-                raise ValueError(
-                    f"whitelist has {kind.__name__}, of which it is not known what to prune; name its parameters with "
-                    f"custom_layer_dict={{{kind.__name__}: [...]}}"
-                )
         chosen = dict(eligible_modules(model, types, allowed_layer_names, disallowed_layer_names))
         found: dict[int, SparseParameter] = {}
         skipped: dict[str, str] = {}
         for module_name, module in eligible_modules(model, types, None, ()):
+            known = next((names[base] for base in type(module).__mro__ if base in names), None)
+            if known is None:
+                kind = type(module).__name__
+                raise ValueError(f"whitelist has {kind}: name what to prune with custom_layer_dict={{{kind}: [...]}}")
             if module_name not in chosen:
                 skipped[module_name] = "its name is disallowed, or not among those allowed"
                 continue
-            known = next(names[base] for base in type(module).__mro__ if base in names)
             for name in [each for each in known if getattr(module, each, None) is not None] or known[:1]:
                 param = getattr(module, name, None)
                 full_name, reason = f"{module_name}.{name}".lstrip("."), _obstacle(param)
@@ -159,7 +156,7 @@ class ASP:
             inner.register_step_pre_hook(lambda *_: cls.__mask(gradients=True)),
             inner.register_step_post_hook(lambda *_: cls.__mask()),
         ]
-        for sparse in cls.__parameters if parameters.is_zero(inner) else ():  # it takes gradients as they arrive
+        for sparse in cls.__parameters if hasattr(inner, "param_sync") else ():  # ZeRO takes gradients at once
             hooks.append(sparse.param.register_hook(lambda grad, each=sparse: grad.masked_fill(~each.buffer(), 0)))
         cls.__optimizers, cls.__hooks = (*cls.__optimizers, optimizer), (*cls.__hooks, *hooks)
 
@@ -186,15 +183,11 @@ class ASP:
         if not all(bool(whole(sparse.buffer()).all()) for sparse in cls.__parameters):
             cls.restore_pruned_weights()
         if cls.__permutes:
-            inner = getattr(model, "module", model)
-            inner = inner if isinstance(inner, nn.Module) else model
+            inner = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
             Permutation.set_permutation_params_from_asp(inner, cls.__parameters, (), cls.__verbosity)
             of_calculator = getattr(cls.__calculate, "tied_tensors", lambda tensor: [])
             with cls.__companions() as companions:
-
-                def tied(tensor: Tensor) -> list[Tensor]:
-                    return [*itertools.chain(*companions(tensor)), *of_calculator(tensor)]
-
+                tied = lambda tensor: [*itertools.chain(*companions(tensor)), *of_calculator(tensor)]  # noqa: E731
                 Permutation.permute_model(inner, example_inputs=example_inputs, tied=tied)
         for sparse in cls.__parameters:
             param, pruned = sparse.param.detach(), sparse.buffer("pruned_p")
@@ -266,7 +259,7 @@ class ASP:
     def __companions(cls, gathers: bool = True) -> Iterator[Companions]:
         """A function from a tensor of the model to its `tied_tensors`; `gathers` what ZeRO divides."""
         copies = parameters.copies_of(cls.__check_model("step"), cls.__optimizers, cls.__averages)
-        with parameters.whole_states(cls.__optimizers, gathers) as states:
+        with parameters.states_of(cls.__optimizers, gathers) as states:
             yield lambda tensor: parameters.tied_tensors(tensor, copies, states)
 
     @classmethod

@@ -162,16 +162,15 @@ class Permutation:
     def __save(cls, graph: fx.Graph, groups: Sequence[dict[str, list[str]]], dump: str | None) -> None:
         """Writes the traced graph, the groups, and which parameters give channels to which others, as JSON."""
         nodes = [[node.name, node.op, str(node.target), [n.name for n in node.all_input_nodes]] for node in graph.nodes]
-        files: dict[Path, Any] = {Path(dump): nodes} if dump else {}
-        if cls.__saving[1]:
-            folder = Path(cls.__saving[2])
-            parents = {name: group["K"] for group in groups for name in group["C"]}
-            children = {name: group["C"] for group in groups for name in group["K"]}
-            files[folder / "model_offline_permutation_graph.json"] = nodes
-            files[folder / "model_graph_find_real_parent.json"] = parents
-            files[folder / "model_graph_find_real_children.json"] = children
-            files[folder / "model_graph_permutation_graph.json"] = groups
-        for path, content in files.items():
+        contents = {
+            "model_offline_permutation_graph": nodes,
+            "model_graph_find_real_parent": {name: group["K"] for group in groups for name in group["C"]},
+            "model_graph_find_real_children": {name: group["C"] for group in groups for name in group["K"]},
+            "model_graph_permutation_graph": groups,
+        }
+        _, saves, folder = cls.__saving
+        files = [(Path(folder, f"{name}.json"), content) for name, content in contents.items() if saves]
+        for path, content in [*files, (Path(dump), nodes)] if dump else files:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(content, indent=1))
 
@@ -239,8 +238,8 @@ def _permute(group: Group, order: Tensor, tied: Tied) -> bool:
 def _names(model: nn.Module, group: Group) -> dict[str, list[str]]:
     """The parameters and buffers whose input (C) and output (K) channels are permuted."""
     named = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    of_layers = {id(param) for module in model.modules() if isinstance(module, LAYERS) for param in module.parameters()}
     found: dict[str, list[str]] = {"C": [], "K": []}
     for axis, _ in group.positions:
-        kind = "C" if axis.dim == 1 and isinstance(axis.module, LAYERS) else "K"
-        found[kind].append(named.get(id(axis.tensor), axis.name))
+        found["C" if axis.dim == 1 and id(axis.tensor) in of_layers else "K"].append(named.get(id(axis.tensor), "?"))
     return found

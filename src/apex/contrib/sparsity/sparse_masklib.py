@@ -10,9 +10,10 @@ import functools
 import itertools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...ops._host import HOST
 
@@ -54,43 +55,37 @@ def compute_valid_2d_patterns(m: int, n: int) -> Tensor:
     return _patterns(m, n, m).clone()
 
 
-def _blocks(matrix: Tensor, height: int, m: int) -> Tensor:
-    """Blocks of height x m of the matrix, whose sides these divide: [rows / height, columns / m, height, m]."""
-    return matrix.unflatten(1, (-1, m)).unflatten(0, (-1, height)).transpose(1, 2)
-
-
-def _best(matrix: Tensor, m: int, n: int, height: int) -> Tensor:
-    """For each block of height x m the pattern that keeps the largest sum of absolute values; the first of equal ones.
-
-    The matrix is filled up with zeros to whole blocks.
-    """
-    rows, columns = matrix.shape
-    padded = torch.nn.functional.pad(matrix.float().abs(), (0, -columns % m, 0, -rows % height))
-    patterns = _patterns(m, n, height).flatten(1).to(matrix.device)
-    numbers = torch.arange(len(patterns), dtype=torch.int64, device=matrix.device)
-    chosen = [numbers[:0]]
-    blocks = _blocks(padded, height, m)
-    for part in blocks.reshape(-1, height * m).split(max(1, _CHUNK // len(patterns))):
-        # Summed place by place: a matrix product would round differently from device to device, and ties with it.
-        scores = torch.zeros(len(part), len(patterns), dtype=torch.float32, device=matrix.device)
-        for place in range(part.shape[1]):
-            scores += part[:, place, None] * patterns[None, :, place]
-        is_best = (scores == scores.amax(1, keepdim=True)) | scores.isnan()
-        chosen.append(torch.where(is_best, numbers, len(patterns)).amin(1))
-    return patterns[torch.cat(chosen)].view(blocks.shape).transpose(1, 2).reshape(padded.shape)[:rows, :columns]
+def _blocks(matrix: Tensor, m: int) -> Tensor:
+    """m x m blocks of the matrix, whose sides `m` divides: [rows / m, columns / m, m, m]."""
+    return matrix.unflatten(1, (-1, m)).unflatten(0, (-1, m)).transpose(1, 2)
 
 
 def mn_1d_best(matrix: Tensor, m: int, n: int) -> Tensor:
     """A mask that keeps, of every `m` neighbours in a row, the `n` with the largest absolute values."""
-    return _best(matrix, m, n, 1)
+    groups, shape = reshape_1d(matrix.float().abs(), m)
+    largest = groups.sort(dim=1, descending=True, stable=True).indices[:, :n]
+    return torch.zeros_like(groups).scatter_(1, largest, 1.0).view(shape)[:, : matrix.shape[1]]
 
 
 def mn_2d_best(matrix: Tensor, m: int, n: int) -> Tensor:
     """A mask of m x m blocks with `n` weights in every row and column: of all such, what keeps the largest sum.
 
-    The transposed weight is sparse in the same way, which the backward pass can use.
+    The matrix is filled up with zeros to whole blocks. The transposed weight is sparse in the same way, which the
+    backward pass can use.
     """
-    return _best(matrix, m, n, m)
+    rows, columns = matrix.shape
+    padded = torch.nn.functional.pad(matrix.float().abs(), (0, -columns % m, 0, -rows % m))
+    blocks, patterns = _blocks(padded, m), _patterns(m, n, m).flatten(1).to(matrix.device)
+    numbers = torch.arange(len(patterns), dtype=torch.int64, device=matrix.device)
+    chosen = [numbers[:0]]
+    for part in blocks.reshape(-1, m * m).split(max(1, _CHUNK // len(patterns))):
+        # Summed place by place: a matrix product would round differently from device to device, and ties with it.
+        scores = torch.zeros(len(part), len(patterns), dtype=torch.float32, device=matrix.device)
+        for place in range(m * m):
+            scores += part[:, place, None] * patterns[None, :, place]
+        is_best = (scores == scores.amax(1, keepdim=True)) | scores.isnan()
+        chosen.append(torch.where(is_best, numbers, len(patterns)).amin(1))
+    return patterns[torch.cat(chosen)].view(blocks.shape).transpose(1, 2).reshape(padded.shape)[:rows, :columns]
 
 
 def mn_2d_greedy(matrix: Tensor, m: int, n: int) -> Tensor:
@@ -99,7 +94,7 @@ def mn_2d_greedy(matrix: Tensor, m: int, n: int) -> Tensor:
     Rows and columns beyond the last whole block are kept.
     """
     rows, columns = (size // m * m for size in matrix.shape)
-    blocks = _blocks(matrix[:rows, :columns].float().abs(), m, m)
+    blocks = _blocks(matrix[:rows, :columns].float().abs(), m)
     falling = blocks.reshape(-1, m * m).sort(dim=1, descending=True, stable=True).indices
     every = torch.arange(len(falling), dtype=torch.int64, device=matrix.device)
     kept = torch.zeros(len(falling), m, m, dtype=torch.float32, device=matrix.device)
@@ -158,3 +153,49 @@ def create_mask(tensor: Tensor, pattern: str = "m4n2_1d", density: float = 0.5) 
     mask = find_pattern(pattern)(as_matrix(tensor.detach().float()), density).to(tensor.dtype)
     shape = tensor.shape
     return mask.view(shape) if len(shape) < 2 else mask.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
+
+
+class WandaMask:
+    """A `mask_calculator` for ASP: weights count by their absolute value times the norm of the input they are for.
+
+    That is Wanda, https://arxiv.org/abs/2306.11695.
+    Norms are those of the inputs that linear layers and convolutions get inside the `with` block:
+
+        with WandaMask(model) as calculator:
+            model(batch)
+        ASP.init_model_for_pruning(model, calculator)
+
+    Other parameters, and layers that got no input, are pruned by absolute value.
+    """
+
+    def __init__(self, model: nn.Module, pattern: str = "m4n2_1d") -> None:
+        self.pattern = pattern
+        self._layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+        self._squares: dict[Tensor, Tensor] = {}
+
+    def __enter__(self) -> WandaMask:
+        self._hooks = [layer.register_forward_pre_hook(self._see) for layer in self._layers]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def _see(self, layer: Any, inputs: tuple[Tensor, ...]) -> None:
+        """Adds the squares of a layer's inputs, shaped so that they broadcast to its weight."""
+        weight, groups = layer.weight, getattr(layer, "groups", 1)
+        squares = inputs[0].detach().float().square().movedim(1 - weight.dim(), 0).flatten(1).sum(1).view(groups, -1)
+        if groups > 1:
+            squares = squares.repeat_interleave(len(weight) // groups, 0)
+        squares = squares.view(*squares.shape, *(1,) * (weight.dim() - 2))
+        self._squares[weight] = self._squares.get(weight, 0) + squares
+
+    def __call__(self, param: Tensor) -> Tensor:
+        """The mask of a parameter."""
+        squares = next((each for key, each in self._squares.items() if key.data_ptr() == param.data_ptr()), None)
+        return create_mask(param if squares is None else param.float() * squares.sqrt(), self.pattern)
+
+    def tied_tensors(self, param: Tensor) -> list[Tensor]:
+        """What ASP permutes with the channels of a parameter."""
+        return [self._squares[param]] if param in self._squares else []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -125,6 +126,19 @@ class StateLoader:
                     )
         for (number, name), values in self._values.items():
             self._states[number].write(name, values)
+
+
+@contextlib.contextmanager
+def edited(states: Sequence[State]) -> Iterator[dict[Tensor, dict[str, Tensor]]]:
+    """The whole state of every parameter in the host's memory, by name; what is changed there is put in place.
+
+    All processes must enter it, and change the same.
+    """
+    found = gather(states, keep=True)
+    yield found
+    loader = StateLoader(states)
+    loader.add((param, name, 0, flat(value)) for param, named in found.items() for name, value in named.items())
+    loader.finish()
 
 
 def gather_objects(value: Any, arena_group: Any, ranks: int) -> list[Any] | None:

@@ -26,10 +26,9 @@ def like(matrix: Any, result: Tensor) -> Any:
 
 def sum_after_2_to_4(matrix: Any) -> float:
     """The sum of the absolute values that 2:4 pruning keeps."""
-    columns = as_tensor(matrix).abs().float().t()
-    if len(columns) % 4:
-        columns = torch.nn.functional.pad(columns, (0, 0, 0, -len(columns) % 4))
-    return float(kept_magnitude(columns.contiguous()).sum())
+    tensor = as_tensor(matrix).abs().float()
+    columns = torch.nn.functional.pad(tensor, (0, -tensor.shape[1] % 4)).t().contiguous()
+    return float(kept_magnitude(columns).sum())
 
 
 def apply_2_to_4(matrix: Any) -> Any:
