@@ -68,7 +68,8 @@ def every_optimizer(rank: int) -> None:
             (FusedAdam, {"master_weights": True}, (1, 1), ((2, 2),)),
             (FusedAdam, {"amp_level": "O2"}, (2, 1), ((1, 2),)),
             (FusedAdam, {"amp_level": "O5"}, (1, 2), ((4, 1),)),
-            (zero, {}, (2, 1), ((1, 2), (1, 1))),
+            (zero, {}, (2, 1), ((1, 1),)),
+            (zero, {"amp_level": "O5"}, (1, 2), ((2, 1),)),
         )
     ):
         with split(*first):

@@ -40,30 +40,25 @@ def save(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **ot
 
 def state_of(model: Model, optimizer: Any = None, **others: Any) -> dict[str, Any]:
     """The same for `apex.checkpoint.Series(..., sharded=True).save`; tensors are views, to be saved before a step."""
-    failed = "the state of a split model could not be collected"
-    chunks, described = _describe(model, optimizer, failed)
-    entries = Entries()
-    with raising_everywhere(failed):
-        dicts = [chunk.state_dict() for chunk in chunks]
+    model, described = _describe(model, optimizer, "the state of a split model could not be collected")
+    entries, states = Entries(), random.states()
+    with raising_everywhere("the state of a split model could not be collected"):
         for part in described.parts:
-            number, key = part.keys[0]
             if part.writes:
-                entries.add(f"model.{part.name}", dicts[number][key], places_of(part.variable))
-        states = random.states()
+                entries.add(f"model.{part.name}", part.value, places_of(part.variable))
         values = {
             "format": _FORMAT,
-            "layout": random.layout(len(chunks)),
+            "layout": random.layout(len(model)),
             "seed": random.seed_from(states),
             "optimizer": None,
             "others": {name: _plain(name, value) for name, value in others.items()},
         }
         if optimizer is not None:
-            step = add_state(entries, optimizer, {id(part.variable): part for part in described.parts})
             values["optimizer"] = {
                 "type": type(optimizer).__name__,
                 "groups": described.options,
                 "group_of": described.group_of,
-                "step": step,
+                "step": add_state(entries, optimizer, described.parts),
             }
         # Tuples, which PyTorch takes as one value each.
         entries.state[random.key()] = (states,)
@@ -85,34 +80,25 @@ def load(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **ot
     saved = reader.found.state_dict_metadata
     if "values" not in saved:
         raise ValueError(f"{reader.path} was not written by apex.transformer.checkpoint: it has no entry 'values'")
-    read: dict[str, Any] = {"values": None}
-    fill(read, reader)
-    values = read["values"][0]
+    state: dict[str, Any] = {"values": None}
+    fill(state, reader)
+    values = state["values"][0]
     failed = f"the checkpoint {reader.path} does not fit"
-    chunks, described = _describe(model, optimizer, failed)
-    entries, restore = Entries(saved), None
+    model, described = _describe(model, optimizer, failed)
+    entries, layout = Entries(saved), random.layout(len(model))
     with raising_everywhere(failed):
         _check(values, saved, described, optimizer, others)
-        dicts = [chunk.state_dict() for chunk in chunks]
         for part in described.parts:
-            number, key = part.keys[0]
-            tensor = dicts[number][key]
-            for other, name in part.keys[1:]:
-                dicts[other][name] = tensor
-            entries.add(f"model.{part.name}", tensor, places_of(part.variable))
-        if optimizer is not None:
-            names = {id(part.variable): part.name for part in described.parts}
-            restore = want_state(entries, optimizer, names, values["optimizer"])
-        layout = random.layout(len(chunks))
+            entries.add(f"model.{part.name}", part.value, places_of(part.variable))
+        load_optimizer = want_state(entries, optimizer, described.parts, values["optimizer"])
         if values["layout"] == layout:
             entries.state[random.key()] = None
     fill(entries.state, reader)
     for view in entries.unsaved:
         view.zero_()
-    for chunk, filled in zip(chunks, dicts, strict=True):
+    for chunk, filled in zip(model, described.dicts, strict=True):
         chunk.load_state_dict(filled)
-    if restore is not None:
-        restore()
+    load_optimizer()
     for name, value in others.items():
         value.load_state_dict(values["others"].pop(name))
     if values["layout"] == layout:
@@ -123,9 +109,10 @@ def load(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **ot
 
 
 def _describe(model: Model, optimizer: Any, failed: str) -> tuple[list[nn.Module], WholeModel]:
+    """The chunks without their wrappers, and what they are of the whole model."""
     with raising_everywhere(failed):
         chunks = unwrap_model(listify_model(model))
-        described = WholeModel(chunks, None if optimizer is None else groups_of(optimizer))
+        described = WholeModel(chunks, groups_of(optimizer))
     with raising_everywhere(failed):
         described.join()
     return chunks, described

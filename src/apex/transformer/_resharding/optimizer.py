@@ -17,16 +17,18 @@ from .whole import Group, Part
 _OWN = ("params", "param_names")
 
 
-def is_divided(optimizer: Any) -> bool:
-    """Whether replicas share the state among them (ZeRO)."""
-    return hasattr(optimizer, "_own_state")
-
-
 def groups_of(optimizer: Any) -> list[Group]:
     """The options of its parameter groups, and the model's parameters in them: not masters, if amp has made such."""
-    saved = optimizer.param_groups if is_divided(optimizer) else optimizer.state_dict()["param_groups"]
+    if optimizer is None:
+        return []
+    saved = optimizer.param_groups if _is_divided(optimizer) else optimizer.state_dict()["param_groups"]
     options = [{name: value for name, value in group.items() if name not in _OWN} for group in saved]
     return list(zip(options, _params(optimizer), strict=True))
+
+
+def _is_divided(optimizer: Any) -> bool:
+    """Whether replicas share the state among them (ZeRO)."""
+    return hasattr(optimizer, "_own_state")
 
 
 def _params(optimizer: Any) -> list[list[Tensor]]:
@@ -36,76 +38,73 @@ def _params(optimizer: Any) -> list[list[Tensor]]:
     return [[of_model.get(param, param) for param in group["params"]] for group in optimizer.param_groups]
 
 
-def add_state(entries: Entries, optimizer: Any, parts: dict[int, Part]) -> int | None:
-    """Adds what this rank is to save; the count of steps, if the optimizer has one for all parameters.
-
-    `parts` are those of the model by the parameters' `id`.
-    """
-    if is_divided(optimizer):
+def add_state(entries: Entries, optimizer: Any, parts: Sequence[Part]) -> int | None:
+    """Adds what this rank is to save; the count of steps, if the optimizer has one for all parameters."""
+    names = {id(part.variable): part.name for part in parts if part.writes}
+    if _is_divided(optimizer):
         stretches, step = optimizer._own_state()
         for param, kind, start, values in stretches:
-            if parts[id(param)].writes:
-                _add_stretch(entries, _key(kind, parts[id(param)].name), param, start, values)
+            if id(param) in names:
+                _add_stretch(entries, f"optimizer.{kind}.{names[id(param)]}", param, start, values)
         return step
     state_dict = optimizer.state_dict()
     counted = all("step" in group for group in state_dict["param_groups"])
-    for param, index in _indices(optimizer, state_dict):
-        part = parts[id(param)]
+    for param, index, name in _named(optimizer, state_dict, names):
         for kind, value in state_dict["state"].get(index, {}).items():
-            if not part.writes or (counted and kind == "step"):
+            if counted and kind == "step":
                 continue
+            key = f"optimizer.{kind}.{name}"
             if isinstance(value, Tensor):
-                entries.add(_key(kind, part.name), value, _places(_key(kind, part.name), param, value.shape))
+                entries.add(key, value, _places(key, param, value.shape))
             else:
-                entries.state[_key(kind, part.name)] = (value,)
+                entries.state[key] = (value,)
     return None
 
 
-def want_state(entries: Entries, optimizer: Any, names: dict[int, str], values: Any) -> Callable[[], None]:
+def want_state(entries: Entries, optimizer: Any, parts: Sequence[Part], values: Any) -> Callable[[], None]:
     """Adds what this rank is to load; to be called when it is there, the result gives it to the optimizer.
 
-    `names` are those of parameters by `id`, `values` what was saved of the optimizer but tensors.
+    `values` is what was saved of the optimizer but tensors.
     """
-    assert entries.saved is not None
-    groups = values["groups"]
-    if is_divided(optimizer):
+    if optimizer is None:
+        return lambda: None
+    names = {id(part.variable): part.name for part in parts}
+    if _is_divided(optimizer):
         found = []
         for param, kind, start, now in optimizer._own_state()[0]:
-            loaded = torch.zeros_like(now)
-            _add_stretch(entries, _key(kind, names[id(param)]), param, start, loaded)
-            found.append((param, kind, start, loaded))
-        return lambda: optimizer._load_own_state(found, groups, values["step"])
-    kinds: dict[str, list[str]] = {}
-    for key in entries.saved:
+            found.append((param, kind, start, torch.zeros_like(now)))
+            _add_stretch(entries, f"optimizer.{kind}.{names[id(param)]}", param, start, found[-1][-1])
+        return lambda: optimizer._load_own_state(found, values["groups"], values["step"])
+    saved: dict[str, dict[str, Any]] = {}
+    for key, value in (entries.saved or {}).items():
         if key.startswith("optimizer.") and not key.endswith(PADDING):
             _, kind, name = key.split(".", 2)
-            kinds.setdefault(name, []).append(kind)
+            saved.setdefault(name, {})[kind] = value
     current = optimizer.state_dict()
     state: dict[Any, dict[str, Any]] = {}
     plain: list[tuple[dict[str, Any], str, str]] = []
-    for param, index in _indices(optimizer, current):
-        name = names[id(param)]
-        for kind in kinds.get(name, ()):
-            key, of_param = _key(kind, name), state.setdefault(index, {})
-            there = entries.saved[key]
+    for param, index, name in _named(optimizer, current, names):
+        state[index] = {}
+        for kind, there in saved.get(name, {}).items():
+            key = f"optimizer.{kind}.{name}"
             if not hasattr(there, "size"):
                 entries.state[key] = None
-                plain.append((of_param, kind, key))
+                plain.append((state[index], kind, key))
                 continue
-            part = param.shape if tuple(there.size) == places_of(param)[""].size else there.size
+            shape = param.shape if tuple(there.size) == places_of(param)[""].size else there.size
             # Counts of steps are on the host, or the optimizer moves them.
-            device = param.device if len(part) else HOST
-            of_param[kind] = torch.zeros(part, dtype=there.properties.dtype, device=device)
-            entries.add(key, of_param[kind], _places(key, param, part))
+            device = param.device if len(shape) else HOST
+            state[index][kind] = torch.zeros(shape, dtype=there.properties.dtype, device=device)
+            entries.add(key, state[index][kind], _places(key, param, shape))
 
     def load() -> None:
         for of_param, kind, key in plain:
             of_param[kind] = entries.state[key][0]
-        loaded = []
-        for options, now, params in zip(groups, current["param_groups"], _params(optimizer), strict=True):
+        groups = []
+        for options, now, params in zip(values["groups"], current["param_groups"], _params(optimizer), strict=True):
             own = {name: now[name] for name in _OWN if name in now}
-            loaded.append({**{name: _moved(value, params) for name, value in options.items()}, **own})
-        optimizer.load_state_dict({"state": state, "param_groups": loaded})
+            groups.append({**{name: _moved(value, params) for name, value in options.items()}, **own})
+        optimizer.load_state_dict({"state": {key: each for key, each in state.items() if each}, "param_groups": groups})
 
     return load
 
@@ -115,14 +114,12 @@ def _moved(value: Any, params: list[Tensor]) -> Any:
     return value.to(params[0].device) if isinstance(value, Tensor) and params else value
 
 
-def _key(kind: str, name: str) -> str:
-    return f"optimizer.{kind}.{name}"
-
-
-def _indices(optimizer: Any, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any]]:
-    """The model's parameters, and what a state dict calls them."""
+def _named(optimizer: Any, state_dict: dict[str, Any], names: dict[int, str]) -> Iterator[tuple[Tensor, Any, str]]:
+    """The model's parameters that have a name, what a state dict calls them, and the name."""
     for params, group in zip(_params(optimizer), state_dict["param_groups"], strict=True):
-        yield from zip(params, group["params"], strict=True)
+        for param, index in zip(params, group["params"], strict=True):
+            if id(param) in names:
+                yield param, index, names[id(param)]
 
 
 def _places(key: str, param: Tensor, shape: Sequence[int]) -> dict[str, Place]:

@@ -17,15 +17,14 @@ _TIED = ("shared_embedding", "shared_position_embedding")
 
 
 class Part(NamedTuple):
-    """A parameter or buffer: its name in the whole model, the variable, and where its value is in state dicts.
+    """A parameter or buffer: its name in the whole model, itself, and its value, as its chunk's state dict has it.
 
-    `keys` are (number of the chunk, name in its state dict), several where modules share it. Of all copies, on ranks
-    and stages, only those with `writes` are saved.
+    Of all copies, on ranks and stages, only those with `writes` are saved.
     """
 
     name: str
     variable: Tensor
-    keys: list[tuple[int, str]]
+    value: Tensor
     writes: bool
 
 
@@ -49,19 +48,21 @@ class WholeModel:
     `join`, called in all ranks of a pipeline, finds out what the other stages hold.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], groups: Sequence[Group] | None) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], groups: Sequence[Group]) -> None:
         # The parts that are here, the names of all parts with the optimizer's group of each, and the groups' options.
         self.parts: list[Part] = []
         self.group_of: dict[str, int | None] = {}
-        self.options: list[dict[str, Any]] | None = None
+        self.options: list[dict[str, Any]] = []
+        # What modules share is one tensor in the chunks' state dicts, too.
+        self.dicts = [chunk.state_dict() for chunk in chunks]
         self._groups = groups
-        group_of = {id(param): number for number, group in enumerate(groups or ()) for param in group[1]}
-        self._found: dict[int, tuple[Tensor, _Held, list[tuple[int, str]]]] = {}
-        for number, chunk in enumerate(chunks):
+        self._found: dict[int, tuple[_Held, Tensor, Tensor]] = {}
+        group_of = {id(param): number for number, (_, params) in enumerate(groups) for param in params}
+        for number, (chunk, values) in enumerate(zip(chunks, self.dicts, strict=True)):
             variables: dict[str, Tensor] = dict(chunk.named_parameters(remove_duplicate=False))
             variables.update(chunk.named_buffers(remove_duplicate=False))
             paths = _numbered_paths(chunk)
-            for key in chunk.state_dict():
+            for key, value in values.items():
                 if key not in variables:
                     raise TypeError(f"{key} in the model's state dict is neither a parameter nor a buffer")
                 variable = variables[key]
@@ -71,8 +72,9 @@ class WholeModel:
                 name = f"{paths[owner]}.{leaf}" if owner else leaf
                 tie = next((mark for mark in _TIED if getattr(variable, mark, False)), None)
                 held = _Held(name, number, isinstance(variable, nn.Parameter), tie, group_of.get(id(variable)))
-                self._found.setdefault(id(variable), (variable, held, []))[2].append((number, key))
-        strange = sum(key not in self._found for key in group_of)
+                if variable.numel():
+                    values[key] = self._found.setdefault(id(variable), (held, variable, value))[2]
+        strange = sum(id(param) not in self._found and param.numel() > 0 for _, params in groups for param in params)
         if strange:
             raise ValueError(f"the optimizer has {strange} parameters that the model has not")
 
@@ -81,8 +83,8 @@ class WholeModel:
 
         A copy that is marked as such (`shared_embedding`) has the name that the first stage has for it.
         """
-        counts = None if self._groups is None else [(options, len(params)) for options, params in self._groups]
-        rank, everywhere = _of_all_stages(([held for _, held, _ in self._found.values()], counts))
+        counts = [(options, len(params)) for options, params in self._groups]
+        rank, everywhere = _of_all_stages(([held for held, *_ in self._found.values()], counts))
         stages = [held for held, _ in everywhere]
         names = {held.tie: held.name for stage in reversed(stages) for held in reversed(stage) if held.tie}
         first: dict[str, tuple[int, _Held]] = {}
@@ -90,20 +92,20 @@ class WholeModel:
             for held in stage:
                 name = names.get(held.tie, held.name)
                 other, before = first.setdefault(name, (number, held))
-                if before is not held and held.is_parameter and (held.tie is None or before.tie != held.tie):
+                is_copy = held.tie and held.tie == before.tie and (other, before.chunk) != (number, held.chunk)
+                if before is not held and held.is_parameter and not is_copy:
                     raise ValueError(
                         f"chunk {before.chunk} of pipeline rank {other} and chunk {held.chunk} of rank {number} both "
-                        f"hold {held.name}. Give each layer of a list its number in the whole model as `layer_number` "
-                        "(from 1), or keep layers in a ModuleDict by their number; mark copies of embeddings with "
-                        "`shared_embedding`"
+                        f"hold {name}. Give each layer of a list its number in the whole model as `layer_number` "
+                        "(from 1), or keep layers in a ModuleDict by their number; mark one embedding of a chunk, and "
+                        "its copies, with `shared_embedding`"
                     )
                 self.group_of.setdefault(name, held.group)
-        for variable, held, keys in self._found.values():
+        for held, variable, value in self._found.values():
             name = names.get(held.tie, held.name)
             is_own = getattr(variable, "tensor_model_parallel", False) or tensor_parallel()[1] == 0
-            self.parts.append(Part(name, variable, keys, is_own and first[name] == (rank, held)))
-        if self._groups is not None:
-            self.options = _options([counts for _, counts in everywhere])
+            self.parts.append(Part(name, variable, value, is_own and first[name] == (rank, held)))
+        self.options = _options([counts for _, counts in everywhere])
 
 
 def _options(stages: list[list[tuple[dict[str, Any], int]]]) -> list[dict[str, Any]]:
