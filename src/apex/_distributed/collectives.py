@@ -210,6 +210,12 @@ def on_stream(stream: Any) -> Iterator[None]:
         torch.accelerator.set_stream(current)
 
 
+def wait_for(stream: Any) -> None:
+    """Has what is queued from now on wait for what is queued on `stream`; None is the current one."""
+    if stream is not None:
+        torch.accelerator.current_stream(stream.device).wait_stream(stream)
+
+
 def broadcast(tensor: Tensor, source: int, group: Any, what: str) -> None:
     """`tensor` of the global rank `source` to all of the group, in place; waits for it."""
     there = tensor.cpu() if _through_host(tensor, group) else tensor

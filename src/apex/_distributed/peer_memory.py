@@ -39,10 +39,11 @@ class PeerMemory:
         self.index = 0 if self.group is None else self.ranks.index(dist.get_rank())
         self.problem: str | None = None
         self._handle: Any = None
-        device = _device_of(self.group)
+        on_host = self.group is not None and dist.get_backend(self.group) == dist.Backend.GLOO
+        device = HOST if on_host else default_device()
         if self.group is None:
             self.memories = [torch.zeros(size, dtype=torch.uint8, device=device)]
-        elif device.type == HOST.type:
+        elif device == HOST:
             self.memories = self._map_files()
         else:
             self.memories = self._rendezvous(device)
@@ -100,6 +101,7 @@ class PeerMemory:
 
         On the host by messages, which order writes to memory as well.
         """
+        others = list(dict.fromkeys(others))  # in a ring of two, one rank is on both sides
         if self._handle is not None:
             for other in others:
                 self._handle.put_signal(other)
@@ -115,17 +117,9 @@ class PeerMemory:
                 work.wait()
 
 
-def _device_of(group: Any) -> torch.device:
-    """Where a group's tensors are: on its accelerator, or on the host for Gloo and without an accelerator."""
-    if not torch.accelerator.is_available() or (group is not None and dist.get_backend(group) == dist.Backend.GLOO):
-        return HOST
-    return default_device()
-
-
 def default_device() -> torch.device:
     """The accelerator in use, else the host."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return HOST if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+    return torch.accelerator.current_stream().device if torch.accelerator.is_available() else HOST
 
 
 def new_file(size: int) -> str:

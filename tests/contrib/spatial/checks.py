@@ -19,7 +19,7 @@ from tests.parallel.processes import everywhere
 def equal_to_the_undivided_block(rank: int) -> None:
     size = dist.get_world_size()
     ways = list(exchangers(rank, size).values())
-    for number, case in enumerate(cases()):
+    for number, case in enumerate(cases() if size == 2 else [case for case in cases() if case.stride == 2]):
         rows = 6 * size  # a multiple of every stride, on every rank
         x = images(case, rows)
         whole = trained(block(case), x)
@@ -90,12 +90,13 @@ def _one_at(like: Tensor, place: tuple[int, ...]) -> Tensor:
 def exchangers_agree(rank: int) -> None:
     """With results returned and filled in, in every dtype, for halos that are no contiguous memory."""
     size = dist.get_world_size()
+    ways = exchangers(rank, size).values()
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int32):
         rows = torch.arange(size * 24).view(size, 2, 4, 3).to(dtype)
         left, right = rows[rank, :, :2], rows[rank, :, 2:]
         above = rows[rank - 1, :, 2:] if rank else torch.zeros_like(left)
         below = rows[rank + 1, :, :2] if rank < size - 1 else torch.zeros_like(left)
-        for way in exchangers(rank, size).values():
+        for way in ways:
             for found, expected in zip(way.left_right_halo_exchange(left, right), (above, below), strict=True):
                 assert torch.equal(found, expected)
             frame = torch.full((2, 9, 3), 7).to(dtype)
@@ -131,13 +132,13 @@ def padder(rank: int) -> None:
             assert torch.equal(padded, edges.narrow(split_dim, rank * width, width + 4))
 
 
-def peer_margins_for_100_steps(rank: int) -> None:
+def peer_margins_for_many_steps(rank: int) -> None:
     """In place, against all ranks' tensors; three layouts, divided by rows and by columns."""
     size = dist.get_world_size()
     pool = PeerMemoryPool(256, 1 << 16, list(range(size)))
     exchanger = PeerHaloExchanger1d(list(range(size)), rank, pool, 2)
     layouts = ((False, torch.contiguous_format), (False, torch.channels_last), (True, torch.contiguous_format))
-    for step in range(100):
+    for step in range(100 if size == 2 else 12):
         nhwc, layout = layouts[step % 3]
         h_split = step % 2 == 0
         generator = torch.Generator().manual_seed(100 * step + rank)
@@ -241,7 +242,7 @@ CHECKS = {
         derivative_over_ranks,
         exchangers_agree,
         padder,
-        peer_margins_for_100_steps,
+        peer_margins_for_many_steps,
         pool_gives_each_peer_a_view,
         compiled_push_and_pull,
         compiled_raw_memory,

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from apex._distributed import peer_memory
 from apex.contrib.peer_memory import PeerHaloExchanger1d, PeerMemoryPool
 from tests.contrib.spatial import gpu_checks
 from tests.parallel.processes import run_checks
@@ -34,3 +36,26 @@ def test_pool_of_one_process() -> None:
     assert y[:, :, 2:-2].all()
     assert not y[:, :, :2].any()
     assert not y[:, :, -2:].any()
+
+
+def test_symmetric_memory_in_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of one rank with itself as its neighbour, which is as far as one GPU goes."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(peer_memory, "group_of", lambda ranks: dist.group.WORLD)
+        pool = PeerMemoryPool(0, 4096)
+        assert pool.memory.problem is None, pool.memory.problem
+        halos = torch.randn(2, 3, device="cuda")
+        found = torch.zeros_like(halos)
+        pool.exchange_halos(list(halos), list(found), (0, 0))
+        assert torch.equal(found, halos.flip(0))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            pool.exchange_halos(list(halos), list(found), (0, 0))
+        for _ in range(3):
+            halos.normal_()
+            graph.replay()
+            assert torch.equal(found, halos.flip(0))
+    finally:
+        dist.destroy_process_group()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._distributed.collectives import on_stream
+from ..._distributed.collectives import on_stream, wait_for
 from ...ops._checks import check_floats
 from ...ops._library import autocast_dtype, autocast_off, is_eager, once_differentiable, quick_apply
 from ...ops.conv.bottleneck import (
@@ -80,12 +80,13 @@ def _forward(
 
 def _backward(ctx: Any, grad_o: Tensor) -> list[Tensor | None]:
     """Gradients of x and of the weights."""
-    saved, count = ctx.saved_tensors, ctx.count
-    results = BottleneckResults(*saved[:4], scaled_weights=saved[4 : 4 + count])
+    pixels, out1, out2, y, *others = ctx.saved_tensors
+    count = ctx.count
+    results = BottleneckResults(pixels, out1, out2, y, others[:count])
     wanted = ctx.needs_input_grad[-1 - count :]
     dy = _channels_second(grad_o, ctx.nhwc)
     with autocast_off(dy):
-        gradients = bottleneck_backward(dy, results, saved[4 + count :], ctx.shape, ctx.stride, wanted, ctx.exchange)
+        gradients = bottleneck_backward(dy, results, others[count:], ctx.shape, ctx.stride, wanted, ctx.exchange)
     return [each.movedim(1, -1) if ctx.nhwc and each is not None else each for each in gradients]
 
 
@@ -144,8 +145,7 @@ def _exchange_by(exchanger: Any, nhwc: bool) -> Exchange:
             found = exchanger.left_right_halo_exchange(*(each.movedim(1, -1) if nhwc else each for each in rows))
 
         def wait() -> tuple[Tensor, Tensor]:
-            if exchanger.stream1 is not None:
-                torch.accelerator.current_stream(images.device).wait_stream(exchanger.stream1)
+            wait_for(exchanger.stream1)
             above, below = (_channels_second(each, nhwc) for each in found)
             return above, below
 

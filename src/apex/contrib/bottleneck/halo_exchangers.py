@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..._distributed import exchange
-from ..._distributed.collectives import on_stream
+from ..._distributed.collectives import on_stream, wait_for
 from ..._distributed.neighbours import exchange_by_messages, group_of
 from ..peer_memory import PeerMemoryPool
 
@@ -33,6 +33,10 @@ class HaloExchanger:
         size = len(ranks)
         if not 0 <= rank_in_group < size:
             raise ValueError(f"rank_in_group={rank_in_group} is not one of the {size} places of ranks={list(ranks)}")
+        if dist.is_initialized() and ranks[rank_in_group] != dist.get_rank():
+            raise ValueError(
+                f"rank_in_group={rank_in_group} of ranks={list(ranks)} is not this rank, {dist.get_rank()}"
+            )
         self.stream1, self.stream2, self.stream3 = _stream(), _stream(), _stream()
         self.group_size, self.ranks, self.rank_in_group = size, list(ranks), rank_in_group
         self.wrap_around_left_rank_in_group = (rank_in_group - 1) % size
@@ -148,6 +152,4 @@ class HaloPadder:
 
     def wait(self) -> None:
         """Has what is queued from now on wait for the exchange."""
-        stream = self.halo_ex.stream1
-        if stream is not None:
-            torch.accelerator.current_stream(stream.device).wait_stream(stream)
+        wait_for(self.halo_ex.stream1)
