@@ -24,11 +24,12 @@ Batch = tuple[Tensor, ...]
 
 
 def layer_norm(width: int, fused: bool) -> nn.Module:
-    return FusedLayerNorm(width) if fused else nn.LayerNorm(width)
+    # The output, which the next layer keeps anyway, is kept in place of the input.
+    return FusedLayerNorm(width, memory_efficient=True) if fused else nn.LayerNorm(width)
 
 
 def rms_norm(width: int, fused: bool) -> nn.Module:
-    return FusedRMSNorm(width, eps=1e-6) if fused else nn.RMSNorm(width, eps=1e-6)
+    return FusedRMSNorm(width, eps=1e-6, memory_efficient=True) if fused else nn.RMSNorm(width, eps=1e-6)
 
 
 def gelu_layers(width: int, fused: bool) -> nn.Module:

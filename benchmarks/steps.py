@@ -4,9 +4,9 @@
     python benchmarks/steps.py --tiny --models llama --columns torch.amp O5  # on a CPU, to try the script
 
 Every column is a process of its own, which trains the same network from the same weights on the same four batches with
-AdamW. With `--precompile`, all columns of all models warm up in parallel first, to fill the compiler's caches. Then
-each warms up alone, compiling and capturing; its loss after `--warmup` steps is noted. At last all columns take turns,
-one round each at a time, so that a drift of the machine hits all alike. A figure is the median of the rounds.
+AdamW. Each warms up, compiling and capturing, `--at-once` of them together; its loss after `--warmup` steps is noted.
+When all are warm, the columns of a model take turns, one round each at a time, so that a drift of the machine hits all
+alike. A figure is the median of the rounds. The memory of the device must do for all models of a run.
 
 Memory is what the process holds of the device while it trains, after what warming up left over was given back: the
 blocks of a captured graph count, which `max_memory_allocated` does not see when it is replayed.
@@ -25,7 +25,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +60,7 @@ COLUMNS = {
     "max-autotune-no-cudagraphs": Kind(ours=False, mode="max-autotune-no-cudagraphs"),
     "O5+max-autotune+graph": Kind(ours=True, mode="max-autotune-no-cudagraphs", graph=True),
 }
+KERNELS = 60  # that are noted of a column
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -133,7 +133,10 @@ def compete(column: str, model: str, arguments: argparse.Namespace, prepare: Cal
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     print(json.dumps(known), flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        if line.strip() == "kernels":
+            print(json.dumps({"kernels": kernels_of(lambda: [step(*batch) for batch in batches], count)}), flush=True)
+            continue
         step(*batches[0])
         wait()
         start = time.perf_counter()
@@ -144,6 +147,24 @@ def compete(column: str, model: str, arguments: argparse.Namespace, prepare: Cal
         if device == "cuda":
             answer["mebibytes"] = round(torch.cuda.max_memory_reserved() / 2**20)
         print(json.dumps(answer), flush=True)
+
+
+def kernels_of(run: Callable[[], Any], steps: int) -> dict[str, list[float]]:
+    """The kernels that take most of the GPU's time: how often each runs in a step, and microseconds of all its runs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            counted = found.setdefault(event.name[:100], [0.0, 0.0])
+            counted[0] += 1 / steps
+            counted[1] += event.device_time / steps
+    ranked = sorted(found.items(), key=lambda item: -item[1][1])[:KERNELS]
+    return {name: [round(runs, 2), round(time_, 1)] for name, (runs, time_) in ranked}
 
 
 class Column:
@@ -185,9 +206,9 @@ class Column:
         self.figures |= answer
         return answer
 
-    def run_round(self, deadline: float) -> None:
+    def run_round(self, deadline: float, what: str = "") -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(f"{what}\n")
         self._process.stdin.flush()
         answer = self.listen(deadline)
         if "milliseconds" in answer:
@@ -199,44 +220,39 @@ class Column:
         self._process.wait()
 
 
-def precompile(arguments: argparse.Namespace, deadline: float) -> None:
-    """Warms every column of every model up once, so that torch.compile finds its caches filled afterwards."""
+def measure(arguments: argparse.Namespace, deadline: float, note: Callable[[str, dict[str, Any]], None]) -> None:
+    """All columns of all models; `note` is told a model and its figures whenever there are new ones."""
+    pairs = [(model, name) for model in arguments.models for name in arguments.columns]
+    columns: dict[tuple[str, str], Column] = {}
 
-    def warm_up(column: Column) -> None:
-        column.listen(deadline)
-        column.end()
-
-    wanted = [(name, model) for model in arguments.models for name in arguments.columns if COLUMNS[name].mode]
-    with ThreadPoolExecutor(arguments.precompile) as pool:
-        list(pool.map(lambda each: warm_up(Column(*each, arguments)), wanted))
-
-
-def measure(model: str, arguments: argparse.Namespace, deadline: float, note: Callable[[dict[str, Any]], None]) -> None:
-    """All columns of a model; `note` is told the figures whenever there are new ones."""
-    names, columns = arguments.columns, {}
-
-    def tell() -> None:
-        note({name: column.figures for name, column in columns.items() if column.figures})
+    def tell(model: str) -> None:
+        note(model, {name: column.figures for (of, name), column in columns.items() if of == model and column.figures})
 
     try:
-        for index, name in enumerate(names):
+        for index, pair in enumerate(pairs):
             if time.monotonic() >= deadline:
                 break
-            for ahead in names[index : index + arguments.at_once]:
+            for ahead in pairs[index : index + arguments.at_once]:
                 if ahead not in columns:
-                    columns[ahead] = Column(ahead, model, arguments)
-            column = columns[name]
+                    columns[ahead] = Column(ahead[1], ahead[0], arguments)
+            column = columns[pair]
             column.listen(deadline)
             if column.runs:
                 column.run_round(deadline)  # a first figure, should time run out; others may be warming up beside it
-            tell()
+            tell(pair[0])
         for column in columns.values():
             column.rounds.clear()
-        for _ in range(arguments.rounds):
-            for column in columns.values():
+        for model in arguments.models:
+            for _ in range(arguments.rounds):
+                for (of, _name), column in columns.items():
+                    if of == model and column.runs and time.monotonic() < deadline:
+                        column.run_round(deadline)
+                tell(model)
+        if arguments.kernels:
+            for (model, _name), column in columns.items():
                 if column.runs and time.monotonic() < deadline:
-                    column.run_round(deadline)
-            tell()
+                    column.run_round(deadline, "kernels")
+                tell(model)
     finally:
         for column in columns.values():
             column.end()
@@ -289,7 +305,7 @@ def main() -> None:
         default=1,
         help="columns that warm up together: quicker, and noisier where torch.compile tunes",
     )
-    parser.add_argument("--precompile", type=int, default=0, help="processes that first fill the compiler's caches")
+    parser.add_argument("--kernels", action="store_true", help="also note which kernels take the GPU's time")
     parser.add_argument("--limit", type=float, default=86400.0, help="seconds after which nothing more is measured")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script")
@@ -309,11 +325,7 @@ def main() -> None:
         results[model] = columns
         write(path, environment, settings, results)
 
-    if arguments.precompile:
-        precompile(arguments, deadline)
-    for model in arguments.models:
-        if time.monotonic() < deadline:
-            measure(model, arguments, deadline, lambda columns, model=model: note(model, columns))  # type: ignore[misc]
+    measure(arguments, deadline, note)
     print_tables(results)
 
 
