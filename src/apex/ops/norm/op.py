@@ -112,7 +112,7 @@ def checked_shape(
         shape = tuple(normalized_shape)  # type: ignore[arg-type]
     else:
         shape = (int(normalized_shape),)
-    if torch._C._is_tracing():  # under which sizes are tensors; PyTorch's operator checks them
+    if torch.jit.is_tracing():  # under which sizes are tensors; PyTorch's operator checks them
         return shape
     sizes, device = input.shape, input.device
     if not shape or sizes[-len(shape) :] != shape:
