@@ -83,14 +83,9 @@ def set_nccl_network(name: str | None) -> None:
         os.environ["NCCL_NET"] = name
 
 
-def is_on(name: str) -> bool:
-    """Whether the variable `name` is set to something other than 0, off, false or no."""
-    return os.environ.get(name, "").strip().lower() not in ("", "0", "off", "false", "no")
-
-
-def is_set(name: str) -> bool:
-    """Whether the variable `name` is there."""
-    return name in os.environ
+def is_on(name: str, default: str) -> bool:
+    """Whether the variable `name`, or the variable `default` where it is not set, says yes."""
+    return os.environ.get(name, os.environ.get(default, "")).strip().lower() not in ("", "0", "off", "false", "no")
 
 
 def triton_cache() -> Path:

@@ -53,11 +53,12 @@ GPUS = {
 }
 
 
-def gpu_here() -> GPU | None:
-    """The current GPU of this machine; None without one."""
+def gpu_here() -> dict[str, GPU]:
+    """The current GPU of this machine, if there is one, by its name."""
     if not torch.cuda.is_available():
-        return None
-    return GPU(driver.active.get_current_target(), facts(torch.device("cuda")))
+        return {}
+    here = facts(torch.device("cuda"))
+    return {here.name: GPU(driver.active.get_current_target(), here)}
 
 
 @contextlib.contextmanager

@@ -15,21 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from ... import _env
+from ...op_builder import ALL_OPS
 from ...ops import _library
 from ..console import make_console, make_table, print_json_document, print_table
-from .calls import OPS, Call, ops_behind, parse_call, shape_of
-
-
-@dataclass(frozen=True)
-class Task:
-    """One program to compile, for the first of the calls that need it."""
-
-    call: str
-    gpu: str
-    launch: Any
+from .calls import OPS, Call, parse_call
 
 
 @dataclass
@@ -44,7 +36,8 @@ class Row:
     seconds: float = 0.0
 
 
-_tasks: list[Task] = []  # what worker processes, which are forks, find under a number
+# Programs to compile, which worker processes, being forks, find by number: the first row that needs it, GPU, launch.
+_tasks: list[tuple[Row, Any, Any]] = []
 
 
 def run_build(
@@ -68,7 +61,7 @@ def run_build(
     if list_only:
         table = make_table(console, None, "op", "shape", "for example")
         for name, op in OPS.items():
-            table.add_row(name, " x ".join(op.sizes), f"{name}:{shape_of(op)}:{dtype}")
+            table.add_row(name, op.sizes[0], f"{name}:{op.sizes[1]}:{dtype}")
         print_table(console, table)
         return 0
     try:
@@ -79,31 +72,23 @@ def run_build(
     if installed_at is not None:
         _move(folder, installed_at)
     if as_json:
-        document = {"cache": str(folder), "rows": [vars(row) for row in rows], "failures": failures}
-        print_json_document(document)
-        return 1 if failures else 0
+        print_json_document({"cache": str(folder), "rows": [vars(row) for row in rows], "failures": failures})
+        return int(bool(failures))
     counted = ("kernels", "compiled", "in cache", "seconds")
     table = make_table(console, None, "call", "GPU", *counted, right=counted)
     for row in rows:
-        numbers = map(str, (row.kernels, row.compiled, row.found, f"{row.seconds:.1f}"))
-        table.add_row(row.call, row.gpu, *numbers)
+        table.add_row(row.call, row.gpu, str(row.kernels), str(row.compiled), str(row.found), f"{row.seconds:.1f}")
     print_table(console, table)
     for failure in failures:
         messages.print(failure, style="red")
     console.print(f"the jobs find them with  TRITON_CACHE_DIR={installed_at or folder}")
-    return 1 if failures else 0
+    return int(bool(failures))
 
 
 def selected_ops() -> list[str]:
     """The ops that `APEX_BUILD_<OP>=1` selects; `APEX_BUILD_CUDA_OPS=1` selects all but those that are set to 0."""
-    from apex.op_builder import ALL_OPS
-
-    chosen = [
-        name
-        for name, builder in ALL_OPS.items()
-        if _env.is_on(builder.BUILD_VAR if _env.is_set(builder.BUILD_VAR) else builder.INCLUDE_FLAG)
-    ]
-    return ops_behind(chosen)
+    chosen = {name for name, op in ALL_OPS.items() if _env.is_on(op.BUILD_VAR, op.INCLUDE_FLAG)}
+    return [name for name, op in OPS.items() if chosen & set(op.extensions)]
 
 
 def build(
@@ -117,36 +102,25 @@ def build(
         raise ValueError(f"kernels cannot be compiled: {problem or 'unset TRITON_INTERPRET'}")
     folder = (cache or _env.triton_cache()).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    targets = _targets(gpus)
-    rows = _plan(calls, targets)
+    rows = _plan(calls, gpus)
     with _env.changed("TRITON_CACHE_DIR", str(folder)):
-        return list(rows.values()), _compile(rows, targets, folder, jobs or os.cpu_count() or 1), folder
+        return rows, _compile(folder, jobs or os.cpu_count() or 1), folder
 
 
-def _targets(names: Sequence[str]) -> dict[str, Any]:
-    from ...ops import _ahead
-
-    if not names:
-        here = _ahead.gpu_here()
-        if here is None:
-            raise ValueError(f"there is no GPU here; name one or more with --gpu: {', '.join(_ahead.GPUS)}")
-        return {here.facts.name: here}
-    unknown = [name for name in names if name not in _ahead.GPUS]
-    if unknown:
-        raise ValueError(f"--gpu {unknown[0]} is not known; use one of {', '.join(_ahead.GPUS)}, or none on the GPU")
-    return {name: _ahead.GPUS[name] for name in names}
-
-
-def _plan(calls: Sequence[Call], targets: dict[str, Any]) -> dict[tuple[str, str], Row]:
+def _plan(calls: Sequence[Call], gpus: Sequence[str]) -> list[Row]:
     """Fills `_tasks` with the programs that the calls need, each once."""
     from ...ops import _ahead
 
+    known = _ahead.GPUS if gpus else _ahead.gpu_here()
+    unknown = [name for name in gpus if name not in known]
+    if unknown or not known:
+        said = f"--gpu {unknown[0]} is not known" if unknown else "there is no GPU here"
+        raise ValueError(f"{said}; name one or more with --gpu: {', '.join(_ahead.GPUS)}")
     _tasks.clear()
-    rows = {}
-    for gpu, target in targets.items():
-        known: dict[tuple[Any, ...], None] = {}
+    rows, planned = [], set()
+    for name in gpus or known:
         for call in calls:
-            with _ahead.planning(target) as launches:
+            with _ahead.planning(known[name]) as launches:
                 try:
                     call.run(torch.device("meta"))
                 except Exception as error:
@@ -155,89 +129,79 @@ def _plan(calls: Sequence[Call], targets: dict[str, Any]) -> dict[tuple[str, str
                         "A script makes its tensors on the default device, and reads no values of them"
                     ) from error
             if not launches:
-                raise ValueError(f"{call.name} launches no kernel of apex on {gpu}: PyTorch's operators take it")
-            rows[call.name, gpu] = Row(call.name, gpu, len(launches))
+                raise ValueError(f"{call.name} launches no kernel of apex on {name}: PyTorch's operators take it")
+            rows.append(Row(call.name, name, len(launches)))
             for launch in launches:
-                key = _ahead.program_key(launch)
-                if key not in known:
-                    known[key] = None
-                    _tasks.append(Task(call.name, gpu, launch))
+                key = (name, *_ahead.program_key(launch))
+                if key not in planned:
+                    planned.add(key)
+                    _tasks.append((rows[-1], known[name], launch))
     return rows
 
 
-def _compile(rows: dict[tuple[str, str], Row], targets: dict[str, Any], folder: Path, jobs: int) -> list[str]:
+def _compile(folder: Path, jobs: int) -> list[str]:
+    """Compiles `_tasks` and notes it in their rows; returns what failed."""
     from ...ops import _ahead
 
     messages = make_console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=messages, disable=not messages.is_terminal, transient=True)
+    shown: dict[str, Any] = {"console": messages, "disable": not messages.is_terminal, "transient": True}
     before = {entry.name for entry in folder.iterdir()}
-    nvidia = [number for number, task in enumerate(_tasks) if targets[task.gpu].target.backend == "cuda"]
-    _ahead.hash_triton()
     failures: list[str] = []
-    kinds: dict[Any, int] = {}
+    kinds: dict[Any, int | None] = {}  # a program for each list of argument types
+    _ahead.hash_triton()
     with contextlib.ExitStack() as stack:
-        if nvidia and shutil.which("cc"):
-            stack.enter_context(_ahead.linkable_driver())
-        elif nvidia:
-            messages.print("no C compiler (cc) is here: the GPU machines will compile Triton's launchers themselves")
-            nvidia = []
-        pool = stack.enter_context(
-            ProcessPoolExecutor(min(jobs, len(_tasks)), multiprocessing.get_context("fork"), _quietly)
-        )
-        stack.enter_context(progress)
-        bar = progress.add_task("kernels", total=len(_tasks))
-        futures = [pool.submit(_compile_task, targets[task.gpu], number) for number, task in enumerate(_tasks)]
-        for number, (task, future) in enumerate(zip(_tasks, futures, strict=True)):
-            row = rows[task.call, task.gpu]
+        if any(gpu.target.backend == "cuda" for _, gpu, _ in _tasks):
+            if shutil.which("cc"):
+                stack.enter_context(_ahead.linkable_driver())
+                kinds[None] = None
+            else:
+                messages.print("no C compiler (cc) is here: machines will compile Triton's launchers themselves")
+        context = multiprocessing.get_context("fork")
+        pool = stack.enter_context(ProcessPoolExecutor(min(jobs, len(_tasks)), context, _ignore_output))
+        futures = [pool.submit(_compile_task, number) for number in range(len(_tasks))]
+        for number, future in enumerate(track(futures, "kernels", **shown)):
+            row, gpu, launch = _tasks[number]
             try:
                 entry, kind, seconds = future.result()
             except Exception as error:
-                kernel = task.launch.prepared.kernel.name
-                failures.append(f"{kernel} of {task.call} for {task.gpu}: {type(error).__name__}: {error}")
-            else:
-                row.found += entry in before
-                row.compiled += entry not in before
-                row.seconds += seconds
-                if number in nvidia:
-                    kinds.setdefault(kind, number)
-            progress.advance(bar)
-        launchers = [None, *kinds.values()] if nvidia else []
-        progress.update(bar, description="launchers", total=len(_tasks) + len(launchers))
-        for done in [pool.submit(_compile_launcher, targets, number) for number in launchers]:
-            done.result()
-            progress.advance(bar)
+                kernel = launch.prepared.kernel.name
+                failures.append(f"{kernel} of {row.call} for {row.gpu}: {type(error).__name__}: {error}")
+                continue
+            row.found += entry in before
+            row.compiled += entry not in before
+            row.seconds += seconds
+            if kinds and gpu.target.backend == "cuda":
+                kinds.setdefault(kind, number)
+        launchers = [pool.submit(_compile_launcher, number) for number in kinds.values()]
+        for launcher in track(launchers, "launchers", **shown):
+            launcher.result()
     return failures
 
 
-def _quietly() -> None:
+def _ignore_output() -> None:
     """What compilers print is no part of the table."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _compile_task(gpu: Any, number: int) -> tuple[str, tuple[str, ...], float]:
+def _compile_task(number: int) -> tuple[str, tuple[str, ...], float]:
     """In a worker: the folder of the cache that holds the program, the types of its arguments, seconds."""
     from ...ops import _ahead
 
     start = time.perf_counter()
-    compiled = _ahead.compile_launch(_tasks[number].launch, gpu)
+    compiled = _ahead.compile_launch(_tasks[number][2], _tasks[number][1])
     entry = Path(next(iter(compiled.metadata_group.values()))).parent.name
     return entry, tuple(map(str, compiled.src.signature.values())), time.perf_counter() - start
 
 
-def _compile_launcher(targets: dict[str, Any], number: int | None) -> None:
+def _compile_launcher(number: int | None) -> None:
     from ...ops import _ahead
 
-    task = None if number is None else _tasks[number]
-    _ahead.compile_launcher(None if task is None else _ahead.compile_launch(task.launch, targets[task.gpu]))
+    _ahead.compile_launcher(None if number is None else _ahead.compile_launch(_tasks[number][2], _tasks[number][1]))
 
 
 def _move(folder: Path, installed_at: Path) -> None:
     """Triton notes absolute paths in its cache; lets them begin with where the cache will be."""
     for group in folder.glob("*/__grp__*.json"):
-        content = json.loads(group.read_text())
-        content["child_paths"] = {
-            name: str(installed_at / group.parent.name / Path(path).name)
-            for name, path in content["child_paths"].items()
-        }
-        group.write_text(json.dumps(content))
+        paths = json.loads(group.read_text())["child_paths"]
+        moved = {name: str(installed_at / group.parent.name / Path(path).name) for name, path in paths.items()}
+        group.write_text(json.dumps({"child_paths": moved}))
