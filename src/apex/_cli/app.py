@@ -135,18 +135,15 @@ def build(
     ops: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="OP[:SHAPE[:DTYPE]] | SCRIPT.py",
-            help="What to compile for; by default the ops that APEX_BUILD_... variables select.",
+            metavar="OP[:SHAPE[:DTYPE]] | SCRIPT.py", help="By default what APEX_BUILD_... variables select."
         ),
     ] = None,
     gpu: Annotated[
-        list[str] | None, typer.Option(help="sm_80, sm_90, sm_100, gfx90a or gfx942; may be given again.")
+        list[str] | None, typer.Option(help="sm_80, sm_90, sm_100, gfx90a, gfx942; may be repeated.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of ops that do not name their own.")] = "bfloat16",
     cache: Annotated[Path | None, typer.Option(help="The folder to write to; Triton's own cache by default.")] = None,
-    installed_at: Annotated[
-        Path | None, typer.Option(help="The path under which the machines of a job will see it, if another.")
-    ] = None,
+    installed_at: Annotated[Path | None, typer.Option(help="Where a job's machines will see it, if elsewhere.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes that compile; one per core by default.", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="List the ops and compile nothing.")] = False,
@@ -159,30 +156,19 @@ def build(
     """
     from .build.command import run_build, selected_ops
 
-    names = ops or ([] if list_only else selected_ops())
-    raise typer.Exit(
-        run_build(
-            names,
-            gpus=gpu or [],
-            dtype=dtype,
-            cache=cache,
-            installed_at=installed_at,
-            jobs=jobs,
-            as_json=as_json,
-            list_only=list_only,
-        )
-    )
+    options = {"gpus": gpu or [], "dtype": dtype, "cache": cache, "installed_at": installed_at, "jobs": jobs}
+    names = ops or selected_ops()
+    raise typer.Exit(run_build(names, **options, as_json=as_json, list_only=list_only))  # type: ignore[arg-type]
 
 
 @app.command()
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="The dump to hold the other against.")],
     second: Annotated[
-        list[str],
-        typer.Argument(metavar="B", help="The other dump; or those of several processes that shared the batch."),
+        list[str], typer.Argument(metavar="B", help="The other; or those of processes that shared a batch.")
     ],
     tolerance: Annotated[
-        float | None, typer.Option(help="The relative error that is allowed; by default what the dtypes explain.")
+        float | None, typer.Option(help="Allowed relative error; by default what dtypes explain.")
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Print every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
@@ -205,16 +191,12 @@ def compare(
 def jit_module(
     name: Annotated[str, typer.Argument(help="The name under which the extension is imported.")],
     cuda: Annotated[
-        bool,
-        typer.Option("--cuda/--no-cuda", prompt="Has it CUDA or HIP sources?", help="Whether it has such sources."),
+        bool, typer.Option(prompt="Has it CUDA or HIP sources?", help="Whether it has such sources.")
     ] = True,
     source: Annotated[
-        str,
-        typer.Option(
-            prompt="Sources, separated by commas (relative to the folder)", help="Its sources, separated by commas."
-        ),
+        str, typer.Option(prompt="Sources, separated by commas", help="Its sources, separated by commas.")
     ] = "",
-    folder: Annotated[Path, typer.Option(help="Where to write the files.")] = Path("."),
+    folder: Annotated[Path, typer.Option(help="Where to write the files; sources are relative to it.")] = Path("."),
 ) -> None:
     """Write a builder and a loader for an extension of yours.
 
@@ -223,8 +205,7 @@ def jit_module(
     from .jit_module import write_module
 
     try:
-        sources = [each.strip() for each in source.split(",") if each.strip()]
-        paths = write_module(name, sources, gpu=cuda, folder=folder)
+        paths = write_module(name, [each.strip() for each in source.split(",")], gpu=cuda, folder=folder)
     except (ValueError, OSError) as error:
         typer.secho(f"apex jit-module: {error}", fg="red", err=True)
         raise typer.Exit(2) from None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
-from ..dump import Comparison, Difference, compare
+from ..dump import Comparison, compare
 from .console import make_console, make_table, print_json_document, print_table
 
 _AROUND = 5  # rows that are shown before and after the first difference
@@ -20,45 +21,34 @@ def run_compare(
     tolerance: float | None = None,
     show_all: bool = False,
     as_json: bool = False,
-    plot: Path | None = None,
+    plot: Path = Path("apex-compare.png"),
 ) -> int:
     """Compares two dumps, prints where they differ and returns an exit status: 0, 1 if they do, 2 if it cannot."""
     console, messages = make_console(), make_console(stderr=True)
     try:
         comparison = compare(first, second if len(second) > 1 else second[0], tolerance=tolerance)
-        unplotted = None if plot is None or as_json else draw(comparison, plot)
+        unplotted = None if as_json else draw(comparison, plot)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         messages.print(f"apex compare: {error}", style="red")
         return 2
-    found = comparison.first
-    if as_json:
-        lists = {"only_in_first": comparison.only_in_first, "only_in_second": comparison.only_in_second}
-        print_json_document({"first": found and _plain(found), "rows": [_plain(r) for r in comparison.rows], **lists})
+    found, tensors = comparison.first, comparison.rows
+    if as_json:  # which has no infinity
+        rows = [{name: None if value == math.inf else value for name, value in vars(row).items()} for row in tensors]
+        print_json_document(
+            {"first": None if found is None else rows[tensors.index(found)], **vars(comparison), "rows": rows}
+        )
         return int(found is not None)
     _print_table(console, comparison, show_all)
-    for which, names in (("first", comparison.only_in_first), ("second", comparison.only_in_second)):
-        if names:
-            console.print(f"only in the {which} dump: {len(names)} tensors, such as {names[0]}")
+    for which, keys in (("first", comparison.only_in_first), ("second", comparison.only_in_second)):
+        if keys:
+            console.print(f"only in the {which} dump: {len(keys)} tensors, such as {' '.join(map(str, keys[0]))}")
     if found is None:
-        console.print(f"the dumps agree: {len(comparison.rows)} tensors are within their tolerances")
+        console.print(f"the dumps agree: {len(tensors)} tensors are within their tolerances")
     else:
-        place = f"{found.module or 'the model'} ({found.layer}), {found.kind}"
+        place = f"{found.module or '(model)'} ({found.layer}), {found.kind}"
         console.print(f"first difference: {place}: relative error {found.error:.3g}, allowed {found.tolerance:.3g}")
-    if unplotted:
-        messages.print(unplotted)
-    elif plot is not None:
-        console.print(f"picture: {plot}")
+    (messages if unplotted else console).print(unplotted or f"picture: {plot}")
     return int(found is not None)
-
-
-def _plain(row: Difference) -> dict[str, Any]:
-    """For JSON, which has no infinity."""
-    finite = {name: value if abs(value) != float("inf") else None for name, value in _numbers(row).items()}
-    return {**vars(row), **finite, "exceeds": row.exceeds}
-
-
-def _numbers(row: Difference) -> dict[str, float]:
-    return {"error": row.error, "largest": row.largest}
 
 
 def _print_table(console: Any, comparison: Comparison, show_all: bool) -> None:

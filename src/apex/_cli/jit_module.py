@@ -37,7 +37,7 @@ def write_module(name: str, sources: Sequence[str], *, gpu: bool, folder: Path) 
     """Writes NAME_builder.py and NAME.py to `folder` and returns their paths; overwrites nothing."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"{name!r} cannot be the name of a module; use letters, digits and underscores")
-    if not sources:
+    if not all(sources):
         raise ValueError("name at least one source, such as --source csrc/op.cpp")
     paths = [folder / f"{name}_builder.py", folder / f"{name}.py"]
     existing = [str(path) for path in paths if path.exists()]

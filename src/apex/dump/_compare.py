@@ -5,8 +5,9 @@ from __future__ import annotations
 import glob
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .dump import import_h5py
@@ -21,7 +22,7 @@ Dump = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor in both dumps: the root mean square of its error over that of its values, and the largest error.
+    """One tensor in both dumps: the norm of its error over that of its values, and the largest error.
 
     `module` is a parameter's name where `kind` is "parameter"; `tolerance` is the relative error that is allowed.
     """
@@ -33,8 +34,8 @@ class Difference:
     dtypes: tuple[str, str]
     error: float
     largest: float
+    note: str
     tolerance: float
-    note: str = ""
 
     @property
     def exceeds(self) -> bool:
@@ -43,11 +44,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All tensors that both dumps have, in the order of execution, and the records that only one of them has."""
+    """All tensors that both dumps have, in the order of execution, and those that only one has.
 
-    rows: list[Difference] = field(default_factory=list)
-    only_in_first: list[str] = field(default_factory=list)
-    only_in_second: list[str] = field(default_factory=list)
+    The latter as module, kind, dataset and number of the call.
+    """
+
+    rows: list[Difference]
+    only_in_first: list[Key]
+    only_in_second: list[Key]
 
     @property
     def first(self) -> Difference | None:
@@ -64,41 +68,22 @@ def compare(first: Dump, second: Dump | Sequence[Dump], *, tolerance: float | No
     """
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"tolerance must not be negative, got {tolerance}")
-    files = _files(second)
-    expected, (found, *others) = _read(first), [_read(file) for file in files]
+    if isinstance(second, (str, os.PathLike)):
+        second = sorted(glob.glob(os.fspath(second))) or [second]
+    expected, (found, *others) = _read(first), [_read(file) for file in second]
     rows: list[Difference] = []
     allowed = 0.0
     for key, (order, layer, values, dtype) in expected.items():
-        if key not in found:
-            continue
-        module, kind, _, _ = key
-        other = _joined([found[key][2], *(part[key][2] for part in others)], kind) if others else found[key][2]
-        dtypes = (dtype, found[key][3])
-        allowed = max(allowed, *(TOLERANCES.get(name, _COARSEST if "float" in name else 0.0) for name in dtypes))
-        error, largest, note = _errors(values, other)
-        limit = allowed if tolerance is None else tolerance
-        rows.append(Difference(order, module, layer, kind, dtypes, error, largest, limit, note))
+        if key in found:
+            module, kind, _, _ = key
+            other = _joined([found[key][2], *(part[key][2] for part in others)], kind)
+            dtypes = (dtype, found[key][3])
+            allowed = max(allowed, *(TOLERANCES.get(name, _COARSEST if "float" in name else 0.0) for name in dtypes))
+            limit = allowed if tolerance is None else tolerance
+            rows.append(Difference(order, module, layer, kind, dtypes, *_errors(values, other), limit))
     if not rows:
-        raise ValueError(f"{os.fspath(first)} and {os.fspath(files[0])} have no module in common: other models?")
-    lacking = (
-        [_words(key) for key in one if key not in other] for one, other in ((expected, found), (found, expected))
-    )
-    return Comparison(rows, *lacking)
-
-
-def _files(second: Dump | Sequence[Dump]) -> list[Dump]:
-    if isinstance(second, Sequence) and not isinstance(second, str):
-        files = list(second)
-    else:
-        files = [*sorted(glob.glob(os.fspath(second)))] or [second]
-    if not files:
-        raise ValueError("second must name at least one dump")
-    return files
-
-
-def _words(key: Key) -> str:
-    module, kind, dataset, call = key
-    return f"{module or '(model)'} {kind} {dataset}" + (f" (call {call + 1})" if call else "")
+        raise ValueError(f"{os.fspath(first)} and {os.fspath(second[0])} have no module in common: other models?")
+    return Comparison(rows, [k for k in expected if k not in found], [k for k in found if k not in expected])
 
 
 def _read(path: Dump) -> dict[Key, tuple[int, str, Any, str]]:
@@ -109,33 +94,30 @@ def _read(path: Dump) -> dict[Key, tuple[int, str, Any, str]]:
         file = import_h5py().File(path, "r")
     except OSError as error:
         raise ValueError(f"{os.fspath(path)!r} is no HDF5 file: {error}") from error
-    calls: dict[tuple[str, str, str], int] = {}
-    found = {}
+    found: dict[Key, tuple[int, str, Any, str]] = {}
+    calls: Counter[tuple[str, str, str]] = Counter()
     with file:
-        for order, (group, dataset, values) in enumerate(_tensors(file)):
-            module, kind = group.attrs.get("module", ""), group.attrs.get("kind", dataset)
-            call = calls[module, kind, dataset] = calls.get((module, kind, dataset), -1) + 1
-            scaled = values[()] / group.attrs["loss_scale"] if "loss_scale" in group.attrs else values[()]
-            layer = group.name.partition("_")[2]
-            found[module, kind, dataset, call] = order, layer, scaled, values.attrs.get("dtype", str(values.dtype))
+        for group in sorted(file.values(), key=lambda group: int(group.name[1:].partition("_")[0])):
+            layer, attributes = group.name.partition("_")[2], group.attrs
+            for dataset, stored in group.items():
+                kind = attributes.get("kind", "backward" if dataset.startswith("grad") else "forward")
+                name = (attributes.get("module", layer), kind, dataset)  # Ascend's files name classes alone
+                scale, dtype = attributes.get("loss_scale", 1.0), stored.attrs.get("dtype", str(stored.dtype))
+                key = (*name, calls[name])
+                found[key] = len(found), layer, stored[()] if scale == 1 else stored[()] / scale, dtype
+                calls[name] += 1
     return found
-
-
-def _tensors(file: Any) -> Iterator[tuple[Any, str, Any]]:
-    for group in sorted(file.values(), key=lambda group: int(group.name[1:].partition("_")[0])):
-        yield from ((group, dataset, values) for dataset, values in group.items())
 
 
 def _joined(parts: list[Any], kind: str) -> Any:
     """What one process would have: outputs one below the other, gradients of the mean loss."""
+    if len(parts) == 1:
+        return parts[0]
+    if kind == "parameter" or not parts[0].ndim:  # or a mean over each part of the batch
+        return sum(parts) / len(parts)
     import numpy
 
-    if kind == "parameter":
-        return sum(part.astype(numpy.float64) for part in parts) / len(parts)
-    if not parts[0].ndim:  # a mean over each part of the batch
-        return sum(parts) / len(parts)
-    whole = numpy.concatenate(parts)
-    return whole / len(parts) if kind == "backward" else whole
+    return numpy.concatenate(parts) / (len(parts) if kind == "backward" else 1)
 
 
 def _errors(first: Any, second: Any) -> tuple[float, float, str]:
@@ -144,18 +126,12 @@ def _errors(first: Any, second: Any) -> tuple[float, float, str]:
 
     if first.shape != second.shape:
         return math.inf, math.inf, f"shapes {first.shape} and {second.shape}"
-    if not first.size:
-        return 0.0, 0.0, ""
-    wide = [
-        values.astype(numpy.complex128 if values.dtype.kind == "c" else numpy.float64) for values in (first, second)
-    ]
+    wide = [values.astype(numpy.result_type(values, numpy.float64)) for values in (first, second)]
     finite = [numpy.isfinite(values) for values in wide]
-    if not numpy.array_equal(finite[0], finite[1]):
+    if not numpy.array_equal(*finite):
         counts = " and ".join(str(int((~each).sum())) for each in finite)
         return math.inf, math.inf, f"{counts} values are not finite"
     one, other = (values[finite[0]] for values in wide)
-    size = float(numpy.sqrt(numpy.mean(numpy.abs(one) ** 2))) if one.size else 0.0
-    difference = numpy.abs(one - other)
-    error = float(numpy.sqrt(numpy.mean(difference**2))) if one.size else 0.0
-    relative = error / size if size else (0.0 if not error else math.inf)
-    return relative, float(difference.max(initial=0.0)), ""
+    size, error = float(numpy.linalg.norm(one)), float(numpy.linalg.norm(one - other))
+    relative = error / size if size else math.inf if error else 0.0
+    return relative, float(numpy.abs(one - other).max(initial=0.0)), ""

@@ -92,15 +92,13 @@ class HookerAndDumper:
         """
         if self.handles:
             raise RuntimeError(f"{self.file_path} is still being written; call remove_hooks() first")
-        import_h5py()
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         rank = f"_{dist.get_rank()}-rank" if together else ""
         self.file_path = f"{self.prefix}{epoch}-epoch_{step}-step{rank}_dump.hdf5"
         self._file = HDF5FileOperation(self.file_path)
         self._count, self._loss_scale = 0, float(loss_scale)
         self._names = {module: name for name, module in model.named_modules()}
-        for module in self._names:
-            self.handles.append(module.register_forward_hook(self.forward_hook_fn))
+        self.handles += [module.register_forward_hook(self.forward_hook_fn) for module in self._names]
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 hook = functools.partial(self._parameter_hook, name)
@@ -109,30 +107,28 @@ class HookerAndDumper:
 
     def forward_hook_fn(self, module: nn.Module, input: Any, output: Any) -> None:
         """Records a module's output, and has the gradient of it recorded when it is computed."""
-        group = self._group(module._get_name())
-        attributes = {"module": self._names.get(module, ""), "kind": "forward"}
-        self._file.write_data(group, "feat_output", output, attributes)
-        if self.inputs:
-            self._file.write_data(group, "feat_input", input)
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        for tensor in tensors:
-            # Of the tensor and not of the module: PyTorch's hooks of modules refuse what works in place.
-            self.handles.append(tensor.register_hook(lambda grad: self.backward_hook_fn(module, (), grad)))
+        inputs = {"feat_input": input} if self.inputs else {}
+        self._write(module._get_name(), self._names.get(module, ""), "forward", feat_output=output, **inputs)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                # Of the tensor and not of the module: PyTorch's hooks of modules refuse what works in place.
+                self.handles.append(leaf.register_hook(lambda grad: self.backward_hook_fn(module, (), grad)))
 
     def backward_hook_fn(self, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
         """Records the gradient of a module's output."""
-        group = self._group(module._get_name())
-        attributes = {"module": self._names.get(module, ""), "kind": "backward", "loss_scale": self._loss_scale}
-        self._file.write_data(group, "grad_output", grad_output, attributes)
-        self._file.write_data(group, "grad_input", grad_input)
+        name = self._names.get(module, "")
+        self._write(module._get_name(), name, "backward", grad_output=grad_output, grad_input=grad_input)
 
     def _parameter_hook(self, name: str, parameter: Tensor) -> None:
-        attributes = {"module": name, "kind": "parameter", "loss_scale": self._loss_scale}
-        self._file.write_data(self._group("Parameter"), "grad", parameter.grad, attributes)
+        self._write("Parameter", name, "parameter", grad=parameter.grad)
 
-    def _group(self, kind: str) -> str:
+    def _write(self, layer: str, module: str, kind: str, **data: Any) -> None:
+        """One record, whose gradients are multiplied by the loss scale."""
+        scale = 1.0 if kind == "forward" else self._loss_scale
+        for name, tensors in data.items():
+            attributes = {"module": module, "kind": kind, "loss_scale": scale}
+            self._file.write_data(f"{self._count:04d}_{layer}", name, tensors, attributes)
         self._count += 1
-        return f"{self._count - 1:04d}_{kind}"
 
     def remove_hooks(self) -> None:
         """Records no more; the file is complete."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
 
 from .all_ops import ALL_OPS, BUILDERS, BuilderUtils
 from .builder import (
@@ -33,13 +32,8 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in BUILDERS:
-        return BUILDERS[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 # Each builder can also be imported from a module of its own, as from the file that it was in.
 for _name, _builder in BUILDERS.items():
     _module = sys.modules.setdefault(_builder.__module__, ModuleType(_builder.__module__))
     setattr(_module, _name, _builder)
+globals().update(BUILDERS)

@@ -36,23 +36,16 @@ def first_error(output: str) -> str:
     return "\n".join(lines[-_LINES_SHOWN:])
 
 
-def _compiler_version() -> str:
-    from torch.utils import cpp_extension
-
-    compiler = shutil.which(cpp_extension.get_cxx_compiler())
-    if compiler is None:
-        raise RuntimeError(
-            f"there is no C++ compiler {cpp_extension.get_cxx_compiler()!r}; install one (such as g++) or set CXX"
-        )
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.partition("\n")[0]
-
-
 def key_of(sources: Sequence[str], flags: Mapping[str, Any]) -> str:
     """What an extension depends on, as 16 digits: sources, flags, PyTorch, Python and the compilers."""
     from torch.utils import cpp_extension
 
+    name = cpp_extension.get_cxx_compiler()
+    if shutil.which(name) is None:
+        raise RuntimeError(f"there is no C++ compiler {name!r}; install one (such as g++) or set CXX")
+    compiler = subprocess.run([name, "--version"], capture_output=True, text=True, check=True).stdout
     versions = [torch.__version__, torch.version.cuda, torch.version.hip, sys.version, platform.machine()]
-    digest = hashlib.sha256(json.dumps([versions, _compiler_version(), cpp_extension.CUDA_HOME, flags]).encode())
+    digest = hashlib.sha256(json.dumps([versions, compiler, cpp_extension.CUDA_HOME, flags]).encode())
     for source in sources:
         digest.update(source.encode() + b"\0" + Path(source).read_bytes())
     return digest.hexdigest()[:16]

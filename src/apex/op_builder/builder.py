@@ -19,7 +19,6 @@ import importlib.machinery
 import importlib.util
 import inspect
 import re
-import shutil
 import subprocess
 import tempfile
 import warnings
@@ -34,8 +33,6 @@ import torch
 from .. import _env
 from ._compile import compile_extension
 
-_GPU_SOURCES = (".cu", ".hip")
-
 
 class MissingCUDAException(Exception):
     """There is no CUDA toolkit to compile with."""
@@ -45,26 +42,26 @@ class CUDAMismatchException(Exception):
     """The CUDA toolkit is of another major version than the one that PyTorch was made with."""
 
 
-def installed_cuda_version(name: str = "") -> tuple[int, int]:
+def installed_cuda_version(name: str = "a CUDA extension") -> tuple[int, int]:
     """The version of nvcc."""
     from torch.utils.cpp_extension import CUDA_HOME
 
     if CUDA_HOME is None:
-        raise MissingCUDAException(
-            f"{name or 'a CUDA extension'} needs nvcc; install the CUDA toolkit or set CUDA_HOME"
-        )
+        raise MissingCUDAException(f"{name} needs nvcc; install the CUDA toolkit or set CUDA_HOME")
     output = subprocess.run([f"{CUDA_HOME}/bin/nvcc", "-V"], capture_output=True, text=True, check=True).stdout
     major, minor = re.findall(r"release (\d+)\.(\d+)", output)[0]
     return int(major), int(minor)
 
 
-def assert_no_cuda_mismatch(name: str = "") -> bool:
-    """True if nvcc and PyTorch are of the same major version, or `APEX_SKIP_CUDA_CHECK=1` does not ask."""
+def assert_no_cuda_mismatch(name: str = "a CUDA extension") -> bool:
+    """True if nvcc and PyTorch are of the same major version, or if `APEX_SKIP_CUDA_CHECK=1` says not to look."""
+    if torch.version.cuda is None:
+        raise MissingCUDAException(f"PyTorch {torch.__version__} is a build without CUDA")
     major, minor = installed_cuda_version(name)
-    if str(torch.version.cuda).split(".")[0] == str(major) or _env.is_one("APEX_SKIP_CUDA_CHECK"):
+    if torch.version.cuda.split(".")[0] == str(major) or _env.is_one("APEX_SKIP_CUDA_CHECK"):
         return True
     raise CUDAMismatchException(
-        f"{name or 'a CUDA extension'}: nvcc is {major}.{minor}, PyTorch was made with CUDA {torch.version.cuda}; "
+        f"{name}: nvcc is {major}.{minor}, PyTorch was made with CUDA {torch.version.cuda}; "
         "install the toolkit of PyTorch's version, or set APEX_SKIP_CUDA_CHECK=1"
     )
 
@@ -119,12 +116,10 @@ class OpBuilder(ABC):
 
     @staticmethod
     def is_rocm_pytorch() -> bool:
-        """Whether this PyTorch is for AMD GPUs."""
         return torch.version.hip is not None
 
     @staticmethod
     def strip_empty_entries(args: Iterable[str]) -> list[str]:
-        """The entries that are not empty."""
         return [entry for entry in args if entry]
 
     def warning(self, msg: str) -> None:
@@ -139,44 +134,32 @@ class OpBuilder(ABC):
     def has_function(
         self, funcname: str, libraries: Sequence[str], library_dirs: Sequence[str] | None = None, verbose: bool = False
     ) -> bool:
-        """Whether a C program that calls `funcname` can be linked to these libraries."""
-        compiler = shutil.which("cc")
-        if compiler is None:
-            return False
+        """Whether a C program that calls `funcname` can be linked to these libraries; `verbose` shows why not."""
+        options = [f"-L{path}" for path in library_dirs or ()] + [f"-l{library}" for library in libraries]
+        program = f"char {funcname}(); int main() {{ return {funcname}(); }}"
         with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / "main.c"
-            source.write_text(f"char {funcname}();\nint main() {{ return {funcname}(); }}\n")
-            options = [f"-L{path}" for path in library_dirs or ()] + [f"-l{library}" for library in libraries]
-            command = [compiler, "-w", str(source), "-o", f"{folder}/main", *options]
-            result = subprocess.run(command, capture_output=True, text=True)
-        if verbose and result.returncode:
-            print(f"{self.name}: {funcname} cannot be linked: {result.stderr.strip()}")
-        return result.returncode == 0
+            command = ["cc", "-w", "-x", "c", "-", "-o", f"{folder}/main", *options]
+            return not subprocess.run(command, input=program, text=True, capture_output=not verbose).returncode
 
     def _paths(self, paths: Iterable[str]) -> list[str]:
-        try:
-            folder = Path(inspect.getfile(type(self))).resolve().parent
-        except (OSError, TypeError):  # a class of an interactive session
-            folder = Path.cwd()
+        folder = Path(inspect.getfile(type(self))).resolve().parent
         return [str(folder / path) for path in self.strip_empty_entries(paths)]
 
     def _needs_gpu_compiler(self) -> bool:
-        return any(source.endswith(_GPU_SOURCES) for source in self.sources())
+        return any(source.endswith((".cu", ".hip")) for source in self.sources())
 
     def builder(self) -> Any:
         """A setuptools Extension, for a package that compiles when it is installed; paths are as `sources` has them."""
         from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
-        flags = {"cxx": self.strip_empty_entries(self.cxx_args())}
         gpu = self._needs_gpu_compiler()
-        if gpu:
-            flags["nvcc"] = self.strip_empty_entries(self.nvcc_args())
+        flags = {"cxx": self.cxx_args(), **({"nvcc": self.nvcc_args()} if gpu else {})}
         return (CUDAExtension if gpu else CppExtension)(
             name=self.absolute_name(),
             sources=self.strip_empty_entries(self.sources()),
             include_dirs=self._paths(self.include_paths()),
-            libraries=self.strip_empty_entries(self.libraries_args()),
-            extra_compile_args=flags,
+            libraries=self.libraries_args(),
+            extra_compile_args={compiler: self.strip_empty_entries(args) for compiler, args in flags.items()},
             extra_link_args=self.strip_empty_entries(self.extra_ldflags()),
         )
 
@@ -184,35 +167,28 @@ class OpBuilder(ABC):
         """The module: loaded before, installed under `absolute_name()`, or compiled now (`jit_load`)."""
         key = (type(self), self.name)
         if key not in self._loaded:
-            self._loaded[key] = self._installed() or self.jit_load(verbose)
+            installed = self._is_installed()
+            self._loaded[key] = importlib.import_module(self.absolute_name()) if installed else self.jit_load(verbose)
         return self._loaded[key]
 
-    def _installed(self) -> ModuleType | None:
+    def _is_installed(self) -> bool:
+        """Whether `absolute_name()` is a compiled module, not one that stands for it."""
         try:
             spec = importlib.util.find_spec(self.absolute_name())
         except ModuleNotFoundError:
-            return None
-        if spec is None or not str(spec.origin).endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
-            return None
-        try:
-            return importlib.import_module(self.absolute_name())
-        except ImportError as error:
-            raise ImportError(
-                f"{self.name} is installed at {spec.origin}, but does not fit PyTorch {torch.__version__}: {error}; "
-                "install it again"
-            ) from error
+            return False
+        return spec is not None and str(spec.origin).endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES))
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
         """Compiles the sources, unless that was done with the same flags and versions before, and imports them."""
         if not self.is_compatible(verbose=False):
             raise RuntimeError(f"{self.name} cannot be compiled here: {self.error_log or 'is_compatible() is False'}")
         gpu = self._needs_gpu_compiler()
+        linked = [*self.extra_ldflags(), *(f"-l{library}" for library in self.libraries_args())]
         flags = {
             "extra_cflags": self.strip_empty_entries(self.cxx_args()),
             "extra_cuda_cflags": self.strip_empty_entries(self.nvcc_args()) if gpu else [],
-            "extra_ldflags": self.strip_empty_entries(
-                [*self.extra_ldflags(), *map("-l{}".format, self.libraries_args())]
-            ),
+            "extra_ldflags": self.strip_empty_entries(linked),
             "extra_include_paths": self._paths(self.include_paths()),
             "with_cuda": gpu,
         }
@@ -226,25 +202,24 @@ class CUDAOpBuilder(OpBuilder):
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether there is a GPU compiler that fits PyTorch, if a source needs one."""
-        if not self._needs_gpu_compiler() or self.is_rocm_pytorch():
-            return super().is_compatible(verbose)
         try:
-            if torch.version.cuda is None:
-                raise MissingCUDAException(f"PyTorch {torch.__version__} is a build without CUDA")
-            return assert_no_cuda_mismatch(self.name) and super().is_compatible(verbose)
+            if self._needs_gpu_compiler() and not self.is_rocm_pytorch():
+                assert_no_cuda_mismatch(self.name)
         except (MissingCUDAException, CUDAMismatchException) as error:
             self.error_log = str(error)
             if verbose:
                 self.warning(str(error))
             return False
+        return super().is_compatible(verbose)
 
     def nvcc_args(self) -> list[str]:
         """Flags of nvcc or hipcc; the GPUs to compile for are PyTorch's choice (`TORCH_CUDA_ARCH_LIST`)."""
-        if self.is_rocm_pytorch():
-            return ["-O3", *(f"-U__HIP_NO_HALF{word}__" for word in ("_OPERATORS", "_CONVERSIONS", "2_OPERATORS"))]
-        args = ["-O3", f"--threads={_env.nvcc_threads()}"]
-        args += [f"-U__CUDA_NO_HALF{word}__" for word in ("_OPERATORS", "_CONVERSIONS", "2_OPERATORS")]
-        return [*args, *(["--ptxas-options=-v"] if _env.is_one("APEX_DEBUG_CUDA_BUILD") else [])]
+        vendor = "HIP" if self.is_rocm_pytorch() else "CUDA"
+        args = [f"-U__{vendor}_NO_HALF{word}__" for word in ("_OPERATORS", "_CONVERSIONS", "2_OPERATORS")]
+        if vendor == "CUDA":
+            args.append(f"--threads={_env.nvcc_threads()}")
+            args += ["--ptxas-options=-v"] if _env.is_one("APEX_DEBUG_CUDA_BUILD") else []
+        return ["-O3", *args]
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
         """nvcc's flags for GPUs: those of `TORCH_CUDA_ARCH_LIST`, else of the argument, else usual ones.
@@ -274,7 +249,6 @@ class CUDAOpBuilder(OpBuilder):
         return ["-lrccl" if self.is_rocm_pytorch() else "-lnccl"]
 
     def nccl_version(self) -> tuple[int, ...]:
-        """Of PyTorch's NCCL, its first two numbers."""
         return tuple(torch.cuda.nccl.version()[:2])
 
     def torch_version(self) -> tuple[int, ...]:

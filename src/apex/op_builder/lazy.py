@@ -25,9 +25,6 @@ def lazy_attributes(builder: type[OpBuilder]) -> tuple[Callable[[str], Any], Cal
         return getattr(module, name)
 
     def list_attributes() -> list[str]:
-        try:
-            return dir(builder().load(verbose=False))
-        except Exception:
-            return []
+        return dir(builder().load(verbose=False))
 
     return get_attribute, list_attributes
