@@ -104,6 +104,14 @@ def exchangers_agree(rank: int) -> None:
             assert torch.equal(frame[:, 1:3], above)
             assert torch.equal(frame[:, 4:6], below)
             assert bool((frame[:, [0, 3, 6, 7, 8]] == 7).all())
+    places = way.wrap_around_left_rank_in_group, way.wrap_around_right_rank_in_group
+    assert places == ((rank - 1) % size, (rank + 1) % size)
+    assert (way.left_rank, way.right_rank) == (rank - 1, rank + 1 if rank < size - 1 else -1)
+    assert (way.left_zero, way.right_zero) == (rank == 0, rank == size - 1)
+    with pytest.raises(ValueError, match=f"is not this rank, {rank}"):
+        HaloExchangerSendRecv(list(range(size)), (rank + 1) % size)
+    with pytest.raises(ValueError, match="both be given"):
+        way.left_right_halo_exchange(left, right, left)
     swapped = HaloExchangerNoComm(list(range(size)), rank).left_right_halo_exchange(left, right)
     assert swapped is not None
     assert torch.equal(swapped[0], right)

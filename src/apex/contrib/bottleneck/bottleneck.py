@@ -52,10 +52,11 @@ def _scales_and_biases(norms: Sequence[nn.Module], nhwc: bool) -> tuple[list[Ten
     sizes, dtype = [each[0].numel() for each in buffers], buffers[0][0].dtype
     together = torch.cat([each[place] for place in range(4) for each in buffers])
     weight, bias, mean, variance = cast(together, torch.promote_types(dtype, torch.float32)).view(4, -1)
-    scale = weight / variance.sqrt()
-    shape = (1, 1, 1, -1) if nhwc else (1, -1, 1, 1)
-    both = cast(torch.stack([scale, torch.addcmul(bias, mean, scale, value=-1)]), dtype).split(sizes, 1)
-    return [each[0].view(shape) for each in both], [each[1].view(shape) for each in both]
+    scale = weight * variance.rsqrt()
+    shape, dim = ((1, 1, 1, -1), 3) if nhwc else ((1, -1, 1, 1), 1)
+    both = scale, torch.addcmul(bias, mean, scale, value=-1)
+    scales, biases = (cast(each, dtype).view(shape).split(sizes, dim) for each in both)
+    return list(scales), list(biases)
 
 
 def _forward(
