@@ -498,6 +498,7 @@ def test_what_is_left_to_torch() -> None:
         assert runs_kernels(large, large, BatchNormSpec())
         assert not runs_kernels(large, None, BatchNormSpec())
         assert runs_kernels(wide, None, BatchNormSpec())
+        assert not runs_kernels(wide.new_empty(10, 512, 48, 48, dtype=torch.float16), None, BatchNormSpec())
         assert not runs_kernels(wide, None, BatchNormSpec(training=False))
         assert not runs_kernels(wide.to(memory_format=torch.channels_last), None, BatchNormSpec())
         assert not runs_kernels(small, None, BatchNormSpec(relu=True))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
+
 from .._device import launch_rule, next_power_of_2
 
 # Elements below which PyTorch's operators run. On an H200, 32 x 2048 x 7 x 7 values with ReLU take 24 and 24 us forward
@@ -13,8 +15,11 @@ from .._device import launch_rule, next_power_of_2
 NATIVE_BELOW = 1 << 22
 # Positions of an image from which on a norm with nothing behind it is quicker by kernels, where they are contiguous: in
 # half precision 32 x 256 x 56 x 56 take 49 and 81 us beside 110 and 173, but 32 x 512 x 28 x 28 32 and 52 beside 27 and
-# 38. Where channels are contiguous it is about as quick.
+# 38. Where channels are contiguous it is about as quick. In float16 cuDNN keeps every multiprocessor busy if there are
+# many channels: 10 x 512 x 48 x 48 take 22 and 33 beside 29 and 40 of ours, 33 x 128 x 64 x 64 92 and 203 beside 36 and
+# 52.
 PLAIN_POSITIONS = 2048
+PLAIN_CHANNELS = 384
 
 # Elements of each tensor that one program has in hand, by the kind of pass. On an H200, with 64 x 256 x 56 x 56 values
 # in half precision, an elementwise pass takes 1.09 times the floor of its traffic forward (1.2 with 8192 if positions
@@ -62,6 +67,11 @@ class Tiling(NamedTuple):
     channel_blocks: int
     sizes: tuple[int, ...]
     constants: dict[str, Any]
+
+
+def plain_by_kernels(positions: int, channels: int, dtype: torch.dtype) -> bool:
+    """Whether a norm with nothing behind it is for the kernels, where positions are contiguous."""
+    return positions >= PLAIN_POSITIONS and (dtype != torch.float16 or channels < PLAIN_CHANNELS)
 
 
 @launch_rule

@@ -109,7 +109,7 @@ def runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec) -> bool:
     if spec.relu or z is not None:
         return True
     contiguous = spec.training and spec.channel_dim == 1 and input.dim() > 2 and input.is_contiguous()
-    return contiguous and input.shape[2:].numel() >= config.PLAIN_POSITIONS
+    return contiguous and config.plain_by_kernels(input.shape[2:].numel(), input.shape[1], input.dtype)
 
 
 def average_factor(momentum: float | None, num_batches_tracked: Tensor | None) -> float:
