@@ -258,6 +258,42 @@ class Reordered(Network):
         return self.last(self.third(x).view(3, 4, 8).flatten(1))
 
 
+class Tied(Network):
+    """Two layers with one weight, of which one is a subclass, and norms between them."""
+
+    shape, columns, rows = (3, 16), 2, 7
+
+    class Subclass(nn.Linear):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one, self.two = nn.Linear(16, 32), nn.Linear(32, 32), self.Subclass(32, 32)
+        self.two.weight = self.one.weight
+        self.norm, self.last = nn.LayerNorm(32), self.Subclass(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.two(self.norm(self.one(self.first(x)))).relu())
+
+
+class Unknown(Network):
+    """Layers and functions that are not followed: they and their neighbours stay, the others are permuted."""
+
+    columns, rows = 1, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed, self.expanding = nn.ConvTranspose2d(32, 32, 2, 2), nn.Conv2d(32, 64, 3, groups=32)
+        self.weight = nn.Parameter(torch.randn(32, 64, 1, 1))
+        self.first, self.second, self.last = nn.Conv2d(16, 32, 1), nn.Conv2d(32, 32, 1), nn.Conv2d(32, 16, 1)
+        self.pool = nn.MaxPool2d(2, return_indices=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.expanding(self.transposed(self.first(x)))
+        x, _ = self.pool(functional.conv2d(x, self.weight))
+        return self.last(self.second(x).relu())
+
+
 class ResNet(Network):
     """Bottlenecks as in ResNet-50, with a projection and strides."""
 
@@ -403,6 +439,8 @@ NETWORKS = {
     "flattened image": lambda: Flattened(2),
     "shared": Shared,
     "reordered": Reordered,
+    "tied": Tied,
+    "unknown": Unknown,
     "ResNet": ResNet,
     "MobileNet": MobileNet,
     "ViT": VisionTransformer,

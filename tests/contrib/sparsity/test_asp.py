@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apex import amp
-from apex.contrib.sparsity import ASP, WandaMask, create_mask
+from apex.contrib.sparsity import ASP, WandaMask, _parameters, create_mask
 from apex.contrib.sparsity._parameters import copies_of, optimizer_chain, tied_tensors
 from apex.contrib.sparsity.asp import eligible_modules
 from apex.fp16_utils import FP16_Optimizer
@@ -180,6 +180,18 @@ def test_several_optimizers_and_wrappers() -> None:
     assert_sparse(model)
 
 
+def test_one_call_masks_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    apply = _parameters.apply_masks
+    monkeypatch.setattr(_parameters, "apply_masks", lambda *lists: calls.append(len(lists[0])) or apply(*lists))
+    model = make()
+    optimizer = FusedAdam(model.parameters(), lr=0.01)
+    ASP.prune_trained_model(model, optimizer)
+    calls.clear()
+    train(model, optimizer, steps=1)
+    assert calls == [3, 9]  # gradients before the step; weights and two moments of three layers after it
+
+
 @pytest.mark.parametrize("masters", ["amp O2", "amp O5", "fp16_utils", "master_weights"])
 def test_half_precision_and_its_masters(masters: str) -> None:
     model = make()
@@ -293,6 +305,30 @@ def test_attention() -> None:
         assert {key for key in model.state_dict() if "mma" in key} == keys
         assert ASP.is_sparsity_enabled()
         ASP.reset()
+
+
+def test_compiled_models_and_their_copies_are_permuted() -> None:
+    inner = make(torch.float64)
+    model = torch.compile(inner, backend="eager")
+    x = torch.randn(4, 16, dtype=torch.float64)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    model.eval()
+    average.eval()
+    expected, before = model(x), inner[3].weight.detach().clone()
+    quiet(model, mask_calculator=lambda param: torch.ones_like(param))
+    ASP.add_copy(average)
+    ASP.compute_sparse_masks()
+    assert not torch.equal(inner[3].weight, before)
+    for each in (model, average):
+        torch.testing.assert_close(each(x), expected, rtol=1e-10, atol=1e-10)
+    assert torch.equal(average.module._orig_mod[3].weight, inner[3].weight)
+
+
+def test_models_without_values() -> None:
+    model = nn.Sequential(nn.Linear(16, 32, device="meta"), nn.Linear(32, 16, device="meta"))
+    quiet(model)
+    with pytest.raises(RuntimeError, match="meta device have no values"):
+        ASP.compute_sparse_masks()
 
 
 def test_names_and_types() -> None:

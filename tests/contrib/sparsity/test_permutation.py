@@ -131,6 +131,21 @@ def test_a_group_that_changes_the_output_is_put_back() -> None:
     assert Permutation.get_permutation_stats()[0] == ["4.weight"]
 
 
+def test_a_group_with_a_tensor_that_cannot_be_permuted_stays() -> None:
+    """Found by the dry run: nothing of the group has changed, the other group is permuted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 48), nn.Linear(48, 16)).double()
+    before = [param.clone() for param in model.parameters()]
+    strange = model[1].bias  # of the group between the last two layers
+    Permutation.set_permutation_params_from_asp(model, prunable(model), [], 0)
+    tied = lambda tensor: [tensor.detach(), *([torch.ones(7)] if tensor is strange else [])]  # noqa: E731
+    assert Permutation.permute_model(model, tied=tied)
+    assert Permutation.get_permutation_stats()[0] == ["1.weight"]
+    assert torch.equal(model[2].weight, before[4])
+    assert torch.equal(model[1].bias, before[3])
+    assert not torch.equal(model[0].bias, before[1])
+
+
 def test_sparse_models_are_left_alone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)).double()

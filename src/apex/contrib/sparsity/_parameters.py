@@ -82,6 +82,11 @@ def states_of(optimizers: Iterable[Any], gathers: bool) -> Iterator[list[Mapping
         yield [*(each.state for each in inner), gathered]
 
 
+def _plain(key: str) -> str:
+    """A name without the parts that torch.compile and DistributedDataParallel put in front of it."""
+    return key.replace("_orig_mod.", "").removeprefix("module.")
+
+
 def copies_of(model: nn.Module, optimizers: Iterable[Any], averages: Sequence[nn.Module]) -> dict[Tensor, list[Tensor]]:
     """Copies of the model's tensors: masters of amp and of FP16_Optimizers, and what has their name in averages."""
     found = defaultdict(list)
@@ -93,10 +98,9 @@ def copies_of(model: nn.Module, optimizers: Iterable[Any], averages: Sequence[nn
         for half, master in (pair for halves, wide in pairs for pair in zip(halves, wide, strict=True)):
             found[half].append(master)
     for average in averages:
-        named = {key.removeprefix("module."): value for key, value in average.state_dict(keep_vars=True).items()}
+        named = {_plain(key): value for key, value in average.state_dict(keep_vars=True).items()}
         for key, tensor in model.state_dict(keep_vars=True).items():
-            if key.removeprefix("module.") in named:
-                found[tensor].append(named[key.removeprefix("module.")])
+            found[tensor] += [named[name] for name in [_plain(key)] if name in named]
     return found
 
 

@@ -180,10 +180,14 @@ class ASP:
                 "channels of sharded parameters (FSDP2) cannot be permuted: call compute_sparse_masks before "
                 "fully_shard, or initialize ASP with allow_permutation=False"
             )
+        if any(each.param.is_meta for each in cls.__parameters):
+            raise SparsityError("parameters on the meta device have no values to prune: give them some first")
         if not all(bool(whole(sparse.buffer()).all()) for sparse in cls.__parameters):
             cls.restore_pruned_weights()
         if cls.__permutes:
-            inner = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
+            inner = model
+            while isinstance(wrapped := getattr(inner, "module", getattr(inner, "_orig_mod", None)), nn.Module):
+                inner = wrapped  # of DistributedDataParallel, of torch.compile
             Permutation.set_permutation_params_from_asp(inner, cls.__parameters, (), cls.__verbosity)
             of_calculator = getattr(cls.__calculate, "tied_tensors", lambda tensor: [])
             with cls.__companions() as companions:
