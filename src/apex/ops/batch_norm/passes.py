@@ -51,7 +51,7 @@ def statistics(
     """
     running = (running_mean, running_var)
     if exchange is None and _takes_kernels(input) and not torch.compiler.is_compiling():
-        return _combine(*_measure(_dense(input, spec.channel_dim), spec.channel_dim), *running, spec.momentum)
+        return _combine(*_measure(input, spec.channel_dim), *running, spec.momentum)
     rank_stats = rank_statistics(input.detach(), spec.channel_dim)
     all_ranks = rank_stats[None] if exchange is None else exchange.gather(rank_stats)
     if torch.compiler.is_compiling() or not _takes_kernels(all_ranks):
@@ -66,15 +66,16 @@ def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
         return reference.rank_statistics(input, channel_dim)
     if torch.compiler.is_compiling():
         return torch.ops.apex.batch_norm_rank_statistics(input, channel_dim)
-    partials, programs, channels, pitch = _measure(_dense(input, channel_dim), channel_dim)
+    partials, programs, channels, pitch = _measure(input, channel_dim)
     rank_stats = torch.empty(2 * channels + 1, dtype=torch.float32, device=input.device)
     _launch_statistics(partials, rank_stats, None, None, None, programs, channels, pitch, 0.0)
     return rank_stats
 
 
-def _measure(x: Tensor, channel_dim: int) -> tuple[Tensor, int, int, int]:
-    """Statistics of parts of a dense input: `partials`, how many parts, the channels, and how far parts lie apart."""
-    geometry, device = _geometry(x, channel_dim), x.device
+def _measure(input: Tensor, channel_dim: int) -> tuple[Tensor, int, int, int]:
+    """Statistics of parts of an input: `partials`, how many parts, the channels, and how far parts lie apart."""
+    x, geometry = _dense(input, channel_dim)
+    device = x.device
     launch, programs, pitch = _measure_launch(geometry, facts(device).multiprocessors)
     partials, _ = partial_sums(programs * pitch, device)
     launch((x, partials))
@@ -144,11 +145,10 @@ def normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNo
     if torch.compiler.is_compiling():
         flags = (spec.eps, spec.relu, spec.channel_dim)
         return torch.ops.apex.batch_norm_normalise(input, z, *channels, *flags)
-    x = _dense(input, spec.channel_dim)
-    y = torch.empty_like(x)
-    has_weight, has_bias = channels.weight is not None, channels.bias is not None
-    launch = _apply_launch(_geometry(x, spec.channel_dim), z is not None, has_weight, has_bias, spec.relu)
-    launch((x, _like(x, z), *_kernel_channels(channels), y), (spec.eps,))
+    x, geometry = _dense(input, spec.channel_dim)
+    y, parameters = torch.empty_like(x), _kernel_channels(channels)
+    launch = _apply_launch(geometry, z is not None, parameters[0] is not None, parameters[1] is not None, spec.relu)
+    launch((x, _like(x, z), *parameters, y), (spec.eps,))
     return y
 
 
@@ -199,8 +199,8 @@ def gradient_sums(
 
 
 def _launch_sums(dy, input, output, channels, spec, keep_dz, for_ranks):  # type: ignore[no-untyped-def]
-    x = _dense(input, spec.channel_dim)
-    dy, device, geometry = _like(x, dy), x.device, _geometry(x, spec.channel_dim)
+    x, geometry = _dense(input, spec.channel_dim)
+    dy, device = _like(x, dy), x.device
     count, write_dz = geometry.channels, keep_dz and spec.relu
     flags = (channels.weight is not None, channels.bias is not None, _mask(spec, output), write_dz)
     multiprocessors = facts(device).multiprocessors
@@ -263,8 +263,8 @@ def input_gradient(
         flags = (spec.eps, spec.training, spec.relu, spec.channel_dim)
         return torch.ops.apex.batch_norm_input_gradient(dy, input, output, *channels, *sums, *flags)
     sum_dy, sum_dy_xhat, inverse_count = sums
-    x = _dense(input, spec.channel_dim)
-    dx, geometry = torch.empty_like(x), _geometry(x, spec.channel_dim)
+    x, geometry = _dense(input, spec.channel_dim)
+    dx = torch.empty_like(x)
     has_weight, has_bias, mask = channels.weight is not None, channels.bias is not None, _mask(spec, output)
     launch = _apply_backward_launch(geometry, sum_dy_xhat is None, has_weight, has_bias, mask, spec.training)
     gradients = (_like(x, dy), _like(x, output))
@@ -306,25 +306,18 @@ def values_per_channel(input: Tensor, channel_dim: int) -> int:
     return input.numel() // max(1, input.shape[channel_dim])
 
 
-def _geometry(x: Tensor, channel_dim: int) -> config.Geometry:
-    """How a dense tensor lies in memory."""
-    shape = x.shape
+def _dense(tensor: Tensor, channel_dim: int) -> tuple[Tensor, config.Geometry]:
+    """The tensor as the kernels take it, contiguous in one of the two layouts, and how it lies in memory."""
+    shape, contiguous = tensor.shape, tensor.is_contiguous()
     images, channels = shape[0], shape[channel_dim]
-    count = x.numel() // channels
-    if channel_dim == -1 or count == images or not x.is_contiguous():
-        return config.Geometry(1, count, channels, True)
-    return config.Geometry(images, count // images, channels, False)
-
-
-def _dense(tensor: Tensor, channel_dim: int) -> Tensor:
-    """The tensor as the kernels take it: contiguous in one of the two layouts."""
-    if tensor.is_contiguous() or (
-        channel_dim == 1 and tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    ):
-        return tensor
-    if channel_dim == 1 and tensor.stride(1) == 1:
-        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
-    return tensor.contiguous()
+    count = tensor.numel() // channels
+    if channel_dim == 1 and not contiguous and tensor.stride(1) == 1:
+        if len(shape) != 4 or not tensor.is_contiguous(memory_format=torch.channels_last):
+            tensor = tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+        return tensor, config.Geometry(1, count, channels, True)
+    if channel_dim == -1 or count == images:
+        return tensor.contiguous(), config.Geometry(1, count, channels, True)
+    return tensor.contiguous(), config.Geometry(images, count // images, channels, False)
 
 
 def _like(x: Tensor, tensor: Tensor | None) -> Any:
