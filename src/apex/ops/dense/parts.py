@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .. import _library
-from .._device import facts
+from .._device import DeviceFacts, facts, launch_rule
 from .._partial_sums import TICKETS, partial_sums
 from .._tolerance import excess
 from . import config, reference
@@ -142,23 +143,35 @@ def launch_activation_backward(
     In memory all are contiguous matrices with `columns`, whatever their dimensions.
     """
     device = dy.device
-    known, rows = facts(device), dy.numel() // columns
-    tile = config.activation_tile(rows, columns, known)
+    launch, add_up, partials = _activation_launches(
+        dy.numel() // columns, columns, activation, bias_grad, facts(device)
+    )
+    dbias = torch.empty(columns, dtype=dy.dtype, device=device) if bias_grad else None
+    if not partials:
+        launch((dy, saved, dz, active, dbias, None, None))
+        return dbias
+    sums, tickets = partial_sums(partials, device)
+    if add_up is None:
+        launch((dy, saved, dz, active, sums, tickets, dbias))
+    else:
+        launch((dy, saved, dz, active, sums, None, None))
+        add_up((sums, dbias))
+    return dbias
+
+
+@launch_rule
+def _activation_launches(
+    rows: int, columns: int, activation: str, bias_grad: bool, device: DeviceFacts
+) -> tuple[Any, Any, int]:
+    """The kernel, another that adds up its sums unless it does so itself, and the elements of these sums."""
+    tile = config.activation_tile(rows, columns, device)
     rows_per_program = -(-rows // (tile.rows * tile.groups)) * tile.rows
     groups, blocks = -(-rows // rows_per_program), -(-columns // tile.block)
     unions = -(-groups // UNION)
-    dbias = torch.empty(columns, dtype=dy.dtype, device=device) if bias_grad else None
-    finish = 0
-    sums, tickets, total = dbias, None, None
-    if bias_grad and groups > 1:
-        sums, tickets = partial_sums((groups + unions) * columns, device)
-        if known.publishes_for_all and blocks * (1 + unions) <= TICKETS:
-            finish, total = UNION, dbias
-        else:
-            tickets = None
-    kernels.activation_backward(
+    partials = (groups + unions) * columns if bias_grad and groups > 1 else 0
+    finish = UNION if partials and device.publishes_for_all and blocks * (1 + unions) <= TICKETS else 0
+    launch = kernels.activation_backward.prepare(
         (blocks, groups),
-        (dy, saved, dz, active, sums, tickets, total),
         (rows, columns, rows_per_program),
         ALIGN=math.gcd(columns, 16),
         ACTIVATION=reference.ACTIVATIONS.index(activation),
@@ -170,9 +183,10 @@ def launch_activation_backward(
         FINISH=finish,
         num_warps=tile.num_warps,
     )
-    if bias_grad and groups > 1 and not finish:
-        kernels.sum_groups((-(-columns // 64),), (sums, dbias), (groups, columns), GROUPS=32, BLOCK=64, num_warps=4)
-    return dbias
+    if not partials or finish:
+        return launch, None, partials
+    add_up = kernels.sum_groups.prepare((-(-columns // 64),), (groups, columns), GROUPS=32, BLOCK=64, num_warps=4)
+    return launch, add_up, partials
 
 
 def wgrad_gemm_accum(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
