@@ -471,11 +471,13 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """The outputs, and the bias where `skip_bias_add` leaves it to the caller."""
         part = input_ if self.input_is_parallel else scatter_to_tensor_model_parallel_region(input_)
-        output = self._linear(part, self.weight, None, self.gradient_accumulation_fusion, False, False)
+        # One rank has the whole sum: the product adds the bias, which saves a pass over the output.
+        bias = self.bias if self.tensor_model_parallel_size == 1 and not self.skip_bias_add else None
+        output = self._linear(part, self.weight, bias, self.gradient_accumulation_fusion, False, False)
         if self.sequence_parallel_enabled:
             output = reduce_scatter_to_sequence_parallel_region(output)
         else:
             output = reduce_from_tensor_model_parallel_region(output)
         if self.skip_bias_add:
             return output, self.bias
-        return (output if self.bias is None else output + self.bias), None
+        return (output if self.bias is None or bias is not None else output + self.bias), None

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...fused_bias_swiglu import fused_bias_swiglu
+from ...fused_dense import fused_dense_gelu_dense_function
 from ...ops._host import HOST
 from ...ops.rope import rotary_embedding_pair
 from .. import parallel_state, tensor_parallel
@@ -86,6 +87,13 @@ class ParallelMLP(nn.Module):
     def __init__(self, config: TransformerConfig, generator: torch.Generator) -> None:
         super().__init__()
         self.gated = config.activation == "swiglu"
+        # One op for both layers, which keeps one of the two wide activations. Its backward pass cannot be divided, as
+        # zero-bubble pipelines do, and adds nothing to main_grad.
+        split = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        self.fused = split == (1, 1) and not self.gated and not config.gradient_accumulation_fusion
         width = config.ffn_hidden_size or 4 * config.hidden_size
         self.dense_h_to_4h = tensor_parallel.ColumnParallelLinear(
             config.hidden_size,
@@ -105,9 +113,12 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] to the same."""
-        hidden, bias = self.dense_h_to_4h(x)
+        up, down = self.dense_h_to_4h, self.dense_4h_to_h
+        if self.fused:
+            return fused_dense_gelu_dense_function(x, up.weight, up.bias, down.weight, down.bias)
+        hidden, bias = up(x)
         hidden = fused_bias_swiglu(hidden, bias) if self.gated else F.gelu(hidden, approximate="tanh")
-        return self.dense_4h_to_h(hidden)[0]
+        return down(hidden)[0]
 
 
 class CoreAttention(nn.Module):
