@@ -33,13 +33,23 @@ def files_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+TWICE = """
+from pathlib import Path
+from apex._cli.build.command import run_build
+
+for place in (None, Path("/kernels")):
+    names, gpus = ["step.py", "swiglu:64x512:float16"], ["sm_90", "gfx942"]
+    status = run_build(names, gpus=gpus, cache=Path("cache"), installed_at=place, jobs=1, as_json=True)
+    assert status == 0
+    print("----")
+"""
+
+
 def test_kernels_are_compiled_once_and_found_again(tmp_path: Path) -> None:
     (tmp_path / "step.py").write_text(SCRIPT)
-    command = ["-m", "apex", "build", "step.py", "swiglu:64x512:float16", "--json", "--gpu", "sm_90", "--gpu", "gfx942"]
-    command += ["--cache", "cache", "--jobs", "1"]
-    first, again = (run_quickly(*command, *more, cwd=tmp_path) for more in ((), ("--installed-at", "/kernels")))
-    assert first.returncode == 0, first.stderr
-    report = json.loads(first.stdout)
+    result = run_quickly("-c", TWICE, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    report, again = (json.loads(document) for document in result.stdout.split("----")[:2])
     calls = ["step.py", "swiglu:64x512:float16"]
     assert [(row["call"], row["gpu"]) for row in report["rows"]] == [(c, g) for g in ("sm_90", "gfx942") for c in calls]
     assert all(row["compiled"] and not row["found"] for row in report["rows"])
@@ -47,7 +57,7 @@ def test_kernels_are_compiled_once_and_found_again(tmp_path: Path) -> None:
     assert report["cache"] == str(folder)
     for kind in ("cubin", "hsaco"):
         assert {path.stem for path in folder.rglob(f"*.{kind}")} >= {"apply_rule", "glu_forward", "glu_backward"}
-    repeated = json.loads(again.stdout)["rows"]
+    repeated = again["rows"]
     assert [row["found"] for row in repeated] == [row["compiled"] for row in report["rows"]]
     assert not any(row["compiled"] for row in repeated)
     # Triton has noted where each file is.
