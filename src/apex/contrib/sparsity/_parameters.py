@@ -109,7 +109,9 @@ def tied_tensors(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """What has an element for each of the parameter: values (itself, masters, averages), optimizer state, gradients."""
     holders = [param, *copies.get(param, ())]
-    values, state, gradients = [holder.detach() for holder in holders], [], []
+    values = [holder.detach() for holder in holders]
+    state: list[Tensor] = []
+    gradients: list[Tensor] = []
     for holder in holders:
         if holder.grad is not None and holder.grad.layout == torch.strided:
             gradients.append(holder.grad.detach())

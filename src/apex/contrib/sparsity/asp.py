@@ -189,7 +189,7 @@ class ASP:
             while isinstance(wrapped := getattr(inner, "module", getattr(inner, "_orig_mod", None)), nn.Module):
                 inner = wrapped  # of DistributedDataParallel, of torch.compile
             Permutation.set_permutation_params_from_asp(inner, cls.__parameters, (), cls.__verbosity)
-            of_calculator = getattr(cls.__calculate, "tied_tensors", lambda tensor: [])
+            of_calculator: Any = getattr(cls.__calculate, "tied_tensors", lambda tensor: [])
             with cls.__companions() as companions:
                 tied = lambda tensor: [*itertools.chain(*companions(tensor)), *of_calculator(tensor)]  # noqa: E731
                 Permutation.permute_model(inner, example_inputs=example_inputs, tied=tied)
