@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from apex.checkpoint import save_sharded
-from apex.contrib.optimizers import DistributedFusedAdam
+from apex.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
 from apex.transformer import checkpoint
 
 from .small_gpt import Run, Stage, parts, split, whole
@@ -53,7 +53,7 @@ class BothEnds:
 def both_ends_in_one_process(rank: int) -> None:
     """Copies of an embedding are saved once, and both loaded, each with state of its own."""
     with split():
-        for kind in (torch.optim.AdamW, DistributedFusedAdam):
+        for kind in (torch.optim.AdamW, DistributedFusedAdam, DistributedFusedLAMB):
             one, other = BothEnds(kind, 2), BothEnds(kind, 1)
             state = checkpoint.state_of(one.model, one.optimizer)
             assert "model.layers.7.weight" in state, "a key of a ModuleDict is no number of a list"

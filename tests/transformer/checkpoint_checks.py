@@ -47,7 +47,7 @@ def reshards(rank: int) -> None:
             assert all(part.steps.tolist() == [3.0, 3.0] for part in run.model)
             for key, view, place in parts(run):
                 assert torch.equal(view, two[key][place]), key
-            torch.testing.assert_close(in_all_stages(run.train()), loss, rtol=1e-6, atol=0)
+            torch.testing.assert_close(in_all_stages(run.train()), loss, rtol=0 if tensor == 2 else 1e-6, atol=0)
             for key, view, place in parts(run):
                 torch.testing.assert_close(view, three[key][place], rtol=1e-5, atol=1e-6, msg=key)
                 # Without stages both gradients of the tied embedding are added up in another order.
