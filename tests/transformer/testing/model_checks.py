@@ -93,6 +93,22 @@ def masks_and_dropout(rank: int) -> None:
             assert torch.equal(found[2][name], expected), name
 
 
+def gradients_in_main_grad(rank: int) -> None:
+    """The shared embedding gets one part of its gradient in main_grad, from the logits, and the other one in grad."""
+    inputs, labels = words_of(2)
+    found = []
+    for fusion in (False, True):
+        with groups(Layout(2)):
+            model = GPTModel(config=config_of(2, gradient_accumulation_fusion=fusion, sequence_parallel=True))
+            for parameter in model.parameters() if fusion else ():
+                parameter.main_grad = torch.zeros_like(parameter)
+            for _ in range(2):
+                model(inputs, labels=labels, reduction="mean").backward()
+            found.append(gradients_of(model, data_parallel=False))
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
 def bert_equals_one_process(rank: int) -> None:
     inputs, labels = words_of(2)
     mask = torch.ones_like(inputs)
@@ -266,6 +282,7 @@ CHECKS = {
     for check in (
         every_option_of_one_stage,
         masks_and_dropout,
+        gradients_in_main_grad,
         bert_equals_one_process,
         gpt_of_the_command_line,
         bert_of_the_command_line,
