@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from apex import _env
-from apex.ops import _library, all_families, norm
+from apex.ops import _device, _library, all_families, norm
 
 CPU = torch.device("cpu")
 
@@ -19,6 +19,14 @@ def test_the_cpu_takes_torch_by_default() -> None:
         choice = _library.explain(norm.FAMILY, CPU, torch.float32)
     assert choice.implementation == "torch"
     assert choice.reason
+
+
+def test_tensors_without_memory_take_kernels_only_while_launches_are_planned() -> None:
+    meta = torch.device("meta")
+    with _library.implementation("auto"):
+        assert _library.explain(norm.FAMILY, meta, torch.float32).implementation == "torch"
+    with _library.implementation("auto"), _device.pretend(_device.INTERPRETER):
+        assert _library.explain(norm.FAMILY, meta, torch.float32).implementation == "triton"
 
 
 def test_torch_can_be_asked_for() -> None:

@@ -131,14 +131,18 @@ def _look_for_triton() -> str | None:
     return None
 
 
+def _is_planned(device: torch.device) -> bool:
+    """Whether tensors there stand for those of a GPU that launches are collected for."""
+    return device.type == "meta" and _device.pretends()
+
+
 def _triton_obstacle(family: OpFamily, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the Triton kernels of `family` cannot run here, or None when they can."""
     if dtype not in family.triton_dtypes:
         return f"the kernels accumulate in float32 and do not take {str(dtype).removeprefix('torch.')}"
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
-    planned = device.type == "meta" and _device.pretends()
-    if device.type != "cuda" and not planned and not _env.triton_interpreter_requested():
+    if device.type != "cuda" and not _is_planned(device) and not _env.triton_interpreter_requested():
         return f"Triton kernels run on NVIDIA and AMD GPUs, not on {device.type}"
     return triton_problem()
 
@@ -163,7 +167,7 @@ def _choose(family: OpFamily, device: torch.device, dtype: torch.dtype) -> Choic
     if obstacle is not None:
         _report_fallback(family.name, device, obstacle)
         return Choice("torch", obstacle)
-    if device.type == "meta":
+    if _is_planned(device):
         return Choice("triton", "launches are planned for a GPU that is not here")
     if device.type != "cuda":
         return Choice("torch", "the Triton interpreter is for tests; APEX_IMPL=triton selects it")
