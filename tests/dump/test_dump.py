@@ -93,6 +93,12 @@ def test_a_second_recording_needs_the_first_to_end(tmp_path: Path) -> None:
     assert dumper.register_hooks(Model(), 0, 1) == f"{tmp_path}/0-epoch_1-step_dump.hdf5"
 
 
+def test_each_of_several_processes_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, answer in (("is_initialized", True), ("get_world_size", 4), ("get_rank", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda answer=answer: answer)
+    assert dump(tmp_path / "a") == f"{tmp_path}/a-1-epoch_5-step_2-rank_dump.hdf5"
+
+
 def test_equal_steps_agree(tmp_path: Path) -> None:
     found = compare(dump(tmp_path / "a"), dump(tmp_path / "b", scale=1024.0), tolerance=0)
     assert found.first is None
