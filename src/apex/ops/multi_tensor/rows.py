@@ -149,7 +149,8 @@ class TorchRowLists(TorchLists):
     ) -> Tensor:
         """See `TritonRowLists.project`."""
         whole = torch.empty((self.results, 2), dtype=torch.float32, device=self.device)
-        decay, ratio = (each.on(self.device) if isinstance(each, Number) else each for each in (decay, ratio))
+        on_device = [each.on(self.device) if isinstance(each, Number) else each for each in (decay, ratio)]
+        decay, ratio = on_device  # type: ignore[assignment]
         for index, (sums, out) in enumerate(
             zip(found.split(self.row_counts), whole.split(self.row_counts), strict=True)
         ):
