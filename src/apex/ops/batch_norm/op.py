@@ -183,30 +183,22 @@ def save(
     # Without an addend ReLU's mask is computed again, so that the output need not be kept or read.
     kept = output if spec.relu and z is not None else None
     ctx.save_for_backward(input, kept, *channels)
-    ctx.spec, ctx.exchange, ctx.z_dtype = spec, exchange, None if z is None else z.dtype
+    ctx.spec, ctx.exchange = spec, exchange
 
 
 def saved_gradients(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Gradients of input, addend, weight and bias, None where they are not wanted; for every autograd Function."""
+    """Gradients of input, addend, weight and bias, None where they are not wanted; for every autograd Function.
+
+    Autograd casts them to the dtypes of what they belong to.
+    """
     input, output, *given = ctx.saved_tensors
-    channels = Channels(*given)
-    tensors = (dy, input, output, channels, ctx.spec)
+    tensors = (dy, input, output, Channels(*given), ctx.spec)
     found: tuple[Tensor | None, ...]
     if torch.is_grad_enabled() and ctx.exchange is None:  # create_graph=True: they must be differentiable themselves
         found = reference.gradients(*tensors)
     else:
         found = backward(*tensors, ctx.exchange, wants_input=wanted[0], wants_z=wanted[1])
-    dtypes = (input.dtype, ctx.z_dtype, *[None if each is None else each.dtype for each in channels[2:]])
-    return tuple(
-        [
-            None
-            if gradient is None or dtype is None or not needed
-            else gradient
-            if gradient.dtype == dtype  # a call of `to` that does nothing takes 1 us
-            else gradient.to(dtype)
-            for gradient, dtype, needed in zip(found, dtypes, wanted, strict=True)
-        ]
-    )
+    return tuple([gradient if needed else None for gradient, needed in zip(found, wanted, strict=True)])
 
 
 class BatchNormFunction(torch.autograd.Function):
