@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 
 from .. import _env
@@ -114,6 +115,11 @@ def compile_launch(launch: Launch, gpu: GPU) -> Any:
     )
     options = {"num_warps": prepared.num_warps, "num_stages": prepared.num_stages}
     return prepared.kernel.function.run(*arguments, grid=prepared.grid, warmup=True, **options)
+
+
+def entry_of(compiled: Any) -> str:
+    """The name of the folder in Triton's cache that holds a program."""
+    return os.path.basename(get_cache_manager(compiled.hash).cache_dir)
 
 
 def compile_launcher(compiled: Any = None) -> None:

@@ -189,8 +189,7 @@ def _compile_task(number: int) -> tuple[str, tuple[str, ...], float]:
 
     start = time.perf_counter()
     compiled = _ahead.compile_launch(_tasks[number][2], _tasks[number][1])
-    entry = Path(next(iter(compiled.metadata_group.values()))).parent.name
-    return entry, tuple(map(str, compiled.src.signature.values())), time.perf_counter() - start
+    return _ahead.entry_of(compiled), tuple(map(str, compiled.src.signature.values())), time.perf_counter() - start
 
 
 def _compile_launcher(number: int | None) -> None:
