@@ -1,14 +1,19 @@
-"""Where parts of tensors lie in the whole, without processes."""
+"""Where parts of tensors lie in the whole, and checkpoints of a process that is alone."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from apex.checkpoint import save_sharded
+from apex.transformer import checkpoint
 from apex.transformer._resharding import place
 
 
@@ -68,3 +73,49 @@ def test_marks_that_do_not_fit() -> None:
     part.partition_stride, part.vocab_size = 1, 6
     with pytest.raises(ValueError, match="vocab_size 6 of a parameter is not among its 5 rows"):
         place.places_of(part)
+
+
+class CountingSGD(torch.optim.SGD):
+    """With a number, and a tensor of another shape than the parameter's, in its state."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                count = self.state[param].get("count", 0) + 1
+                self.state[param].update(count=count, rows=param.detach().sum(-1))
+
+
+class Run:
+    """A small training run in a process that belongs to no group."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False))
+        self.model.register_buffer("empty", torch.zeros(0))
+        self.optimizer = CountingSGD(self.model.parameters(), lr=0.1, momentum=0.9)
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 3)).square().sum().backward()
+        self.optimizer.step()
+
+
+def test_a_process_without_groups(tmp_path: Path) -> None:
+    """Goes on with its random numbers, whatever its optimizer's state is made of."""
+    one, other = Run(), Run()
+    one.train()
+    checkpoint.save(tmp_path / "saved", one.model, one.optimizer, step=1)
+    one.train()
+    assert checkpoint.load(tmp_path / "saved", other.model, other.optimizer) == {"step": 1}
+    other.train()
+    for (name, value), found in zip(one.model.state_dict().items(), other.model.state_dict().values(), strict=True):
+        assert torch.equal(value, found), name
+    state = other.optimizer.state[other.model[0].weight]
+    assert state["count"] == 2
+    assert torch.equal(state["rows"], one.optimizer.state[one.model[0].weight]["rows"])
+
+
+def test_a_checkpoint_of_others(tmp_path: Path) -> None:
+    save_sharded({"weight": torch.zeros(2)}, tmp_path / "plain")
+    with pytest.raises(ValueError, match="plain was not written by apex"):
+        checkpoint.load(tmp_path / "plain", nn.Linear(2, 1))
