@@ -255,7 +255,7 @@ class TritonLists:
         return partial_sums(count * quantities, self.device)
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self.device)
+        return torch.empty(*shape, dtype=torch.float32, device=self.device)
 
     # What launches depend on ------------------------------------------------------------------------------------------
 
