@@ -20,7 +20,8 @@ def lists(case: Case, x: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tenso
     """Arguments of the forward stages, and weights and scales by number."""
     module = block(case)
     weights = [weight.detach() for weight in module.w_conv]
-    scales, biases = module._scales_and_biases()
+    pairs = [norm.get_scale_bias(case.explicit_nhwc) for norm in module._norms()]
+    scales, biases = ([pair[place] for pair in pairs] for place in range(2))
     inputs = [x, *weights[:3], *scales[:3], *biases[:3]]
     return inputs + [each[3] for each in (weights, scales, biases) if len(each) > 3], weights, scales
 

@@ -56,11 +56,14 @@ def block(case: Case, spatial: tuple | None = None, device: str = "cpu") -> Bott
     ).to(device, case.dtype)
     with torch.no_grad():
         for weight in module.w_conv:
-            values = torch.rand(weight.shape, generator=generator) - 0.5
-            weight.copy_(values)
+            weight.copy_(torch.rand(weight.shape, generator=generator) - 0.5)
         for norm in module.modules():
-            for buffer in norm.buffers() if isinstance(norm, FrozenBatchNorm2d) else ():
-                buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
+            if isinstance(norm, FrozenBatchNorm2d):  # with scales and biases that no dtype rounds
+                for buffer, (low, high, unit) in zip(
+                    norm.buffers(), ((1, 4, 0.5), (-2, 3, 0.25), (-2, 3, 0.25), (-1, 2, None)), strict=True
+                ):
+                    values = torch.randint(low, high, buffer.shape, generator=generator)
+                    buffer.copy_(4.0**values if unit is None else values * unit)
     return module
 
 

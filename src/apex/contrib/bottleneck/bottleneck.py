@@ -39,24 +39,19 @@ class FrozenBatchNorm2d(nn.Module):
 
     def get_scale_bias(self, nhwc: bool) -> list[Tensor]:
         """Scale and bias as [1, 1, 1, C] or [1, C, 1, 1], in the buffers' dtype."""
-        return [values[0] for values in _scales_and_biases([self], nhwc)]
+        shape = (1, 1, 1, -1) if nhwc else (1, -1, 1, 1)
+        return [values.view(shape) for values in _scale_and_bias(self)]
 
     def forward(self, x: Tensor) -> Tensor:
         scale, bias = self.get_scale_bias(False)
         return x * scale + bias
 
 
-def _scales_and_biases(norms: Sequence[nn.Module], nhwc: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Those of several norms, in the buffers' dtype; computed in float32 at least, and for all norms at once."""
-    buffers: list[Any] = [list(norm._buffers.values()) for norm in norms]
-    sizes, dtype = [each[0].numel() for each in buffers], buffers[0][0].dtype
-    together = torch.cat([each[place] for place in range(4) for each in buffers])
-    weight, bias, mean, variance = cast(together, torch.promote_types(dtype, torch.float32)).view(4, -1)
-    scale = weight * variance.rsqrt()
-    shape, dim = ((1, 1, 1, -1), 3) if nhwc else ((1, -1, 1, 1), 1)
-    both = scale, torch.addcmul(bias, mean, scale, value=-1)
-    scales, biases = (cast(each, dtype).view(shape).split(sizes, dim) for each in both)
-    return list(scales), list(biases)
+def _scale_and_bias(norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Those of a norm, [C], in the buffers' dtype."""
+    weight, bias, mean, variance = norm._buffers.values()  # four attributes of a module take 7 us
+    scale = weight * variance.rsqrt()  # type: ignore[operator, union-attr]
+    return scale, torch.addcmul(bias, mean, scale, value=-1)  # type: ignore[arg-type, call-overload]
 
 
 def _forward(
@@ -200,19 +195,20 @@ class Bottleneck(nn.Module):
             if explicit_nhwc:
                 weight.data = weight.data.movedim(1, -1).contiguous()
 
-    def _layers(self) -> list[Any]:
-        """Convolutions and their norms, those of the shortcut last."""
-        layers = [(self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)]
-        return layers if self.downsample is None else [*layers, tuple(self.downsample)]
-
     @property
     def w_conv(self) -> list[Any]:
         """The weights of the convolutions, that of the shortcut last."""
-        return [convolution.weight for convolution, _ in self._layers()]
+        weights = [self.conv1.weight, self.conv2.weight, self.conv3.weight]
+        return weights if self.downsample is None else [*weights, self.downsample[0].weight]
 
-    def _scales_and_biases(self) -> tuple[list[Tensor], list[Tensor]]:
+    def _norms(self) -> list[Any]:
+        norms = [self.bn1, self.bn2, self.bn3]
+        return norms if self.downsample is None else [*norms, self.downsample[1]]
+
+    def _scales_and_biases(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         if self.w_scale is None or self.w_bias is None:
-            return _scales_and_biases([norm for _, norm in self._layers()], self.explicit_nhwc)
+            scales, biases = zip(*map(_scale_and_bias, self._norms()), strict=True)
+            return scales, biases
         weight, scale = next(self.bn1.buffers()), self.w_scale[0]
         if (weight.device, weight.dtype) != (scale.device, scale.dtype):
             raise RuntimeError(
@@ -226,13 +222,14 @@ class Bottleneck(nn.Module):
 
         From now on `forward` takes them as they are, so that a captured graph reads the same memory.
         """
-        self.w_scale = self.w_bias = None
-        self.w_scale, self.w_bias = self._scales_and_biases()
-        kept, norms, nhwc = [*self.w_scale, *self.w_bias], [norm for _, norm in self._layers()], self.explicit_nhwc
+        norms = self._norms()
+        pairs = [norm.get_scale_bias(self.explicit_nhwc) for norm in norms]
+        self.w_scale, self.w_bias = ([pair[place] for pair in pairs] for place in range(2))
 
         def renew() -> None:
-            scales, biases = _scales_and_biases(norms, nhwc)
-            torch._foreach_copy_(kept, [*scales, *biases])
+            for pair, norm in zip(pairs, norms, strict=True):
+                for memory, values in zip(pair, _scale_and_bias(norm), strict=True):
+                    memory.view(-1).copy_(values)
 
         return renew
 
@@ -246,9 +243,10 @@ class Bottleneck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self._check(x)
         scales, biases = self._scales_and_biases()
+        weights = self.w_conv
         if is_eager(x):
-            return _bottleneck(self.explicit_nhwc, self.stride, scales, biases, x, *self.w_conv)
-        images, *weights = (_channels_second(each, self.explicit_nhwc) for each in (x, *self.w_conv))
+            return _bottleneck(self.explicit_nhwc, self.stride, scales, biases, x, *weights)
+        images, *weights = (_channels_second(each, self.explicit_nhwc) for each in (x, *weights))
         y = bottleneck_reference(images, weights, scales, biases, self.stride)
         return y.movedim(1, -1) if self.explicit_nhwc else y
 
