@@ -67,7 +67,7 @@ def bottleneck_forward(
     if stride > 1 and x.is_contiguous(memory_format=torch.channels_last):
         pixels = pixels.contiguous(memory_format=torch.channels_last)
     scaled = [times_scale(weight, scale) for weight, scale in zip(weights, scales, strict=True)]
-    bias = [cast(each.reshape(-1), x.dtype) for each in biases]
+    bias = [cast(each if each.dim() == 1 else each.reshape(-1), x.dtype) for each in biases]
     out1 = conv_relu(pixels, scaled[0], bias[0], _NO_PADDING)
     if exchange is None:
         out2 = conv_relu(out1, scaled[1], bias[1], _PADDING)
