@@ -39,7 +39,8 @@ def linear(
     rows = input.numel() // max(1, input.shape[-1])
     if rows % 16 or rows == 0 or weight.shape[0] % 16 or weight.shape[1] % 16 or dtype not in _library.TRITON_DTYPES:
         return F.linear(input, weight, bias)
-    output = _Float8Product.apply(input.reshape(rows, -1), weight, history, scaling == "rowwise", dtype)
+    how = (scaling == "rowwise", dtype, torch.compiler.is_compiling())
+    output = _Float8Product.apply(input.reshape(rows, -1), weight, history, *how)
     output = output.view(*input.shape[:-1], weight.shape[0])
     return output if bias is None else output + bias.to(dtype)
 
@@ -49,17 +50,28 @@ def check_scaling(scaling: str) -> None:
         raise ValueError(f"scaling={scaling!r} is not known; use one of {', '.join(SCALINGS)}")
 
 
+# Not looked into by torch.compile: PyTorch 2.11 then gives the backward pass zeros for a gradient. What autograd
+# records of it, both passes, is compiled all the same.
+@torch.compiler.allow_in_graph
 class _Float8Product(torch.autograd.Function):
     """input @ weight.T; keeps transposed float8 copies of both."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, input: Tensor, weight: Tensor, history: Tensor | None, by_row: bool, dtype: torch.dtype
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        history: Tensor | None,
+        by_row: bool,
+        dtype: torch.dtype,
+        compiling: bool,
     ) -> Tensor:
-        ctx.dtypes, ctx.by_row, ctx.history = (input.dtype, weight.dtype), by_row, history
+        ctx.dtypes, ctx.history, ctx.how = (input.dtype, weight.dtype), history, (by_row, compiling)
         number, _ = float8.formats(input.device)
-        copy, turned, inverse, turned_inverse = _cast(input, 0, history, by_row, number)
-        weight_copy, weight_turned, weight_inverse, weight_turned_inverse = _cast(weight, 1, history, by_row, number)
+        copy, turned, inverse, turned_inverse = _cast(input, 0, history, number, by_row, compiling)
+        weight_copy, weight_turned, weight_inverse, weight_turned_inverse = _cast(
+            weight, 1, history, number, by_row, compiling
+        )
         ctx.save_for_backward(
             turned if ctx.needs_input_grad[1] else None,
             turned_inverse,
@@ -74,19 +86,21 @@ class _Float8Product(torch.autograd.Function):
         turned, turned_inverse, weight_turned, weight_turned_inverse = ctx.saved_tensors
         input_dtype, weight_dtype = ctx.dtypes
         _, gradient = float8.formats(dy.device)
-        copy, dy_turned, inverse, dy_turned_inverse = _cast(dy, 2, ctx.history, ctx.by_row, gradient)
+        copy, dy_turned, inverse, dy_turned_inverse = _cast(dy, 2, ctx.history, gradient, *ctx.how)
         dinput = dweight = None
         if weight_turned is not None:
             dinput = float8.product(copy, weight_turned, inverse, weight_turned_inverse, input_dtype)
         if turned is not None:
             dweight = float8.product(dy_turned, turned, dy_turned_inverse, turned_inverse, weight_dtype)
-        return dinput, dweight, None, None, None
+        return dinput, dweight, None, None, None, None
 
 
-def _cast(matrix: Tensor, role: int, history: Tensor | None, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _cast(
+    matrix: Tensor, role: int, history: Tensor | None, dtype: torch.dtype, by_row: bool, compiling: bool
+) -> tuple[Tensor, ...]:
     """Both float8 copies of a matrix; its largest magnitude goes into row `role` of the history."""
     matrix = matrix.contiguous()
-    amax = float8.amax(matrix, by_row)
+    amax = float8.amax(matrix, by_row, compiling)
     if history is not None:
         now, before = amax.amax(), history[role].amax()
         # A step that overflows must show it, and must not be remembered.
@@ -94,7 +108,7 @@ def _cast(matrix: Tensor, role: int, history: Tensor | None, by_row: bool, dtype
         kept = torch.where(now.isfinite(), now, before)
         amax = torch.where(known, before, now).reshape(1)
         history[role].copy_(torch.cat((kept.reshape(1), history[role, :-1])))
-    return float8.cast_both(matrix, amax, by_row, dtype)
+    return float8.cast_both(matrix, amax, by_row, dtype, compiling)
 
 
 class Float8Linear(nn.Linear):

@@ -51,6 +51,22 @@ def test_copies_have_the_bits_of_pytorchs(shape, dtype, by_row, route):
         assert (error <= steps * (input.double().abs() + smallest) * 1.001).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="sizes for a GPU")
+@pytest.mark.parametrize("by_row", [False, True], ids=["tensorwise", "rowwise"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(256, 128), (2048, 4096), (1000, 4112)])
+def test_many_tiles(shape, dtype, by_row):
+    for number in FORMATS:
+        input = matrix(shape, dtype, "cuda")
+        for found, expected in zip(
+            cast(input, by_row, number),
+            reference.cast_both(input, reference.amax(input, by_row), by_row, number),
+            strict=True,
+        ):
+            assert torch.equal(found.float(), expected.float())
+
+
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("by_row", [False, True], ids=["tensorwise", "rowwise"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -16,25 +16,27 @@ kernels = _library.LazyModule(f"{__package__}.kernels")
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
-def amax(input: Tensor, by_row: bool) -> Tensor:
+def amax(input: Tensor, by_row: bool, compiling: bool = False) -> Tensor:
     """The largest magnitudes of a matrix: of its rows and then of its columns, or of parts that are all of it.
 
-    Not a number in the matrix makes its largest magnitude not a number. While compiling, PyTorch's operators find that
-    of a whole matrix: Inductor takes the maximum where it computes the matrix.
+    Not a number in the matrix makes its largest magnitude not a number. While `compiling`, PyTorch's operators find
+    that of a whole matrix: Inductor takes the maximum where it computes the matrix.
     """
-    if not torch.compiler.is_compiling():
+    if not compiling:
         return _amax(input, by_row)
     return torch.ops.apex.float8_amax(input) if by_row else reference.amax(input, False)
 
 
-def cast_both(input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast_both(
+    input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype, compiling: bool = False
+) -> tuple[Tensor, ...]:
     """A float8 copy of a contiguous matrix, the transposed copy, and the inverse scales of both, float32.
 
     One scale for the matrix, or `by_row` one for each row of the copy and one for each row of the transposed copy, as
     a column. `amax` is what `amax(input, by_row)` gives, or any magnitude for all: larger numbers become the format's
-    largest.
+    largest. While `compiling`, one operator does it.
     """
-    return (torch.ops.apex.float8_cast if torch.compiler.is_compiling() else _cast)(input, amax, by_row, dtype)
+    return (torch.ops.apex.float8_cast if compiling else _cast)(input, amax, by_row, dtype)
 
 
 def formats(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
