@@ -40,7 +40,7 @@ parser.add_argument("--pipeline", type=int, default=1, help="ranks that divide t
 parser.add_argument("--chunks", type=int, default=1, help="stages of each of these ranks")
 parser.add_argument("--zero-bubble", action="store_true", help="ZB-H1, or with two chunks ZB-V, instead of 1F1B")
 parser.add_argument("--zero", action="store_true", help="divide the optimizer's state among replicas")
-parser.add_argument("--opt-level", choices=HALF, default="O5", help="O5: bfloat16, O2: float16 with a loss scale")
+parser.add_argument("--opt-level", choices=HALF, help="O5: bfloat16, O2: float16 with a loss scale; on a CPU O0")
 parser.add_argument("--recompute", choices=("selective", "full"), help="compute attention, or layers, again backward")
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--hidden", type=int, default=64)
@@ -54,6 +54,8 @@ parser.add_argument("--checkpoints", default="checkpoints", help="folder to save
 parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
 args = parser.parse_args()
+# On most CPUs float32 is the quickest.
+args.opt_level = args.opt_level or ("O5" if args.device == "cuda" else "O0")
 
 # Processes and their groups.
 dist.init_process_group("nccl" if args.device == "cuda" else "gloo")

@@ -46,5 +46,7 @@ def test_a_split_model_goes_on_in_another_split(tmp_path: Path) -> None:
 
 
 def test_divided_optimizers(tmp_path: Path) -> None:
-    output = run(2, "--zero --recompute selective --steps 4 --checkpoints zero", tmp_path)
-    assert losses(output)[1] < losses(output)[0] - 0.2
+    # Some CPUs take milliseconds for each matrix product in bfloat16.
+    sizes = "--layers 2 --batch 4 --steps 3"
+    output = run(2, f"--zero --recompute selective --opt-level O5 {sizes} --checkpoints zero", tmp_path)
+    assert losses(output)[1] < losses(output)[0] - 0.1
