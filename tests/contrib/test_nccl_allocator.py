@@ -68,6 +68,18 @@ def test_registers_the_pool(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         nccl_mem("pool", device="meta")
 
 
+def test_an_nccl_without_an_allocator(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    class Backend:
+        @property
+        def mem_allocator(self) -> None:
+            raise RuntimeError("not supported in this NCCL version")
+
+    monkeypatch.setattr(nccl_allocator, "_backend", lambda group, device: Backend())
+    with caplog.at_level(logging.INFO, "apex.nccl_allocator"):
+        assert create_nccl_mem_pool() is None
+    assert "not supported in this NCCL version" in caplog.text
+
+
 @pytest.mark.gpu
 def test_memory_of_nccl(tmp_path: Path) -> None:
     store = f"file://{tmp_path}/store"

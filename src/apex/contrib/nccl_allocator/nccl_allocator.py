@@ -44,9 +44,13 @@ def _backend(group: Any, device: torch.device) -> Any:
 
 
 def get_nccl_allocator() -> Any:
-    """NCCL's allocator, of the default process group; None where that has no NCCL."""
+    """NCCL's allocator, of the default process group; None where that has no NCCL, or one without an allocator."""
     backend = _backend(None, default_device())
-    return None if backend is None else backend.mem_allocator
+    try:
+        return None if backend is None else backend.mem_allocator
+    except RuntimeError as error:
+        logger.info("memory is allocated as usual: %s", error)
+        return None
 
 
 def create_nccl_mem_pool(symmetric: bool | None = None) -> Any:
