@@ -6,14 +6,16 @@
 "torch" has the norms as a product and a sum, "torch, batch norm" as nn.BatchNorm2d in eval mode, both in channels_last
 with cuDNN; "apex, kept scales" has called get_scale_bias_callable(). Each column is also measured in a graph, which
 leaves out the host. All columns have the same weights and inputs; they take turns, one round each at a time, so that a
-drift of the machine hits all alike. A figure is the median of the rounds, in milliseconds. The result file is written
-after every block.
+drift of the machine hits all alike, and all threads stay on one core, as in `apex bench`. A figure is the median of the
+rounds, in milliseconds. The result file is written after every block.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from apex._bench import cores
 from apex._bench.environment import describe, device_name, device_stem
 from apex.contrib.bottleneck import Bottleneck
 
@@ -179,10 +182,14 @@ def main() -> None:
     device = torch.device(arguments.device)
     path = arguments.output or RESULTS / f"{device_stem(device_name(device))}-bottleneck.json"
     results: dict[str, Any] = {"environment": describe(device), "cudnn_benchmark": arguments.tune, "blocks": {}}
-    for dtype in arguments.dtypes:
-        for block in [Block(8, 4, 8, 1, 2, 6, 6), Block(8, 4, 16, 2, 2, 6, 6)] if arguments.tiny else BLOCKS:
-            results["blocks"][f"{dtype} {'x'.join(map(str, block))}"] = measure(block, getattr(torch, dtype), arguments)
-            path.write_text(json.dumps(results, indent=1) + "\n")
+    one_core = arguments.device == "cuda" and cores.may_be_chosen()
+    results["cores"] = 1 if one_core else os.cpu_count()
+    with cores.one_core() if one_core else contextlib.nullcontext():
+        for dtype in arguments.dtypes:
+            for block in [Block(8, 4, 8, 1, 2, 6, 6), Block(8, 4, 16, 2, 2, 6, 6)] if arguments.tiny else BLOCKS:
+                name = f"{dtype} {'x'.join(map(str, block))}"
+                results["blocks"][name] = measure(block, getattr(torch, dtype), arguments)
+                path.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results["blocks"], indent=1))
 
 
