@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from apex._distributed import collectives
 from apex.optimizers import FusedAdam
 from apex.transformer import finalize_model_grads, parallel_state, tensor_parallel
+from apex.transformer._groups.device import parameter_device
 from apex.transformer.enums import ModelType
 from apex.transformer.pipeline_parallel import build_model, utils
 from apex.transformer.pipeline_parallel.schedules import (
@@ -33,7 +34,12 @@ from .grid_checks import SOME, checks
 
 def words_of(batch: int, seed: int = 5) -> tuple[Tensor, Tensor]:
     words = torch.randint(0, WORDS, (batch, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    words = words.to(parameter_device())
     return words[:, :-1].contiguous(), words[:, 1:].contiguous()
+
+
+def gpt(**options: Any) -> GPTModel:
+    return GPTModel(**options).to(parameter_device())
 
 
 def gradients_of(model: nn.Module, *, data_parallel: bool | None = None) -> dict[str, Tensor]:
@@ -47,7 +53,7 @@ def every_option_of_one_stage(rank: int) -> None:
     for others in ({}, {"position_embedding": "rope", "activation": "swiglu"}):
         base = config_of(2, params_dtype=torch.float64, **others)
         with groups(Layout()):
-            whole = GPTModel(config=base)
+            whole = gpt(config=base)
             whole(inputs, labels=labels).mean().backward()
             expected = {name: p.grad for name, p in whole.named_parameters()}
             logits = whole(inputs)
@@ -61,13 +67,13 @@ def every_option_of_one_stage(rank: int) -> None:
             (4, {"recompute": "full", "sequence_parallel": True, "recompute_num_layers": 2}, False),
         ):
             with groups(Layout(tensor)):
-                model = GPTModel(config=replace(base, **changes), cpu_offload=exact)
+                model = gpt(config=replace(base, **changes), cpu_offload=exact)
                 model(inputs, labels=labels, reduction="none" if exact else "mean").mean().backward()
                 for name, found in gradients_of(model, data_parallel=False).items():
                     wanted = part_of(expected[name], model.get_parameter(name))
                     tolerance = 0.0 if exact else 1e-12
                     torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance, msg=f"{changes}, {name}")
-                gathered = GPTModel(config=replace(base, **changes), parallel_output=False)(inputs)
+                gathered = gpt(config=replace(base, **changes), parallel_output=False)(inputs)
                 torch.testing.assert_close(gathered, logits, rtol=0, atol=1e-12)
 
 
@@ -77,7 +83,7 @@ def masks_and_dropout(rank: int) -> None:
     mask, _, positions = utils.get_ltor_masks_and_position_ids(inputs, WORDS, False, False, False)
     for attention in ("softmax", "sdpa"):
         with groups(Layout()):
-            model = GPTModel(config=config_of(2, attention=attention))
+            model = gpt(config=config_of(2, attention=attention))
             torch.testing.assert_close(model(inputs, positions, mask, labels=labels), model(inputs, labels=labels))
     for sequence in (False, True):
         found = []
@@ -85,7 +91,7 @@ def masks_and_dropout(rank: int) -> None:
             with groups(Layout(2)):
                 tensor_parallel.model_parallel_cuda_manual_seed(3)
                 options = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "sequence_parallel": sequence}
-                model = GPTModel(config=config_of(2, recompute=recompute, **options))
+                model = gpt(config=config_of(2, recompute=recompute, **options))
                 model(inputs, labels=labels).mean().backward()
                 found.append(gradients_of(model, data_parallel=False))
         for name, expected in found[0].items():
@@ -99,7 +105,7 @@ def gradients_in_main_grad(rank: int) -> None:
     found = []
     for fusion in (False, True):
         with groups(Layout(2)):
-            model = GPTModel(config=config_of(2, gradient_accumulation_fusion=fusion, sequence_parallel=True))
+            model = gpt(config=config_of(2, gradient_accumulation_fusion=fusion, sequence_parallel=True))
             for parameter in model.parameters() if fusion else ():
                 parameter.main_grad = torch.zeros_like(parameter)
             for _ in range(2):
@@ -113,10 +119,10 @@ def bert_equals_one_process(rank: int) -> None:
     inputs, labels = words_of(2)
     mask = torch.ones_like(inputs)
     mask[1, LENGTH // 2 :] = 0
-    types = (torch.arange(LENGTH) > 5).long().expand(2, -1)
+    types = (torch.arange(LENGTH, device=inputs.device) > 5).long().expand(2, -1)
 
     def run(config: Any) -> tuple[Tensor, Tensor, BertModel]:
-        model = BertModel(config=config)
+        model = BertModel(config=config).to(parameter_device())
         losses, binary = model(inputs, mask, types, labels)
         ((losses * mask).sum() / mask.sum() + binary.square().sum()).backward()
         return losses, binary, model
@@ -254,7 +260,7 @@ def layers_of_a_stage(rank: int) -> None:
 
 def exchanges_of_a_layer(rank: int) -> None:
     """What docs/scaling.py counts: elements of the hidden state that pass through sums, gathers and scatters."""
-    hidden = torch.ones(LENGTH, 2, 32, requires_grad=True)
+    hidden = torch.ones(LENGTH, 2, 32, device=parameter_device(), requires_grad=True)
     for sequence, halves in ((False, 8), (True, 10)):
         counted: list[int] = []
 
@@ -269,7 +275,7 @@ def exchanges_of_a_layer(rank: int) -> None:
             return run
 
         with groups(Layout(4)), pytest.MonkeyPatch.context() as patch:
-            layer = ParallelTransformerLayer(config_of(1, sequence_parallel=sequence), 0)
+            layer = ParallelTransformerLayer(config_of(1, sequence_parallel=sequence), 0).to(hidden.device)
             x = hidden.chunk(4)[rank] if sequence else hidden
             for name, place, times in (("all_reduce", 0, 2), ("all_gather", 0, 1), ("reduce_scatter", 1, 1)):
                 patch.setattr(collectives, name, counting(name, place, times))
