@@ -62,14 +62,14 @@ def zero(params: Any, **options: Any) -> DistributedFusedAdam:
 
 def every_optimizer(rank: int) -> None:
     """State, masters and the next step have the same bits in other layouts."""
-    for number, (optimizer, options, first, others) in enumerate(
+    for number, (optimizer, options, first, second) in enumerate(
         (
-            (torch.optim.AdamW, {}, (2, 2), ((4, 1),)),
-            (FusedAdam, {"master_weights": True}, (1, 1), ((2, 2),)),
-            (FusedAdam, {"amp_level": "O2"}, (2, 1), ((1, 2),)),
-            (FusedAdam, {"amp_level": "O5"}, (1, 2), ((4, 1),)),
-            (zero, {}, (2, 1), ((1, 1),)),
-            (zero, {"amp_level": "O5"}, (1, 2), ((2, 1),)),
+            (torch.optim.AdamW, {}, (2, 2), (4, 1)),
+            (FusedAdam, {"master_weights": True}, (1, 1), (2, 2)),
+            (FusedAdam, {"amp_level": "O2"}, (2, 1), (1, 2)),
+            (FusedAdam, {"amp_level": "O5"}, (1, 2), (4, 1)),
+            (zero, {}, (2, 1), (1, 1)),
+            (zero, {"amp_level": "O5"}, (1, 2), (2, 1)),
         )
     ):
         with split(*first):
@@ -77,15 +77,13 @@ def every_optimizer(rank: int) -> None:
             for name in (f"{number}-before", f"{number}-after"):
                 run.train_each()
                 run.save(Path(name))
-        before, after = whole(Path(f"{number}-before")), whole(Path(f"{number}-after"))
-        for layout in others:
-            with split(*layout):
-                run = Run(2, optimizer, **options)
-                run.load(Path(f"{number}-before"))
-                for expected in (before, after):
-                    for key, view, place in parts(run):
-                        assert torch.equal(view, expected[key][place]), (key, options, layout)
-                    run.train_each()
+        after = whole(Path(f"{number}-after"))
+        with split(*second):
+            run = Run(2, optimizer, **options)
+            run.load(Path(f"{number}-before"))
+            run.train_each()
+            for key, view, place in parts(run):
+                assert torch.equal(view, after[key][place]), (number, key)
 
 
 def errors(rank: int) -> None:

@@ -12,8 +12,7 @@ import torch._dynamo  # by the process that divides: optimizers import it, which
 from torch import Tensor, nn
 
 from apex import amp
-from apex.checkpoint import load_sharded
-from apex.checkpoint._reading import metadata_of
+from apex.checkpoint._sharded import checked, fill
 from apex.checkpoint._split import Split
 from apex.fused_bias_swiglu import fused_bias_swiglu
 from apex.optimizers import FusedAdam
@@ -175,11 +174,12 @@ class Run:
 
 def whole(path: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint; called in all processes."""
-    saved = metadata_of(path).state_dict_metadata
+    reader = checked(path)
+    saved = reader.found.state_dict_metadata
     found = {
         key: torch.zeros(each.size, dtype=each.properties.dtype) for key, each in saved.items() if hasattr(each, "size")
     }
-    load_sharded(found, path)
+    fill(found, reader)
     return found
 
 
