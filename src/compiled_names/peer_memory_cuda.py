@@ -25,6 +25,8 @@ _handles = itertools.count(1)
 
 def allocate_raw(size: int) -> int:
     """A handle of `size` bytes, zero on the host, of any value on an accelerator."""
+    if size < 1:
+        raise ValueError(f"size={size}: at least one byte is needed")
     handle, device = next(_handles), peer_memory.default_device()
     if device == peer_memory.HOST:
         path = _paths[handle] = peer_memory.new_file(size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -77,8 +78,8 @@ class PeerMemory:
         try:
             from torch.distributed import _symmetric_memory
 
-            memory = _symmetric_memory.empty(self.size, dtype=torch.uint8, device=device).zero_()
-            self._handle = _symmetric_memory.rendezvous(memory, self.group)
+            self._own = _symmetric_memory.empty(self.size, dtype=torch.uint8, device=device).zero_()
+            self._handle = _symmetric_memory.rendezvous(self._own, self.group)
             for index in range(len(self.ranks)):
                 memories.append(self._handle.get_buffer(index, (self.size,), torch.uint8))
         except (ImportError, RuntimeError, TypeError, AttributeError) as error:
@@ -123,11 +124,24 @@ def default_device() -> torch.device:
 
 
 def new_file(size: int) -> str:
-    """The path of a new file of zeros, in memory where the system has a place for that."""
-    folder = _MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
-    with tempfile.NamedTemporaryFile(prefix="apex-peer-", dir=folder, delete=False) as file:
-        file.truncate(max(size, 1))
-    return file.name
+    """The path of a new file of zeros, in memory where that has room for it."""
+    # Reserved, because a process that writes to a sparse file ends where no room is left.
+    reserve = getattr(os, "posix_fallocate", lambda descriptor, start, count: os.ftruncate(descriptor, count))
+    for folder in (_MEMORY_FOLDER, None):
+        try:
+            descriptor, path = tempfile.mkstemp(prefix="apex-peer-", dir=folder)
+        except FileNotFoundError:
+            continue
+        try:
+            reserve(descriptor, 0, size)
+            return path
+        except OSError:
+            Path(path).unlink()
+            if folder is None:
+                raise
+        finally:
+            os.close(descriptor)
+    raise FileNotFoundError(f"there is no folder for a file of {size} bytes")
 
 
 def map_file(path: str, size: int) -> Tensor:

@@ -36,7 +36,7 @@ class PeerMemoryPool:
         self.static_offset = self.dynamic_offset = 0
         self.alignment = _ALIGNMENT
         self.peer_ranks = list(peer_ranks)
-        self.memory = PeerMemory(self.static_size + self.dynamic_size, self.peer_ranks)
+        self.memory = PeerMemory(max(_ALIGNMENT, self.static_size + self.dynamic_size), self.peer_ranks)
         self.peer_rank = self.memory.index
 
     def reset(self) -> None:
