@@ -164,7 +164,7 @@ def command_line(rank: int, **options: Any) -> Iterator[Any]:
 
 
 def gpt_of_the_command_line(rank: int) -> None:
-    """Three steps as upstream's test takes them."""
+    """Three steps as upstream's test takes them; of two microbatches under way one is recomputed wholly."""
     with (
         command_line(
             rank, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True
@@ -175,10 +175,13 @@ def gpt_of_the_command_line(rank: int) -> None:
         model = build_model(gpt_model_provider, False, None, cpu_offload=args.cpu_offload)
         optimizer = torch.optim.Adam(_get_params_for_weight_decay_optimization(model), lr=1e-2)
 
-        def step(batch: list[Tensor], model: nn.Module) -> Any:
+        recomputed = set()
+
+        def step(batch: list[Tensor], model: nn.Module, recompute: bool) -> Any:
+            recomputed.add(recompute)
             words = batch[0]
             mask, weights, positions = utils.get_ltor_masks_and_position_ids(words, WORDS, False, False, False)
-            output = model(words, positions, mask, labels=batch[1])
+            output = model(words, positions, mask, labels=batch[1], checkpoint_activations_micro_batch=recompute)
 
             def loss(output: Tensor) -> Any:
                 value = (output.view(-1) * weights.view(-1)).sum() / weights.sum()
@@ -197,9 +200,11 @@ def gpt_of_the_command_line(rank: int) -> None:
                 tensor_shape=(args.seq_length, args.micro_batch_size, args.hidden_size),
                 async_comm=True,
                 sequence_parallel_enabled=args.sequence_parallel,
+                num_micro_batches_with_partial_activation_checkpoints=1,
             )
             finalize_model_grads(model)
             optimizer.step()
+        assert recomputed == ({False} if parallel_state.is_pipeline_last_stage() else {False, True})
         if parallel_state.is_pipeline_last_stage():
             assert losses[-1] < losses[3] - 0.1
         else:
