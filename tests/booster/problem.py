@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-FEATURES, HIDDEN, CLASSES, ROWS, STEPS = 16, 32, 4, 8, 5
+from apex.booster import Booster
+
+# Where models are trained; tests on a GPU change it.
+DEVICE = "cpu"
+FEATURES, HIDDEN, CLASSES, ROWS, STEPS = 16, 32, 4, 64, 5
 
 
 class Net(nn.Module):
@@ -31,12 +35,16 @@ class Net(nn.Module):
 def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(ROWS, FEATURES, generator=generator)
-    return inputs, torch.randint(0, CLASSES, (ROWS,), generator=generator)
+    return inputs.to(DEVICE), torch.randint(0, CLASSES, (ROWS,), generator=generator).to(DEVICE)
+
+
+def booster(mixed_precision: Any = None, plugin: Any = None) -> Booster:
+    return Booster(DEVICE, mixed_precision, plugin)
 
 
 def net(seed: int = 0) -> Net:
     torch.manual_seed(seed)
-    return Net()
+    return Net().to(DEVICE)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -97,6 +105,23 @@ def assert_as_plain(weights: dict[str, Tensor], optimizer_name: str, tolerance: 
     start, (expected, _) = net().state_dict(), plain(optimizer_name, steps)
     assert weights.keys() == expected.keys()
     assert {value.dtype for value in weights.values()} == {torch.float32}
-    error = sum(float((weights[name] - expected[name]).square().sum()) for name in expected) ** 0.5
+    error = sum(float((weights[name].to(DEVICE) - expected[name]).square().sum()) for name in expected) ** 0.5
     length = sum(float((expected[name] - start[name]).square().sum()) for name in expected) ** 0.5
     assert error <= tolerance * length, f"{error / length:.4f} of the way, of at most {tolerance}"
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Equal bits, in nested containers."""
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_equal(found[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    elif isinstance(expected, Tensor):
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected

@@ -22,6 +22,7 @@ from apex.nn.lr_scheduler import LinearWarmupLR
 from tests.cli.helpers import run_python
 
 from .problem import adam, net, plain, train
+from .problem import booster as make
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,7 @@ def test_arguments_are_checked() -> None:
         Booster(mixed_precision=16)  # type: ignore[arg-type]
     precision = BF16MixedPrecision()
     assert Booster(mixed_precision=precision).mixed_precision is precision
-    for name in ("TorchDDPPlugin", "TorchFSDPPlugin", "LowLevelZeroPlugin", "GeminiPlugin"):
+    for name in ("TorchDDPPlugin", "TorchFSDPPlugin", "LowLevelZeroPlugin", "GeminiPlugin", "HybridParallelPlugin"):
         with pytest.raises(AssertionError, match=f"{name} needs torch.distributed, which is not initialised"):
             getattr(plugin, name)()
 
@@ -94,14 +95,14 @@ def test_without_a_plugin_the_model_and_state_are_moved() -> None:
     """The original leaves the model where it is."""
     model = net()
     optimizer = adam(model)
-    train(Booster(), Booster().boost(model, optimizer, nn.CrossEntropyLoss()), range(1))
+    train(make(), make().boost(model, optimizer, nn.CrossEntropyLoss()), range(1))
     Booster(device="meta").boost(model, optimizer)
     assert all(param.is_meta for param in model.parameters())
     assert all(state["exp_avg"].is_meta for state in optimizer.state.values())
 
 
 def test_boost_returns_five_and_trains_as_pytorch() -> None:
-    booster = Booster()
+    booster = make()
     model, criterion = net(), nn.CrossEntropyLoss()
     assert booster.boost(model) == (model, None, None, None, None)
     parts = booster.boost(model, adam(model), criterion, "dataloader", "lr_scheduler")
@@ -121,7 +122,7 @@ def test_a_scheduler_from_before_goes_on_without_warnings(precision: str | None,
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = LinearWarmupLR(optimizer, 2, 50)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 51)
-    booster = Booster(mixed_precision=precision)
+    booster = make(precision)
     model, optimizer, criterion, _, scheduler = booster.boost(model, optimizer, nn.CrossEntropyLoss(), None, scheduler)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -171,7 +172,7 @@ def test_lora_needs_peft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrappers_are_transparent() -> None:
-    booster = Booster(mixed_precision="fp16")
+    booster = make("fp16")
     inner = net()
     model, optimizer, *_ = booster.boost(inner, adam(inner))
     assert model.unwrap() is inner
@@ -193,6 +194,6 @@ def test_wrappers_are_transparent() -> None:
 
 def test_a_step_takes_no_closure_where_losses_are_scaled() -> None:
     model = net()
-    _, optimizer, *_ = Booster(mixed_precision="fp16").boost(model, adam(model))
+    _, optimizer, *_ = make("fp16").boost(model, adam(model))
     with pytest.raises(ValueError, match="step takes no closure"):
         optimizer.step(lambda: None)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import apex
 from apex import amp
 from apex.booster import Booster, mixed_precision
-from apex.booster._precision import HysteresisScaler
 from apex.booster.mixed_precision import (
     BF16MixedPrecision,
     FP8MixedPrecision,
@@ -24,8 +23,10 @@ from apex.booster.mixed_precision import (
     MixedPrecision,
     mixed_precision_factory,
 )
+from apex.transformer.amp import HysteresisScaler
 
 from .problem import OPTIMIZERS, assert_as_plain, net, plain, train
+from .problem import booster as make
 
 NAMES = ("fp16", "fp16_apex", "bf16", "fp8", "fp16_naive")
 KINDS = (
@@ -50,7 +51,7 @@ def quiet(name: str) -> Any:
 
 
 def boosted(precision: Any, optimizer: str = "adam") -> tuple[Booster, tuple[Any, ...]]:
-    booster = Booster(mixed_precision=precision)
+    booster = make(precision)
     model = net()
     return booster, booster.boost(model, OPTIMIZERS[optimizer](model), nn.CrossEntropyLoss())
 
@@ -127,7 +128,7 @@ def test_criterion_runs_under_autocast_as_a_function_too() -> None:
         seen.append(torch.is_autocast_enabled(outputs.device.type))
         return nn.functional.cross_entropy(outputs, targets)
 
-    booster = Booster(mixed_precision="fp16")
+    booster = make("fp16")
     _, _, cast, _, _ = booster.boost(net(), None, criterion)
     cast(torch.randn(2, 4), torch.zeros(2, dtype=torch.long))
     assert seen == [True]
@@ -241,7 +242,7 @@ def test_arguments_of_naive(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_batch_norms_stay_in_float32_where_weights_do_not() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
-    boosted_model, *_ = Booster(mixed_precision="fp16_naive").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    boosted_model, *_ = make("fp16_naive").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert boosted_model(torch.randn(4, 16)).dtype == torch.float32
     assert {name: value.dtype for name, value in model.state_dict().items()} == {
         "0.weight": HALF,

@@ -140,6 +140,6 @@ def test_examples_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize("name", ["simple", "dcgan", "distributed", "imagenet", "transformer"])
+@pytest.mark.parametrize("name", ["simple", "dcgan", "distributed", "imagenet", "transformer", "booster"])
 def test_examples_have_a_readme(name: str) -> None:
     assert (EXAMPLES / name / "README.md").read_text().startswith("# ")

@@ -27,8 +27,10 @@ class CastModel(ModelWrapper):
         autocast: torch.dtype | None = None,
         inputs: torch.dtype | None = None,
         outputs: torch.dtype | None = None,
+        masters: Any = None,
     ) -> None:
         super().__init__(module)
+        self.masters = masters
         self._autocast, self._inputs, self._outputs = autocast, inputs, outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,69 +66,6 @@ def autocast_criterion(criterion: Any, dtype: torch.dtype) -> Any:
             return criterion(*args, **kwargs)
 
     return cast
-
-
-# Loss scales ----------------------------------------------------------------------------------------------------------
-
-
-class HysteresisScaler(GradScaler):
-    """A loss scale that is lowered after `hysteresis` overflows since it last grew, not after each.
-
-    It stays between `min_scale` and `max_scale`. The count of overflows is part of its state, as the count of steps
-    without one is.
-    """
-
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-        min_scale: float = 1.0,
-        max_scale: float = 2.0**32,
-        verbose: bool = False,
-    ) -> None:
-        if hysteresis < 1:
-            raise ValueError(f"hysteresis={hysteresis} must be at least 1")
-        if not 0 < min_scale <= max_scale:
-            raise ValueError(f"min_scale={min_scale} must be positive and at most max_scale={max_scale}")
-        super().__init__(min(init_scale, max_scale), growth_factor, backoff_factor, growth_interval)
-        self.hysteresis, self.min_scale, self.max_scale = hysteresis, min_scale, max_scale
-        self.verbose = verbose
-        self._first_overflows = 0
-        self._overflows: Tensor | None = None
-
-    def update(self, new_scale: Any = None) -> None:
-        if new_scale is not None or self._scale is None:
-            super().update(new_scale)
-            return
-        scale = self._scale
-        flags = [
-            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
-        ]
-        found = torch.stack([flag.to(scale.device).reshape(()) for flag in flags]).amax() > 0
-        before = scale.clone()
-        super().update()
-        if self._overflows is None:
-            self._overflows = torch.full((), self._first_overflows, dtype=torch.int32, device=scale.device)
-        self._overflows += found
-        waits = found & (self._overflows < self.hysteresis)
-        scale.copy_(torch.where(waits, before, scale).clamp(self.min_scale, self.max_scale))
-        has_grown = ~found & (self._growth_tracker == 0).reshape(())  # type: ignore[operator]
-        self._overflows *= ~has_grown
-        if self.verbose and bool(found):  # waits for the device, as messages must
-            get_dist_logger().info(f"gradients overflowed; the step was skipped, the loss scale is {scale.item()}")
-
-    def state_dict(self) -> dict[str, Any]:
-        count = self._first_overflows if self._overflows is None else int(self._overflows)
-        return {**super().state_dict(), "overflows": count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state_dict = dict(state_dict)
-        self._first_overflows = int(state_dict.pop("overflows", 0))
-        self._overflows = None
-        super().load_state_dict(state_dict)
 
 
 # Master weights -------------------------------------------------------------------------------------------------------
@@ -176,38 +115,15 @@ class Masters:
         self.update_model()
 
 
-class ZeroMasters:
-    """The float32 values that a ZeRO optimizer keeps of its parameters, divided among processes."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-
-    def read(self) -> dict[Tensor, Tensor]:
-        from ..contrib.optimizers._zero.saved import gather
-        from ..contrib.optimizers._zero.state import PARAM
-
-        self._optimizer._settle()
-        return {param: state[PARAM] for param, state in gather(self._optimizer._states, True).items()}
-
-    def write(self, values: dict[Tensor, Tensor]) -> None:
-        from ..contrib.optimizers._zero.state import start_from
-
-        self._optimizer._settle()
-        for state in self._optimizer._states:
-            start_from(state, [values.get(param, param.detach()) for param in state.arena.params])
-        self._optimizer._parameters.updated()
-        self._optimizer.param_sync()
-
-
-def cast_weights(model: nn.Module, optimizer: Any, dtype: torch.dtype) -> Any:
+def cast_weights(models: list[nn.Module], optimizer: Any, dtype: torch.dtype) -> Masters | None:
     """Casts parameters and buffers but for those of batch norms; what keeps float32 values for the optimizer."""
-    is_zero = bool(getattr(optimizer, "_takes_gradients", False))
-    if is_zero:
+    exact: dict[Tensor, Tensor] = {param: param.detach() for model in models for param in model.parameters()}
+    for model in models:
+        _cast_model(model, dtype, True)
+    if getattr(optimizer, "_takes_gradients", False):  # ZeRO: its state has float32 weights, which start from these
+        optimizer._exact_value = lambda param: exact.pop(param, None)
         optimizer.init_params()
-    exact: dict[Tensor, Tensor] = {} if is_zero else {param: param.detach() for param in model.parameters()}
-    _cast_model(model, dtype, True)
-    if is_zero:
-        optimizer._params_were_cast()
+        optimizer._exact_value = None
         return None
     return None if optimizer is None else Masters(optimizer, exact)
 
@@ -226,15 +142,11 @@ class MixedOptimizer(OptimizerWrapper):
     def __init__(self, optim: Any, scaler: GradScaler | None = None, masters: Any = None) -> None:
         super().__init__(optim)
         self.scaler, self.masters = scaler, masters
-        self._is_unscaled = False
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def unscale_grad(self) -> None:
-        if self._is_unscaled:
-            return
-        self._is_unscaled = True
+    def _unscale(self) -> None:
         if self.masters is not None:
             self.masters.take_gradients()
         if self.scaler is not None:
@@ -246,16 +158,16 @@ class MixedOptimizer(OptimizerWrapper):
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         if self.scaler is not None and (args or kwargs.get("closure") is not None):
             raise ValueError("step takes no closure with a loss scale: backward passes in it would not be scaled")
-        self.unscale_grad()
         result = self.optim.step(*args, **kwargs) if self.scaler is None else self.scaler.step(self.optim)
         if self.scaler is not None:
             self.scaler.update()
         if self.masters is not None:
             self.masters.update_model()
-        self._is_unscaled = False
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        if self._is_unscaled and self.scaler is not None:  # gradients were clipped, and are dropped without a step
+            self.scaler._per_optimizer_states.pop(id(self.optim), None)
         super().zero_grad(*args, **kwargs)
         if self.masters is not None:
             self.masters.forget_gradients()

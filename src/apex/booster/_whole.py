@@ -1,71 +1,62 @@
 """Whole tensors of a model and of an optimizer, whoever has which part of them; and back.
 
-Parameters may be sharded (DTensors of FSDP2), in half precision with float32 masters, divided among tensor-parallel
-ranks (`tensor_model_parallel`, `partition_dim`, `partition_stride`), or in another pipeline stage.
+Parameters may be sharded, divided among tensor-parallel ranks, in another pipeline stage, or in half precision with
+float32 masters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..contrib.optimizers._zero.from_optimizer import load_plain_state
 from ..ops._host import HOST
-from ._divided import load_plain_state
+from ..transformer._resharding.gathered import of_all_stages, part, pipeline_group, whole
 from .wrappers import OptimizerWrapper, unwrapped
 
-# Tensors --------------------------------------------------------------------------------------------------------------
-
-
-def _tensor_group() -> Any:
-    """The processes among which layers are divided; None where they are not."""
-    from ..transformer import parallel_state
-
-    if parallel_state.is_unitialized() or parallel_state.get_tensor_model_parallel_world_size() == 1:
-        return None
-    return parallel_state.get_tensor_model_parallel_group()
-
-
-def _is_divided(param: Any) -> bool:
-    return bool(getattr(param, "tensor_model_parallel", False)) and _tensor_group() is not None
-
-
-def _whole(value: Tensor, param: Any, copies: bool) -> Tensor:
-    """A tensor that is laid out like a parameter, or is it, in the host's memory; all processes call it."""
-    value = value.detach()
-    if hasattr(value, "full_tensor"):
-        value = value.to(value.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
-    if _is_divided(param) and value.dim():
-        group, value = _tensor_group(), value.to(param.device)
-        stride = getattr(param, "partition_stride", 1)
-        gathered = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(gathered, value.contiguous(), group=group)
-        pieces = [each.chunk(stride, param.partition_dim) for each in gathered]
-        parts = [rank[turn] for turn in range(stride) for rank in pieces]
-        value = torch.cat(parts, param.partition_dim)
-    moved = value.to(HOST)
-    return moved.clone() if copies and moved is value else moved
-
-
-def _part(value: Tensor, like: Tensor, param: Any) -> Tensor:
-    """What this process has of a whole tensor, as `like` has it."""
-    if _is_divided(param) and value.dim():
-        group = _tensor_group()
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        chunks = value.chunk(size * getattr(param, "partition_stride", 1), param.partition_dim)
-        value = torch.cat(chunks[rank::size], param.partition_dim)
-    if hasattr(like, "placements"):
-        from torch.distributed.tensor import distribute_tensor
-
-        mesh = like.device_mesh
-        return distribute_tensor(value.to(mesh.device_type), mesh, like.placements).to(like.device)  # type: ignore[arg-type]
-    return value
-
-
 # Models ---------------------------------------------------------------------------------------------------------------
+
+
+def chunks_of(model: Any) -> list[nn.Module]:
+    """The modules that the user made: a model, or the chunks of a pipeline stage."""
+    return [unwrapped(chunk) for chunk in getattr(model, "chunks", [model])]
+
+
+def _masters_of(model: Any) -> Any:
+    """What keeps float32 values of the parameters of a boosted model, if they are in half precision."""
+    for each in (model, *getattr(model, "chunks", ())):
+        while isinstance(each, nn.Module):
+            if vars(each).get("masters") is not None:
+                return vars(each)["masters"]
+            each = getattr(each, "module", None)
+    return None
+
+
+def names_in(chunks: list[nn.Module]) -> list[dict[str, str]]:
+    """For each chunk, the name in the whole model of each entry of its state dict; all processes call it."""
+    if pipeline_group() is None and len(chunks) == 1:
+        return [{key: key for key in chunks[0].state_dict()}]
+    from ..transformer._resharding.whole import WholeModel
+
+    described = WholeModel(chunks, None)
+    described.join()
+    found: list[dict[str, str]] = [{} for _ in chunks]
+    for each in described.parts:
+        for number, key in each.keys:
+            found[number][key] = each.name
+    return found
+
+
+def _entries(model: Any) -> Iterator[tuple[nn.Module, str, str, Any, Any]]:
+    """Chunk, key, name in the whole model, value and parameter, which buffers have none of, of state dicts."""
+    chunks = chunks_of(model)
+    for chunk, names in zip(chunks, names_in(chunks), strict=True):
+        params = dict(chunk.named_parameters(remove_duplicate=False))
+        for key, value in chunk.state_dict().items():
+            yield chunk, key, names[key], value, params.get(key)
 
 
 def whole_model(model: Any, copies: bool = False) -> dict[str, Tensor]:
@@ -73,122 +64,122 @@ def whole_model(model: Any, copies: bool = False) -> dict[str, Tensor]:
 
     With `copies` no tensor is one of the model.
     """
-    module = unwrapped(model)
-    masters = getattr(model, "masters", None)
+    masters = _masters_of(model)
     exact = {} if masters is None else masters.read()
-    params = dict(module.named_parameters(remove_duplicate=False))
     found: dict[str, Any] = {}
     done: dict[int, Tensor] = {}
-    for name, value in module.state_dict().items():
-        if not isinstance(value, Tensor):
-            found[name] = value
-            continue
-        param = params.get(name)
+    for _, _, name, value, param in _entries(model):
         key = id(value) if param is None else id(param)
-        if key not in done:
-            done[key] = _whole(exact.get(param, value) if param is not None else value, param, copies)
-        found[name] = done[key]
-    return _of_all_stages(found)
-
-
-def _of_all_stages(found: dict[Any, Any]) -> dict[Any, Any]:
-    """What all pipeline stages have, in the order of the stages; in the first process of each pipeline."""
-    from ..transformer import parallel_state
-
-    if parallel_state.is_unitialized() or parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return found
-    group = parallel_state.get_pipeline_model_parallel_group()
-    stages: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(stages, found, group=group)
-    return {name: value for stage in stages for name, value in stage.items()}
+        if isinstance(value, Tensor) and key not in done:
+            done[key] = whole(exact.get(param, value), param, copies)
+        found[name] = done.get(key, value)
+    return {name: value for stage in of_all_stages(found) for name, value in stage.items()}
 
 
 @torch.no_grad()
 def load_tensors(model: Any, parts: Iterable[dict[str, Tensor]], strict: bool) -> None:
     """Loads whole tensors, part by part; raises, with `strict`, if some are missing or not the model's."""
-    module = unwrapped(model)
-    masters = getattr(model, "masters", None)
-    params = dict(module.named_parameters(remove_duplicate=False))
-    own = module.state_dict()
-    aliases: dict[int, list[str]] = {}
-    for name, param in params.items():
-        aliases.setdefault(id(param), []).append(name)
-    missing, unexpected, exact = set(own), [], {}
-    for part in parts:
-        local = {}
-        for name, value in part.items():
-            if name not in own:
-                unexpected.append(name)
-                continue
-            param = params.get(name)
-            if not isinstance(value, Tensor):
-                local[name] = value
-                continue
-            local[name] = _part(value, own[name], param)
-            if param is not None and masters is not None:
-                exact[param] = local[name]
-            # A tensor that has several names in the model may have been saved under one.
-            missing.difference_update(aliases.get(id(param), ()))
-        missing.difference_update(local)
-        module.load_state_dict(local, strict=False)
-    if masters is not None and exact:
-        masters.write(exact)
-    if strict and (missing or (unexpected and not _is_stage())):
+    masters = _masters_of(model)
+    own: dict[str, list[tuple[nn.Module, str, Any, Any]]] = {}
+    aliases: dict[int, set[str]] = {}
+    for chunk, key, name, value, param in _entries(model):
+        own.setdefault(name, []).append((chunk, key, value, param))
+        aliases.setdefault(id(param) if param is not None else id(value), set()).add(name)
+    missing, unexpected = set(own), set[str]()
+    exact: dict[Any, Tensor] = {}
+    for state in parts:
+        local: dict[nn.Module, dict[str, Any]] = {}
+        unexpected.update(name for name in state if name not in own)
+        for name in state:
+            for chunk, key, like, param in own.get(name, ()):
+                value = state[name]
+                if isinstance(value, Tensor):
+                    value = part(value, like, param)
+                    exact[param] = value
+                local.setdefault(chunk, {})[key] = value
+                # A tensor that has several names in the model may have been saved under one.
+                missing -= {name, *aliases.get(id(param), ())}
+        for chunk, filled in local.items():
+            chunk.load_state_dict(filled, strict=False)
+        if masters is not None:
+            masters.write({param: value for param, value in exact.items() if param is not None})
+            exact.clear()
+    if strict and (missing or (unexpected and pipeline_group() is None)):
         raise RuntimeError(
-            f"the checkpoint does not fit the {type(module).__name__}: missing {sorted(missing)[:5]}, unexpected "
+            f"the checkpoint does not fit the model: missing {sorted(missing)[:5]}, unexpected "
             f"{sorted(unexpected)[:5]}; strict=False loads what fits"
         )
-
-
-def _is_stage() -> bool:
-    from ..transformer import parallel_state
-
-    return not parallel_state.is_unitialized() and parallel_state.get_pipeline_model_parallel_world_size() > 1
 
 
 # Optimizers -----------------------------------------------------------------------------------------------------------
 
 
 def whole_optimizer(optimizer: OptimizerWrapper, copies: bool = False) -> dict[str, Any]:
-    """A state dict of whole tensors, with the loss scale; all processes call it."""
-    state_dict = optimizer.optim.state_dict()
-    params = optimizer.parameters
-    count = state_dict["state"].pop("step", None)  # of ZeRO, for all parameters at once
-    state: dict[Any, Any] = {}
-    for key, values in state_dict["state"].items():
-        param = params[key]
-        state[key] = {
-            name: _whole(value, param if value.shape == param.shape else None, copies)
-            if isinstance(value, Tensor)
-            else value
-            for name, value in values.items()
-            if value is not None and name != "param"  # weights are the model's
-        }
-        if count is not None:
-            state[key]["step"] = torch.tensor(float(count), dtype=torch.float32, device=HOST)
-    found = {**state_dict, "state": state, "scaler": optimizer.scaler_state()}
-    found.pop("format", None)
-    return found
+    """A state dict of whole tensors, in PyTorch's format, with the loss scale; all processes call it.
+
+    Groups have the names of their parameters as well (`param_names`), as far as they are known.
+    """
+    saved = optimizer.optim.state_dict()
+    params, names = optimizer.parameters, optimizer.names or [None] * len(optimizer.parameters)
+    count = saved["state"].pop("step", None)  # of ZeRO, for all parameters at once
+    groups: list[dict[str, Any]] = []
+    for group in saved["param_groups"]:
+        states = []
+        for key in group["params"]:
+            state = {} if count is None else {"step": torch.tensor(float(count), dtype=torch.float32, device=HOST)}
+            for name, value in saved["state"].get(key, {}).items():
+                if isinstance(value, Tensor):
+                    value = whole(value, params[key] if value.shape == params[key].shape else None, copies)
+                if value is not None and name != "param":  # weights are the model's
+                    state[name] = value
+            states.append((names[key], state))
+        groups.append({**group, "params": states})
+    joined: dict[str, Any] = {"state": {}, "param_groups": [], "scaler": optimizer.scaler_state()}
+    for same in zip(*of_all_stages(groups), strict=True):
+        members = [member for group in same for member in group["params"]]
+        first = len(joined["state"])
+        joined["state"].update({first + index: state for index, (_, state) in enumerate(members)})
+        options = {**same[0], "params": list(range(first, first + len(members)))}
+        if all(name is not None for name, _ in members):
+            options["param_names"] = [name for name, _ in members]
+        joined["param_groups"].append(options)
+    joined["state"] = {key: state for key, state in joined["state"].items() if state}
+    return joined
 
 
 @torch.no_grad()
 def load_optimizer_state(optimizer: OptimizerWrapper, saved: dict[str, Any]) -> None:
-    """Loads what `whole_optimizer` gave, or a state dict of an optimizer of PyTorch's; all processes call it."""
-    saved = dict(saved)
-    scaler = saved.pop("scaler", None)
+    """Loads what `whole_optimizer` gave, or a state dict of an optimizer of PyTorch's; all processes call it.
+
+    Parameters are found by their names where both have them, else by their places.
+    """
     sizes = [[len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])]
-    if sizes[0] != sizes[1]:
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    names_there = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
+    by_name = dict(zip(names_there, keys, strict=False))
+    names = optimizer.names or []
+    if len(by_name) == len(keys) and set(names) <= set(by_name) and names:
+        keys = [by_name[name] for name in names]
+    elif sizes[0] != sizes[1]:
         raise ValueError(f"the checkpoint has groups of {sizes[1]} parameters, the optimizer of {sizes[0]}")
     state: dict[Any, Any] = {}
-    for key, values in saved["state"].items():
-        param = optimizer.parameters[key]
-        state[key] = {
-            name: _part(value, param, param) if isinstance(value, Tensor) and value.dim() else value
-            for name, value in values.items()
-        }
+    for index, (param, key) in enumerate(zip(optimizer.parameters, keys, strict=True)):
+        values = saved["state"].get(key, {})
+        if values:
+            state[index] = {
+                name: part(value, param, param) if isinstance(value, Tensor) and value.dim() else value
+                for name, value in values.items()
+            }
+    groups, first = [], 0
+    for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        kept = {name: value for name, value in options.items() if name not in ("params", "param_names")}
+        last = first + len(group["params"])
+        extra = {"param_names": group["param_names"]} if "param_names" in group else {}
+        groups.append({**kept, **extra, "params": list(range(first, last))})
+        first = last
+    loaded = {"state": state, "param_groups": groups}
     if optimizer._is_zero:
-        load_plain_state(optimizer.optim, {**saved, "state": state})
+        load_plain_state(optimizer.optim, loaded)
     else:
-        optimizer.optim.load_state_dict({**saved, "state": state})
-    if scaler:
-        optimizer.load_scaler_state(scaler)
+        optimizer.optim.load_state_dict(loaded)
+    optimizer.load_scaler_state(saved.get("scaler") or {})

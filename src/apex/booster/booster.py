@@ -91,6 +91,8 @@ class Booster:
         if isinstance(optimizer, OptimizerWrapper):
             raise ValueError("the optimizer has been boosted already; give the one that it was made from")
         precision = self.mixed_precision
+        name_of = {id(param): name for name, param in model.named_parameters()}
+        params = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
         if not (self.plugin is not None and self.plugin.control_device()):
             _move(model, optimizer, self.device)
         if self.plugin is None:
@@ -107,6 +109,8 @@ class Booster:
                 model, boosted, criterion = precision.configure(model, boosted, criterion)
         if isinstance(boosted, OptimizerWrapper):
             boosted.watched.append(optimizer)
+            if boosted.names is None:
+                boosted.names = [name_of.get(id(param)) for param in params]
             if isinstance(model, ModelWrapper):
                 model._optimizer = weakref.ref(boosted)
         return model, boosted, criterion, dataloader, lr_scheduler

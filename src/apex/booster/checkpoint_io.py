@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import checkpoint as files
+from ..checkpoint import _huggingface
 from ..checkpoint._ranks import is_first, raise_everywhere
-from . import _layout
-from ._whole import load_optimizer_state, load_tensors, whole_model, whole_optimizer
-from .wrappers import OptimizerWrapper, unwrapped
+from ..checkpoint._sharded import standing
+from ._whole import chunks_of, load_optimizer_state, load_tensors, whole_model, whole_optimizer
+from .wrappers import OptimizerWrapper
 
 __all__ = ["CheckpointIO"]
 
@@ -42,20 +43,18 @@ class CheckpointIO:
 
         `checkpoint` is a file or, with `shard`, a folder in the layout of Hugging Face: files of at most
         `size_per_shard` MB, whose names begin with `prefix`, and an index. With `use_async` writing goes on beside the
-        training; `wait_for_saves` waits for it, and so does the next save or load. Without `gather_dtensor` a folder is
-        in the format of `torch.distributed.checkpoint`, to which each process writes its part.
+        training; `wait_for_saves` waits for it, and so does the next save or load.
+        `gather_dtensor` must be True.
         """
-        if not gather_dtensor:
-            self._save_divided({"model": unwrapped(model).state_dict()}, checkpoint, shard, use_async)
-            return
+        _check_gathered(gather_dtensor)
         state = whole_model(model, copies=use_async)
-        config = getattr(unwrapped(model), "config", None)
+        config = getattr(chunks_of(model)[0], "config", None)
 
         def write(path: Path) -> None:
             if shard:
-                _layout.write_model(path, state, prefix, size_per_shard, use_safetensors, config)
+                _huggingface.write_model(path, state, prefix, size_per_shard, use_safetensors, config)
             else:
-                _layout.write_file(path, state, use_safetensors)
+                _huggingface.write_file(path, state, use_safetensors)
 
         self._write(write, checkpoint, use_async)
 
@@ -72,13 +71,8 @@ class CheckpointIO:
         Files of a folder are read one after the other, or all at once with `low_cpu_mem_mode=False`, by `num_threads`.
         """
         self.wait_for_saves()
-        path = _layout.standing(Path(checkpoint))
-        if _layout.is_divided(path):
-            state = {"model": unwrapped(model).state_dict()}
-            files.load_sharded(state, path)
-            unwrapped(model).load_state_dict(state["model"], strict=strict)
-            return
-        load_tensors(model, _layout.read_model(path, low_cpu_mem_mode, num_threads), strict)
+        path = standing(Path(checkpoint))
+        load_tensors(model, _huggingface.read_model(path, low_cpu_mem_mode, num_threads), strict)
 
     # Optimizers -------------------------------------------------------------------------------------------------------
 
@@ -94,16 +88,14 @@ class CheckpointIO:
     ) -> None:
         """Saves an optimizer's state, with the loss scale, as `save_model` does a model."""
         assert isinstance(optimizer, OptimizerWrapper), "the optimizer must be the one that boost returned"
-        if not gather_dtensor:
-            self._save_divided({"optimizer": _divided_state(optimizer)}, checkpoint, shard, use_async)
-            return
+        _check_gathered(gather_dtensor)
         state = whole_optimizer(optimizer, copies=use_async)
 
         def write(path: Path) -> None:
             if shard:
-                _layout.write_optimizer(path, state, prefix, size_per_shard)
+                _huggingface.write_optimizer(path, state, prefix, size_per_shard)
             else:
-                _layout.write_file(path, state, False)
+                _huggingface.write_file(path, state, False)
 
         self._write(write, checkpoint, use_async)
 
@@ -113,13 +105,8 @@ class CheckpointIO:
         """Loads what `save_optimizer` wrote, with any plugin and number of processes."""
         assert isinstance(optimizer, OptimizerWrapper), "the optimizer must be the one that boost returned"
         self.wait_for_saves()
-        path = _layout.standing(Path(checkpoint))
-        if _layout.is_divided(path):
-            state = {"optimizer": _divided_state(optimizer)}
-            files.load_sharded(state, path)
-            _load_divided_state(optimizer, state["optimizer"])
-            return
-        load_optimizer_state(optimizer, _layout.read_optimizer(path, num_threads))
+        path = standing(Path(checkpoint))
+        load_optimizer_state(optimizer, _huggingface.read_optimizer(path, num_threads))
 
     # Schedulers -------------------------------------------------------------------------------------------------------
 
@@ -160,11 +147,13 @@ class CheckpointIO:
         for each in writing:
             each.result()
 
-    def _save_divided(self, state: dict[str, Any], checkpoint: str | Path, shard: bool, use_async: bool) -> None:
-        if not shard or use_async:
-            raise ValueError("gather_dtensor=False needs shard=True, and has no use_async")
-        self.wait_for_saves()
-        files.save_sharded(state, checkpoint)
+
+def _check_gathered(gather_dtensor: bool) -> None:
+    if not gather_dtensor:
+        raise NotImplementedError(
+            "gather_dtensor=False is not there: apex.checkpoint.save_sharded, or apex.transformer.checkpoint.save for "
+            "split models, has each process write its own part"
+        )
 
 
 def _finish(io: weakref.ref[CheckpointIO]) -> None:
@@ -172,29 +161,3 @@ def _finish(io: weakref.ref[CheckpointIO]) -> None:
     living = io()
     if living is not None:
         living.wait_for_saves()
-
-
-def _divided_state(optimizer: OptimizerWrapper) -> dict[str, Any]:
-    """An optimizer's state of which each process has its part."""
-    if optimizer._is_zero:
-        found = optimizer.optim.sharded_state_dict()
-    else:
-        from torch.distributed.checkpoint.state_dict import _init_optim_state
-
-        _init_optim_state(optimizer.optim)  # tensors for what is loaded
-        found = optimizer.optim.state_dict()
-        found = {
-            "state": {str(key): value for key, value in found["state"].items()},
-            "param_groups": tuple(found["param_groups"]),
-        }
-    return {**found, "scaler": optimizer.scaler_state()}
-
-
-def _load_divided_state(optimizer: OptimizerWrapper, state: dict[str, Any]) -> None:
-    scaler = state.pop("scaler")
-    if optimizer._is_zero:
-        optimizer.optim.load_sharded_state_dict(state)
-    else:
-        plain = {int(key): value for key, value in state["state"].items()}
-        optimizer.optim.load_state_dict({"state": plain, "param_groups": list(state["param_groups"])})
-    optimizer.load_scaler_state(scaler)

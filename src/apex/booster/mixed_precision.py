@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..transformer.amp import GradScaler
-from ._precision import CastModel, HysteresisScaler, MixedOptimizer, autocast_criterion, cast_weights
+from ..ops._host import on_host
+from ..transformer.amp import GradScaler, HysteresisScaler
+from ._precision import CastModel, MixedOptimizer, autocast_criterion, cast_weights
 from .wrappers import OptimizerWrapper
 
 __all__ = [
@@ -32,7 +34,7 @@ class MixedPrecision(ABC):
 
 
 class Precision(MixedPrecision):
-    """A precision of this package: it also says what a model whose parameters are sharded (FSDP2) needs of it."""
+    """A precision of this package. `model` may also be a list of the chunks of a pipeline stage."""
 
     # What matrix products are in.
     dtype: torch.dtype | None = None
@@ -41,9 +43,32 @@ class Precision(MixedPrecision):
         """A new loss scale, or None where it is not needed."""
         return None
 
+    def prepare(self, model: nn.Module) -> None:
+        """Changes layers, before anything else."""
+
     def configure_sharded(self, model: nn.Module, optimizer: Any, criterion: Any) -> tuple[Any, Any, Any]:
-        """As `configure`, for float32 parameters that FSDP2 casts when it gathers them."""
+        """As `configure`, after `prepare`, for float32 parameters that FSDP2 casts when it gathers them."""
         return model, None if optimizer is None else MixedOptimizer(optimizer, self.scaler()), criterion
+
+    def _under_autocast(self, model: Any, optimizer: Any, criterion: Any) -> tuple[Any, Any, Any]:
+        assert self.dtype is not None
+        boosted = each_of(model, lambda each: CastModel(each, autocast=self.dtype))
+        wrapped = None if optimizer is None else MixedOptimizer(optimizer, self.scaler())
+        return boosted, wrapped, autocast_criterion(criterion, self.dtype)
+
+    def _in_half(self, model: Any, optimizer: Any, criterion: Any, cast_inputs: bool = True) -> tuple[Any, Any, Any]:
+        """Half-precision weights, and an optimizer with float32 ones."""
+        assert self.dtype is not None
+        masters = cast_weights(model if isinstance(model, list) else [model], optimizer, self.dtype)
+        inputs = self.dtype if cast_inputs else None
+        boosted = each_of(model, lambda each: CastModel(each, inputs=inputs, outputs=torch.float32, masters=masters))
+        wrapped = None if optimizer is None else MixedOptimizer(optimizer, self.scaler(), masters)
+        return boosted, wrapped, criterion
+
+
+def each_of(model: Any, change: Callable[[nn.Module], Any]) -> Any:
+    """A model changed, or a list of them."""
+    return [change(each) for each in model] if isinstance(model, list) else change(model)
 
 
 class FP32Precision(Precision):
@@ -72,9 +97,7 @@ class FP16TorchMixedPrecision(Precision):
         return GradScaler(*self._scaling)
 
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
-        boosted = CastModel(model, autocast=self.dtype)
-        wrapped = None if optimizer is None else MixedOptimizer(optimizer, self.scaler())
-        return boosted, wrapped, autocast_criterion(criterion, self.dtype)
+        return self._under_autocast(model, optimizer, criterion)
 
 
 class BF16MixedPrecision(Precision):
@@ -91,28 +114,30 @@ class BF16MixedPrecision(Precision):
         self.opt_level = opt_level
 
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
-        if self.opt_level == "O5":
-            return (*_in_half(model, optimizer, self.dtype), criterion)
-        boosted = CastModel(model, autocast=self.dtype)
-        wrapped = None if optimizer is None else MixedOptimizer(optimizer)
-        return boosted, wrapped, autocast_criterion(criterion, self.dtype)
+        return (self._in_half if self.opt_level == "O5" else self._under_autocast)(model, optimizer, criterion)
 
 
 class FP8MixedPrecision(BF16MixedPrecision):
-    """`fp8`: linear layers in float8 where that pays, the rest as in `bf16`."""
+    """`fp8`: linear layers multiply in float8 where that is quicker, the rest is as in `bf16`.
 
-    def __init__(self) -> None:
+    Arguments are those of `apex.fp8.convert`; `converted` is what it says of each layer. On a CPU the products are
+    emulated: the same numbers without the speed.
+    """
+
+    def __init__(self, scaling: str = "tensorwise", emulate: bool = False, **options: Any) -> None:
         super().__init__()
+        self.options = {"scaling": scaling, "emulate": emulate, **options}
+        self.converted: list[Any] = []
+
+    def prepare(self, model: nn.Module) -> None:
+        from .. import fp8
+
+        emulate = self.options["emulate"] or all(map(on_host, model.parameters()))
+        self.converted += fp8.convert(model, **{**self.options, "emulate": emulate})
 
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
-        return super().configure(_float8(model), optimizer, criterion)
-
-    def configure_sharded(self, model: nn.Module, optimizer: Any, criterion: Any) -> tuple[Any, Any, Any]:
-        return super().configure_sharded(_float8(model), optimizer, criterion)
-
-
-def _float8(model: nn.Module) -> nn.Module:
-    return model
+        each_of(model, self.prepare)
+        return super().configure(model, optimizer, criterion)
 
 
 class FP16NaiveMixedPrecision(Precision):
@@ -156,20 +181,10 @@ class FP16NaiveMixedPrecision(Precision):
         return HysteresisScaler(*self._scaling, verbose=self._verbose)
 
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
-        boosted, wrapped = _in_half(model, optimizer, self.dtype, self.scaler(), cast_inputs=self._cast_inputs)
-        if wrapped is not None and self._log_zeros:
-            wrapped.log_zeros = True
+        boosted, wrapped, criterion = self._in_half(model, optimizer, criterion, self._cast_inputs)
+        if wrapped is not None:
+            wrapped.log_zeros = self._log_zeros
         return boosted, wrapped, criterion
-
-
-def _in_half(
-    model: nn.Module, optimizer: Any, dtype: torch.dtype, scaler: GradScaler | None = None, cast_inputs: bool = True
-) -> tuple[CastModel, MixedOptimizer | None]:
-    """A model with half-precision weights, and its optimizer with float32 ones."""
-    masters = cast_weights(model, optimizer, dtype)
-    boosted = CastModel(model, inputs=dtype if cast_inputs else None, outputs=torch.float32)
-    boosted.masters = masters
-    return boosted, None if optimizer is None else MixedOptimizer(optimizer, scaler, masters)
 
 
 class FP16ApexMixedPrecision(Precision):
@@ -190,20 +205,8 @@ class FP16ApexMixedPrecision(Precision):
         max_loss_scale: float = 2.0**24,
         **options: Any,
     ) -> None:
-        self.options = dict(
-            opt_level=opt_level,
-            cast_model_type=cast_model_type,
-            patch_torch_functions=patch_torch_functions,
-            keep_batchnorm_fp32=keep_batchnorm_fp32,
-            master_weights=master_weights,
-            loss_scale=loss_scale,
-            cast_model_outputs=cast_model_outputs,
-            num_losses=num_losses,
-            verbosity=verbosity,
-            min_loss_scale=min_loss_scale,
-            max_loss_scale=max_loss_scale,
-            **options,
-        )
+        given = {name: value for name, value in locals().items() if name not in ("self", "options", "__class__")}
+        self.options: dict[str, Any] = {**given, **options}
         from ..amp.frontend import opt_levels
 
         if opt_level not in opt_levels:
@@ -232,7 +235,7 @@ class FP16ApexMixedPrecision(Precision):
 class AmpOptimizer(OptimizerWrapper):
     """An optimizer of `apex.amp`; `loss_id` of `backward` says which of several losses is scaled."""
 
-    # Set where gradients are not exchanged yet: they stay scaled then, to be exchanged with those of later passes.
+    # Set where something is left to do to gradients after a backward pass: they stay scaled until it is done.
     delays_unscale = False
 
     def backward(
@@ -240,13 +243,26 @@ class AmpOptimizer(OptimizerWrapper):
     ) -> None:
         from .. import amp
 
-        with amp.scale_loss(loss, self.optim, loss_id=loss_id, delay_unscale=self.delays_unscale) as scaled:
+        with self._held(), amp.scale_loss(loss, self.optim, loss_id, None, self._delays) as scaled:
             scaled.backward(inputs=inputs, retain_graph=retain_graph, **kwargs)
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        from ..amp._amp_state import _amp_state
+    @property
+    def _delays(self) -> bool:
+        return self.delays_unscale or self.finalize is not None
 
-        return loss.float() * _amp_state.loss_scalers[0].scale_tensor().to(loss.device).reshape(())
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        from .. import amp
+
+        with amp.scale_loss(loss, self.optim, delay_unscale=True) as scaled:
+            return scaled
+
+    def _unscale(self) -> None:
+        from .. import amp
+
+        if self.optim._amp_stash.params_have_scaled_gradients:
+            nothing = torch.zeros((), dtype=torch.float32, device=self.parameters[0].device)
+            with amp.scale_loss(nothing, self.optim):
+                pass
 
     def scaler_state(self) -> dict[str, Any]:
         from .. import amp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -69,11 +69,17 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     optim: Any
     max_norm: float = 0.0
+    # The names of parameters in the model, in their order, where they are known.
+    names: list[str | None] | None = None
+    # What is to be done to the gradients of a split model before a step, and how their norm is measured.
+    finalize: Callable[[], None] | None = None
+    measure: Callable[[float], Tensor] | None = None
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:  # no state of its own: PyTorch's constructor is not run
         self.optim = optim
         # A scheduler that was made on an optimizer from before boosting asks it whether a step has been taken.
         self.watched: list[Any] = [optim]
+        self._is_unscaled = False
 
     param_groups = delegated("optim", "param_groups")
     state = delegated("optim", "state")
@@ -83,12 +89,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
         if name == "optim":
             raise AttributeError(name)
         return getattr(self.optim, name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
@@ -105,7 +105,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
         """A backward pass from the scaled loss; arguments are those of `Tensor.backward`."""
-        self.scale_loss(loss).backward(inputs=inputs, retain_graph=retain_graph, **kwargs)
+        with self._held():
+            self.scale_loss(loss).backward(inputs=inputs, retain_graph=retain_graph, **kwargs)
+
+    def _held(self) -> contextlib.AbstractContextManager[None]:
+        """Where something is left to do to gradients, ZeRO does not take them before that is done."""
+        return self.no_sync() if self.finalize is not None else contextlib.nullcontext()
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
         """A backward pass from the gradient of a tensor, which is scaled already."""
@@ -117,6 +122,14 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def unscale_grad(self) -> None:
         """Divides gradients by the loss scale, where there is one, unless that has been done since the last step."""
+        if not self._is_unscaled:
+            self._is_unscaled = True
+            if self.finalize is not None:
+                self.finalize()
+            self._unscale()
+
+    def _unscale(self) -> None:
+        pass
 
     @property
     def _is_zero(self) -> bool:
@@ -151,6 +164,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def _grad_norm(self, norm_type: float) -> Tensor:
         self.unscale_grad()
+        if self.measure is not None:
+            return self.measure(norm_type)
         if self._is_zero:
             return self.optim.grad_norm(norm_type=norm_type)
         gradients = [param.grad for param in self.parameters if param.grad is not None]
@@ -171,7 +186,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """A step of the optimizer inside, after clipping to `max_norm` where that was asked for."""
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm)
+        self.unscale_grad()
         result = self._step(*args, **kwargs)
+        self._is_unscaled = False
         for each in self.watched:
             each._opt_called = True
         return result
@@ -180,6 +197,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return self.optim.step(*args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self._is_unscaled = False
         self.optim.zero_grad(*args, **kwargs)
 
     @contextlib.contextmanager

@@ -32,7 +32,7 @@ class _WarmupLR(LRScheduler):
         self.warmup_steps = warmup_steps
         super().__init__(optimizer, last_epoch)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         """The rates of the present step, one for each parameter group."""
         if self.last_epoch < self.warmup_steps:
             return [base * (self.last_epoch + 1) / (self.warmup_steps + 1) for base in self.base_lrs]
@@ -41,7 +41,7 @@ class _WarmupLR(LRScheduler):
         part = min(1.0, (self.last_epoch - self.warmup_steps) / span) if span > 0 else 1.0
         return [self._after_warmup(base, part) for base in self.base_lrs]
 
-    def _after_warmup(self, base: float, part: float) -> float:
+    def _after_warmup(self, base: Any, part: float) -> Any:
         """The rate when `part`, 0 to 1, of the steps after the warm-up is over."""
         raise NotImplementedError
 
@@ -54,7 +54,7 @@ class LinearWarmupLR(_WarmupLR):
     ) -> None:
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
-    def _after_warmup(self, base: float, part: float) -> float:
+    def _after_warmup(self, base: Any, part: float) -> Any:
         return base * (1.0 - part)
 
 
@@ -67,7 +67,7 @@ class CosineAnnealingWarmupLR(_WarmupLR):
         self.eta_min = eta_min
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
-    def _after_warmup(self, base: float, part: float) -> float:
+    def _after_warmup(self, base: Any, part: float) -> Any:
         return self.eta_min + (base - self.eta_min) * (1 + math.cos(math.pi * part)) / 2
 
 
@@ -96,7 +96,7 @@ class PolynomialWarmupLR(_WarmupLR):
         self.end_lr, self.power = end_lr, power
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
-    def _after_warmup(self, base: float, part: float) -> float:
+    def _after_warmup(self, base: Any, part: float) -> Any:
         return self.end_lr + (base - self.end_lr) * (1.0 - part) ** self.power
 
 
@@ -123,5 +123,5 @@ class ConstantWarmupLR(_WarmupLR):
     ) -> None:
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
-    def _after_warmup(self, base: float, part: float) -> float:
+    def _after_warmup(self, base: Any, part: float) -> Any:
         return base

@@ -7,6 +7,7 @@ from .plugin_base import DPPluginBase, PipelinePluginBase, Plugin
 
 _PLUGINS = {
     "GeminiPlugin": "gemini_plugin",
+    "HybridParallelPlugin": "hybrid_parallel_plugin",
     "LowLevelZeroPlugin": "low_level_zero_plugin",
     "TorchDDPPlugin": "torch_ddp_plugin",
     "TorchFSDPPlugin": "torch_fsdp_plugin",

@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from ...contrib.optimizers._zero.from_optimizer import (
+    BYTES_OF_A_GRADIENT,
+    ExactWeights,
+    load_plain_state,
+    zero_optimizer,
+)
 from ...parallel._flat import broadcast_from_first
-from .._divided import BYTES_OF_A_GRADIENT, zero_optimizer
-from .._precision import HALF, ZeroMasters
+from .._precision import HALF
 from ..mixed_precision import FP8MixedPrecision
 from ..wrappers import ModelWrapper
-from .plugin_base import Boosted, DPPluginBase, configured, own_precision
+from .plugin_base import DPPluginBase, own_precision
 
 __all__ = ["LowLevelZeroModel", "LowLevelZeroPlugin"]
 
@@ -93,26 +97,20 @@ class LowLevelZeroPlugin(DPPluginBase):
     def support_lora(self) -> bool:
         return True
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        criterion: Any = None,
-        dataloader: Any = None,
-        lr_scheduler: Any = None,
-        precision: Any = None,
-    ) -> Boosted:
+    def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:
         broadcast_from_first([*model.parameters(), *model.buffers()])
-        divided = None
+        divided = saved = None
         if optimizer is not None:
-            divided = zero_optimizer(optimizer, **self.zero_options, **self._groups())
-        model, optimizer, criterion = configured(self.precision, model, divided, criterion)
+            divided, saved = zero_optimizer(optimizer, **self.zero_options, **self._groups())
+        model, optimizer, criterion = self.precision.configure(model, divided, criterion)
+        if divided is not None and saved is not None:
+            load_plain_state(divided, saved)
         boosted = LowLevelZeroModel(model)
         if divided is not None and any(param.dtype in HALF for param in divided.parameters()):
-            boosted.masters = ZeroMasters(divided)
+            boosted.masters = ExactWeights(divided)
         if optimizer is not None:
             optimizer.max_norm = self.max_norm
-        return boosted, optimizer, criterion, dataloader, lr_scheduler
+        return boosted, optimizer, criterion
 
     def _groups(self) -> dict[str, Any]:
         if self.extra_dp_size == 1:

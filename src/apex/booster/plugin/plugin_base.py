@@ -24,7 +24,7 @@ from ..mixed_precision import (
     mixed_precision_factory,
 )
 
-__all__ = ["Boosted", "DPPluginBase", "PipelinePluginBase", "Plugin", "configured", "own_precision"]
+__all__ = ["Boosted", "DPPluginBase", "PipelinePluginBase", "Plugin", "own_precision"]
 
 Boosted = tuple[Any, Any, Any, Any, Any]
 
@@ -99,10 +99,6 @@ class Plugin(ABC):
             raise ValueError("enable_lora needs lora_config, a peft.LoraConfig, or pretrained_dir")
         return peft.get_peft_model(model, lora_config)
 
-    def prepare_dataloader(self, dataset: Any, batch_size: int, **options: Any) -> DataLoader:
-        """A DataLoader that gives each process its part of a dataset."""
-        raise NotImplementedError(f"{type(self).__name__} makes no data loaders")
-
 
 class DPPluginBase(Plugin):
     """A plugin whose processes have the same model and different data."""
@@ -115,6 +111,20 @@ class DPPluginBase(Plugin):
             f"{type(self).__name__} needs torch.distributed, which is not initialised: call apex.launch_from_torch() "
             "in a script that `apex run` starts"
         )
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+        precision: Any = None,
+    ) -> Boosted:
+        return *self._boost(model, optimizer, criterion, precision), dataloader, lr_scheduler
+
+    def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:
+        raise NotImplementedError
 
     def data_place(self) -> tuple[int, int]:
         """Of how many parts of the data this process has which: the number of parts, and its own."""
@@ -134,7 +144,7 @@ class DPPluginBase(Plugin):
     ) -> DataLoader:
         """A DataLoader with a DistributedSampler; workers are seeded with `seed`. Other arguments are DataLoader's."""
         ranks, rank = self.data_place()
-        sampler = (distributed_sampler_cls or DistributedSampler)(
+        sampler: Any = (distributed_sampler_cls or DistributedSampler)(
             dataset, num_replicas=ranks, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
 
@@ -161,17 +171,9 @@ def _seed_worker(seed: int, worker: int) -> None:
 class PipelinePluginBase(DPPluginBase):
     """A plugin whose processes may have different stages of a model."""
 
-    def execute_pipeline(
-        self,
-        data_iter: Iterator[Any],
-        model: Any,
-        criterion: Any,
-        optimizer: Any = None,
-        return_loss: bool = True,
-        return_outputs: bool = False,
-    ) -> dict[str, Any]:
+    @abstractmethod
+    def execute_pipeline(self, data_iter: Iterator[Any], model: Any, criterion: Any, *options: Any) -> dict[str, Any]:
         """One step's passes over the microbatches of the next batch; see `Booster.execute_pipeline`."""
-        raise NotImplementedError
 
 
 def own_precision(plugin: str, precision: Any, scaling: dict[str, Any]) -> MixedPrecision:
@@ -191,8 +193,3 @@ def own_precision(plugin: str, precision: Any, scaling: dict[str, Any]) -> Mixed
             "MixedPrecision"
         )
     return mixed_precision_factory(precision)
-
-
-def configured(precision: MixedPrecision | None, model: Any, optimizer: Any, criterion: Any) -> tuple[Any, Any, Any]:
-    """`precision.configure`, or nothing but a wrapper around the optimizer."""
-    return (precision or FP32Precision()).configure(model, optimizer, criterion)

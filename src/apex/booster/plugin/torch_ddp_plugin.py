@@ -12,9 +12,9 @@ from torch import nn
 from ...parallel import DistributedDataParallel as ApexDistributedDataParallel
 from ...parallel import convert_syncbn_model
 from ...parallel._flat import broadcast_from_first
-from ..mixed_precision import AmpOptimizer
+from ..mixed_precision import AmpOptimizer, FP32Precision
 from ..wrappers import ModelWrapper
-from .plugin_base import Boosted, DPPluginBase, configured
+from .plugin_base import DPPluginBase
 
 __all__ = ["TorchDDPModel", "TorchDDPPlugin"]
 
@@ -65,21 +65,13 @@ class TorchDDPPlugin(DPPluginBase):
     def support_lora(self) -> bool:
         return True
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        criterion: Any = None,
-        dataloader: Any = None,
-        lr_scheduler: Any = None,
-        precision: Any = None,
-    ) -> Boosted:
+    def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:
         # Before anything is cast: master weights are made from these values.
         broadcast_from_first([*model.parameters(), *model.buffers()])
         if self.sync_batch_norm and dist.get_world_size() > 1:
             model = convert_syncbn_model(model)
-        model, optimizer, criterion = configured(precision, model, optimizer, criterion)
-        return replicated(model, self.ddp, self.ddp_kwargs), optimizer, criterion, dataloader, lr_scheduler
+        model, optimizer, criterion = (precision or FP32Precision()).configure(model, optimizer, criterion)
+        return TorchDDPModel(replicated(model, self.ddp, self.ddp_kwargs)), optimizer, criterion
 
     @contextlib.contextmanager
     def no_sync(self, model: Any = None, optimizer: Any = None) -> Iterator[None]:
@@ -89,20 +81,16 @@ class TorchDDPPlugin(DPPluginBase):
             yield
 
 
-def replicated(model: nn.Module, ddp: str, options: dict[str, Any], group: Any = None) -> TorchDDPModel:
+def replicated(model: nn.Module, ddp: str, options: dict[str, Any], group: Any = None) -> nn.Module:
     """A model in DistributedDataParallel; the model itself where none of its parameters is trained."""
     if not any(param.requires_grad for param in model.parameters()):
-        wrapped: nn.Module = model
-    elif ddp == "apex":
+        return model
+    if ddp == "apex":
         # In float32: sums of scaled float16 gradients would overflow long before their means do.
-        wrapped = ApexDistributedDataParallel(model, allreduce_always_fp32=True)
-    else:
-        device = next(model.parameters()).device
-        where = None if device.index is None else [device]
-        wrapped = nn.parallel.DistributedDataParallel(model, device_ids=where, process_group=group, **options)
-    boosted = TorchDDPModel(wrapped)
-    boosted.masters = getattr(model, "masters", None)
-    return boosted
+        return ApexDistributedDataParallel(model, allreduce_always_fp32=True)
+    device = next(model.parameters()).device
+    where = None if device.index is None else [device]
+    return nn.parallel.DistributedDataParallel(model, device_ids=where, process_group=group, **options)
 
 
 @contextlib.contextmanager

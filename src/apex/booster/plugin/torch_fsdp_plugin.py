@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...parallel._flat import broadcast_from_first
 from ..mixed_precision import FP32Precision, MixedPrecision, Precision, mixed_precision_factory
 from ..wrappers import ModelWrapper
-from .plugin_base import Boosted, DPPluginBase
+from .plugin_base import DPPluginBase
 
 __all__ = ["TorchFSDPModel", "TorchFSDPPlugin"]
 
@@ -71,18 +71,12 @@ class TorchFSDPPlugin(DPPluginBase):
     def support_no_sync(self) -> bool:
         return True
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        criterion: Any = None,
-        dataloader: Any = None,
-        lr_scheduler: Any = None,
-        precision: Any = None,
-    ) -> Boosted:
+    def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:
         if self.sync_module_states:
             broadcast_from_first([*model.parameters(), *model.buffers()])
         chosen = self.precision or precision or FP32Precision()
+        if isinstance(chosen, Precision):
+            chosen.prepare(model)
         before = dict(model.named_parameters())
         self._shard(model, chosen)
         if optimizer is not None:
@@ -93,7 +87,7 @@ class TorchFSDPPlugin(DPPluginBase):
         model, optimizer, criterion = as_precision.configure_sharded(model, optimizer, criterion)
         if optimizer is not None:
             optimizer.max_norm = self.max_norm
-        return TorchFSDPModel(model), optimizer, criterion, dataloader, lr_scheduler
+        return TorchFSDPModel(model), optimizer, criterion
 
     def _shard(self, model: nn.Module, precision: Any) -> None:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -20,31 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checkpoint as files
 from .._atomic import atomic_file, make_folder, replacing, unfinished_folder
-from ..checkpoint._files import METADATA
-from ..checkpoint._sharded import _publish, facts_of, put_back, standing
 from ..ops._host import HOST
-
-__all__ = [
-    "is_divided",
-    "read_model",
-    "read_optimizer",
-    "standing",
-    "write_file",
-    "write_model",
-    "write_optimizer",
-]
+from ._files import load
+from ._sharded import _publish, facts_of, put_back
 
 _MODEL, _SAFE_MODEL = "pytorch_model.bin", "model.safetensors"
 _OPTIMIZER, _GROUPS = "pytorch_optim.bin", "pytorch_optim_group.bin"
 _INDEX = ".index.json"
 _SAFE = ".safetensors"
-
-
-def is_divided(path: Path) -> bool:
-    """Whether a folder is in the format of `torch.distributed.checkpoint`."""
-    return (path / METADATA).exists()
 
 
 def _safetensors() -> Any:
@@ -219,7 +203,7 @@ def _read_all(names: Iterable[Path], threads: int) -> Iterator[Any]:
 def _read(path: Path) -> Any:
     if path.name.endswith(_SAFE) or _has_header(path):
         return _safetensors().load_file(path)
-    return files.load(path, map_location=HOST)
+    return load(path, map_location=HOST)
 
 
 def _has_header(path: Path) -> bool:

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contrib.optimizers import DistributedFusedAdam
-from ..ops.multi_tensor import Lists, rules
-from ..optimizers import FusedAdam, FusedSGD
+from ....ops.multi_tensor import Lists, rules
+from ....optimizers import FusedAdam, FusedSGD
+from ..distributed_fused_adam import DistributedFusedAdam
+from .saved import gather
+from .state import PARAM, start_from
 
 BYTES_OF_A_GRADIENT = 4
 
@@ -29,10 +31,11 @@ class DividedSGD(DistributedFusedAdam):
         lists.apply(rules.SGD, {**options, "first": first}, flags, noop=noop, grad_scale=scale)
 
 
-def zero_optimizer(optimizer: torch.optim.Optimizer, **options: Any) -> DistributedFusedAdam:
-    """An optimizer with the same algorithm, parameter groups and state as this one, divided among processes.
+def zero_optimizer(optimizer: torch.optim.Optimizer, **options: Any) -> tuple[DistributedFusedAdam, Any]:
+    """An optimizer with the same algorithm and parameter groups as this one, whose state is divided among processes.
 
-    The groups are the same dicts: schedulers that change those of one change those of the other.
+    The groups are the same dicts: schedulers that change those of one change those of the other. Beside it comes the
+    state that there was, if any, for `load_plain_state`, when nothing is cast any more.
     """
     groups = optimizer.param_groups
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, FusedAdam)):
@@ -50,17 +53,16 @@ def zero_optimizer(optimizer: torch.optim.Optimizer, **options: Any) -> Distribu
     if any(group.get("maximize") for group in groups):
         raise ValueError("maximize=True is not there for ZeRO: give the negative of the loss")
     saved = optimizer.state_dict() if optimizer.state else None
-    # The engine warns of buckets that are larger than what is in them.
-    size = sum(param.numel() for group in groups for param in group["params"]) * BYTES_OF_A_GRADIENT / 2**20
-    options["bucket_cap_mb"] = max(min(options.get("bucket_cap_mb", size), size), 2.0**-20)
+    # A little more than all parameters at most: the engine warns of buckets with much room.
+    elements = sum(param.numel() for group in groups for param in group["params"])
+    size = (1.1 * elements + 1024) * BYTES_OF_A_GRADIENT / 2**20
+    options["bucket_cap_mb"] = min(options.get("bucket_cap_mb", size), size)
     divided = kind([dict(group) for group in groups], **options)
     for group, theirs in zip(groups, divided.param_groups, strict=True):
         for name, value in theirs.items():
             group.setdefault(name, value)
     divided.param_groups = groups
-    if saved is not None:
-        load_plain_state(divided, saved)
-    return divided
+    return divided, saved
 
 
 def load_plain_state(divided: DistributedFusedAdam, saved: dict[str, Any]) -> None:
@@ -71,5 +73,27 @@ def load_plain_state(divided: DistributedFusedAdam, saved: dict[str, Any]) -> No
     for key, param in params.items():
         found = saved["state"].get(key, {})
         kept = {name: value for name, value in found.items() if value is not None}
+        if kept:  # SGD counts no steps, but a second step is not the first
+            kept.setdefault("step", 1)
         state[key] = {**{name: torch.zeros_like(param) for name in names}, **kept}
     divided.load_state_dict({**saved, "state": state})
+
+
+class ExactWeights:
+    """The values, in the precision of the state, that a ZeRO optimizer keeps of half-precision parameters."""
+
+    def __init__(self, optimizer: DistributedFusedAdam) -> None:
+        self._optimizer = optimizer
+
+    def read(self) -> dict[Tensor, Tensor]:
+        """Whole tensors by parameter, in the host's memory; all processes call it."""
+        self._optimizer._settle()
+        return {param: state[PARAM] for param, state in gather(self._optimizer._states, True).items()}
+
+    def write(self, values: dict[Tensor, Tensor]) -> None:
+        """Other values for some parameters, in all processes."""
+        self._optimizer._settle()
+        for state in self._optimizer._states:
+            start_from(state, [values.get(param, param.detach()) for param in state.arena.params])
+        self._optimizer._parameters.updated()
+        self._optimizer.param_sync()

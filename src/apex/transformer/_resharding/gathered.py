@@ -1,0 +1,71 @@
+"""Whole tensors of a split model in the host's memory, and the parts of them that a process has.
+
+Parameters may be sharded (DTensors of FSDP2), divided among tensor-parallel ranks (`tensor_model_parallel`,
+`partition_dim`, `partition_stride`), or in another pipeline stage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...ops._host import HOST
+from .. import parallel_state
+
+
+def _tensor_group(param: Any) -> Any:
+    """The processes among which a parameter is divided; None where it is not."""
+    if parallel_state.is_unitialized() or parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return None
+    return parallel_state.get_tensor_model_parallel_group() if getattr(param, "tensor_model_parallel", False) else None
+
+
+def pipeline_group() -> Any:
+    """The processes that have the stages of a model; None where there is one."""
+    if parallel_state.is_unitialized() or parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return None
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def of_all_stages(value: Any) -> list[Any]:
+    group = pipeline_group()
+    if group is None:
+        return [value]
+    stages: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(stages, value, group=group)
+    return stages
+
+
+def whole(value: Tensor, param: Any, copies: bool) -> Tensor:
+    """A tensor that is laid out like a parameter, or is it, in the host's memory; all processes call it."""
+    value = value.detach()
+    if hasattr(value, "full_tensor"):
+        value = value.to(value.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    group = _tensor_group(param)
+    if group is not None and value.dim():
+        value = value.to(param.device)
+        gathered = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, value.contiguous(), group=group)
+        # A part of stride s is s blocks; in the whole the first blocks of all ranks come before the second ones.
+        blocks = [each.chunk(param.partition_stride, param.partition_dim) for each in gathered]
+        value = torch.cat([block for turn in zip(*blocks, strict=True) for block in turn], param.partition_dim)
+    moved = value.to(HOST)
+    return moved.clone() if copies and moved is value else moved
+
+
+def part(value: Tensor, like: Any, param: Any) -> Tensor:
+    """What this process has of a whole tensor, as `like` has it."""
+    group = _tensor_group(param)
+    if group is not None and value.dim():
+        size = dist.get_world_size(group)
+        blocks = value.chunk(size * param.partition_stride, param.partition_dim)
+        value = torch.cat(blocks[dist.get_rank(group) :: size], param.partition_dim)
+    if not hasattr(like, "placements"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = like.device_mesh
+    return distribute_tensor(value.to(mesh.device_type), mesh, like.placements).to(like.device)

@@ -1,0 +1,73 @@
+"""A loss scale that forgives single overflows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...logging import get_dist_logger
+from .grad_scaler import GradScaler
+
+__all__ = ["HysteresisScaler"]
+
+
+class HysteresisScaler(GradScaler):
+    """A loss scale that is lowered after `hysteresis` overflows since it last grew, not after each.
+
+    It stays between `min_scale` and `max_scale`. The count of overflows is part of its state, as the count of steps
+    without one is.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**32,
+        verbose: bool = False,
+    ) -> None:
+        if hysteresis < 1:
+            raise ValueError(f"hysteresis={hysteresis} must be at least 1")
+        if not 0 < min_scale <= max_scale:
+            raise ValueError(f"min_scale={min_scale} must be positive and at most max_scale={max_scale}")
+        super().__init__(min(init_scale, max_scale), growth_factor, backoff_factor, growth_interval)
+        self.hysteresis, self.min_scale, self.max_scale = hysteresis, min_scale, max_scale
+        self.verbose = verbose
+        self._first_overflows = 0
+        self._overflows: Tensor | None = None
+
+    def update(self, new_scale: Any = None) -> None:
+        if new_scale is not None or self._scale is None:
+            super().update(new_scale)
+            return
+        scale = self._scale
+        flags = [
+            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
+        ]
+        found = torch.stack([flag.to(scale.device).reshape(()) for flag in flags]).amax() > 0
+        before = scale.clone()
+        super().update()
+        if self._overflows is None:
+            self._overflows = torch.full((), self._first_overflows, dtype=torch.int32, device=scale.device)
+        self._overflows += found
+        waits = found & (self._overflows < self.hysteresis)
+        scale.copy_(torch.where(waits, before, scale).clamp(self.min_scale, self.max_scale))
+        has_grown = ~found & (self._growth_tracker == 0).reshape(())  # type: ignore[union-attr]
+        self._overflows *= ~has_grown
+        if self.verbose and bool(found):  # waits for the device, as messages must
+            get_dist_logger().info(f"gradients overflowed; the step was skipped, the loss scale is {scale.item()}")
+
+    def state_dict(self) -> dict[str, Any]:
+        count = self._first_overflows if self._overflows is None else int(self._overflows)
+        return {**super().state_dict(), "overflows": count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict = dict(state_dict)
+        self._first_overflows = int(state_dict.pop("overflows", 0))
+        self._overflows = None
+        super().load_state_dict(state_dict)

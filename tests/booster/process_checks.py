@@ -1,0 +1,298 @@
+"""The Booster in several processes: each plugin, in each precision, trains as plain PyTorch does in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from apex import amp
+from apex.booster import Booster
+from apex.booster._whole import whole_model, whole_optimizer
+from apex.booster.mixed_precision import FP8MixedPrecision, FP16ApexMixedPrecision, mixed_precision_factory
+from apex.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from apex.nn.lr_scheduler import LinearWarmupLR
+from apex.transformer import parallel_state
+from tests.booster.problem import (
+    OPTIMIZERS,
+    ROWS,
+    STEPS,
+    adam,
+    assert_as_plain,
+    assert_equal,
+    batch,
+    net,
+    plain,
+    train,
+)
+from tests.booster.problem import booster as make
+from tests.parallel.processes import Check, assert_same_everywhere
+
+TOLERANCE = {"fp32": 1e-4, "fp16": 0.01, "fp16_apex": 0.01, "fp16_naive": 0.01, "bf16": 0.05, "fp8": 0.2}
+PRECISIONS = tuple(TOLERANCE)
+needs_fsdp = torch.__version__ >= "2.7"  # 2.6 has none for a CPU
+
+
+def precision_of(name: str) -> Any:
+    """As an object, for plugins whose own names mean something else."""
+    if name == "fp16_apex":
+        return FP16ApexMixedPrecision("O2", verbosity=0)
+    return FP8MixedPrecision(smallest_weight=0) if name == "fp8" else mixed_precision_factory(name)
+
+
+# Boosters by plugin, of a precision's name; "fp16" and "bf16" of ZeRO and Gemini have weights in these types.
+PLUGINS: dict[str, Callable[[str], Booster]] = {
+    "ddp": lambda name: make(mixed_precision=_or_none(name), plugin=TorchDDPPlugin()),
+    "apex ddp": lambda name: make(mixed_precision=_or_none(name), plugin=TorchDDPPlugin(ddp="apex")),
+    "zero 1": lambda name: make(plugin=LowLevelZeroPlugin(1, _or_fp32(name))),
+    "zero 2": lambda name: make(plugin=LowLevelZeroPlugin(2, name if name[-1] == "6" else _or_fp32(name), 2.0**12)),
+}
+if needs_fsdp:
+    PLUGINS |= {
+        "fsdp": lambda name: make(mixed_precision=_or_none(name), plugin=TorchFSDPPlugin()),
+        "gemini": lambda name: make(plugin=GeminiPlugin(precision=_or_fp32(name), offload_optim_frac=1.0)),
+    }
+
+
+def _or_none(name: str) -> Any:
+    return None if name == "fp32" else precision_of(name)
+
+
+def _or_fp32(name: str) -> Any:
+    return name if name == "fp32" else precision_of(name)
+
+
+@contextlib.contextmanager
+def ended() -> Iterator[None]:
+    """Leaves nothing behind that later checks would see."""
+    try:
+        yield
+    finally:
+        amp.shutdown()
+        parallel_state.destroy_model_parallel()
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    return whole_model(model, copies=True)
+
+
+def equality(plugin: str, precision: str, optimizer: str) -> Check:
+    """From an optimizer that has two parameter groups, and state of a step that was taken before boosting."""
+
+    def check(rank: int) -> None:
+        plain(optimizer)
+        with ended(), warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            model = net()
+            raw = OPTIMIZERS[optimizer](model)
+            train(make(), make().boost(model, raw, nn.CrossEntropyLoss()), range(1))
+            booster = PLUGINS[plugin](precision)
+            parts = booster.boost(model, raw, nn.CrossEntropyLoss())
+            train(booster, parts, range(1, STEPS), rank, dist.get_world_size())
+            found = weights_of(parts[0])
+            assert_same_everywhere(list(found.values()))
+            assert_as_plain(found, optimizer, TOLERANCE[precision])
+            assert [group["lr"] for group in parts[1].param_groups] == [group["lr"] for group in raw.param_groups]
+
+    return check
+
+
+def starts_from_the_first_process(rank: int) -> None:
+    for plugin in PLUGINS:
+        with ended():
+            booster = PLUGINS[plugin]("fp16_naive")
+            model = net(seed=rank)
+            boosted, optimizer, *_ = booster.boost(model, adam(model))
+            booster.backward(boosted(batch(0)[0]).square().mean(), optimizer)
+            optimizer.step()
+            found = weights_of(boosted)
+            assert_same_everywhere(list(found.values()))
+            assert all((found[name] - value).abs().max() < 0.01 for name, value in net(0).state_dict().items()), plugin
+
+
+def adds_up(plugin: str, precision: str) -> Check:
+    """Two backward passes, the first without an exchange, are one over both halves."""
+
+    def check(rank: int) -> None:
+        plain()
+        with ended():
+            booster = PLUGINS[plugin](precision)
+            model = net()
+            model, optimizer, criterion, _, _ = booster.boost(model, adam(model), nn.CrossEntropyLoss())
+            ranks = dist.get_world_size()
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                inputs, targets = (tensor[rank::ranks].chunk(2) for tensor in batch(step))
+                with booster.no_sync(model):
+                    booster.backward(criterion(model(inputs[0]), targets[0]) / 2, optimizer)
+                booster.backward(criterion(model(inputs[1]), targets[1]) / 2, optimizer)
+                optimizer.clip_grad_by_norm(1.0)
+                optimizer.step()
+            assert_as_plain(weights_of(model), "adam", TOLERANCE[precision])
+
+    return check
+
+
+def overflow(plugin: str, precision: str) -> Check:
+    """In one process skips the step in all, and lowers the scale in all."""
+
+    def check(rank: int) -> None:
+        with ended():
+            booster = PLUGINS[plugin](precision)
+            model = net()
+            model, optimizer, criterion, _, _ = booster.boost(model, adam(model), nn.CrossEntropyLoss())
+            before = weights_of(model)
+            for step in range(3):  # fp16_naive lowers its scale after the second of them
+                optimizer.zero_grad()
+                factor = torch.inf if rank == dist.get_world_size() - 1 and step < 2 else 1.0
+                booster.backward(criterion(model(batch(step)[0]), batch(step)[1]) * factor, optimizer)
+                optimizer.step()
+                changed = any(not torch.equal(value, before[name]) for name, value in weights_of(model).items())
+                assert changed == (step == 2), step
+            state = optimizer.scaler_state()
+            scale = state["amp"]["loss_scaler0"]["loss_scale"] if "amp" in state else state["scale"]
+            assert_same_everywhere([torch.tensor(scale)])
+            assert scale < 2.0**16
+
+    return check
+
+
+def resumes(plugin: str, precision: str, shard: bool, use_async: bool) -> Check:
+    """To the bit, with new objects, from files; the scheduler and the loss scale too."""
+
+    def check(rank: int) -> None:
+        with ended():
+            ranks, folder = dist.get_world_size(), Path(f"{plugin} {precision}")
+            booster, parts = _with_scheduler(plugin, precision, seed=0)
+            _train(booster, parts, range(3), rank, ranks)
+            options = {"shard": shard, "use_async": use_async}
+            booster.save_model(parts[0], folder / "model", use_safetensors=shard, size_per_shard=0, **options)
+            booster.save_optimizer(parts[1], folder / "optimizer", size_per_shard=0, **options)
+            booster.save_lr_scheduler(parts[4], folder / "scheduler")
+            _train(booster, parts, range(3, 5), rank, ranks)
+            expected = weights_of(parts[0]), whole_optimizer(parts[1], copies=True)
+            amp.shutdown()
+            booster, parts = _with_scheduler(plugin, precision, seed=1)
+            dist.barrier()  # the first process has waited for its files when it saved the scheduler
+            booster.load_model(parts[0], folder / "model")
+            booster.load_optimizer(parts[1], folder / "optimizer")
+            booster.load_lr_scheduler(parts[4], folder / "scheduler")
+            _train(booster, parts, range(3, 5), rank, ranks)
+            assert_equal((weights_of(parts[0]), whole_optimizer(parts[1])), expected)
+
+    return check
+
+
+def _with_scheduler(plugin: str, precision: str, seed: int) -> tuple[Booster, tuple[Any, ...]]:
+    booster, model = PLUGINS[plugin](precision), net(seed)
+    optimizer = adam(model)
+    return booster, booster.boost(model, optimizer, nn.CrossEntropyLoss(), None, LinearWarmupLR(optimizer, 8, 2))
+
+
+def _train(booster: Booster, parts: tuple[Any, ...], steps: range, rank: int, ranks: int) -> None:
+    for step in steps:
+        train(booster, parts, range(step, step + 1), rank, ranks)
+        parts[4].step()
+
+
+def goes_on_elsewhere(rank: int) -> None:
+    """What each plugin saved in two processes: the same bits in any number of processes and in other plugins."""
+    for plugin in PLUGINS:
+        for other in (plugin, "ddp"):
+            folder = Path("..", "two", f"{plugin} fp32")
+            if not folder.exists():  # this is where they are saved
+                return
+            booster, parts = _with_scheduler(other, "fp32", seed=1)
+            booster.load_model(parts[0], folder / "model")
+            booster.load_optimizer(parts[1], folder / "optimizer")
+            expected_model, expected_optimizer = weights_of(parts[0]), whole_optimizer(parts[1])
+            from safetensors.torch import load_file
+
+            saved = {}
+            for path in (folder / "model").glob("*.safetensors"):
+                saved |= load_file(path)
+            assert_equal(expected_model, {name: saved[name] for name in expected_model})
+            assert {float(state["step"]) for state in expected_optimizer["state"].values()} == {3.0}
+            train(booster, parts, range(3, STEPS), rank, dist.get_world_size())
+
+
+def is_refused(rank: int) -> None:
+    model, booster = net(), make(plugin=LowLevelZeroPlugin())
+    optimizer = torch.optim.RMSprop(model.parameters())
+    with pytest.raises(ValueError, match="RMSprop, whose state cannot be divided; use Adam, AdamW or SGD"):
+        booster.boost(model, optimizer)
+    with pytest.raises(ValueError, match="stage=3 is not known"):
+        LowLevelZeroPlugin(stage=3)
+    with pytest.raises(ValueError, match="norm_type=1"):
+        LowLevelZeroPlugin(norm_type=1.0)
+    with pytest.raises(ValueError, match="precision='fp4' is not known to LowLevelZeroPlugin"):
+        LowLevelZeroPlugin(precision="fp4")
+    with pytest.raises(NotImplementedError, match="cpu_offload and fp8_communication"):
+        LowLevelZeroPlugin(cpu_offload=True)
+    with pytest.raises(NotImplementedError, match="fp8_communication"):
+        TorchDDPPlugin(fp8_communication=True)
+    with pytest.raises(ValueError, match="ddp='other'"):
+        TorchDDPPlugin(ddp="other")
+    with pytest.raises(ValueError, match="placement_policy='elsewhere'"):
+        GeminiPlugin(placement_policy="elsewhere")
+    with pytest.raises(TypeError, match="no_such"):
+        GeminiPlugin(no_such=1)
+    with pytest.raises(AssertionError, match="LowLevelZeroPlugin has no no_sync"):
+        make(plugin=LowLevelZeroPlugin(stage=2)).no_sync(net())
+    if rank == 0:
+        plugin = LowLevelZeroPlugin()
+        with pytest.warns(UserWarning, match="LowLevelZeroPlugin has a precision of its own"):
+            make(mixed_precision="bf16", plugin=plugin)
+
+
+def clips_by_itself(rank: int) -> None:
+    with ended():
+        booster = make(plugin=LowLevelZeroPlugin(precision="fp32", max_norm=1e-3))
+        model = net()
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        before = weights_of(model)
+        booster.backward(model(batch(0)[0]).square().sum(), optimizer)
+        optimizer.step()
+        moved = sum(float((value - before[name]).square().sum()) for name, value in weights_of(model).items()) ** 0.5
+        assert moved == pytest.approx(1e-3, rel=1e-3)
+
+
+def reads_data_in_parts(rank: int) -> None:
+    ranks, plugin = dist.get_world_size(), TorchDDPPlugin()
+    loader = plugin.prepare_dataloader(list(range(8 * ranks)), 4, shuffle=True, seed=3, num_workers=0)
+    mine = torch.cat(list(loader))
+    found = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(found, mine)
+    assert torch.cat(found).sort().values.tolist() == list(range(8 * ranks))
+    assert torch.cat(found).tolist() != list(range(8 * ranks))
+    loader.sampler.set_epoch(1)
+    assert torch.cat(list(loader)).tolist() != mine.tolist()
+
+
+assert ROWS % 64 == 0  # a multiple of 16 for each of four processes, for float8
+CHECKS: dict[str, Check] = {
+    f"equal {plugin} {precision}": equality(plugin, precision, ("adam", "sgd")[index % 2])
+    for index, (plugin, precision) in enumerate((one, other) for one in PLUGINS for other in PRECISIONS)
+}
+CHECKS["starts from the first process"] = starts_from_the_first_process
+for plugin in ("ddp", "apex ddp", "zero 1", *(["fsdp"] if needs_fsdp else [])):
+    for precision in ("fp32", "fp16", "fp16_apex", "fp16_naive"):
+        CHECKS[f"accumulates {plugin} {precision}"] = adds_up(plugin, precision)
+for plugin in PLUGINS:
+    for precision in ("fp16", "fp16_apex", "fp16_naive"):
+        CHECKS[f"overflow {plugin} {precision}"] = overflow(plugin, precision)
+    for precision in ("fp32", "fp16", "fp16_apex", "fp16_naive"):
+        CHECKS[f"resumes {plugin} {precision}"] = resumes(plugin, precision, precision == "fp32", precision == "fp16")
+CHECKS |= {
+    "goes on elsewhere": goes_on_elsewhere,
+    "is refused": is_refused,
+    "clips by itself": clips_by_itself,
+    "reads data in parts": reads_data_in_parts,
+}

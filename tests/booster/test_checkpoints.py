@@ -1,0 +1,207 @@
+"""Files of checkpoints: whole or not at all, in the layout of Hugging Face, beside others, asynchronous, damaged."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from apex.booster import Booster
+from apex.booster._whole import whole_model, whole_optimizer
+from apex.checkpoint import DamagedCheckpoint, _huggingface
+
+from .problem import adam, assert_equal, net, train
+from .problem import booster as make
+
+pytest.importorskip("safetensors")
+
+
+def trained(seed: int = 0, precision: Any = None) -> tuple[Booster, tuple[Any, ...]]:
+    booster, model = make(precision), net(seed)
+    parts = booster.boost(model, adam(model), nn.CrossEntropyLoss())
+    train(booster, parts, range(2))
+    return booster, parts
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("use_safetensors", [False, True])
+@pytest.mark.parametrize("use_async", [False, True])
+def test_every_format_gives_back_the_bits(shard: bool, use_safetensors: bool, use_async: bool, tmp_path: Path) -> None:
+    booster, parts = trained()
+    path = tmp_path / "new" / "model"
+    options = {"shard": shard, "use_async": use_async, "size_per_shard": 0}
+    booster.save_model(parts[0], path, use_safetensors=use_safetensors, **options)
+    booster.save_optimizer(parts[1], tmp_path / "optimizer", **options)
+    expected = whole_model(parts[0], copies=True), whole_optimizer(parts[1], copies=True)
+    train(booster, parts, range(2, 3))  # what is being written does not change
+    booster.wait_for_saves()
+    other, loaded = trained(seed=1)
+    other.load_model(loaded[0], path, low_cpu_mem_mode=not shard, num_threads=1 + use_async)
+    other.load_optimizer(loaded[1], tmp_path / "optimizer", num_threads=2)
+    assert_equal((whole_model(loaded[0]), whole_optimizer(loaded[1])), expected)
+    if shard:
+        kind = "model.safetensors" if use_safetensors else "pytorch_model.bin"
+        index = json.loads((path / f"{kind}.index.json").read_text())
+        count = len(expected[0])
+        stem, ending = kind.rsplit(".", 1)
+        names = [f"{stem}-{number:05d}-of-{count:05d}.{ending}" for number in range(1, count + 1)]
+        assert list(index["weight_map"].items()) == list(zip(expected[0], names, strict=True))
+        assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected[0].values())
+        assert (tmp_path / "optimizer" / "pytorch_optim_group.bin").exists()
+
+
+def test_sizes_and_prefixes(tmp_path: Path) -> None:
+    booster, parts = trained()
+    booster.save_model(parts[0], tmp_path, shard=True, prefix="large")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "large.pytorch_model-00001-of-00001.bin",
+        "large.pytorch_model.bin.index.json",
+        "manifest.json",
+    }
+    other = trained(seed=1)[1]
+    booster.load_model(other[0], tmp_path)
+    assert_equal(whole_model(other[0]), whole_model(parts[0]))
+    assert list(_huggingface._parts({"a": torch.zeros(2**18), "b": torch.zeros(1), "c": torch.zeros(1)}, 1))[1:] == [
+        {"b": torch.zeros(1), "c": torch.zeros(1)}
+    ]
+
+
+def test_other_files_of_a_folder_stay(tmp_path: Path) -> None:
+    """A model, its optimizer and a tokenizer in one folder; the model's old files go."""
+    booster, parts = trained()
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "words").write_text("the of and")
+    (tmp_path / "notes.bin").write_text("mine")
+    booster.save_optimizer(parts[1], tmp_path, shard=True)
+    booster.save_model(parts[0], tmp_path, shard=True, size_per_shard=0)
+    booster.save_model(parts[0], tmp_path, shard=True, use_safetensors=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "manifest.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "notes.bin",
+        "pytorch_optim-00001.bin",
+        "pytorch_optim.bin.index.json",
+        "pytorch_optim_group.bin",
+        "tokenizer",
+    ]
+    assert (tmp_path / "tokenizer" / "words").read_text() == "the of and"
+    booster.load_model(parts[0], tmp_path)
+    booster.load_optimizer(parts[1], tmp_path)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_failure_leaves_what_was_there(shard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    booster, parts = trained()
+    path = tmp_path / "model"
+    booster.save_model(parts[0], path, shard=shard, size_per_shard=0)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    saves = iter([torch.save])
+
+    def failing(*arguments: Any) -> None:
+        next(saves, lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))(*arguments)
+
+    if not shard:
+        next(saves)
+    monkeypatch.setattr(torch, "save", failing)
+    train(booster, parts, range(2, 3))
+    with pytest.raises(OSError, match="No space left"):
+        booster.save_model(parts[0], path, shard=shard, size_per_shard=0)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_an_asynchronous_failure_is_raised_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    booster, parts = trained()
+    (tmp_path / "file").write_text("in the way")
+    booster.save_model(parts[0], tmp_path / "file" / "model", use_async=True)
+    with pytest.raises(OSError, match="file"):
+        booster.wait_for_saves()
+    booster.wait_for_saves()
+    threads: list[str] = []
+    write = _huggingface.write_file
+    monkeypatch.setattr(
+        _huggingface, "write_file", lambda *args: (threads.append(threading.current_thread().name), write(*args))
+    )
+    booster.save_model(parts[0], tmp_path / "model", use_async=True)
+    booster.load_model(parts[0], tmp_path / "model")  # waits
+    assert len(threads) == 1
+    assert "apex-booster-save" in threads[0]
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    booster, parts = trained()
+    booster.save_model(parts[0], tmp_path / "model")
+    booster.save_optimizer(parts[1], tmp_path / "optimizer")
+    other = nn.Sequential(nn.Linear(16, 32))
+    with pytest.raises(RuntimeError, match=r"missing \['0.bias', '0.weight'\], unexpected \['blocks.0.bias'"):
+        booster.load_model(other, tmp_path / "model")
+    booster.load_model(other, tmp_path / "model", strict=False)
+    _, optimizer, *_ = booster.boost(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"the checkpoint has groups of \[4, 6\] parameters, the optimizer of \[2\]"):
+        booster.load_optimizer(optimizer, tmp_path / "optimizer")
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        booster.load_model(other, tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="neither an index of a model nor"):
+        booster.load_model(other, tmp_path / "empty")
+    with pytest.raises(NotImplementedError, match=r"apex\.checkpoint\.save_sharded"):
+        booster.save_model(other, tmp_path / "x", gather_dtensor=False)
+    (tmp_path / "model").write_bytes((tmp_path / "model").read_bytes()[:-100])
+    with pytest.raises(DamagedCheckpoint):
+        booster.load_model(parts[0], tmp_path / "model")
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    """safetensors has one name for a tensor; the model has two."""
+
+    def tied(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        return model
+
+    booster, model = make(), tied(0)
+    for number, options in enumerate(({"use_safetensors": True}, {}, {"use_safetensors": True, "shard": True})):
+        booster.save_model(model, tmp_path / str(number), **options)
+        other = tied(1)
+        booster.load_model(other, tmp_path / str(number))
+        assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+        assert other[0].weight is other[1].weight
+
+
+def test_without_safetensors_a_message_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(RuntimeError, match="pip install safetensors"):
+        make().save_model(net(), tmp_path / "model", use_safetensors=True)
+
+
+@pytest.mark.parametrize("precision", ["fp16_naive", "fp16"])
+def test_models_are_saved_in_float32_and_masters_follow_what_is_loaded(precision: str, tmp_path: Path) -> None:
+    """Also where the optimizer's state is not loaded: its masters would write the old weights back."""
+    booster, parts = trained(0, precision)
+    booster.save_model(parts[0], tmp_path / "model")
+    saved = torch.load(tmp_path / "model")
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    other, loaded = trained(1, precision)
+    other.load_model(loaded[0], tmp_path / "model")
+    assert_equal(dict(whole_model(loaded[0])), dict(saved))
+    loaded[1].zero_grad()
+    loaded[1].param_groups[0]["lr"] = loaded[1].param_groups[1]["lr"] = 0.0
+    train(other, loaded, range(1))
+    assert_equal(dict(whole_model(loaded[0])), dict(saved))
+
+
+def test_the_loss_scale_is_saved_with_the_optimizer(tmp_path: Path) -> None:
+    booster, parts = trained(0, "fp16")
+    parts[1].scaler.update(4096.0)
+    booster.save_optimizer(parts[1], tmp_path / "optimizer")
+    other, loaded = trained(1, "fp16")
+    other.load_optimizer(loaded[1], tmp_path / "optimizer")
+    assert loaded[1].scaler.get_scale() == 4096.0

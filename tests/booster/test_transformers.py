@@ -1,0 +1,39 @@
+"""A model of the package transformers, made on the spot: boosts, trains, is saved, and read by `from_pretrained`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from .problem import booster as make
+
+transformers = pytest.importorskip("transformers", reason="transformers is not a part of the test extra: it is large")
+
+
+@pytest.mark.parametrize("use_safetensors", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp16_naive"])
+def test_from_pretrained_reads_what_was_saved(precision: str, use_safetensors: bool, tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)  # the embedding and the head share a weight
+    booster = make(precision)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    words = torch.randint(0, 64, (4, 16))
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = boosted(input_ids=words, labels=words).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    assert boosted.config is config
+    booster.save_model(boosted, tmp_path, shard=True, size_per_shard=0, use_safetensors=use_safetensors)
+    read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    masters = getattr(boosted, "masters", None)
+    exact = {} if masters is None else masters.read()
+    for (name, param), value in zip(model.named_parameters(), read.parameters(), strict=True):
+        torch.testing.assert_close(value.detach().float(), exact.get(param, param).detach().float(), msg=name)
+    booster.load_model(boosted, tmp_path)
