@@ -17,6 +17,7 @@ from apex.booster._whole import whole_model, whole_optimizer
 from apex.booster.plugin import HybridParallelPlugin
 from apex.transformer import parallel_state
 from apex.transformer import tensor_parallel as tp
+from tests.booster import problem
 from tests.booster.problem import CLASSES, FEATURES, HIDDEN, assert_equal, batch
 from tests.booster.problem import booster as make
 from tests.booster.process_checks import TOLERANCE, ended, precision_of
@@ -48,9 +49,8 @@ class Block(nn.Module):
 
 def model_of(split: bool, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(FEATURES, HIDDEN), *[Block(split) for _ in range(BLOCKS)], nn.Linear(HIDDEN, CLASSES)
-    )
+    layers = [nn.Linear(FEATURES, HIDDEN), *[Block(split) for _ in range(BLOCKS)], nn.Linear(HIDDEN, CLASSES)]
+    return nn.Sequential(*layers).to(problem.DEVICE)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -74,7 +74,7 @@ def plain(steps: int, split: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]
         parallel_state.initialize_model_parallel(1, 1)
         start.load_state_dict({key: value for key, value in model_of(True).state_dict().items() if value is not None})
         parallel_state.destroy_model_parallel()
-    before = {name: value.clone() for name, value in start.state_dict().items()}
+    before = {name: value.detach().cpu().clone() for name, value in start.state_dict().items()}
     optimizer, losses = adam(start), []
     for step in range(steps):
         optimizer.zero_grad()
@@ -84,7 +84,7 @@ def plain(steps: int, split: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]
         torch.nn.utils.clip_grad_norm_(start.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-    return before, dict(start.state_dict()), losses
+    return before, {name: value.cpu() for name, value in start.state_dict().items()}, losses
 
 
 def boosted(precision: str, seed: int = 0, **options: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -122,7 +122,7 @@ def equality(precision: str, **options: Any) -> Check:
         before, after, losses = plain(STEPS, options.get("tp_size", 1) > 1)
         with ended():
             booster, parts = boosted(precision, **options)
-            assert_equal({name: value.clone() for name, value in whole_model(parts[0]).items()}, before)
+            assert_equal(whole_model(parts[0], copies=True), before)
             found = train(booster, parts, range(STEPS))
             if booster.plugin.data_place()[0] == 1 and options.get("pp_style") != "zbv":
                 assert len(found) == (STEPS if is_last() else 0)

@@ -55,7 +55,7 @@ def zero_optimizer(optimizer: torch.optim.Optimizer, **options: Any) -> tuple[Di
     saved = optimizer.state_dict() if optimizer.state else None
     # A little more than all parameters at most: the engine warns of buckets with much room.
     elements = sum(param.numel() for group in groups for param in group["params"])
-    size = (1.1 * elements + 1024) * BYTES_OF_A_GRADIENT / 2**20
+    size = (1.2 * elements + 64) * BYTES_OF_A_GRADIENT / 2**20
     options["bucket_cap_mb"] = min(options.get("bucket_cap_mb", size), size)
     divided = kind([dict(group) for group in groups], **options)
     for group, theirs in zip(groups, divided.param_groups, strict=True):
