@@ -86,9 +86,10 @@ def train(
     total = microbatches()
     count = total // replicas
     utils._reconfigure_microbatch_calculator(1, None, total, 1, replicas)
-    parameters = {name: p for chunk in model for name, p in chunk.named_parameters()}
     # Chunks of a process that are first and last stage have the embedding both.
-    every = [parameter for chunk in model for parameter in chunk.parameters()]
+    named = [pair for chunk in model for pair in chunk.named_parameters()]
+    every = [parameter for _, parameter in named]
+    parameters = dict(named)
     # Not Adam: it divides small gradients by their size, and with it what rounding has done to them.
     optimizer = FusedSGD(every, lr=0.01, momentum=0.9, weight_decay=0.01)
     numbers = torch.Generator().manual_seed(6)
@@ -99,6 +100,7 @@ def train(
         mine = words[replica * count : (replica + 1) * count]
         losses.append(schedule(step_function, [mine], model, forward_only=False))
         finalize_model_grads(model, data_parallel=data_parallel)
+        assert all(torch.equal(p.grad, parameters[name].grad) for name, p in named)
         gradients.append({name: p.grad.detach().clone() for name, p in parameters.items()})
         optimizer.step()
     return Trained(losses, gradients, parameters)

@@ -19,6 +19,7 @@ from apex.transformer._groups.device import parameter_device
 from apex.transformer.enums import ModelType
 from apex.transformer.pipeline_parallel import build_model, utils
 from apex.transformer.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
 )
@@ -28,7 +29,7 @@ from apex.transformer.testing.standalone_bert import BertModel, bert_model_provi
 from apex.transformer.testing.standalone_gpt import GPTModel, gpt_model_provider
 from apex.transformer.testing.standalone_transformer_lm import ParallelTransformerLayer, stage_layers
 
-from .gpt import LENGTH, WORDS, Layout, config_of, groups, part_of
+from .gpt import LENGTH, WORDS, Layout, config_of, groups, part_of, reference, train
 from .grid_checks import SOME, checks
 
 
@@ -113,6 +114,18 @@ def gradients_in_main_grad(rank: int) -> None:
             found.append(gradients_of(model, data_parallel=False))
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def two_copies_of_the_embedding_are_one(rank: int) -> None:
+    """What layouts are compared with has two copies of the shared weight, as pipelines do; here is one with one."""
+    copies = reference(4, params_dtype=torch.float64)
+    with groups(Layout()):
+        model = gpt(config=config_of(4, params_dtype=torch.float64))
+        one = train([model], forward_backward_no_pipelining, data_parallel=False)
+    for step, (found, expected) in enumerate(zip(copies.gradients, one.gradients, strict=True)):
+        for name, gradient in expected.items():
+            difference = (found[name] - gradient).abs().max() / gradient.abs().max()
+            assert difference < 1e-12, f"{name}, step {step}: off by {difference:.2g}"
 
 
 def bert_equals_one_process(rank: int) -> None:
@@ -294,6 +307,7 @@ CHECKS = {
         every_option_of_one_stage,
         masks_and_dropout,
         gradients_in_main_grad,
+        two_copies_of_the_embedding_are_one,
         bert_equals_one_process,
         gpt_of_the_command_line,
         bert_of_the_command_line,
