@@ -371,6 +371,15 @@ def test_scattered_groups_are_cut_up_in_large_tensors() -> None:
     assert config.groups_apart(8 * 320 * 64 * 64, 20, last=True)
 
 
+def test_no_program_loads_many_values_one_by_one() -> None:
+    """Where channels are last, an odd number of them in a group leaves no two that may be loaded at once."""
+    for positions, channels in itertools.product((49, 196, 784, 2304, 3136), (1, 3, 5, 7, 17, 109)):
+        held = next_power_of_2(positions) * next_power_of_2(channels)
+        assert config.held_forward(positions, channels, last=True) == (held <= 16384)
+        assert config.held_forward(positions, channels, last=False)
+        assert config.held_forward(positions, channels + 1, last=True)
+
+
 def test_one_program_takes_few_images() -> None:
     small = config.small_config(16, 9, "backward")
     assert small is not None

@@ -17,6 +17,11 @@ WHOLE_GROUP, WHOLE_IMAGES = 32768, 8
 # elements of a tensor up to which it may in any case: groups of one channel of 47x32x96x96 took 179 forward, cut up
 # they take as long as groups of many.
 GROUP_BYTES, SCATTERED = 16, 1 << 22
+# Elements of a group, its sizes rounded up to powers of two, that one program holds in the forward pass where channels
+# are last and their number in a group is odd: then every value is loaded by itself. float32 47x112x48x48, with 32768
+# elements a group of 7 channels, took 264; 48x48x56x56, of 6, takes 52, 4x416x28x28, 16384 elements of 13, 11. Cut up,
+# bfloat16 2x808x48x48, of 101 channels, takes 24.
+ODD_GROUP = 16384
 # Elements of a group, its channels rounded up, up to which one program walks through all of it in tiles, and the fewest
 # such programs: a walk takes 0.6 ns per element however many there are, while cutting up 1 to 3 million elements takes
 # 17 forward and 23 backward, with two launches more. 2x320x64x64, 65536 elements in 64 programs, where the host is the
@@ -39,6 +44,12 @@ PARAMETER_BLOCK = (16, 64)
 def groups_apart(elements: int, group_bytes: int, last: bool) -> bool:
     """Whether each group may have a program of its own: not where it would use little of the memory that it fetches."""
     return not last or group_bytes >= GROUP_BYTES or elements * (GROUP_BYTES // group_bytes) <= SCATTERED
+
+
+def held_forward(positions: int, group_channels: int, last: bool) -> bool:
+    """Whether one program may take a group in the forward pass, as far as the width of its loads goes."""
+    elements = next_power_of_2(positions) * next_power_of_2(group_channels)
+    return not last or group_channels % 2 == 0 or elements <= ODD_GROUP
 
 
 class SmallConfig(NamedTuple):

@@ -147,6 +147,7 @@ def _forward_launches(
     parameters = {"D": group_channels, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "SILU": silu, "LAST": last}
     flags = {**parameters, "ALIGN": math.gcd(group_channels if last else positions, 16)}
     apart = config.groups_apart(images * positions * channels, group_channels * itemsize, last)
+    apart = apart and config.held_forward(positions, group_channels, last)
     small = config.small_config(positions, group_channels, "forward") if apart else None
     if small is not None:
         launch = kernels.group_norm_forward_small.prepare(
