@@ -23,3 +23,7 @@ def record() -> None:
         bias = None if bias_dtype is None else torch.empty(columns, dtype=bias_dtype, device="meta")
         output = op.launch_forward(input, bias, activation)
         op.launch_backward(output, input, bias, activation, (True, True))
+    for dtype, activation in ((torch.bfloat16, "silu"), (torch.float16, "gelu"), (torch.float32, "gelu_tanh")):
+        gate = torch.empty(4096, 8192, dtype=dtype, device="meta")
+        output = op.launch_pair_forward(gate, gate, activation)
+        op.launch_pair_backward(output, gate, gate, activation, (True, True))

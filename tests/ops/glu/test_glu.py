@@ -320,3 +320,30 @@ def test_bad_arguments_are_named() -> None:
         glu.bias_glu(input, torch.randn(24, device="meta"))
     with pytest.raises(TypeError, match=r"bias must be floating-point, got torch\.int32"):
         glu.bias_glu(input, torch.ones(24, dtype=torch.int32))
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize(
+    ("shape", "dtype", "activation"),
+    [((3, 700), _F32, "silu"), ((2, 3, 8), _BF16, "gelu"), ((5, 30), _HALF, "gelu_tanh"), ((64,), _F32, "relu")],
+)
+def test_a_pair_of_tensors_matches_the_reference(shape, dtype, activation: str, route: Route) -> None:
+    gate, value, dy = (torch.randn(shape).to(route.device, dtype) for _ in range(3))
+    wide = [t.double().cpu().requires_grad_() for t in (gate, value)]
+    wanted = formula(torch.cat(wide, -1), None, activation)
+    gradients = torch.autograd.grad(wanted, wide, dy.double().cpu())
+    gate.requires_grad_(), value.requires_grad_()
+    with _library.implementation(route.implementation):
+        output = glu.glu_pair(gate, value, activation)
+        found = torch.autograd.grad(output, (gate, value), dy)
+    assert output.dtype == dtype
+    for actual, expect in zip((output, *found), (wanted, *gradients), strict=True):
+        assert_close(actual, expect)
+
+
+def test_a_pair_that_is_not_alike_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be alike"):
+        glu.glu_pair(torch.zeros(2, 4), torch.zeros(2, 5))
+    with pytest.raises(ValueError, match="activation='tanh'"):
+        glu.glu_pair(torch.zeros(2), torch.zeros(2), "tanh")

@@ -1,6 +1,6 @@
 """Gated linear units: SwiGLU, GeGLU and ReGLU, with or without a bias."""
 
-from .op import FAMILY, GLU, bias_glu, check
+from .op import FAMILY, GLU, GLU_PAIR, bias_glu, check, glu_pair
 from .reference import ACTIVATIONS
 
-__all__ = ["ACTIVATIONS", "FAMILY", "GLU", "bias_glu", "check"]
+__all__ = ["ACTIVATIONS", "FAMILY", "GLU", "GLU_PAIR", "bias_glu", "check", "glu_pair"]

@@ -128,6 +128,29 @@ def glu_backward(
 
 @kernel
 @triton.jit
+def glu_pair_forward(gate, value, output, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """Of gate and value in tensors of their own, `count` elements each."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    activated, _ = _activation(tl.load(gate + place, mask=mask).to(tl.float32), ACTIVATION)
+    result = activated * tl.load(value + place, mask=mask).to(tl.float32)
+    tl.store(output + place, result.to(output.dtype.element_ty), mask=mask)
+
+
+@kernel
+@triton.jit
+def glu_pair_backward(dy, gate, value, dgate, dvalue, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    gradient = tl.load(dy + place, mask=mask).to(tl.float32)
+    activated, slope = _activation(tl.load(gate + place, mask=mask).to(tl.float32), ACTIVATION)
+    along_gate = gradient * tl.load(value + place, mask=mask).to(tl.float32) * slope
+    tl.store(dgate + place, along_gate.to(dgate.dtype.element_ty), mask=mask)
+    tl.store(dvalue + place, (gradient * activated).to(dvalue.dtype.element_ty), mask=mask)
+
+
+@kernel
+@triton.jit
 def glu_sum_partials(partials, dbias, count, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Adds `count` partial gradients per column."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_tensors
+from .._checks import check_floats, check_tensors
 from .._device import DeviceFacts, facts, launch_rule
 from .._op import Op
 from . import config, reference
@@ -35,6 +35,22 @@ def bias_glu(input: Tensor, bias: Tensor | None = None, activation: str = "silu"
         # Inductor sums the gradient of a bias in passes of its own: bf16 16384x22016 in 1014 us, the kernel in 461.
         return GLU.differentiable(input, bias, activation)
     return GLU(input, bias, activation)
+
+
+def glu_pair(gate: Tensor, value: Tensor, activation: str = "silu") -> Tensor:
+    """activation(gate) * value, where two linear layers give gate and value; shapes and dtypes are the same.
+
+    Computed in float32 (float64 for float64 tensors) and rounded once.
+    """
+    check_floats(gate=gate, value=value)
+    if activation not in reference.ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is not known; use one of {', '.join(reference.ACTIVATIONS)}")
+    if (gate.shape, gate.dtype, gate.device) != (value.shape, value.dtype, value.device):
+        raise ValueError(
+            f"gate is {list(gate.shape)} {gate.dtype} on {gate.device}, value {list(value.shape)} {value.dtype} on "
+            f"{value.device}; they must be alike"
+        )
+    return GLU_PAIR(gate, value, activation)
 
 
 def check(input: Tensor, bias: Tensor | None, activation: str) -> None:
@@ -133,6 +149,28 @@ def _backward_launches(
     return launch, sums, groups
 
 
+def launch_pair_forward(gate: Tensor, value: Tensor, activation: str) -> Tensor:
+    output = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    _pair_launch(gate.numel(), activation, False)((gate, value, output))
+    return output
+
+
+def launch_pair_backward(
+    dy: Tensor, gate: Tensor, value: Tensor, activation: str, wanted: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    dgate, dvalue = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (gate, value))
+    _pair_launch(gate.numel(), activation, True)((dy, gate, value, dgate, dvalue))
+    return dgate, dvalue
+
+
+@launch_rule
+def _pair_launch(count: int, activation: str, is_backward: bool) -> Any:
+    kernel = kernels.glu_pair_backward if is_backward else kernels.glu_pair_forward
+    return kernel.prepare(
+        (-(-count // config.PAIR_BLOCK),), (count,), ACTIVATION=activation, BLOCK=config.PAIR_BLOCK, num_warps=4
+    )
+
+
 FAMILY = _library.register_family(
     _library.OpFamily(
         "glu", "gated linear units with bias: SwiGLU, GeGLU and ReGLU, forward and backward", decomposes=True
@@ -148,4 +186,15 @@ GLU = Op(
     fake=lambda input, bias, activation: input.new_empty((*input.shape[:-1], input.shape[-1] // 2)),
     saves=("input", "bias"),
     checks=[{"input": (12, 200), "bias": (200,), "activation": name} for name in reference.ACTIVATIONS],
+)
+
+GLU_PAIR = Op(
+    FAMILY,
+    "glu_pair(Tensor gate, Tensor value, str activation) -> Tensor",
+    reference=reference.pair,
+    forward=launch_pair_forward,
+    backward=launch_pair_backward,
+    fake=lambda gate, value, activation: gate.new_empty(gate.shape),
+    saves=("gate", "value"),
+    checks=[{"gate": (12, 100), "value": (12, 100), "activation": name} for name in reference.ACTIVATIONS],
 )

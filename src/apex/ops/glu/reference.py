@@ -26,3 +26,9 @@ def forward(input: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     wide = input.to(torch.float64 if double else torch.float32)
     gate, value = (wide if bias is None else wide + bias).chunk(2, -1)
     return (activated(gate, activation) * value).to(input.dtype)
+
+
+def pair(gate: Tensor, value: Tensor, activation: str) -> Tensor:
+    """The same of gate and value in tensors of their own, which have one dtype."""
+    wide = torch.float64 if gate.dtype == torch.float64 else torch.float32
+    return (activated(gate.to(wide), activation) * value.to(wide)).to(gate.dtype)
