@@ -1,0 +1,185 @@
+"""`apex.fuse` replaces in place what has a fused counterpart in a model or an optimizer; `apex.unfuse` undoes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import language, norms, optimizers, vision
+from .rule import RULES, Rule, compare, first_weight, is_fused, replace, restore, unchanged_buffers
+
+__all__ = ["Looked", "Report", "fuse", "unfuse"]
+
+RULES += [*norms.RULES, *language.RULES, *vision.RULES]
+
+
+class Looked(NamedTuple):
+    """A module, or an optimizer, that `fuse` looked at; `reason` says why it stays as it was, and is empty if not."""
+
+    name: str
+    kind: str
+    rule: str
+    reason: str
+
+
+class Report(list[Looked]):
+    """What `fuse` did with each module that it knows; as text, a table in which alike modules share a line."""
+
+    def __str__(self) -> str:
+        counts: dict[tuple[str, ...], int] = {}
+        for row in self:
+            line = (
+                re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", row.name),
+                row.kind,
+                row.reason or row.rule,
+                row.reason and "no",
+            )
+            counts[line] = counts.get(line, 0) + 1
+        rows = [("module", "class", "", "fused")]
+        rows += [
+            (name, f"{kind} x {n}" if n > 1 else kind, no or "yes", why) for (name, kind, why, no), n in counts.items()
+        ]
+        names, kinds = (max(len(row[i]) for row in rows) for i in (0, 1))
+        if not counts:
+            return "nothing here has a fused counterpart"
+        return "\n".join(f"{a:{names}}  {b:{kinds}}  {c:3}  {d}".rstrip() for a, b, c, d in rows)
+
+
+def fuse(
+    target: nn.Module | torch.optim.Optimizer,
+    *,
+    check: Any = None,
+    choose: Callable[[str, nn.Module], bool] | None = None,
+    verbose: bool = True,
+) -> Report:
+    """Has the modules of a model, or an optimizer of torch.optim, compute with fused kernels; in place.
+
+    Parameters, module names and state dicts stay; a module's new class is a subclass of the old one. `choose(name,
+    module)` may leave modules out. Returns what was done with each module that has a fused counterpart, and prints it
+    as a table unless `verbose` is false.
+
+    `check` is an input of the model: a tensor, a tuple of positional arguments or a dict of keyword arguments. The
+    model is then called with it, and every replaced module computes its output and gradients both ways, from the input
+    that it gets there. A replacement beyond the tolerance of the dtype is undone and named.
+    """
+    if isinstance(target, torch.optim.Optimizer):
+        if check is not None or choose is not None:
+            raise ValueError("check and choose are for models, not optimizers")
+        report = Report([_fuse_optimizer(target)])
+    elif isinstance(target, nn.Module):
+        report = Report()
+        for name, module in list(target.named_modules()):
+            row = _fuse_module(name, module, choose)
+            if row is not None:
+                report.append(row)
+        if check is not None:
+            report = _checked(target, check, report)
+    else:
+        raise TypeError(f"target must be a torch.nn.Module or a torch.optim.Optimizer, got {type(target).__name__}")
+    if verbose:
+        print(report)
+    return report
+
+
+def unfuse(target: nn.Module | torch.optim.Optimizer) -> None:
+    """Undoes `fuse`: modules and optimizers get back the classes that they had. Others are left alone."""
+    if isinstance(target, torch.optim.Optimizer):
+        if hasattr(target, "_fused_from"):
+            optimizers.restore(target)
+    elif isinstance(target, nn.Module):
+        for module in target.modules():
+            if is_fused(module):
+                restore(module)
+    else:
+        raise TypeError(f"target must be a torch.nn.Module or a torch.optim.Optimizer, got {type(target).__name__}")
+
+
+def _fuse_optimizer(optimizer: torch.optim.Optimizer) -> Looked:
+    kind, reason = type(optimizer).__name__, optimizers.reason(optimizer)
+    if not reason:
+        optimizers.replace(optimizer)
+    return Looked("", kind, type(optimizer).__name__, reason)
+
+
+def _fuse_module(name: str, module: Any, choose: Callable[[str, nn.Module], bool] | None) -> Looked | None:
+    """None where no rule is about the module, or where it is fused already."""
+    rules = [] if is_fused(module) else [rule for rule in RULES if rule.matches(module)]
+    if not rules:
+        return None
+    kind, reasons = type(module).__name__, []
+    for rule in rules:
+        reason = "left out by choose" if choose is not None and not choose(name, module) else _obstacle(module, rule)
+        if not reason:
+            replace(module, rule)
+            reason = _probe(module, rule)
+            if not reason:
+                return Looked(name, kind, rule.name, "")
+            restore(module)
+        reasons.append(reason)
+    return Looked(name, kind, rules[0].name, reasons[0])
+
+
+def _obstacle(module: Any, rule: Rule) -> str:
+    if "forward" in vars(module):
+        return "its forward was replaced in this instance; fuse before what did that (amp.initialize, say)"
+    weight = first_weight(module)
+    if weight is not None and not weight.is_floating_point():
+        return f"its weights are {weight.dtype}"
+    return rule.reason(module)
+
+
+def _probe(module: Any, rule: Rule) -> str:
+    weight = first_weight(module)
+    if rule.probe is not None and weight is not None and weight.is_meta:
+        example = rule.probe(module)
+        return "" if example is None else "its weights are on no device yet, so that it cannot be tried"
+    example = rule.probe(module)
+    if example is None:
+        return ""
+    try:
+        error, where = compare(module, (example,), {})
+    except Exception as problem:  # of a foreign module
+        return f"it cannot be tried: {type(problem).__name__}: {problem}"
+    return "" if error <= 1 else f"its forward computes something else ({where} differs)"
+
+
+def _checked(model: nn.Module, check: Any, report: Report) -> Report:
+    """The report after every replacement was held against the original in a call of the model."""
+    modules = dict(model.named_modules())
+    failed: dict[str, str] = {}
+    waiting = {row.name for row in report if not row.reason}
+    handles = []
+    for name in list(waiting):
+
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+            if name in waiting and not torch.is_grad_enabled():  # else a module around this one is being compared
+                waiting.remove(name)
+                error, where = compare(module, args, kwargs)
+                if not error <= 1:
+                    failed[name] = f"undone: {where} is off by {error:.3g} times the tolerance"
+
+        handles.append(modules[name].register_forward_pre_hook(hook, with_kwargs=True))
+    try:
+        args, kwargs = _call_arguments(check)
+        with torch.no_grad(), unchanged_buffers(model), torch.random.fork_rng():
+            model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name in failed:
+        restore(modules[name])
+    return Report(row._replace(reason=failed.get(row.name, row.reason)) for row in report)
+
+
+def _call_arguments(check: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(check, Mapping):
+        return (), dict(check)
+    if isinstance(check, (tuple, list)):
+        return tuple(check), {}
+    if isinstance(check, Tensor):
+        return (check,), {}
+    raise TypeError(f"check must be a tensor, a tuple or a dict of arguments of the model, got {type(check).__name__}")

@@ -1,0 +1,90 @@
+"""Rules for norms: torch.nn's, and RMS norms that libraries write out in Python."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import norm
+from ..ops._library import autocast_dtype
+from ..ops.group_norm import group_norm
+from .rule import Rule, always, random_input
+
+
+def inherits_forward(*classes: Any) -> Callable[[Any], bool]:
+    """Modules of these classes, and of subclasses that compute the same."""
+    return lambda module: any(isinstance(module, c) and module.__class__.forward is c.forward for c in classes)
+
+
+def norm_dtype(input: Tensor) -> torch.dtype:
+    """What PyTorch's norms return: under autocast float32, but on CPUs the input's dtype."""
+    is_low = input.dtype in (torch.float16, torch.bfloat16)
+    if is_low and input.device.type != "cpu" and autocast_dtype(input) is not None:
+        return torch.float32
+    return input.dtype
+
+
+def layer_norm_forward(self: Any, input: Tensor) -> Tensor:
+    return norm.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, out_dtype=norm_dtype(input))
+
+
+def rms_norm_forward(self: Any, input: Tensor) -> Tensor:
+    eps = torch.finfo(input.dtype).eps if self.eps is None else self.eps
+    return norm.rms_norm(input, self.normalized_shape, self.weight, eps, out_dtype=norm_dtype(input))
+
+
+def group_norm_forward(self: Any, input: Tensor, activation: str = "") -> Tensor:
+    return group_norm(input.to(norm_dtype(input)), self.num_groups, self.weight, self.bias, self.eps, activation)
+
+
+def written_rms_norm(offset: float) -> Callable[[type], Callable[..., Any]]:
+    """Of norms that multiply by `offset` + weight, in float32 where there is an offset."""
+
+    def plain(self: Any, hidden_states: Tensor) -> Tensor:
+        weight = self.weight
+        dtype = torch.promote_types(weight.dtype, hidden_states.dtype)
+        return norm.rms_norm(hidden_states, weight.shape, weight, self.fused_settings, out_dtype=dtype)
+
+    def shifted(self: Any, hidden_states: Tensor) -> Tensor:
+        weight = offset + (self.weight if self.weight.dtype == torch.float64 else self.weight.float())
+        return norm.rms_norm(hidden_states, weight.shape, weight, self.fused_settings)
+
+    return lambda original: shifted if offset else plain
+
+
+def _written_eps(module: Any) -> float | None:
+    found = [getattr(module, name) for name in ("variance_epsilon", "eps", "epsilon") if hasattr(module, name)]
+    return float(found[0]) if len(found) == 1 and isinstance(found[0], (int, float)) else None
+
+
+def _is_written_rms_norm(module: Any) -> bool:
+    name = type(module).__name__
+    return (name.endswith("RMSNorm") or name == "T5LayerNorm") and not isinstance(module, nn.RMSNorm)
+
+
+def _written_reason(module: Any) -> str:
+    if [name for name, _ in module.named_parameters()] != ["weight"] or module.weight.dim() != 1:
+        return "it has other parameters than one vector named weight"
+    if _written_eps(module) is None:
+        return "its epsilon is not found"
+    parameters = [p for p in inspect.signature(type(module).forward).parameters.values() if p.default is p.empty]
+    if len(parameters) != 2 or len(inspect.signature(type(module).forward).parameters) != 2:
+        return "its forward takes more than one tensor"
+    return ""
+
+
+def _probe(module: Any) -> Tensor:
+    return random_input(module, 2, module.weight.shape[0])
+
+
+RULES = [
+    Rule("layer norm", inherits_forward(nn.LayerNorm), always, lambda original: layer_norm_forward),
+    Rule("RMS norm", inherits_forward(nn.RMSNorm), always, lambda original: rms_norm_forward),
+    Rule("group norm", inherits_forward(nn.GroupNorm), always, lambda original: group_norm_forward),
+    Rule("RMS norm of weight", _is_written_rms_norm, _written_reason, written_rms_norm(0.0), _probe, _written_eps),
+    Rule("RMS norm of 1 + weight", _is_written_rms_norm, _written_reason, written_rms_norm(1.0), _probe, _written_eps),
+]

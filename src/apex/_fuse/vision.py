@@ -1,0 +1,124 @@
+"""Rules for convolutional networks: batch norm with what follows it, group norm with SiLU."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..ops.batch_norm import average_factor, batch_norm
+from .norms import group_norm_forward, inherits_forward
+from .rule import Rule, has_hooks, names_used, random_input
+
+is_batch_norm = inherits_forward(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+is_relu = inherits_forward(nn.ReLU)
+
+
+def batch_norm_relu(norm: Any, input: Tensor, z: Tensor | None = None) -> Tensor:
+    """relu(norm(input) + z), with everything that calling the module would do to its running statistics."""
+    norm._check_input_dim(input)
+    factor = average_factor(norm.momentum, norm.num_batches_tracked) if norm.training else 0.0
+    if norm.training and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    uses_batch = norm.training or norm.running_mean is None
+    tracks = not norm.training or norm.track_running_stats
+    mean, variance = (norm.running_mean, norm.running_var) if tracks else (None, None)
+    return batch_norm(input, mean, variance, norm.weight, norm.bias, uses_batch, factor, norm.eps, z=z, relu=True)
+
+
+def _sequential_pair(first: Any, second: Any) -> str:
+    """What two neighbours are together: "relu" of a batch norm, "silu" of a group norm, "" if nothing of these."""
+    if has_hooks(first) or has_hooks(second):
+        return ""
+    if is_relu(second) and is_batch_norm(first):
+        return "relu"
+    is_group = (
+        isinstance(first, nn.GroupNorm) and getattr(first, "fused_from", type(first)).forward is nn.GroupNorm.forward
+    )
+    return "silu" if is_group and inherits_forward(nn.SiLU)(second) else ""
+
+
+def sequential_forward(self: Any, input: Any) -> Any:
+    modules, i = list(self._modules.values()), 0
+    while i < len(modules):
+        first, second = modules[i], modules[i + 1] if i + 1 < len(modules) else None
+        pair = "" if second is None else _sequential_pair(first, second)
+        if pair == "relu":
+            input = batch_norm_relu(first, input)
+        elif pair == "silu":
+            input = group_norm_forward(first, input, "silu")
+        else:
+            input = first(input)
+        i += 2 if pair else 1
+    return input
+
+
+def _has_pair(module: Any) -> bool:
+    children = list(module._modules.values()) if inherits_forward(nn.Sequential)(module) else []
+    return any(_sequential_pair(*pair) for pair in pairwise(children))
+
+
+# Attributes that the forward of a residual block uses: torchvision's, then timm's.
+_LAYERS = {"conv1", "bn1", "conv2", "bn2", "downsample"}
+_MORE_LAYERS = _LAYERS | {"conv3", "bn3"}
+_TIMM = {"act1", "act2", "drop_block", "aa", "se", "drop_path"}
+_BLOCKS = (_LAYERS | {"relu"}, _MORE_LAYERS | {"relu"}, _LAYERS | _TIMM, _MORE_LAYERS | _TIMM | {"act3"})
+_MAY_BE_ABSENT = ("drop_block", "aa", "se", "drop_path")
+
+
+def _layers(module: Any) -> list[tuple[Any, Any, Any]]:
+    """Convolution, norm and activation of every layer of a residual block."""
+    numbers = [n for n in (1, 2, 3) if hasattr(module, f"conv{n}")]
+    return [
+        (
+            getattr(module, f"conv{n}"),
+            getattr(module, f"bn{n}"),
+            getattr(module, f"act{n}", getattr(module, "relu", None)),
+        )
+        for n in numbers
+    ]
+
+
+def _block_reason(module: Any) -> str:
+    for name in _MAY_BE_ABSENT:
+        if not isinstance(getattr(module, name, None), (nn.Identity, type(None))):
+            return f"it has {name}"
+    for _, norm, activation in _layers(module):
+        if not is_batch_norm(norm):
+            return f"its norm is {type(norm).__name__}, not torch.nn's BatchNorm"
+        if not is_relu(activation):
+            return f"its activation is {type(activation).__name__}, not ReLU"
+        if has_hooks(norm) or has_hooks(activation):
+            return "its norms or activations have hooks and must be called"
+    return ""
+
+
+def block_forward(self: Any, x: Tensor) -> Tensor:
+    """Residual block: every norm with its ReLU, the last one with the addition as well."""
+    shortcut = x if self.downsample is None else self.downsample(x)
+    *first, (convolution, norm, _) = _layers(self)
+    for each, its_norm, _ in first:
+        x = batch_norm_relu(its_norm, each(x))
+    return batch_norm_relu(norm, convolution(x), shortcut)
+
+
+def _block_probe(module: Any) -> Tensor:
+    return random_input(module, 2, module.conv1.in_channels, 8, 8)
+
+
+def _attention_reason(module: Any) -> str:
+    return "PyTorch's own attention is already fused where need_weights=False; nothing here was measured to be quicker"
+
+
+RULES = [
+    Rule(
+        "residual block: batch norm + add + ReLU",
+        lambda module: set(names_used(type(module).forward)) in _BLOCKS,
+        _block_reason,
+        lambda original: block_forward,
+        _block_probe,
+    ),
+    Rule("norm + activation in a row", _has_pair, lambda module: "", lambda original: sequential_forward),
+    Rule("attention", inherits_forward(nn.MultiheadAttention), _attention_reason, lambda original: block_forward),
+]

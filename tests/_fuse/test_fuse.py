@@ -1,0 +1,254 @@
+"""`apex.fuse` of modules that are not of transformers: norms, convolutional networks, losses; and what it says."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import apex
+from apex import amp
+from apex._fuse.rule import compare
+
+
+class RMSNorm(nn.Module):
+    """As models write it, but for `times`: a factor that no rule knows."""
+
+    def __init__(self, size: int, times: float = 1.0) -> None:
+        super().__init__()
+        self.weight, self.eps, self.times = nn.Parameter(torch.rand(size)), 1e-6, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.times * self.weight * x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+
+
+class Bottleneck(nn.Module):
+    """The shape of torchvision's."""
+
+    def __init__(self, channels: int, downsample: bool, norm: Any = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, 4, 1, bias=False), norm(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1, bias=False), norm(4)
+        self.conv3, self.bn3 = nn.Conv2d(4, channels, 1, bias=False), norm(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = nn.Sequential(nn.Conv2d(channels, channels, 1), norm(channels)) if downsample else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+class PreActivation(Bottleneck):
+    """The same names in another order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.conv1(x)
+        out = self.conv2(self.relu(self.bn1(out)))
+        out = self.bn3(self.conv3(self.relu(self.bn2(out))))
+        return out + (self.downsample(x) if self.downsample is not None else x)
+
+
+class TimmBlock(nn.Module):
+    """The shape of timm's basic block."""
+
+    def __init__(self, channels: int, se: nn.Module | None = None) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.drop_block, self.aa, self.act1, self.act2 = nn.Identity(), nn.Identity(), nn.ReLU(), nn.ReLU()
+        self.se, self.drop_path, self.downsample = se, None, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x
+        x = self.aa(self.act1(self.drop_block(self.bn1(self.conv1(x)))))
+        x = self.bn2(self.conv2(x))
+        if self.se is not None:
+            x = self.se(x)
+        if self.drop_path is not None:
+            x = self.drop_path(x)
+        if self.downsample is not None:
+            shortcut = self.downsample(shortcut)
+        x += shortcut
+        return self.act2(x)
+
+
+def stem() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.GroupNorm(2, 8), nn.SiLU(), nn.Flatten())
+
+
+CASES: dict[str, tuple[Any, tuple[int, ...], set[str]]] = {
+    "layer norm": (lambda: nn.LayerNorm((3, 8)), (5, 3, 8), {"layer norm"}),
+    "layer norm without bias": (lambda: nn.LayerNorm(8, bias=False), (5, 8), {"layer norm"}),
+    "RMS norm": (lambda: nn.RMSNorm(8), (5, 8), {"RMS norm"}),
+    "written RMS norm": (lambda: RMSNorm(8), (5, 8), {"RMS norm of weight"}),
+    "group norm": (lambda: nn.GroupNorm(2, 8), (5, 8, 3), {"group norm"}),
+    "in a row": (stem, (2, 3, 6, 6), {"norm + activation in a row", "group norm"}),
+    "bottleneck": (lambda: Bottleneck(8, False), (2, 8, 5, 5), {"residual block: batch norm + add + ReLU"}),
+    "with downsample": (lambda: Bottleneck(8, True), (2, 8, 5, 5), {"residual block: batch norm + add + ReLU"}),
+    "timm": (lambda: TimmBlock(8), (2, 8, 5, 5), {"residual block: batch norm + add + ReLU"}),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_numbers(case: str, training: bool) -> None:
+    make, shape, rules = CASES[case]
+    torch.manual_seed(0)
+    model = make().train(training)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())):
+            tensor.uniform_(0.5, 1.5)
+    plain, x = copy.deepcopy(model), torch.randn(shape)
+    report = apex.fuse(model, check=x, verbose=False)
+    assert {row.rule for row in report if not row.reason} == rules, str(report)
+    assert all(
+        map(torch.equal, model.state_dict().values(), plain.state_dict().values())
+    )  # checks change no statistics
+    results = []
+    for each in (model, plain):
+        leaf = x.clone().requires_grad_()
+        output = each(leaf)
+        results.append([output, *torch.autograd.grad(output.square().sum(), [leaf, *each.parameters()])])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())  # running statistics as well
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert [type(m) for m in again.modules()] == [type(m) for m in model.modules()]
+    apex.unfuse(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy(reduction: str) -> None:
+    loss = nn.CrossEntropyLoss(reduction=reduction, label_smoothing=0.1, ignore_index=3)
+    plain = copy.deepcopy(loss)
+    apex.fuse(loss, verbose=False)
+    target = torch.tensor([0, 3, 4, 1])
+    for logits, labels in ((torch.randn(4, 5), target), (torch.randn(2, 5, 2), target.view(2, 2))):
+        results = []
+        for each in (loss, plain):
+            leaf = logits.clone().requires_grad_()
+            value = each(leaf, labels)
+            results.append((value, *torch.autograd.grad(value.sum(), leaf)))
+        torch.testing.assert_close(*results)
+    assert loss(torch.randn(4, 5).bfloat16(), target).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (nn.CrossEntropyLoss(weight=torch.ones(3)), "classes have weights"),
+        (nn.MultiheadAttention(8, 2), "already fused"),
+        (RMSNorm(8, times=1.5), "computes something else"),
+        (Bottleneck(8, False, nn.SyncBatchNorm), "SyncBatchNorm"),
+        (TimmBlock(8, nn.Sigmoid()), "it has se"),
+        (PreActivation(8, False), "computes something else"),
+        (RMSNorm(8).to("meta"), "on no device"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_stays_and_why(model: nn.Module, reason: str) -> None:
+    kind = type(model)
+    (row,) = (row for row in apex.fuse(model, verbose=False) if not row.name)
+    assert reason in row.reason
+    assert type(model) is kind
+
+
+def test_a_replacement_that_fails_the_check_is_undone_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.RMSNorm(8))
+    apex.fuse(model, verbose=False)
+    monkeypatch.setattr(type(model[0]), "forward", lambda self, x: x * 1.001)
+    apex.unfuse(model)
+    report = apex.fuse(model, check=(torch.randn(4, 8),), verbose=False)
+    assert [bool(row.reason) for row in report] == [True, False]
+    assert "times the tolerance" in report[0].reason
+    assert type(model[0]) is nn.LayerNorm
+    assert "LayerNorm  no   undone: " in str(report)
+
+
+def test_what_is_compared_can_differ() -> None:
+    norm = nn.LayerNorm(8)
+    apex.fuse(norm, verbose=False)
+    x = torch.randn(4, 8)
+    assert compare(norm, (x,), {})[0] <= 1
+    type(norm).fused_from = nn.RMSNorm
+    try:
+        assert compare(norm, (x,), {})[0] > 1
+    finally:
+        type(norm).fused_from = nn.LayerNorm
+
+
+def test_alike_modules_share_a_line_of_the_table() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(3)))
+    text = str(apex.fuse(model, verbose=False, choose=lambda name, module: name != "1.0"))
+    assert text.splitlines() == [
+        "module  class               fused",
+        "*.*     LayerNorm x 2  yes  layer norm",
+        "*.*     LayerNorm      no   left out by choose",
+    ]
+    assert str(apex.fuse(nn.Linear(2, 2), verbose=False)) == "nothing here has a fused counterpart"
+
+
+def test_a_second_time_changes_nothing() -> None:
+    model = nn.Sequential(nn.LayerNorm(4))
+    apex.fuse(model, verbose=False)
+    kind = type(model[0])
+    assert apex.fuse(model, verbose=False) == []
+    assert type(model[0]) is kind
+    assert isinstance(model[0], nn.LayerNorm)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: apex.fuse("model"), lambda: apex.unfuse(3), lambda: apex.fuse(nn.LayerNorm(2), check=3)]
+)
+def test_wrong_arguments(call: Any) -> None:
+    with pytest.raises(TypeError, match="must be a"):
+        call()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("fuse_first", [True, False])
+def test_amp_before_and_after(level: str, fuse_first: bool) -> None:
+    losses = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LayerNorm(128), nn.Linear(128, 2)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        if fused and fuse_first:
+            apex.fuse(model, verbose=False)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0)
+        if fused and not fuse_first:
+            apex.fuse(model, verbose=False)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 3, 6, 6) + torch.arange(2.0)[:, None, None, None]).float().square().sum()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        losses.append(loss.item())
+        amp.shutdown()
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+    assert losses[0] != 0
+
+
+@pytest.mark.gpu
+def test_the_dtypes_of_autocast_stay_on_a_gpu() -> None:
+    model = nn.Sequential(nn.LayerNorm(64), nn.RMSNorm(64), nn.GroupNorm(2, 64)).cuda()
+    x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
+    plain = copy.deepcopy(model)
+    apex.fuse(model, verbose=False)
+    with torch.autocast("cuda", torch.bfloat16):
+        for one, other in zip(model, plain, strict=True):
+            assert one(x).dtype == other(x).dtype
+            torch.testing.assert_close(one(x), other(x), rtol=1e-4, atol=1e-4)

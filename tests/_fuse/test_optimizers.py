@@ -1,0 +1,113 @@
+"""Optimizers of torch.optim that `apex.fuse` replaces in the middle of a training, and back."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import apex
+from apex.optimizers import FusedAdam, FusedSGD
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
+    "Adam": (torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.1, "amsgrad": True}),
+    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "plain SGD": (torch.optim.SGD, {"lr": 0.05}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.05, "momentum": 0.5, "centered": True}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+}
+
+
+def parameters() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((4, 3), (5,))]
+
+
+def train(optimizer: Any, params: list[Tensor], steps: int) -> None:
+    for i in range(steps):
+        for p in params:
+            p.grad = (p.detach() + i).sin()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_training_goes_on_with_the_same_numbers(name: str) -> None:
+    make, options = OPTIMIZERS[name]
+    results = []
+    for fused in (True, False):
+        params = parameters()
+        groups = [{"params": params[:1], "lr": 0.01}, {"params": params[1:]}]
+        optimizer = make(groups, **options)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        kept = optimizer.param_groups
+        train(optimizer, params, 3)
+        if fused:
+            (row,) = apex.fuse(optimizer, verbose=False)
+            assert not row.reason
+            assert type(optimizer).__module__.startswith("apex.optimizers")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scheduler.step(), scheduler.step()
+        train(optimizer, params, 3)
+        if fused:
+            apex.unfuse(optimizer)
+            assert type(optimizer) is make
+        train(optimizer, params, 3)
+        assert optimizer.param_groups is kept
+        results.append((params, [{k: v for k, v in g.items() if k != "params"} for g in kept], optimizer.state_dict()))
+    (found, groups, state), (wanted, wanted_groups, wanted_state) = results
+    torch.testing.assert_close(found, wanted)
+    assert groups[0]["lr"] == wanted_groups[0]["lr"] == 0.005
+    assert groups[0].keys() == wanted_groups[0].keys()
+    for place, of_parameter in wanted_state["state"].items():  # a step count of SGD's may remain, which nobody reads
+        torch.testing.assert_close({key: state["state"][place][key] for key in of_parameter}, of_parameter)
+
+
+def test_before_the_first_step_and_copies() -> None:
+    params = parameters()
+    optimizer = torch.optim.AdamW(params, lr=0.1)
+    apex.fuse(optimizer, verbose=False)
+    assert type(optimizer) is FusedAdam
+    assert type(copy.deepcopy(optimizer)) is FusedAdam
+    plain_params = parameters()
+    plain = torch.optim.AdamW(plain_params, lr=0.1)
+    train(optimizer, params, 3), train(plain, plain_params, 3)
+    torch.testing.assert_close(params, plain_params)
+
+
+def test_hooks_stay() -> None:
+    params, calls = parameters(), []
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.register_step_post_hook(lambda *args: calls.append(1))
+    apex.fuse(optimizer, verbose=False)
+    assert type(optimizer) is FusedSGD
+    train(optimizer, params, 2)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "reason"),
+    [
+        (torch.optim.AdamW, {"maximize": True}, "maximize=True"),
+        (torch.optim.Adagrad, {"lr_decay": 0.1}, "lr_decay=0.1"),
+        (torch.optim.Rprop, {}, "no fused counterpart of Rprop"),
+    ],
+)
+def test_what_stays_and_why(make: Any, options: dict[str, Any], reason: str) -> None:
+    optimizer = make(parameters(), **options)
+    (row,) = apex.fuse(optimizer, verbose=False)
+    assert reason in row.reason
+    assert type(optimizer) is make
+    apex.unfuse(optimizer)
+    assert type(optimizer) is make
+
+
+def test_options_of_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="check and choose"):
+        apex.fuse(torch.optim.SGD(parameters(), lr=0.1), check=torch.zeros(1))
