@@ -9,7 +9,7 @@ INPUTS := pyproject.toml constraints.txt src/apex/_version.py
 # seconds, and its compiler for 4 more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-versions clients lint types format clean
+.PHONY: docs docs-serve demo test test-versions clients lint types format clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/apex demo
@@ -28,6 +28,13 @@ test-versions:
 # What docs/reliability.md promises, tried at random for ten minutes or more; not part of `make test`.
 campaign: $(VENV)/.test-ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --output benchmarks/results/reliability-campaign.txt $(CAMPAIGN)
+
+# The documentation site, into .site; a broken link or a page that is nowhere in the menu is an error.
+docs: $(VENV)/.test-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-serve: docs
+	$(BIN)/python -m http.server --directory .site 8000
 
 lint: $(VENV)/.test-ready
 	$(BIN)/ruff check .
@@ -57,4 +64,4 @@ $(VENV)/.test-ready: $(BIN)/python $(INPUTS)
 	touch $@ $(VENV)/.demo-ready
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .site .pytest_cache .mypy_cache .ruff_cache
