@@ -41,12 +41,13 @@ def names_in(chunks: list[nn.Module]) -> list[dict[str, str]]:
         return [{key: key for key in chunks[0].state_dict()}]
     from ..transformer._resharding.whole import WholeModel
 
-    described = WholeModel(chunks, None)
+    described = WholeModel(chunks, ())
     described.join()
-    found: list[dict[str, str]] = [{} for _ in chunks]
-    for each in described.parts:
-        for number, key in each.keys:
-            found[number][key] = each.name
+    names = {id(part.variable): part.name for part in described.parts}
+    found = []
+    for chunk in chunks:
+        held = {**dict(chunk.named_parameters(remove_duplicate=False)), **dict(chunk.named_buffers())}
+        found.append({key: names.get(id(held.get(key)), key) for key in chunk.state_dict()})
     return found
 
 

@@ -73,8 +73,6 @@ class Booster:
         controls = plugin is not None and plugin.control_checkpoint_io()
         self.checkpoint_io = plugin.get_checkpoint_io() if controls else CheckpointIO()  # type: ignore[union-attr]
 
-    # Training ---------------------------------------------------------------------------------------------------------
-
     def boost(
         self,
         model: nn.Module,
@@ -159,8 +157,6 @@ class Booster:
         assert self.plugin is not None, "LoRA needs a plugin"
         assert self.plugin.support_lora(), f"{type(self.plugin).__name__} has no LoRA"
         return self.plugin.enable_lora(model, pretrained_dir, lora_config)
-
-    # Checkpoints ------------------------------------------------------------------------------------------------------
 
     save_model = _done_by_io(CheckpointIO.save_model)
     load_model = _done_by_io(CheckpointIO.load_model)

@@ -26,8 +26,6 @@ class CheckpointIO:
         self._writer: concurrent.futures.ThreadPoolExecutor | None = None
         self._writing: list[concurrent.futures.Future[None]] = []
 
-    # Models -----------------------------------------------------------------------------------------------------------
-
     def save_model(
         self,
         model: Any,
@@ -74,8 +72,6 @@ class CheckpointIO:
         path = standing(Path(checkpoint))
         load_tensors(model, _huggingface.read_model(path, low_cpu_mem_mode, num_threads), strict)
 
-    # Optimizers -------------------------------------------------------------------------------------------------------
-
     def save_optimizer(
         self,
         optimizer: Any,
@@ -108,8 +104,6 @@ class CheckpointIO:
         path = standing(Path(checkpoint))
         load_optimizer_state(optimizer, _huggingface.read_optimizer(path, num_threads))
 
-    # Schedulers -------------------------------------------------------------------------------------------------------
-
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Saves a scheduler's state to a file."""
         self.wait_for_saves()
@@ -119,8 +113,6 @@ class CheckpointIO:
         """Loads what `save_lr_scheduler` wrote."""
         self.wait_for_saves()
         lr_scheduler.load_state_dict(files.load(checkpoint))
-
-    # Writing ----------------------------------------------------------------------------------------------------------
 
     def _write(self, write: Callable[[Path], None], checkpoint: str | Path, use_async: bool) -> None:
         """Writes in the first process; the others wait for it, unless it does so beside the training."""

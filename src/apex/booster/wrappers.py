@@ -51,11 +51,10 @@ class ModelWrapper(nn.Module):
 
 def unwrapped(model: Any) -> Any:
     """A module inside of wrappers of this package, of torch's and apex's DistributedDataParallel."""
-    from torch.nn.parallel import DistributedDataParallel
+    from ..transformer.pipeline_parallel.utils import _wrappers
 
-    from ..parallel import DistributedDataParallel as ApexDistributedDataParallel
-
-    while isinstance(model, (ModelWrapper, DistributedDataParallel, ApexDistributedDataParallel)):
+    kinds: Any = (ModelWrapper, *_wrappers())
+    while isinstance(model, kinds):
         model = model.module
     return model
 
@@ -100,8 +99,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optim.add_param_group(param_group)
-
-    # Gradients --------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
         """A backward pass from the scaled loss; arguments are those of `Tensor.backward`."""
@@ -180,8 +177,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
         for gradient in gradients:
             gradient.detach().mul_(factor.to(gradient.device))
 
-    # Steps ------------------------------------------------------------------------------------------------------------
-
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """A step of the optimizer inside, after clipping to `max_norm` where that was asked for."""
         if self.max_norm > 0:
@@ -205,8 +200,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """Gradients of backward passes inside are not exchanged, where the optimizer does that (ZeRO)."""
         with self.optim.no_sync() if self._is_zero else contextlib.nullcontext():
             yield
-
-    # State ------------------------------------------------------------------------------------------------------------
 
     def scaler_state(self) -> dict[str, Any]:
         """The loss scale and what it depends on; empty where there is none."""

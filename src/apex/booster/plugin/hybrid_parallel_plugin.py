@@ -127,8 +127,6 @@ class HybridParallelPlugin(PipelinePluginBase):
     def data_place(self) -> tuple[int, int]:
         return parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
 
-    # Boosting ---------------------------------------------------------------------------------------------------------
-
     def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:
         chunks = self._chunks(model)
         group = parallel_state.get_data_parallel_group()
@@ -183,8 +181,6 @@ class HybridParallelPlugin(PipelinePluginBase):
                 f"set_input_tensor, this process's stages; not a {type(model).__name__}"
             )
         return found
-
-    # Training ---------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def no_sync(self, model: Any = None, optimizer: Any = None) -> Iterator[None]:
