@@ -139,6 +139,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="how often the columns take turns")
     parser.add_argument("--warmup", type=int, default=10, help="steps before them, after which the loss is noted")
     parser.add_argument("--at-once", type=int, default=1, help="columns that warm up together")
+    parser.add_argument(
+        "--kernels", action="store_true", help="note which kernels take the most time, as steps.py does"
+    )
     parser.add_argument("--limit", type=float, default=86400.0, help="seconds after which nothing more is measured")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
@@ -156,11 +159,11 @@ def main() -> None:
     settings = {name: getattr(arguments, name) for name in ("steps", "rounds", "warmup", "at_once", "tiny")}
     results: dict[str, Any] = {"environment": describe(device), "sizes": sizes, "settings": settings, "columns": {}}
 
-    def note(columns: dict[str, Any]) -> None:
+    def note(model: str, columns: dict[str, Any]) -> None:
         results["columns"] = with_rates(columns, sizes)
         path.write_text(json.dumps(results, indent=1) + "\n")
 
-    steps.measure("gpt-350m", arguments, deadline, note)
+    steps.measure(arguments, deadline, note)
     print(json.dumps(results["columns"], indent=1))
 
 

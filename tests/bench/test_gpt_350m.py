@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.parallel.processes import environment
@@ -37,3 +39,27 @@ def test_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert found["apex"]["times torch.compile"] == 2.0
     assert found["apex, graph"] == {"error": "?"}
+
+
+def test_figures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With columns that only pretend to train."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import gpt_350m
+
+    class Column:
+        runs = True
+
+        def __init__(self, name: str, model: str, arguments: Any) -> None:
+            self.figures, self.rounds = {"loss": 1.0, "milliseconds": 20.0 if name == "torch.compile" else 16.0}, []
+
+        def listen(self, deadline: float) -> None: ...
+        def run_round(self, deadline: float, what: str = "") -> None: ...
+        def end(self) -> None: ...
+
+    monkeypatch.setattr(gpt_350m.steps, "Column", Column)
+    output = tmp_path / "result.json"
+    monkeypatch.setattr(sys, "argv", ["gpt_350m.py", "--tiny", "--device", "cpu", "--output", str(output)])
+    gpt_350m.main()
+    found = json.loads(output.read_text())["columns"]
+    assert list(found) == list(gpt_350m.COLUMNS)
+    assert found["apex, graph"]["times torch.compile"] == 1.25
