@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import apex
+from apex import amp
 from apex.optimizers import FusedAdam, FusedSGD
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -106,6 +107,16 @@ def test_what_stays_and_why(make: Any, options: dict[str, Any], reason: str) -> 
     assert type(optimizer) is make
     apex.unfuse(optimizer)
     assert type(optimizer) is make
+
+
+def test_an_optimizer_that_others_have_changed_stays() -> None:
+    model = nn.Linear(2, 2)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step = lambda: None
+    assert "its step was replaced" in apex.fuse(optimizer, verbose=False)[0].reason
+    _, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    assert "amp.initialize" in apex.fuse(optimizer, verbose=False)[0].reason
+    amp.shutdown()
 
 
 def test_options_of_models_are_refused() -> None:

@@ -41,6 +41,10 @@ def reason(optimizer: Optimizer) -> str:
     rule = next((rule for rule in RULES if type(optimizer) is rule.original), None)
     if rule is None:
         return f"no fused counterpart of {type(optimizer).__name__} is known"
+    if hasattr(optimizer, "_amp_stash"):
+        return "amp.initialize has prepared it; fuse before that"
+    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return "its step was replaced in this instance"
     if len({group.get("decoupled_weight_decay") for group in optimizer.param_groups}) > 1:
         return "its groups differ in decoupled_weight_decay"
     for group in optimizer.param_groups:
