@@ -19,7 +19,7 @@ from apex.logging import get_dist_logger
 from apex.mixed_precision import mixed_precision_factory
 from apex.nn.lr_scheduler import LinearWarmupLR
 
-CLASSES, SIDE = 4, 16
+CLASSES = 4
 WARMUP_EPOCHS = 50
 
 
@@ -55,13 +55,13 @@ def residual_network(width: int) -> nn.Module:
     return nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, CLASSES))
 
 
-def images(count: int, seed: int) -> TensorDataset:
+def images(count: int, side: int, seed: int) -> TensorDataset:
     """Noise with a bright bar, whose place and direction are the class."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
-    pictures = torch.randn(count, 3, SIDE, SIDE, generator=generator)
+    pictures = torch.randn(count, 3, side, side, generator=generator)
     for picture, label in zip(pictures, labels.tolist(), strict=True):
-        first = SIDE // 4 if label % 2 else SIDE // 2
+        first = side // 4 if label % 2 else side // 2
         bar = picture[:, first : first + 3] if label < 2 else picture[:, :, first : first + 3]
         bar += 2.0
     return TensorDataset(pictures, labels)
@@ -108,14 +108,15 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--batch", type=int, default=64, help="samples in a step of all processes")
-    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--width", type=int, default=16, help="channels of the first layers")
+    parser.add_argument("--side", type=int, default=16, help="rows and columns of an image")
     arguments = parser.parse_args()
 
     apex.launch_from_torch(backend=arguments.backend)
     processes = torch.distributed.get_world_size()
     plugin = TorchDDPPlugin()
     loader = plugin.prepare_dataloader(
-        images(arguments.samples, seed=0), arguments.batch // processes, shuffle=True, drop_last=True
+        images(arguments.samples, arguments.side, seed=0), arguments.batch // processes, shuffle=True, drop_last=True
     )
     for precision in arguments.mixed_precision:
         train(precision, arguments.plugin, arguments.epochs, loader, arguments.width)

@@ -12,7 +12,7 @@ from apex.booster import Booster
 
 # Where models are trained; tests on a GPU change it.
 DEVICE = "cpu"
-FEATURES, HIDDEN, CLASSES, ROWS, STEPS = 16, 32, 4, 64, 5
+FEATURES, HIDDEN, CLASSES, ROWS, STEPS = 16, 32, 4, 64, 3
 
 
 class Net(nn.Module):

@@ -7,7 +7,6 @@ import pickle
 import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from apex import amp
 from apex.booster import Booster, ModelWrapper, OptimizerWrapper, plugin
 from apex.booster.mixed_precision import BF16MixedPrecision
 from apex.nn.lr_scheduler import LinearWarmupLR
-from tests.cli.helpers import run_python
 
 from .problem import adam, net, plain, train
 from .problem import booster as make
@@ -42,17 +40,6 @@ class Controlling(plugin.Plugin):
 
     def configure(self, model: Any, optimizer: Any = None, criterion: Any = None, *others: Any) -> Any:
         return ModelWrapper(model), OptimizerWrapper(optimizer), criterion, *others
-
-
-def test_imports_nothing_heavy(tmp_path: Path) -> None:
-    heavy = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "triton")
-    code = (
-        "import sys, apex, apex.booster, apex.booster.plugin, apex.mixed_precision\n"
-        "apex.Booster; apex.launch; apex.logging.get_dist_logger; apex.nn.lr_scheduler\n"
-        f"print([name for name in {heavy} if name in sys.modules])"
-    )
-    result = run_python("-c", code, cwd=tmp_path)
-    assert result.stdout == "[]\n", result.stderr
 
 
 def test_names_of_the_package() -> None:
