@@ -52,7 +52,8 @@ def convert(
             if problem:
                 raise RuntimeError(f"{problem}; train in bfloat16 there, or test with emulate=True")
     reasons = {name: _reason(name, module, choose, smallest_weight) for name, module in layers}
-    report = [Converted(name, *reversed(module.weight.shape), reasons[name]) for name, module in layers]
+    sizes = {name: module.weight.shape for name, module in layers}
+    report = [Converted(name, size[1], size[0], reasons[name]) for name, size in sizes.items()]
     if float8_all_gather:
         _convert_with_torchao(model, scaling, {name for name, reason in reasons.items() if not reason}, emulate)
         return report
@@ -75,6 +76,7 @@ def _convert_with_torchao(model: nn.Module, scaling: str, names: set[str], emula
 
 def revert(model: nn.Module) -> None:
     """Undoes `convert`."""
+    module: Any
     for module in model.modules():
         if type(module) is Float8Linear:
             module.__class__ = nn.Linear
