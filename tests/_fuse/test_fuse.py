@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import apex
 from apex import amp
@@ -240,6 +242,37 @@ def test_amp_before_and_after(level: str, fuse_first: bool) -> None:
         amp.shutdown()
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
     assert losses[0] != 0
+
+
+def test_blocks_whose_norms_have_hooks_call_them() -> None:
+    model, calls = Bottleneck(8, False), []
+    apex.fuse(model, verbose=False)
+    model.bn2.register_forward_hook(lambda *args: calls.append(1))
+    model(torch.randn(2, 8, 4, 4))
+    assert calls
+
+
+def test_data_parallel_before_and_after_and_sharding(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    model, x = copy.deepcopy(plain), torch.randn(3, 4)
+    apex.fuse(model, verbose=False)
+    plain(x).sum().backward()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for wrap in (nn.parallel.DistributedDataParallel, apex.parallel.DistributedDataParallel):
+            after = wrap(copy.deepcopy(plain))
+            assert [row.reason for row in apex.fuse(after, verbose=False)] == [""]
+            for wrapped in (wrap(copy.deepcopy(model)), after):
+                wrapped.zero_grad()
+                wrapped(x).sum().backward()
+                torch.testing.assert_close(*[[p.grad for p in m.parameters()] for m in (wrapped, plain)])
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        fully_shard(model[1], mesh=mesh)
+        torch.testing.assert_close(model(x), plain(x))
+        with pytest.raises(RuntimeError, match="undo that first"):
+            apex.unfuse(model)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import language, norms, optimizers, vision
-from .rule import RULES, Rule, compare, first_weight, is_fused, replace, restore, unchanged_buffers
+from .rule import RULES, FusedModule, Rule, compare, first_weight, replace, restore, unchanged_buffers
 
 __all__ = ["Looked", "Report", "fuse", "unfuse"]
 
@@ -91,9 +91,14 @@ def unfuse(target: nn.Module | torch.optim.Optimizer) -> None:
         if hasattr(target, "_fused_from"):
             optimizers.restore(target)
     elif isinstance(target, nn.Module):
-        for module in target.modules():
-            if is_fused(module):
-                restore(module)
+        modules = [module for module in target.modules() if isinstance(module, FusedModule)]
+        for module in modules:
+            if "fused_from" not in vars(type(module)):
+                raise RuntimeError(
+                    f"{type(module).__name__} was made of a fused module (by fully_shard?): undo that first"
+                )
+        for module in modules:
+            restore(module)
     else:
         raise TypeError(f"target must be a torch.nn.Module or a torch.optim.Optimizer, got {type(target).__name__}")
 
@@ -107,7 +112,7 @@ def _fuse_optimizer(optimizer: torch.optim.Optimizer) -> Looked:
 
 def _fuse_module(name: str, module: Any, choose: Callable[[str, nn.Module], bool] | None) -> Looked | None:
     """None where no rule is about the module, or where it is fused already."""
-    rules = [] if is_fused(module) else [rule for rule in RULES if rule.matches(module)]
+    rules = [] if isinstance(module, FusedModule) else [rule for rule in RULES if rule.matches(module)]
     if not rules:
         return None
     kind, reasons = type(module).__name__, []
@@ -133,13 +138,11 @@ def _obstacle(module: Any, rule: Rule) -> str:
 
 
 def _probe(module: Any, rule: Rule) -> str:
-    weight = first_weight(module)
-    if rule.probe is not None and weight is not None and weight.is_meta:
-        example = rule.probe(module)
-        return "" if example is None else "its weights are on no device yet, so that it cannot be tried"
     example = rule.probe(module)
     if example is None:
         return ""
+    if example.is_meta:
+        return "its weights are on no device yet, so that it cannot be tried"
     try:
         error, where = compare(module, (example,), {})
     except Exception as problem:  # of a foreign module

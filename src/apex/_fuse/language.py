@@ -102,8 +102,7 @@ def glu_forward(self: Any, hidden_states: Tensor) -> Tensor:
 def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Query and key [batch, heads, tokens, channels] rotated by tables [batch or 1, tokens, channels].
 
-    With `unsqueeze_dim=2` query and key are [batch, tokens, heads, channels]. Tables that differ within a batch are
-    applied by PyTorch's operators.
+    With `unsqueeze_dim=2` they are [batch, tokens, heads, channels]. PyTorch applies tables that differ in a batch.
     """
     if cos.dim() == 3 and cos.shape[0] == 1 and unsqueeze_dim in (1, 2) and q.dim() == 4:
         tables = cos[0][:, None, None], sin[0][:, None, None]
@@ -112,12 +111,8 @@ def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: i
         query, key = rotary_embedding_pair(q.transpose(1, 2), k.transpose(1, 2), tables, tensor_format="bshd")
         return query.transpose(1, 2), key.transpose(1, 2)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
-
-
-def _rotate_half(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat((-second, first), -1)
+    turned = [torch.cat((-second, first), -1) for first, second in (q.chunk(2, -1), k.chunk(2, -1))]
+    return q * cos + turned[0] * sin, k * cos + turned[1] * sin
 
 
 _ROTATE = "apply_rotary_pos_emb"

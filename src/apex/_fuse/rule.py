@@ -78,10 +78,6 @@ def _make_empty(original: type, name: str) -> Any:
     return made.__new__(made)
 
 
-def is_fused(module: Any) -> bool:
-    return isinstance(module, FusedModule)
-
-
 def replace(module: Any, rule: Rule) -> None:
     settings, original = rule.settings(module), module.__class__
     module.__class__ = fused_class(original, rule)
@@ -91,29 +87,20 @@ def replace(module: Any, rule: Rule) -> None:
 
 def restore(module: Any) -> None:
     """Gives a replaced module its own class again."""
-    if "fused_from" not in vars(type(module)):
-        raise RuntimeError(
-            f"{type(module).__name__} was made of a replaced module by something else (fully_shard?): undo that first"
-        )
     module.__dict__.pop("fused_settings", None)
     module.__class__ = module.fused_from
 
 
 def names_used(method: Callable[..., Any]) -> tuple[str, ...]:
-    """Attributes and globals that a method's code names, in the order of their first use; () if there is no code."""
+    """Attributes and globals that a method's code names; () if there is no code."""
     code = getattr(inspect.unwrap(method), "__code__", None)
     return () if code is None else code.co_names
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether something waits for this module to be called, so that it must be."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-    )
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(map(len, hooks)) or "forward" in vars(module)
 
 
 def first_weight(module: nn.Module) -> Tensor | None:

@@ -89,13 +89,13 @@ def _block_reason(module: Any) -> str:
             return f"its norm is {type(norm).__name__}, not torch.nn's BatchNorm"
         if not is_relu(activation):
             return f"its activation is {type(activation).__name__}, not ReLU"
-        if has_hooks(norm) or has_hooks(activation):
-            return "its norms or activations have hooks and must be called"
     return ""
 
 
 def block_forward(self: Any, x: Tensor) -> Tensor:
     """Residual block: every norm with its ReLU, the last one with the addition as well."""
+    if any(has_hooks(norm) or has_hooks(activation) for _, norm, activation in _layers(self)):
+        return self.fused_from.forward(self, x)  # of fully_shard, say: they must be called
     shortcut = x if self.downsample is None else self.downsample(x)
     *first, (convolution, norm, _) = _layers(self)
     for each, its_norm, _ in first:
