@@ -79,7 +79,7 @@ def revert(model: nn.Module) -> None:
     module: Any
     for module in model.modules():
         if type(module) is Float8Linear:
-            module.__class__ = nn.Linear
+            module.__class__ = nn.Linear  # type: ignore[assignment]
             module.__dict__.pop("scaling", None)
             module._buffers.pop("history", None)
         elif isinstance(getattr(module, "_linear", None), _ParallelProduct):
