@@ -69,7 +69,10 @@ def fuse(
     if isinstance(target, torch.optim.Optimizer):
         if check is not None or choose is not None:
             raise ValueError("check and choose are for models, not optimizers")
-        report = Report([_fuse_optimizer(target)])
+        kind, reason = type(target).__name__, optimizers.reason(target)
+        if not reason:
+            optimizers.replace(target)
+        report = Report([Looked("", kind, type(target).__name__, reason)])
     elif isinstance(target, nn.Module):
         report = Report()
         for name, module in list(target.named_modules()):
@@ -101,13 +104,6 @@ def unfuse(target: nn.Module | torch.optim.Optimizer) -> None:
             restore(module)
     else:
         raise TypeError(f"target must be a torch.nn.Module or a torch.optim.Optimizer, got {type(target).__name__}")
-
-
-def _fuse_optimizer(optimizer: torch.optim.Optimizer) -> Looked:
-    kind, reason = type(optimizer).__name__, optimizers.reason(optimizer)
-    if not reason:
-        optimizers.replace(optimizer)
-    return Looked("", kind, type(optimizer).__name__, reason)
 
 
 def _fuse_module(name: str, module: Any, choose: Callable[[str, nn.Module], bool] | None) -> Looked | None:

@@ -43,11 +43,8 @@ _FAMILIES = (
 )
 
 
-def _family(module: Any) -> _Gated | None:
-    for family in _FAMILIES:
-        if all(hasattr(module, name) for name in family.names):
-            return family
-    return None
+def _has_layers(module: Any, family: _Gated) -> bool:
+    return all(hasattr(module, name) for name in family.names)
 
 
 def activation_name(activation: Any) -> str | None:
@@ -60,26 +57,21 @@ def activation_name(activation: Any) -> str | None:
         return next((name for name in ACTIVATIONS if torch.allclose(y, activated(x, name), atol=1e-5)), None)
 
 
-def _glu_reason(module: Any) -> str:
-    family = _family(module)
-    assert family is not None  # it matched
-    used = set(names_used(type(module).forward))
-    if not used >= family.names or used - family.names - family.others:
-        return "its forward also uses " + ", ".join(sorted(used - family.names - family.others))
-    if activation_name(getattr(module, family.activation)) is None:
-        return f"its activation is none of {', '.join(ACTIVATIONS)}"
-    return ""
-
-
 def _glu_settings(module: Any) -> tuple[_Gated, str | None]:
-    family = _family(module)
-    assert family is not None
+    family = next(family for family in _FAMILIES if _has_layers(module, family))
     return family, activation_name(getattr(module, family.activation))
 
 
+def _glu_reason(module: Any) -> str:
+    family, activation = _glu_settings(module)
+    used = set(names_used(type(module).forward))
+    if not family.names <= used <= family.names | family.others:
+        return "its forward uses other names: " + ", ".join(sorted(used ^ family.names))
+    return "" if activation else f"its activation is none of {', '.join(ACTIVATIONS)}"
+
+
 def _glu_probe(module: Any) -> Tensor | None:
-    family = _family(module)
-    width = getattr(getattr(module, family.gate), "in_features", None) if family else None
+    width = getattr(getattr(module, _glu_settings(module)[0].gate), "in_features", None)
     return None if width is None else random_input(module, 2, width)
 
 
@@ -87,7 +79,9 @@ def glu_forward(self: Any, hidden_states: Tensor) -> Tensor:
     family, activation = self.fused_settings
     gate = getattr(self, family.gate)(hidden_states)
     if family.value:
-        hidden = glu_pair(gate, getattr(self, family.value)(hidden_states), activation)
+        value = getattr(self, family.value)(hidden_states)
+        dtype = torch.promote_types(gate.dtype, value.dtype)
+        hidden = glu_pair(gate.to(dtype), value.to(dtype), activation)
     else:
         hidden = bias_glu(gate, None, activation)
     down = getattr(self, family.down)
@@ -254,7 +248,7 @@ def _uses_rotation(module: Any) -> bool:
 RULES = [
     Rule(
         "gated MLP",
-        lambda module: _family(module) is not None,
+        lambda module: any(_has_layers(module, family) for family in _FAMILIES),
         _glu_reason,
         lambda original: glu_forward,
         _glu_probe,

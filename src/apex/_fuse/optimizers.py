@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -12,34 +12,26 @@ from torch.optim import Optimizer
 from .. import optimizers as fused
 
 
-class OptimizerRule(NamedTuple):
-    """A class of torch.optim, how its fused counterpart is made, and options that this one does not have."""
-
-    original: type[Optimizer]
-    make: Callable[[Any, dict[str, Any]], Optimizer]
-    refused: tuple[str, ...] = ()
-
-
 def _adam(params: Any, group: dict[str, Any], decoupled: bool) -> Optimizer:
-    return fused.FusedAdam(
-        params, adam_w_mode=group.get("decoupled_weight_decay", decoupled), capturable=group.get("capturable", False)
-    )
+    decoupled = group.get("decoupled_weight_decay", decoupled)
+    return fused.FusedAdam(params, adam_w_mode=decoupled, capturable=group.get("capturable", False))
 
 
-RULES = [
-    OptimizerRule(torch.optim.AdamW, lambda params, group: _adam(params, group, True)),
-    OptimizerRule(torch.optim.Adam, lambda params, group: _adam(params, group, False)),
-    OptimizerRule(torch.optim.SGD, lambda params, group: fused.FusedSGD(params, lr=group["lr"])),
-    OptimizerRule(torch.optim.Adagrad, lambda params, group: fused.FusedAdagrad(params), ("lr_decay",)),
-    OptimizerRule(torch.optim.RMSprop, lambda params, group: fused.NpuFusedRMSprop(params)),
-    OptimizerRule(torch.optim.Adadelta, lambda params, group: fused.NpuFusedAdadelta(params)),
-]
+# How the fused counterpart of a class of torch.optim is made, from groups and the first of them.
+RULES: dict[type[Optimizer], Callable[[Any, dict[str, Any]], Optimizer]] = {
+    torch.optim.AdamW: lambda params, group: _adam(params, group, True),
+    torch.optim.Adam: lambda params, group: _adam(params, group, False),
+    torch.optim.SGD: lambda params, group: fused.FusedSGD(params, lr=group["lr"]),
+    torch.optim.Adagrad: lambda params, group: fused.FusedAdagrad(params),
+    torch.optim.RMSprop: lambda params, group: fused.NpuFusedRMSprop(params),
+    torch.optim.Adadelta: lambda params, group: fused.NpuFusedAdadelta(params),
+}
+_REFUSED = ("maximize", "differentiable", "lr_decay")
 
 
 def reason(optimizer: Optimizer) -> str:
     """Why an optimizer stays as it is; "" if it does not."""
-    rule = next((rule for rule in RULES if type(optimizer) is rule.original), None)
-    if rule is None:
+    if type(optimizer) not in RULES:
         return f"no fused counterpart of {type(optimizer).__name__} is known"
     if hasattr(optimizer, "_amp_stash"):
         return "amp.initialize has prepared it; fuse before that"
@@ -48,22 +40,20 @@ def reason(optimizer: Optimizer) -> str:
     if len({group.get("decoupled_weight_decay") for group in optimizer.param_groups}) > 1:
         return "its groups differ in decoupled_weight_decay"
     for group in optimizer.param_groups:
-        for name in ("maximize", "differentiable", *rule.refused):
+        for name in _REFUSED:
             if group.get(name):
                 return f"{name}={group[name]} is not known to the fused optimizer"
-        for parameter in group["params"]:
-            if parameter.is_complex():
-                return "it has complex parameters"
+        if any(parameter.is_complex() for parameter in group["params"]):
+            return "it has complex parameters"
     return ""
 
 
 def replace(optimizer: Any) -> None:
     """Makes a fused optimizer of one of torch.optim; groups, which schedulers hold, stay the same objects."""
-    rule = next(rule for rule in RULES if type(optimizer) is rule.original)
-    first = optimizer.param_groups[0]
+    original, first = type(optimizer), optimizer.param_groups[0]
     known = {*first}
-    _become(optimizer, rule.make([{**group} for group in optimizer.param_groups], first))
-    optimizer._fused_from = rule.original, {"step", *first} - known  # "step" may come later
+    _become(optimizer, RULES[original]([{**group} for group in optimizer.param_groups], first))
+    optimizer._fused_from = original, {"step", *first} - known  # "step" may come later
 
 
 def restore(optimizer: Any) -> None:
