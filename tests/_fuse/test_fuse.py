@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import apex
 from apex import amp
+from apex._fuse import vision
 from apex._fuse.rule import compare
 
 
@@ -242,6 +243,21 @@ def test_amp_before_and_after(level: str, fuse_first: bool) -> None:
         amp.shutdown()
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
     assert losses[0] != 0
+
+
+def test_a_check_that_fails_to_run_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    with pytest.raises(RuntimeError):
+        apex.fuse(model, check=torch.randn(2, 5))
+    with pytest.raises(TypeError, match="check must be"):
+        apex.fuse(model, check="input")
+    assert type(model[1]) is nn.LayerNorm
+
+
+def test_a_check_sees_a_norm_together_with_its_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vision, "group_norm_forward", lambda norm, input, activation: input)
+    report = apex.fuse(nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU()), check=torch.randn(2, 8, 4), verbose=False)
+    assert [bool(row.reason) for row in report] == [True, False]
 
 
 def test_blocks_whose_norms_have_hooks_call_them() -> None:

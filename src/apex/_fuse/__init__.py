@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import language, norms, optimizers, vision
-from .rule import RULES, FusedModule, Rule, compare, first_weight, replace, restore, unchanged_buffers
+from .rule import RULES, FusedModule, Rule, compare, copied_arguments, first_weight, replace, restore, unchanged_buffers
 
 __all__ = ["Looked", "Report", "fuse", "unfuse"]
 
@@ -30,22 +30,16 @@ class Report(list[Looked]):
     """What `fuse` did with each module that it knows; as text, a table in which alike modules share a line."""
 
     def __str__(self) -> str:
-        counts: dict[tuple[str, ...], int] = {}
+        counts: dict[tuple[str, str, str, str], int] = {}
         for row in self:
-            line = (
-                re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", row.name),
-                row.kind,
-                row.reason or row.rule,
-                row.reason and "no",
-            )
+            pattern = re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", row.name)
+            line = (pattern, row.kind, "no" if row.reason else "yes", row.reason or row.rule)
             counts[line] = counts.get(line, 0) + 1
-        rows = [("module", "class", "", "fused")]
-        rows += [
-            (name, f"{kind} x {n}" if n > 1 else kind, no or "yes", why) for (name, kind, why, no), n in counts.items()
-        ]
-        names, kinds = (max(len(row[i]) for row in rows) for i in (0, 1))
         if not counts:
             return "nothing here has a fused counterpart"
+        rows = [("module", "class", "", "fused")]
+        rows += [(name, f"{kind} x {n}" if n > 1 else kind, a, b) for (name, kind, a, b), n in counts.items()]
+        names, kinds = (max(len(row[i]) for row in rows) for i in (0, 1))
         return "\n".join(f"{a:{names}}  {b:{kinds}}  {c:3}  {d}".rstrip() for a, b, c, d in rows)
 
 
@@ -74,13 +68,16 @@ def fuse(
             optimizers.replace(target)
         report = Report([Looked("", kind, type(target).__name__, reason)])
     elif isinstance(target, nn.Module):
-        report = Report()
-        for name, module in list(target.named_modules()):
-            row = _fuse_module(name, module, choose)
-            if row is not None:
-                report.append(row)
-        if check is not None:
-            report = _checked(target, check, report)
+        arguments = None if check is None else _call_arguments(check)
+        rows = [_fuse_module(name, module, choose) for name, module in list(target.named_modules())]
+        report = Report(row for row in rows if row is not None)
+        try:
+            report = report if arguments is None else _checked(target, arguments, report)
+        except BaseException:  # of the call, say: leave the model as it was
+            for row in report:
+                if not row.reason:
+                    restore(target.get_submodule(row.name))
+            raise
     else:
         raise TypeError(f"target must be a torch.nn.Module or a torch.optim.Optimizer, got {type(target).__name__}")
     if verbose:
@@ -146,29 +143,30 @@ def _probe(module: Any, rule: Rule) -> str:
     return "" if error <= 1 else f"its forward computes something else ({where} differs)"
 
 
-def _checked(model: nn.Module, check: Any, report: Report) -> Report:
-    """The report after every replacement was held against the original in a call of the model."""
-    modules = dict(model.named_modules())
-    failed: dict[str, str] = {}
-    waiting = {row.name for row in report if not row.reason}
+def _checked(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], report: Report) -> Report:
+    """The report after every replacement was held against the original, with what it gets in a call of the model."""
+    modules = {row.name: model.get_submodule(row.name) for row in report if not row.reason}
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     handles = []
-    for name in list(waiting):
+    for name, module in modules.items():
 
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-            if name in waiting and not torch.is_grad_enabled():  # else a module around this one is being compared
-                waiting.remove(name)
-                error, where = compare(module, args, kwargs)
-                if not error <= 1:
-                    failed[name] = f"undone: {where} is off by {error:.3g} times the tolerance"
+            if name not in calls:
+                calls[name] = copied_arguments(args, kwargs)
 
-        handles.append(modules[name].register_forward_pre_hook(hook, with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     try:
-        args, kwargs = _call_arguments(check)
         with torch.no_grad(), unchanged_buffers(model), torch.random.fork_rng():
-            model(*args, **kwargs)
+            model(*arguments[0], **arguments[1])
     finally:
         for handle in handles:
             handle.remove()
+    errors = {name: compare(modules[name], *call) for name, call in calls.items()}
+    failed = {
+        name: f"undone: {where} is off by {error:.3g} times the tolerance"
+        for name, (error, where) in errors.items()
+        if not error <= 1
+    }
     for name in failed:
         restore(modules[name])
     return Report(row._replace(reason=failed.get(row.name, row.reason)) for row in report)

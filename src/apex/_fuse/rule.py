@@ -145,7 +145,7 @@ def _results(
     module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Tensor]:
     """Outputs and gradients by name, of one call with dropout of a fixed seed; buffers are left as they were."""
-    inputs = [_copied(value) for value in args], {name: _copied(value) for name, value in kwargs.items()}
+    inputs = copied_arguments(args, kwargs)
     with unchanged_buffers(module), torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(0)
         outputs = dict(_named_tensors(forward(module, *inputs[0], **inputs[1])))
@@ -174,6 +174,10 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)
+
+
+def copied_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(map(_copied, args)), {name: _copied(value) for name, value in kwargs.items()}
 
 
 def _copied(value: Any) -> Any:
