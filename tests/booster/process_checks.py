@@ -281,6 +281,7 @@ CHECKS: dict[str, Check] = {
     f"equal {plugin} {precision}": equality(plugin, precision, ("adam", "sgd")[index % 2])
     for index, (plugin, precision) in enumerate((one, other) for one in PLUGINS for other in PRECISIONS)
 }
+EQUAL = sorted(CHECKS)
 CHECKS["starts from the first process"] = starts_from_the_first_process
 for plugin in ("ddp", "apex ddp", "zero 1", *(["fsdp"] if needs_fsdp else [])):
     for precision in ("fp32", "fp16", "fp16_apex", "fp16_naive"):

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.booster import equality_checks, hybrid_checks, hybrid_four_checks, process_checks
+from tests.booster import alone_checks, four_checks, hybrid_checks, hybrid_four_checks, process_checks
 from tests.parallel.processes import run_checks
 
 pytest.importorskip("safetensors")
 RUNS = {
     "two": (process_checks, 2),
-    "one": (equality_checks, 1),
-    "four": (equality_checks, 4),
+    "one": (alone_checks, 1),
+    "four": (four_checks, 4),
     "split": (hybrid_checks, 2),
 }
 
