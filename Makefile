@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Both need python3 (3.10 or newer), pip and make, nothing else.
+# `make demo` and `make test`. Both need python3 (3.10 or newer), pip and make, nothing else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ INPUTS := pyproject.toml constraints.txt src/apex/_version.py
 # seconds, and its compiler for 4 more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs docs-serve demo test test-versions clients lint types format clean
+.PHONY: dist docs docs-serve demo test test-versions clients lint types format clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/apex demo
@@ -32,6 +32,13 @@ campaign: $(VENV)/.test-ready
 # The documentation site, into .site; a broken link or a page that is nowhere in the menu is an error.
 docs: $(VENV)/.test-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# A wheel and a source archive, in dist/; their metadata is checked.
+dist: $(VENV)/.test-ready
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+	$(PIP_INSTALL) twine
+	$(BIN)/python -m twine check --strict dist/*
 
 docs-serve: docs
 	$(BIN)/python -m http.server --directory .site 8000
