@@ -63,7 +63,7 @@ def test_every_implementation(route: Route, rows: int) -> None:
 
 
 @pytest.mark.gpu
-def test_search_finds_the_same_on_a_gpu() -> None:
+def test_search_finds_no_less_on_a_gpu() -> None:
     from apex.contrib.sparsity.permutation_search_kernels import (
         accelerated_search_for_good_permutation,
         sum_after_2_to_4,
@@ -73,7 +73,8 @@ def test_search_finds_the_same_on_a_gpu() -> None:
     orders = [accelerated_search_for_good_permutation(matrix.to(device)) for device in ("cpu", "cuda", "cuda")]
     assert orders[1] == orders[2]
     here, there = (sum_after_2_to_4(matrix[:, order]) for order in orders[:2])
-    assert there == pytest.approx(here, rel=1e-3)
+    # Sums are rounded differently, so orders differ; and a CPU that is busy may run out of time.
+    assert there >= here * (1 - 1e-3)
 
 
 def test_errors() -> None:
