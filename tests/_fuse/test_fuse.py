@@ -284,7 +284,8 @@ def test_data_parallel_before_and_after_and_sharding(tmp_path: Path) -> None:
                 torch.testing.assert_close(*[[p.grad for p in m.parameters()] for m in (wrapped, plain)])
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         fully_shard(model[1], mesh=mesh)
-        torch.testing.assert_close(model(x), plain(x))
+        if torch.torch_version.TorchVersion(torch.__version__) >= (2, 10):  # 2.6 has no fully_shard for CPUs
+            torch.testing.assert_close(model(x), plain(x))
         with pytest.raises(RuntimeError, match="undo that first"):
             apex.unfuse(model)
     finally:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import language, norms, optimizers, vision
-from .rule import RULES, FusedModule, Rule, compare, copied_arguments, first_weight, replace, restore, unchanged_buffers
+from .rule import RULES, FusedModule, Rule, compare, copied_arguments, replace, restore, unchanged_buffers
 
 __all__ = ["Looked", "Report", "fuse", "unfuse"]
 
@@ -124,7 +124,7 @@ def _fuse_module(name: str, module: Any, choose: Callable[[str, nn.Module], bool
 def _obstacle(module: Any, rule: Rule) -> str:
     if "forward" in vars(module):
         return "its forward was replaced in this instance; fuse before what did that (amp.initialize, say)"
-    weight = first_weight(module)
+    weight = next(module.parameters(), None)
     if weight is not None and not weight.is_floating_point():
         return f"its weights are {weight.dtype}"
     return rule.reason(module)

@@ -151,10 +151,6 @@ def cross_entropy_forward(self: Any, input: Tensor, target: Tensor) -> Tensor:
     return losses if autocast_dtype(input) is not None else losses.to(input.dtype)
 
 
-def _cross_entropy_reason(module: Any) -> str:
-    return "classes have weights" if module.weight is not None else ""
-
-
 # What the forward of a causal language model names that does nothing with logits but give them to the loss.
 _HEAD_NAMES = {
     *("model", "transformer", "config", "vocab_size", "lm_head", "loss_function", "slice_logits_to_keep"),
@@ -201,28 +197,16 @@ class _HeadStandIn:
     def lm_head(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
-    def loss_function(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int | None = None,
-        num_items_in_batch: Any = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """The loss of the next token of each of the hidden states `logits`, averaged or over `num_items_in_batch`."""
-        if shift_labels is None:
-            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        reduction = "mean" if num_items_in_batch is None else "sum"
-        target = shift_labels.to(logits.device)
-        loss = linear_cross_entropy(
-            logits, self.head.weight, target, self.head.bias, ignore_index=ignore_index, reduction=reduction
-        )
-        if num_items_in_batch is None:
+    def loss_function(self, logits: Tensor, labels: Tensor, ignore_index: int = -100, **options: Any) -> Tensor:
+        """The loss of the next token of each of the hidden states `logits`, with the options of ForCausalLMLoss."""
+        target, count = options.get("shift_labels"), options.get("num_items_in_batch")
+        if target is None:
+            target = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        how: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "mean" if count is None else "sum"}
+        loss = linear_cross_entropy(logits, self.head.weight, target.to(logits.device), self.head.bias, **how)
+        if count is None:
             return loss
-        on_device = isinstance(num_items_in_batch, Tensor)
-        return loss / (num_items_in_batch.to(loss.device) if on_device else num_items_in_batch)
+        return loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
 
 
 def _head_forward(original: type) -> Callable[..., Any]:
@@ -259,7 +243,7 @@ RULES = [
     Rule(
         "cross-entropy",
         inherits_forward(nn.CrossEntropyLoss),
-        _cross_entropy_reason,
+        lambda module: "classes have weights" if module.weight is not None else "",
         lambda original: cross_entropy_forward,
     ),
 ]

@@ -84,12 +84,11 @@ def _become(optimizer: Any, made: Any, saved: dict[str, Any] | None = None) -> N
 
 def _mark_steps(optimizer: Any) -> None:
     """Has `step` say that it was called, as a learning rate scheduler, made earlier, expects."""
-    method = type(optimizer).step
 
-    @functools.wraps(method)
+    @functools.wraps(type(optimizer).step)
     def step(*args: Any, **kwargs: Any) -> Any:
         optimizer._opt_called = True
-        return method(optimizer, *args, **kwargs)
+        return type(optimizer).step(optimizer, *args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = step

@@ -103,13 +103,9 @@ def has_hooks(module: nn.Module) -> bool:
     return any(map(len, hooks)) or "forward" in vars(module)
 
 
-def first_weight(module: nn.Module) -> Tensor | None:
-    return next(iter(module.parameters()), None)
-
-
 def random_input(module: nn.Module, *shape: int) -> Tensor:
     """The same numbers at every call, in the dtype and on the device of the module's weights."""
-    weight = first_weight(module)
+    weight = next(module.parameters(), None)
     dtype, device = (torch.float32, None) if weight is None else (weight.dtype, weight.device)
     generator = torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device=generator.device).to(device, dtype)

@@ -46,10 +46,8 @@ def glu_pair(gate: Tensor, value: Tensor, activation: str = "silu") -> Tensor:
     if activation not in reference.ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is not known; use one of {', '.join(reference.ACTIVATIONS)}")
     if (gate.shape, gate.dtype, gate.device) != (value.shape, value.dtype, value.device):
-        raise ValueError(
-            f"gate is {list(gate.shape)} {gate.dtype} on {gate.device}, value {list(value.shape)} {value.dtype} on "
-            f"{value.device}; they must be alike"
-        )
+        kinds = [f"{list(t.shape)} {t.dtype} on {t.device}" for t in (gate, value)]
+        raise ValueError(f"gate is {kinds[0]}, value {kinds[1]}; they must be alike")
     return GLU_PAIR(gate, value, activation)
 
 
