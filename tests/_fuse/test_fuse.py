@@ -260,6 +260,13 @@ def test_a_check_sees_a_norm_together_with_its_activation(monkeypatch: pytest.Mo
     assert [bool(row.reason) for row in report] == [True, False]
 
 
+def test_torch_compile() -> None:
+    model = nn.Sequential(Bottleneck(8, True), nn.GroupNorm(2, 8), nn.SiLU(), nn.Flatten(), nn.LayerNorm(128))
+    plain, x = copy.deepcopy(model), torch.randn(2, 8, 4, 4)
+    apex.fuse(model, verbose=False)
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), plain(x))
+
+
 def test_blocks_whose_norms_have_hooks_call_them() -> None:
     model, calls = Bottleneck(8, False), []
     apex.fuse(model, verbose=False)

@@ -127,7 +127,7 @@ def _obstacle(module: Any, rule: Rule) -> str:
     weight = next(module.parameters(), None)
     if weight is not None and not weight.is_floating_point():
         return f"its weights are {weight.dtype}"
-    return rule.reason(module)
+    return rule.reason(module) or ""
 
 
 def _probe(module: Any, rule: Rule) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..ops import norm
 from ..ops._library import autocast_dtype
 from ..ops.group_norm import group_norm
-from .rule import Rule, always, random_input
+from .rule import Rule, nothing, random_input
 
 
 def inherits_forward(*classes: Any) -> Callable[[Any], bool]:
@@ -80,9 +80,9 @@ def _probe(module: Any) -> Tensor:
 
 
 RULES = [
-    Rule("layer norm", inherits_forward(nn.LayerNorm), always, lambda original: layer_norm_forward),
-    Rule("RMS norm", inherits_forward(nn.RMSNorm), always, lambda original: rms_norm_forward),
-    Rule("group norm", inherits_forward(nn.GroupNorm), always, lambda original: group_norm_forward),
+    Rule("layer norm", inherits_forward(nn.LayerNorm), nothing, lambda original: layer_norm_forward),
+    Rule("RMS norm", inherits_forward(nn.RMSNorm), nothing, lambda original: rms_norm_forward),
+    Rule("group norm", inherits_forward(nn.GroupNorm), nothing, lambda original: group_norm_forward),
     Rule("RMS norm of weight", _is_written_rms_norm, _written_reason, written_rms_norm(0.0), _probe, _written_eps),
     Rule("RMS norm of 1 + weight", _is_written_rms_norm, _written_reason, written_rms_norm(1.0), _probe, _written_eps),
 ]

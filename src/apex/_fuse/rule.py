@@ -17,13 +17,8 @@ from torch.utils._pytree import tree_leaves
 from ..ops._tolerance import TOLERANCES
 
 
-def _nothing(module: Any) -> Any:
-    return None
-
-
-def always(module: Any) -> str:
-    """The reason against a replacement that fits every module of its kind."""
-    return ""
+def nothing(module: Any) -> Any:
+    """No reason against a replacement, no input to try it with, no settings."""
 
 
 class Rule(NamedTuple):
@@ -39,8 +34,8 @@ class Rule(NamedTuple):
     matches: Callable[[Any], bool]
     reason: Callable[[Any], str]
     forward: Callable[[type], Callable[..., Any]]
-    probe: Callable[[Any], Tensor | None] = _nothing
-    settings: Callable[[Any], Any] = _nothing
+    probe: Callable[[Any], Tensor | None] = nothing
+    settings: Callable[[Any], Any] = nothing
 
 
 # All rules, in the order in which they are tried; the package fills it.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..ops.batch_norm import average_factor, batch_norm
 from .norms import group_norm_forward, inherits_forward
-from .rule import Rule, has_hooks, names_used, random_input
+from .rule import Rule, has_hooks, names_used, nothing, random_input
 
 is_batch_norm = inherits_forward(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 is_relu = inherits_forward(nn.ReLU)
@@ -115,7 +115,7 @@ RULES = [
         lambda original: block_forward,
         _block_probe,
     ),
-    Rule("norm + activation in a row", _has_pair, lambda module: "", lambda original: sequential_forward),
+    Rule("norm + activation in a row", _has_pair, nothing, lambda original: sequential_forward),
     Rule(
         "attention",
         inherits_forward(nn.MultiheadAttention),
