@@ -121,22 +121,39 @@ def test_weights_that_fsdp_gathers_in_float8(monkeypatch):
 def test_delayed_scales_come_from_earlier_steps():
     layer = fp8.Float8Linear(64, 32, scaling="delayed")
     assert list(layer.state_dict()) == ["weight", "bias"]
+    history = layer.history.view(torch.float32)
     small, large = torch.randn(16, 64), 100 * torch.randn(16, 64)
     first = layer(small)
     assert torch.equal(first, fp8.linear(small, layer.weight, layer.bias))  # there is nothing earlier
-    assert layer.history[0, 0] == small.abs().max()
+    assert history[0, 0] == small.abs().max()
     clipped = layer(large)
-    assert layer.history[0, :2].tolist() == [float(large.abs().max()), float(small.abs().max())]
+    assert history[0, :2].tolist() == [float(large.abs().max()), float(small.abs().max())]
     limit = float(small.abs().max())
     expected = F.linear(large.clamp(-limit, limit), layer.weight, layer.bias)
     torch.testing.assert_close(clipped, expected, rtol=0.1, atol=0.1 * float(expected.detach().abs().max()))
     clipped.sum().backward()
-    assert layer.history[2, 0] == 1
+    assert history[2, 0] == 1
     overflow = large.clone()
     overflow[0, 0] = float("inf")
     assert not layer(overflow).isfinite().all()
-    assert layer.history.isfinite().all()
+    assert history.isfinite().all()
     assert layer(small).isfinite().all()
+
+
+def test_histories_keep_their_numbers_when_layers_are_cast():
+    layer = fp8.Float8Linear(32, 32, scaling="delayed").half()
+    layer(torch.full((16, 32), 1000.0, dtype=torch.float16))
+    large = layer.history.view(torch.float32)[0]
+    large[0] = 1e6  # more than float16 has
+    layer.bfloat16().half()
+    assert layer.history.view(torch.float32)[0, 0] == 1e6
+    assert layer(torch.ones(16, 32, dtype=torch.float16)).isfinite().all()
+
+
+def test_float64_stays_as_it_is():
+    layer = nn.Sequential(nn.Linear(32, 32, dtype=torch.float64))
+    assert "float64" in fp8.convert(layer, smallest_weight=0, emulate=True)[0].reason
+    assert type(layer[0]) is nn.Linear
 
 
 @pytest.mark.parametrize("scaling", fp8.SCALINGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..ops import float8
@@ -102,6 +103,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _reason(name: str, module: Any, choose: Callable[[str, nn.Module], bool] | None, smallest: int) -> str:
+    if module.weight.dtype == torch.float64:
+        return "float64 is multiplied as it is"
     if module.weight.shape[0] % 16 or module.weight.shape[1] % 16:
         return "a size is no multiple of 16"
     if module.weight.numel() < smallest:
@@ -137,4 +140,9 @@ class _ParallelProduct:
             input = mappings.gather_from_sequence_parallel_region(input)
         elif all_reduce:
             input = mappings.copy_to_tensor_model_parallel_region(input)
-        return linear(input, weight, bias, self.scaling, self.history)
+        history = self.history
+        if history is not None:
+            if history.device != input.device:  # the layer was moved
+                history = self.history = history.to(input.device)
+            history = history.view(torch.float32)
+        return linear(input, weight, bias, self.scaling, history)

@@ -130,11 +130,13 @@ class Float8Linear(nn.Linear):
         self.register_buffer("history", make_history(self.weight, scaling), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias, self.scaling, self.history)
+        history = None if self.history is None else self.history.view(torch.float32)
+        return linear(input, self.weight, self.bias, self.scaling, history)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scaling={self.scaling}"
 
 
 def make_history(weight: Tensor, scaling: str) -> Tensor | None:
-    return torch.zeros(3, HISTORY, dtype=torch.float32, device=weight.device) if scaling == "delayed" else None
+    """A history without steps, as the bits of float32 numbers: integers, which `module.half()` leaves as they are."""
+    return torch.zeros(3, HISTORY, dtype=torch.int32, device=weight.device) if scaling == "delayed" else None
