@@ -5,8 +5,9 @@
 
 Every column is a process of its own, which trains the same network from the same weights on the same four batches with
 AdamW. Each warms up, compiling and capturing, `--at-once` of them together; its loss after `--warmup` steps is noted.
-When all are warm, the columns of a model take turns, one round each at a time, so that a drift of the machine hits all
-alike. A figure is the median of the rounds. The memory of the device must do for all models of a run.
+When all columns of a model are warm they take turns, one round each at a time, so that a drift of the machine hits all
+alike; those of later models, which may still be compiling, are stopped meanwhile. A figure is the median of the rounds.
+The memory of the device must do for a model's columns and `--at-once` more.
 
 Memory is what the process holds of the device while it trains, after what warming up left over was given back: the
 blocks of a captured graph count, which `max_memory_allocated` does not see when it is replayed.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -215,6 +217,9 @@ class Column:
             self.rounds.append(round(answer["milliseconds"], 4))
             self.figures |= {"milliseconds": statistics.median(self.rounds), "rounds": self.rounds}
 
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -229,30 +234,30 @@ def measure(arguments: argparse.Namespace, deadline: float, note: Callable[[str,
         note(model, {name: column.figures for (of, name), column in columns.items() if of == model and column.figures})
 
     try:
-        for index, pair in enumerate(pairs):
-            if time.monotonic() >= deadline:
-                break
-            for ahead in pairs[index : index + arguments.at_once]:
-                if ahead not in columns:
-                    columns[ahead] = Column(ahead[1], ahead[0], arguments)
-            column = columns[pair]
-            column.listen(deadline)
-            if column.runs:
-                column.run_round(deadline)  # a first figure, should time run out; others may be warming up beside it
-            tell(pair[0])
-        for column in columns.values():
-            column.rounds.clear()
         for model in arguments.models:
-            for _ in range(arguments.rounds):
-                for (of, _name), column in columns.items():
-                    if of == model and column.runs and time.monotonic() < deadline:
-                        column.run_round(deadline)
+            warm_by = min(deadline, time.monotonic() + getattr(arguments, "warm_limit", 86400.0))
+            for name in arguments.columns:
+                if time.monotonic() >= deadline:
+                    return
+                index = pairs.index((model, name))
+                for ahead in pairs[index : index + arguments.at_once]:
+                    if ahead not in columns:
+                        columns[ahead] = Column(ahead[1], ahead[0], arguments)
+                columns[model, name].listen(warm_by)
                 tell(model)
-        if arguments.kernels:
-            for (model, _name), column in columns.items():
-                if column.runs and time.monotonic() < deadline:
-                    column.run_round(deadline, "kernels")
+            mine = [columns[model, name] for name in arguments.columns]
+            others = [column for column in columns.values() if column not in mine]
+            for column in others:
+                column.signal(signal.SIGSTOP)
+            for what in [""] * arguments.rounds + ["kernels"] * arguments.kernels:
+                for column in mine:
+                    if column.runs and time.monotonic() < deadline:
+                        column.run_round(deadline, what)
                 tell(model)
+            for column in others:
+                column.signal(signal.SIGCONT)
+            for column in mine:
+                column.end()
     finally:
         for column in columns.values():
             column.end()
@@ -307,6 +312,7 @@ def main() -> None:
     )
     parser.add_argument("--kernels", action="store_true", help="also note which kernels take the GPU's time")
     parser.add_argument("--limit", type=float, default=86400.0, help="seconds after which nothing more is measured")
+    parser.add_argument("--warm-limit", type=float, default=86400.0, help="seconds that a model waits for slow columns")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script")
     parser.add_argument("--output", type=Path, help="the result file; by default one in benchmarks/results")

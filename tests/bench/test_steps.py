@@ -77,13 +77,24 @@ def test_the_result_file(
     )
     assert set(models) == {"another", "gpt-6x384"}
     columns = models["gpt-6x384"]["columns"]
-    assert columns["O5"] == {"loss": 1.5, "milliseconds": 15.0, "mebibytes": 7, "rounds": [10.0, 20.0]}
+    assert columns["O5"] == {"loss": 1.5, "milliseconds": 5.0, "mebibytes": 7, "rounds": [0.0, 10.0]}
     assert "no graph here" in columns["O5+graph"]["error"]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["O5", "15.00", "10.00", "20.00", "1.00", "7", "1.00", "1.5000"] in lines
+    assert ["O5", "5.00", "0.00", "10.00", "1.00", "7", "1.00", "1.5000"] in lines
 
 
 def test_a_limit(steps: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A column that is not warm in time is named in the result file, and others are not started."""
     models = run(steps, tmp_path, monkeypatch, "--limit", "1", "--columns", "O5+compile", "O5")
     assert models["gpt-6x384"]["columns"] == {"O5+compile": {"error": "out of time"}}
+
+
+def test_a_slow_column_costs_its_model_nothing_else(
+    steps: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are measured, and so is the next model, whose columns were stopped while those of the first ran."""
+    options = ("--warm-limit", "1.5", "--at-once", "4", "--rounds", "1", "--columns", "O5", "O5+compile")
+    models = run(steps, tmp_path, monkeypatch, *options, "--models", "gpt-6x384", "llama")
+    for model in ("gpt-6x384", "llama"):
+        assert models[model]["columns"]["O5"]["rounds"] == [0.0]
+        assert models[model]["columns"]["O5+compile"] == {"error": "out of time"}
