@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from step_models import GPT
+from steps import kernels_of
 from torch import Tensor
 
 from apex import amp, fp8, graphs
@@ -49,12 +50,15 @@ def prepare(column: str, device: str, size: dict[str, int]) -> Any:
     scaling = next((name for name in fp8.SCALINGS if name in column), None)
     options: dict[str, Any] = {"lr": size["lr"] * 1e-6, "weight_decay": 0.01}
     if everything:
-        optimizer: Any = FusedAdam(network.parameters(), **options, adam_w_mode=True)
+        # Nothing clips gradients here: they may stay in bfloat16.
+        optimizer: Any = FusedAdam(network.parameters(), **options, adam_w_mode=True, materialize_master_grads=False)
         network, optimizer = amp.initialize(network, optimizer, opt_level="O5", verbosity=0)
     else:
         optimizer = torch.optim.AdamW(network.parameters(), **options, fused=True)
     if scaling and column.startswith("apex"):
-        fp8.convert(network.blocks, scaling, smallest_weight=0, emulate=device == "cpu")
+        report = fp8.convert(network.blocks, scaling, smallest_weight=0, emulate=device == "cpu")
+        assert len(report) == 4 * size["depth"], fp8.table(report)
+        assert not any(row.reason for row in report), fp8.table(report)
     elif scaling:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -112,6 +116,8 @@ def child(column: str, arguments: argparse.Namespace) -> None:
     answer: dict[str, Any] = {"milliseconds": statistics.median(rounds), "rounds": rounds}
     if device == "cuda":
         answer["mebibytes"] = round(torch.cuda.max_memory_reserved() / 2**20)
+    if arguments.kernels:
+        answer["kernels"] = kernels_of(lambda: [step(batch) for batch in batches], len(batches))
     print(json.dumps(answer), flush=True)
 
 
@@ -127,7 +133,7 @@ def start(column: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
     command = [sys.executable, __file__, "--child", column, "--device", arguments.device]
     command += ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds), "--curve", str(arguments.curve)]
     errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  open as long as the process runs
-    flags = ["--tiny"] if arguments.tiny else []
+    flags = [flag for flag, on in (("--tiny", arguments.tiny), ("--kernels", arguments.kernels)) if on]
     process = subprocess.Popen(
         [*command, *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
     )
@@ -151,6 +157,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--at-once", type=int, default=2, help="columns that compile together; they share the memory")
     parser.add_argument("--curve", type=int, default=0, help="steps of a small GPT whose losses are noted")
+    parser.add_argument("--kernels", action="store_true", help="note the kernels of a step too, on a GPU")
     parser.add_argument("--limit", type=float, default=86400.0, help="seconds after which no column begins")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
@@ -176,7 +183,11 @@ def main() -> None:
                 process.stdin.flush()
                 results[name] |= listen(process, errors)
             process.kill()
-            print(name, {head: value for head, value in results[name].items() if head != "curve"}, flush=True)
+            print(
+                name,
+                {head: value for head, value in results[name].items() if head not in ("curve", "kernels")},
+                flush=True,
+            )
         known = json.loads(path.read_text()) if path.exists() else {}
         known[key] = {**describe(device), "size": sizes(arguments), "columns": results}
         path.write_text(json.dumps(known, indent=1) + "\n")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp, fp8, graphs
+from apex.fused_dense import FusedDense, FusedDenseGeluDense
 from apex.ops import float8
 from apex.optimizers import FusedAdam
 from tests.fp8 import fp8_checks
@@ -91,6 +92,35 @@ def test_convert_says_what_it_did():
     assert torch.equal(model(x), network("cpu")(x))
 
 
+@pytest.mark.parametrize("scaling", fp8.SCALINGS)
+def test_fused_dense_layers_are_converted(scaling):
+    """Their products are those of linear layers with the same weights, forward and backward."""
+    torch.manual_seed(0)
+    fused = nn.Sequential(FusedDense(32, 64), FusedDenseGeluDense(64, 128, 32), FusedDenseGeluDense(32, 40, 32))
+    plain = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 128), nn.GELU(approximate="tanh"), nn.Linear(128, 32))
+    with torch.no_grad():
+        for ours, theirs in zip(fused.parameters(), plain.parameters(), strict=False):
+            theirs.copy_(ours)
+    names = list(fused.state_dict())
+    report = fp8.convert(fused, scaling, smallest_weight=0, emulate=True)
+    assert [row[:3] for row in report[:3]] == [("0", 32, 64), ("1.weight1", 64, 128), ("1.weight2", 128, 32)]
+    assert [bool(row.reason) for row in report] == [False, False, False, True, True]
+    fp8.convert(plain, scaling, smallest_weight=0, emulate=True)
+    assert list(fused.state_dict()) == names
+    for _ in range(2):  # the second step of delayed scaling takes the scale of the first
+        x = torch.randn(16, 32)
+        found, expected = fused[:2](x), plain(x)
+        assert torch.equal(found, expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+    for ours, theirs in zip(fused[:2].parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    fp8.revert(fused)
+    assert [type(layer) for layer in fused] == [FusedDense, FusedDenseGeluDense, FusedDenseGeluDense]
+    gathered = fp8.convert(fused, smallest_weight=0, emulate=True, choose=lambda name, layer: name == "1")
+    assert [bool(row.reason) for row in gathered] == [True, False, False, True, True]
+
+
 def test_refusals_change_nothing():
     model = network("cpu")
     with pytest.raises(RuntimeError, match="emulate=True"):
@@ -116,6 +146,8 @@ def test_weights_that_fsdp_gathers_in_float8(monkeypatch):
     x = torch.randn(16, 64)
     torch.testing.assert_close(model(x), network("cpu")(x), rtol=0.1, atol=0.1)
     assert type(model[0]).__module__.startswith("torchao")
+    (row,) = fp8.convert(nn.Sequential(FusedDense(32, 32)), float8_all_gather=True, smallest_weight=0, emulate=True)
+    assert "torch.nn.Linear only" in row.reason
 
 
 def test_delayed_scales_come_from_earlier_steps():

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import float8
-from .linear import Float8Linear, check_scaling, linear, make_history
+from .linear import LAYERS, check_scaling, linear, make_history
 
 # Weights with fewer elements lose more by the casts than they win by the products.
 SMALLEST_WEIGHT = 2**21
 
 
 class Converted(NamedTuple):
-    """A linear layer that `convert` looked at; `reason` says why it stays as it was, and is empty if it does not."""
+    """A weight that `convert` looked at; `reason` says why its layer stays as it was, and is empty if it does not.
+
+    `name` is that of the layer; where the layer has several weights, that of the weight.
+    """
 
     name: str
     in_features: int
@@ -36,9 +39,10 @@ def convert(
     """Has the linear layers of `model` multiply in float8, in place, and returns what was done with each of them.
 
     `scaling` is "tensorwise" (quickest), "rowwise" (closest to bfloat16) or "delayed" (scales from earlier steps).
-    Linear layers are torch.nn.Linear and the two of apex.transformer.tensor_parallel. They stay as they are where a
-    size is no multiple of 16, where the weight has fewer than `smallest_weight` elements, and where `choose(name,
-    layer)` is false; so that an output layer can be left out, say. Parameters, hooks and state dict are not touched.
+    Linear layers are torch.nn.Linear, those of apex.fused_dense and the two of apex.transformer.tensor_parallel. They
+    stay as they are where a size is no multiple of 16, where a weight has fewer than `smallest_weight` elements, and
+    where `choose(name, layer)` is false; so that an output layer can be left out, say. Parameters, hooks and state dict
+    are not touched.
 
     Call it before `fully_shard`. With `float8_all_gather` FSDP2 then gathers weights in float8, half the bytes:
     torchao's layers do that and take the place of ours; they need torchao and "tensorwise".
@@ -48,13 +52,21 @@ def convert(
     check_scaling(scaling)
     layers = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
     if not emulate:
-        for device in {module.weight.device for _, module in layers}:
+        for device in {weight.device for _, module in layers for weight in _weights(module).values()}:
             problem = float8.obstacle(device)
             if problem:
                 raise RuntimeError(f"{problem}; train in bfloat16 there, or test with emulate=True")
-    reasons = {name: _reason(name, module, choose, smallest_weight) for name, module in layers}
-    sizes = {name: module.weight.shape for name, module in layers}
-    report = [Converted(name, size[1], size[0], reasons[name]) for name, size in sizes.items()]
+    reasons = {name: _reason(name, module, choose, smallest_weight, float8_all_gather) for name, module in layers}
+    report = [
+        Converted(
+            name if which == "weight" else f"{name}.{which}".lstrip("."),
+            weight.shape[1],
+            weight.shape[0],
+            reasons[name],
+        )
+        for name, module in layers
+        for which, weight in _weights(module).items()
+    ]
     if float8_all_gather:
         _convert_with_torchao(model, scaling, {name for name, reason in reasons.items() if not reason}, emulate)
         return report
@@ -79,8 +91,8 @@ def revert(model: nn.Module) -> None:
     """Undoes `convert`."""
     module: Any
     for module in model.modules():
-        if type(module) is Float8Linear:
-            module.__class__ = nn.Linear  # type: ignore[assignment]
+        if type(module) in LAYERS.values():
+            module.__class__ = module.usual
             module.__dict__.pop("scaling", None)
             module._buffers.pop("history", None)
         elif isinstance(getattr(module, "_linear", None), _ParallelProduct):
@@ -99,27 +111,38 @@ def table(report: list[Converted]) -> str:
 def _is_linear(module: nn.Module) -> bool:
     from ..transformer.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    return type(module) in (nn.Linear, Float8Linear) or isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+    kinds = (*LAYERS, *LAYERS.values())
+    return type(module) in kinds or isinstance(module, (ColumnParallelLinear, RowParallelLinear))
 
 
-def _reason(name: str, module: Any, choose: Callable[[str, nn.Module], bool] | None, smallest: int) -> str:
-    if module.weight.dtype == torch.float64:
+def _weights(module: Any) -> dict[str, Tensor]:
+    names = getattr(LAYERS.get(type(module), type(module)), "weights", ("weight",))
+    return {name: getattr(module, name) for name in names}
+
+
+def _reason(
+    name: str, module: Any, choose: Callable[[str, nn.Module], bool] | None, smallest: int, by_torchao: bool
+) -> str:
+    weights = _weights(module).values()
+    if any(weight.dtype == torch.float64 for weight in weights):
         return "float64 is multiplied as it is"
-    if module.weight.shape[0] % 16 or module.weight.shape[1] % 16:
+    if any(size % 16 for weight in weights for size in weight.shape):
         return "a size is no multiple of 16"
-    if module.weight.numel() < smallest:
+    if any(weight.numel() < smallest for weight in weights):
         return f"fewer than {smallest:,} weights: the casts take longer than the products win"
     if getattr(module, "gradient_accumulation_fusion", False):
         return "gradient_accumulation_fusion adds gradients as it multiplies, which float8 products do not"
+    if by_torchao and not isinstance(module, nn.Linear):
+        return "float8_all_gather has torch.nn.Linear only"
     if choose is not None and not choose(name, module):
         return "left out by choose"
     return ""
 
 
 def _convert_layer(module: Any, scaling: str) -> None:
-    if isinstance(module, nn.Linear):
-        module.__class__ = Float8Linear
-        module.set_scaling(scaling)  # type: ignore[operator]
+    if type(module) in (*LAYERS, *LAYERS.values()):
+        module.__class__ = LAYERS.get(type(module), type(module))
+        module.set_scaling(scaling)
     else:
         usual = getattr(module._linear, "usual", module._linear)
         module._linear = _ParallelProduct(usual, scaling, make_history(module.weight, scaling))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..fused_dense import FusedDense, FusedDenseGeluDense
 from ..ops import _library, float8
 
 # One scale for a matrix from its own largest magnitude, one for each row of the left and each column of the right
@@ -111,11 +112,35 @@ def _cast(
     return float8.cast_both(matrix, amax, by_row, dtype, compiling)
 
 
-class Float8Linear(nn.Linear):
-    """`torch.nn.Linear` by float8 products, with the same parameters and state dict."""
+class _Float8Layer(nn.Module):
+    """What layers with float8 products share: how they are scaled, and what delayed scaling remembers of each."""
 
+    usual: type[nn.Module]  # the layer that computes the same without float8
+    weights: tuple[str, ...] = ("weight",)
     scaling: str
     history: Tensor | None
+
+    def set_scaling(self, scaling: str) -> None:
+        check_scaling(scaling)
+        self.scaling = scaling
+        self._buffers.pop("history", None)
+        self.register_buffer(
+            "history", make_history(getattr(self, self.weights[0]), scaling, len(self.weights)), persistent=False
+        )
+
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, index: int = 0) -> Tensor:
+        """The output for the weight of this place among `weights`."""
+        history = None if self.history is None else self.history.view(torch.float32)[3 * index : 3 * index + 3]
+        return linear(input, weight, bias, self.scaling, history)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, scaling={self.scaling}"
+
+
+class Float8Linear(_Float8Layer, nn.Linear):
+    """`torch.nn.Linear` by float8 products, with the same parameters and state dict."""
+
+    usual = nn.Linear
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, scaling: str = "tensorwise", **options: Any
@@ -123,20 +148,33 @@ class Float8Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, **options)
         self.set_scaling(scaling)
 
-    def set_scaling(self, scaling: str) -> None:
-        check_scaling(scaling)
-        self.scaling = scaling
-        self._buffers.pop("history", None)
-        self.register_buffer("history", make_history(self.weight, scaling), persistent=False)
+    def forward(self, input: Tensor) -> Tensor:
+        return self.product(input, self.weight, self.bias)
+
+
+class _Float8FusedDense(_Float8Layer, FusedDense):
+    usual = FusedDense
 
     def forward(self, input: Tensor) -> Tensor:
-        history = None if self.history is None else self.history.view(torch.float32)
-        return linear(input, self.weight, self.bias, self.scaling, history)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, scaling={self.scaling}"
+        return self.product(input, self.weight, self.bias)
 
 
-def make_history(weight: Tensor, scaling: str) -> Tensor | None:
+class _Float8FusedDenseGeluDense(_Float8Layer, FusedDenseGeluDense):
+    usual = FusedDenseGeluDense
+    weights = ("weight1", "weight2")
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = self.product(input, self.weight1, self.bias1)
+        return self.product(F.gelu(hidden, approximate="tanh"), self.weight2, self.bias2, 1)
+
+
+LAYERS: dict[type[nn.Module], type[_Float8Layer]] = {
+    layer.usual: layer for layer in (Float8Linear, _Float8FusedDense, _Float8FusedDenseGeluDense)
+}
+
+
+def make_history(weight: Tensor, scaling: str, products: int = 1) -> Tensor | None:
     """A history without steps, as the bits of float32 numbers: integers, which `module.half()` leaves as they are."""
-    return torch.zeros(3, HISTORY, dtype=torch.int32, device=weight.device) if scaling == "delayed" else None
+    if scaling != "delayed":
+        return None
+    return torch.zeros(3 * products, HISTORY, dtype=torch.int32, device=weight.device)
