@@ -37,7 +37,7 @@ def test_machines_are_chosen(hostfile: Path) -> None:
         (["--host", "a", "--hostfile", "hosts"], "give one of them"),
         (["--hostfile", "hosts", "--include", "one", "--exclude", "two"], "cannot be used together"),
         (["--include", "one"], "--hostfile, which is missing"),
-        (["--hostfile", "nothing"], "--hostfile=nothing is not a file"),
+        (["--hostfile", "nothing"], "--hostfile='nothing' is not a file"),
         (["--hostfile", "hosts", "--include", "four"], "--include names four"),
         (["--hostfile", "hosts", "--num-nodes", "4"], "--num-nodes=4 must be -1, or between 1 and"),
         (["--hostfile", "hosts", "--exclude", "one,two,three"], "no machine is left"),
@@ -103,7 +103,9 @@ def test_a_failure_ends_the_others(ssh: Path) -> None:
     assert result.exit_code == 3
 
 
-def test_one_machine_that_is_this_one_needs_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_machine_that_is_this_one_needs_no_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
     calls: list[list[str]] = []
     monkeypatch.setattr("apex.parallel._torchrun.torchrun", lambda arguments: calls.append(arguments) or 0)
     monkeypatch.setattr(_hosts, "run_on", None)

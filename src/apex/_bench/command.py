@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -23,7 +24,7 @@ from .sweep import drawn_cases, run_sweep, sweep_families
 from .table import output_console, print_report
 
 RESULTS_DIRECTORY = Path("benchmarks") / "results"
-SUCCESS, WRONG_RESULT, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+SUCCESS, WRONG_RESULT, INTERRUPTED = 0, 1, 130
 
 
 def run_bench(
@@ -46,12 +47,15 @@ def run_bench(
     goes beside it. `filter` keeps the cases whose name contains all of its words. `list_only` prints names and measures
     nothing. With `all_cores` the process is not kept on one core while a GPU is timed. `sweep` names families, or all
     of them, of which `cases` random cases are measured instead (see sweep.py). The status is 0, 1 where a result of
-    ours was wrong or failed or a file could not be written, 2 for a request that cannot be met, 130 when interrupted
-    (what was measured is kept).
+    ours was wrong or failed or a file could not be written, 130 when interrupted (what was measured is kept). A request
+    that cannot be met is a `typer.BadParameter`.
     """
     console, messages = output_console(), output_console(stderr=True)
     try:
         target = choose_device(device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from error
+    try:
         if sweep is not None:
             if families:
                 raise ValueError(f"{' '.join(families)}: families of a sweep are named with --sweep")
@@ -71,8 +75,7 @@ def run_bench(
             return SUCCESS
         path = _writable_path(output, target, families)
     except (ValueError, OSError) as error:
-        messages.print(f"apex bench: {error}", style="red", markup=False)
-        return BAD_USAGE
+        raise typer.BadParameter(str(error)) from error
     effort = replace(timing.QUICK if quick else timing.FULL, one_core=not all_cores)
     report = _run(selection, target, effort, quick, console, messages)
     return _publish(report, path, plot, console, messages)

@@ -10,11 +10,12 @@ from typing import Annotated
 import typer
 
 from .._version import __version__
+from .errors import Commands
 
 app = typer.Typer(
     name="apex",
+    cls=Commands,
     help="Mixed precision, fused optimizers, norms and kernels for PyTorch, without a compiler.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     # Help in frames is for terminals; in a pipe it is plain text.
@@ -28,17 +29,21 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _apex(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        from .welcome import print_welcome
+
+        print_welcome(context)
 
 
 @app.command(name="check", help="The same as doctor.", hidden=True)
-@app.command()
+@app.command(rich_help_panel="Look around")
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
@@ -61,7 +66,7 @@ class _Model(str, Enum):
     all = "all"
 
 
-@app.command()
+@app.command(rich_help_panel="Try")
 def demo(
     model: Annotated[_Model, typer.Option(help="What to train: a small transformer, a small conv net, or both.")] = (
         _Model.all
@@ -88,7 +93,7 @@ def demo(
     raise typer.Exit(run_demo(model=model.value, levels=levels, steps=steps, device=device, as_json=as_json, plot=plot))
 
 
-@app.command()
+@app.command(rich_help_panel="Measure")
 def bench(
     families: Annotated[
         list[str] | None, typer.Argument(metavar="FAMILY", help="Op families to measure; all by default.")
@@ -130,7 +135,7 @@ def bench(
     raise typer.Exit(status)
 
 
-@app.command()
+@app.command(rich_help_panel="Prepare")
 def build(
     ops: Annotated[
         list[str] | None,
@@ -161,7 +166,7 @@ def build(
     raise typer.Exit(run_build(names, **options, as_json=as_json, list_only=list_only))  # type: ignore[arg-type]
 
 
-@app.command()
+@app.command(rich_help_panel="Compare")
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="The dump to hold the other against.")],
     second: Annotated[
@@ -187,7 +192,7 @@ def compare(
     raise typer.Exit(run_compare(first, second, **options))  # type: ignore[arg-type]
 
 
-@app.command("jit-module")
+@app.command("jit-module", rich_help_panel="Prepare")
 def jit_module(
     name: Annotated[str, typer.Argument(help="The name under which the extension is imported.")],
     cuda: Annotated[
@@ -207,12 +212,13 @@ def jit_module(
     try:
         paths = write_module(name, [each.strip() for each in source.split(",")], gpu=cuda, folder=folder)
     except (ValueError, OSError) as error:
-        typer.secho(f"apex jit-module: {error}", fg="red", err=True)
-        raise typer.Exit(2) from None
+        raise typer.BadParameter(str(error)) from error
     typer.echo("\n".join(f"wrote {path}" for path in paths))
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(
+    rich_help_panel="Train", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
 def run(
     command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="What each process runs.")],
     nproc_per_node: Annotated[
@@ -263,13 +269,16 @@ def run(
     try:
         hosts = chosen_hosts(host, hostfile, include, exclude, num_nodes)
         extra = extra_arguments(extra_launch_args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     rest = [*(["--module"] if module else []), *command]
     if hosts and not (len(hosts) == 1 and is_this_machine(hosts[0])):
         options = [f"--nproc-per-node={nproc_per_node or local_devices()}", f"--master-port={master_port or 29500}"]
         options += [f"--extra-launch-args={extra_launch_args}"] if extra_launch_args else []
         raise typer.Exit(run_on(hosts, [*options, f"--master-addr={master_addr or hosts[0]}"], rest, ssh_port))
+    if command[0].endswith(".py") and not module and not Path(command[0]).is_file():
+        missing = FileNotFoundError(f"there is no script {command[0]!r}")
+        raise typer.BadParameter(str(missing)) from missing
     arguments = [f"--nproc-per-node={nproc_per_node or local_devices()}"]
     if master_addr is None and master_port is None:
         arguments.append("--standalone")

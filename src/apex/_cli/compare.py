@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.text import Text
 
 from ..dump import Comparison, compare
@@ -23,14 +24,13 @@ def run_compare(
     as_json: bool = False,
     plot: Path = Path("apex-compare.png"),
 ) -> int:
-    """Compares two dumps, prints where they differ and returns an exit status: 0, 1 if they do, 2 if it cannot."""
+    """Compares two dumps, prints where they differ and returns an exit status: 0, or 1 if they do."""
     console, messages = make_console(), make_console(stderr=True)
     try:
         comparison = compare(first, second if len(second) > 1 else second[0], tolerance=tolerance)
         unplotted = None if as_json else draw(comparison, plot)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        messages.print(f"apex compare: {error}", style="red")
-        return 2
+        raise typer.BadParameter(str(error)) from error
     found, tensors = comparison.first, comparison.rows
     if as_json:  # which has no infinity
         rows = [{name: None if value == math.inf else value for name, value in vars(row).items()} for row in tensors]

@@ -30,7 +30,7 @@ def chosen_hosts(
         return []
     if hostfile is not None:
         if not hostfile.is_file():
-            raise ValueError(f"--hostfile={hostfile} is not a file")
+            raise FileNotFoundError(f"--hostfile={str(hostfile)!r} is not a file")
         lines = (line.split("#")[0].split() for line in hostfile.read_text().splitlines())
         hosts = [words[0] for words in lines if words]  # what follows a name is of other launchers
     else:

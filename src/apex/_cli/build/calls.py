@@ -130,7 +130,7 @@ def parse_call(text: str, dtype: str) -> Call:
     """The call that `NAME`, `NAME:SHAPE`, `NAME:SHAPE:DTYPE` or the path of a Python file stands for."""
     if text.endswith(".py"):
         if not Path(text).is_file():
-            raise ValueError(f"there is no script {text!r}")
+            raise FileNotFoundError(f"there is no script {text!r}")
         return Call(text, partial(_run_script, text))
     name, *rest = text.split(":")
     if name not in OPS:

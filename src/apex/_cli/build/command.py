@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from rich.progress import track
 
 from ... import _env
@@ -54,8 +55,8 @@ def run_build(
     """Compiles the kernels of `names` (see `parse_call`) into Triton's cache and returns an exit status.
 
     `gpus` are names of `apex.ops._ahead.GPUS`, by default the GPU here. `cache` is the folder (default: Triton's own);
-    `installed_at` is the path under which the machines of a job will see it, if not the same. The status is 0, 1 where
-    a kernel did not compile, 2 for a request that cannot be met.
+    `installed_at` is the path under which the machines of a job will see it, if not the same. The status is 0, or 1
+    where a kernel did not compile. A request that cannot be met is a `typer.BadParameter`.
     """
     console, messages = make_console(), make_console(stderr=True)
     if list_only:
@@ -67,8 +68,8 @@ def run_build(
     try:
         rows, failures, folder = build([parse_call(name, dtype) for name in names], gpus, cache, jobs)
     except (ValueError, OSError) as error:
-        messages.print(f"apex build: {error}", style="red")
-        return 2
+        option = "--gpu" if "--gpu" in str(error) else None
+        raise typer.BadParameter(str(error), param_hint=option) from error
     if installed_at is not None:
         _move(folder, installed_at)
     if as_json:

@@ -1,0 +1,108 @@
+"""How every command fails: what is wrong, and as the last line a hint.
+
+A request that cannot be met is a `typer.BadParameter`, raised from the error that says why where there is one; it ends
+with status 2. Packages that do not import end the same way. Anything else is a traceback, with a hint behind it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from .console import make_console
+
+# Typer may bring a click of its own, whose names it does not export.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+_OF_OPTIONS = {
+    "--device": "`apex doctor` lists the devices here; without --device a GPU is taken if there is one, else the CPU",
+    "--gpu": "--gpu sm_90 compiles for an H100 or H200, with no GPU here; `apex doctor` says why there is none",
+    "APEX_IMPL": "unset APEX_IMPL, or set it to auto; `apex doctor` says what runs here and why",
+}
+
+
+class Commands(TyperGroup):
+    """The commands of `apex`, whose errors end in a hint."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            status = super().main(*args, **{**options, "standalone_mode": False})
+        except _UsageError as error:
+            status = _refuse(error)
+        except typer.Abort:
+            status = _say("apex: stopped", "nothing more was asked of it; `apex` shows the commands", 1)
+        except ImportError as error:
+            status = _say(f"apex: {type(error).__name__}: {error}", _hint(error, "", None), 2)
+        except SystemExit as error:  # of torchrun, which has said what is wrong
+            status = _say("", "`apex run --help` shows its options", 2) if error.code == 2 else error.code
+        except Exception:
+            traceback.print_exc()
+            status = _say("", "this was not expected; `apex doctor` says what is installed and whether it works", 1)
+        sys.exit(status)
+
+    def resolve_command(self, context: Any, arguments: list[str]) -> Any:
+        name = arguments[0]
+        if self.get_command(context, name) is None and not name.startswith("-"):
+            known = [each for each in self.list_commands(context) if not self.commands[each].hidden]
+            near = difflib.get_close_matches(name, known, 1, 0.5)
+            hint = f"did you mean `apex {near[0]}`?" if near else f"the commands are {', '.join(known)}"
+            raise typer.Exit(_say(f"apex: there is no command {name!r}", hint, 2))
+        return super().resolve_command(context, arguments)
+
+
+def _refuse(error: Any) -> int:
+    """Prints a request that cannot be met; the exit status."""
+    names_option = getattr(error, "param", None) is not None or getattr(error, "param_hint", None)
+    message = error.format_message() if names_option else error.message
+    command = "apex" if error.ctx is None else error.ctx.command_path
+    hint = _hint(error.__cause__ or error, str(getattr(error, "param_hint", None)), error.ctx)
+    return _say(f"{command}: {message}", hint, 2)
+
+
+def _hint(error: BaseException, option: str, context: Any) -> str:
+    """What to do about an error of a command."""
+    text = str(error)
+    if option in _OF_OPTIONS:
+        return _OF_OPTIONS[option]
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        wanted = [re.fullmatch(rf"{error.name}\b.*extra == ['\"](\w+)['\"]", line) for line in _requirements()]
+        extras = [f", or install apex with its extra: 'apex[{match[1]}]'" for match in wanted if match]
+        return f"pip install {error.name}" + "".join(extras[:1])
+    if isinstance(error, ImportError):
+        return "`apex doctor` says what is installed and whether it works"
+    quoted = re.search(r"'(.+?)'", text)
+    if isinstance(error, FileNotFoundError) and quoted:
+        path = Path(quoted[1])
+        beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, beside, 1)
+        return f"did you mean {path.parent / near[0]}?" if near else f"paths begin at the current folder, {Path.cwd()}"
+    possible = getattr(error, "possibilities", None)
+    if possible:
+        return f"did you mean {' or '.join(possible)}?"
+    if context is None:
+        return "`apex` shows the commands"
+    lists = any("--list" in parameter.opts for parameter in context.command.params)
+    return f"`{context.command_path} --{'list' if lists else 'help'}` shows what it takes"
+
+
+def _requirements() -> list[str]:
+    try:
+        return importlib.metadata.requires("apex") or []
+    except importlib.metadata.PackageNotFoundError:  # in a source tree
+        return []
+
+
+def _say(message: str, hint: str, status: int) -> int:
+    console = make_console(stderr=True)
+    if message:
+        console.print(message, style="red")
+    console.print(f"hint: {hint}")
+    return status
