@@ -1,10 +1,17 @@
 """Those of `process_checks` that four processes run: every second combination of a plugin and a precision.
 
-Resuming to the bit is left out: torch's DistributedDataParallel changes the order of its buckets after its first step,
-and with it that in which the gradients of more than two processes are summed up.
+Resuming to the bit is that of `TorchDDPPlugin(find_unused_parameters=True)` where it is torch's: without, torch's
+DistributedDataParallel changes the order of its buckets after its first step, and with it that in which the gradients
+of more than two processes are summed up.
 """
 
 from tests.booster import process_checks
 
 CHECKS = {name: process_checks.CHECKS[name] for name in process_checks.EQUAL[::2]}
 CHECKS |= {name: process_checks.CHECKS[name] for name in ("goes on elsewhere", "starts from the first process")}
+CHECKS |= {
+    f"resumes {plugin} fp32": process_checks.CHECKS[f"resumes {plugin} fp32"]
+    for plugin in process_checks.PLUGINS
+    if plugin != "ddp"
+}
+CHECKS["resumes ddp in order"] = process_checks.resumes("ddp in order", "fp32", False, False)

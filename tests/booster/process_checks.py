@@ -59,6 +59,11 @@ if needs_fsdp:
         "fsdp": lambda name: make(mixed_precision=_or_none(name), plugin=TorchFSDPPlugin()),
         "gemini": lambda name: make(plugin=GeminiPlugin(precision=_or_fp32(name), offload_optim_frac=1.0)),
     }
+# Those that few checks are of.
+OTHERS: dict[str, Callable[[str], Booster]] = {
+    "ddp in order": lambda name: make(plugin=TorchDDPPlugin(find_unused_parameters=True)),
+    "none": lambda name: make(),
+}
 
 
 def _or_none(name: str) -> Any:
@@ -191,7 +196,7 @@ def resumes(plugin: str, precision: str, shard: bool, use_async: bool) -> Check:
 
 
 def _with_scheduler(plugin: str, precision: str, seed: int) -> tuple[Booster, tuple[Any, ...]]:
-    booster, model = PLUGINS[plugin](precision), net(seed)
+    booster, model = (PLUGINS | OTHERS)[plugin](precision), net(seed)
     optimizer = adam(model)
     return booster, booster.boost(model, optimizer, nn.CrossEntropyLoss(), None, LinearWarmupLR(optimizer, 8, 2))
 
@@ -203,9 +208,13 @@ def _train(booster: Booster, parts: tuple[Any, ...], steps: range, rank: int, ra
 
 
 def goes_on_elsewhere(rank: int) -> None:
-    """What each plugin saved in two processes: the same bits in any number of processes and in other plugins."""
+    """What each plugin saved in two processes: the same bits in any number of processes and in other plugins.
+
+    Whoever trains on has the weights of one process without a plugin, but for roundings.
+    """
     for plugin in PLUGINS:
-        for other in (plugin, "ddp"):
+        ways = []
+        for other in ("none", plugin, "ddp"):
             folder = Path("..", "two", f"{plugin} fp32")
             if not folder.exists():  # this is where they are saved
                 return
@@ -220,7 +229,11 @@ def goes_on_elsewhere(rank: int) -> None:
                 saved |= load_file(path)
             assert_equal(expected_model, {name: saved[name] for name in expected_model})
             assert {float(state["step"]) for state in expected_optimizer["state"].values()} == {2.0}
-            train(booster, parts, range(2, STEPS), rank, dist.get_world_size())
+            train(booster, parts, range(2, STEPS), *((0, 1) if other == "none" else (rank, dist.get_world_size())))
+            way = [value - saved[name] for name, value in weights_of(parts[0]).items()]
+            ways.append(torch.cat([each.flatten() for each in way]))
+        for found in ways[1:]:
+            assert (found - ways[0]).norm() < 1e-4 * ways[0].norm(), plugin
 
 
 def is_refused(rank: int) -> None:

