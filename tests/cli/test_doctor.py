@@ -73,6 +73,28 @@ def test_text_shows_every_part() -> None:
 
 
 @pytest.mark.usefixtures("quick_checks")
+@pytest.mark.parametrize("implementation", ["auto", "torch", "triton"])
+def test_the_text_says_a_thing_once(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with _library.implementation(implementation):
+        broken, report = doctor()
+        result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == broken == (implementation == "triton" and not torch.cuda.is_available())
+    parts = {part.split("\n")[0].strip(): part.splitlines()[2:] for part in result.stdout.split("\n\n")}
+    reasons = {
+        (c["device"], c["implementation"], c["reason"].replace(f" {c['family']} ", " it ")) for c in report["choices"]
+    }
+    assert len(parts["Implementations"]) == len(reasons) < len(all_families())
+    for word in (f"all {len(all_families())} families", "float32", "float64"):
+        assert any(word in row for row in parts["Implementations"])
+    assert len(parts.get("Self-check", [])) == len({check["device"] for check in report["self_checks"]})
+    assert len(parts["Findings"]) == len(set(parts["Findings"])) < len(all_families())
+    if broken:
+        assert f"norm on cpu and {len(all_families()) - 1} more" in result.stdout
+        assert "1 thing is broken" in result.stdout
+
+
+@pytest.mark.usefixtures("quick_checks")
 @pytest.mark.parametrize("error", [1.5, float("nan"), float("inf")])
 def test_wrong_numbers_are_broken(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
     replace_self_check(monkeypatch, "norm", lambda device: error)

@@ -187,7 +187,7 @@ def _judge_names(names: list[CompiledName], installed: bool, import_names: bool)
             severity: Severity = "broken" if installed else "warning"
             findings.append(Finding(severity, name.name, f"cannot be imported; {remedy}"))
         elif not name.ours:
-            message = f"comes from {name.location}, not from this package; uninstall the compiled apex"
+            message = f"comes from {Path(name.location).parent}, not from this package; uninstall the compiled apex"
             findings.append(Finding("broken", name.name, message))
         elif import_names and (problem := import_problem(name.name)) is not None:
             findings.append(Finding("broken", name.name, problem))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from ..devices import Device
     from .dispatch import FamilyChoice
     from .facts import Report
+    from .findings import Severity
 
 
 def print_json(report: Report) -> None:
@@ -87,43 +87,65 @@ def _device_facts(device: Device) -> str:
 
 
 def _print_choices(console: Console, choices: list[FamilyChoice]) -> None:
-    table = make_table(console, "Implementations", "family", "device", "dtypes", "runs", "because")
-    for choice, dtypes in _grouped(choices):
-        refused = choice.implementation is None
-        runs = Text(choice.implementation or "refuses", style="bold red" if refused else "bold")
-        table.add_row(choice.family, choice.device, dtypes, runs, choice.reason)
+    """A row for each reason, with the families and dtypes that share it."""
+    table = make_table(console, "Implementations", "device", "runs", "because", "what")
+    everything = {choice.family: None for choice in choices}
+    reasons: dict[tuple[str, str | None, str], dict[str, list[str]]] = {}
+    for choice in choices:
+        reason = choice.reason.replace(f" {choice.family} ", " it ")  # where a request was refused
+        dtypes = reasons.setdefault((choice.device, choice.implementation, reason), {})
+        dtypes.setdefault(choice.family, []).append(choice.dtype)
+    for (device, implementation, reason), found in reasons.items():
+        alike = {
+            dtypes: [f for f in found if ", ".join(found[f]) == dtypes] for dtypes in map(", ".join, found.values())
+        }
+        what = "; ".join(f"{_families(names, list(everything))}: {dtypes}" for dtypes, names in alike.items())
+        runs = Text(implementation or "refuses", style="bold" if implementation else "bold red")
+        table.add_row(device, runs, reason, what)
     print_table(console, table)
 
 
-def _grouped(choices: list[FamilyChoice]) -> Iterator[tuple[FamilyChoice, str]]:
-    """The choices with the dtypes that share one put together."""
-
-    def without_dtype(choice: FamilyChoice) -> tuple[str, str, str | None, str]:
-        return choice.family, choice.device, choice.implementation, choice.reason
-
-    for _, same in groupby(choices, without_dtype):
-        members = list(same)
-        yield members[0], ", ".join(member.dtype for member in members)
+def _families(names: list[str], everything: list[str]) -> str:
+    """Families by name, or the others where these are most of them."""
+    others = [name for name in everything if name not in names]
+    if not others:
+        return f"all {len(names)} families"
+    return f"all but {', '.join(others)}" if len(others) < len(names) else ", ".join(names)
 
 
 def _print_self_checks(console: Console, report: Report) -> None:
-    table = make_table(console, "Self-check", "family", "device", "error / tolerance", "verdict")
-    for check in report.self_checks:
-        error = "" if check.error is None else f"{check.error:.3g}"
-        verdict = severity_text("ok" if check.problem is None else "broken")
-        table.add_row(check.family, check.device, error, verdict)
+    """A row for each device; the findings name the families that are broken."""
+    table = make_table(console, "Self-check", "device", "families", "largest error / tolerance", "verdict")
+    for device in dict.fromkeys(check.device for check in report.self_checks):
+        checks = [check for check in report.self_checks if check.device == device]
+        right = [check for check in checks if check.problem is None]
+        largest = max(right, key=lambda check: check.error or 0.0, default=None)
+        error = "" if largest is None else f"{largest.error:.3g} ({largest.family})"
+        verdict = severity_text("ok" if len(right) == len(checks) else "broken")
+        table.add_row(device, f"{len(right)} of {len(checks)} right", error, verdict)
     print_table(console, table)
+
+
+def _said_once(report: Report) -> Iterator[tuple[Severity, list[str], str]]:
+    """The findings, with the subjects of which the same is said put together."""
+    alike: dict[tuple[Severity, str], list[str]] = {}
+    for finding in report.findings:
+        message = finding.message.replace(f" {finding.subject.partition(' on ')[0]} ", " it ")
+        alike.setdefault((finding.severity, message), []).append(finding.subject)
+    for (severity, message), subjects in alike.items():
+        yield severity, subjects, message
 
 
 def _print_findings(console: Console, report: Report) -> None:
     table = make_table(console, "Findings", "verdict", "about", "what")
-    for finding in report.findings:
-        table.add_row(severity_text(finding.severity), finding.subject, finding.message)
+    for severity, subjects, message in _said_once(report):
+        about = ", ".join(subjects) if len(subjects) < 4 else f"{subjects[0]} and {len(subjects) - 1} more"
+        table.add_row(severity_text(severity), about, message)
     print_table(console, table)
 
 
 def _print_verdict(console: Console, report: Report) -> None:
-    count = sum(finding.severity == "broken" for finding in report.findings)
+    count = sum(severity == "broken" for severity, _, _ in _said_once(report))
     if count:
         things = "1 thing is" if count == 1 else f"{count} things are"
         console.print(Text(f"{things} broken; see the findings above.", style="bold red"))
