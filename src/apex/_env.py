@@ -113,6 +113,15 @@ def extensions_folder() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "apex_extensions")
 
 
+def tuned_launches() -> Path | None:
+    """The table of tuned launches that `APEX_TUNED` names, else that of the user's cache; None where it is `off`."""
+    named = os.environ.get("APEX_TUNED", "").strip()
+    if named.lower() == "off":
+        return None
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(named) if named else cache / "apex" / "tuned.json"
+
+
 def cuda_architectures() -> str:
     """The GPUs that `TORCH_CUDA_ARCH_LIST` names."""
     return os.environ.get("TORCH_CUDA_ARCH_LIST", "")

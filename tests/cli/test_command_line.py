@@ -81,7 +81,8 @@ def test_help_in_a_pipe_is_plain(tmp_path: Path) -> None:
     result = run_quickly("-m", "apex", "--help", cwd=tmp_path)
     assert result.returncode == 0
     assert all(
-        command in result.stdout for command in ("doctor", "demo", "bench", "build", "compare", "jit-module", "run")
+        command in result.stdout
+        for command in ("doctor", "demo", "bench", "build", "tune", "compare", "jit-module", "run")
     )
     assert "\x1b" not in result.stdout
     assert "╭" not in result.stdout

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import apex
 from apex._cli.app import app
 from apex._cli.doctor import installation
-from apex.ops import _library, all_families
+from apex.ops import _library, _tuned, all_families
 
 from .helpers import write_distribution, write_package
 
@@ -180,3 +180,40 @@ def test_a_compiled_upstream_module_is_broken(tmp_path: Path, monkeypatch: pytes
     status, report = doctor()
     assert status == 1
     assert "fast_layer_norm: comes from" in findings(report, "broken")[0]
+
+
+@pytest.mark.usefixtures("quick_checks")
+def test_tuned_launches_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    name = doctor()[1]["devices"][0]["name"]
+    entry = {"op": "norm.forward_config", "dtype": "16-bit", "shape": {"rows": 8}}
+    entry |= {"config": {"num_warps": 2}, "instead_of": {"num_warps": 1}}
+    head = {"gpu": name, **_tuned.versions()}
+    tables = [
+        {**head, "entries": [entry, {**entry, "op": "norm.gone"}]},
+        {**head, "triton": "1.0", "entries": [entry]},
+        {**head, "gpu": "another", "entries": [entry]},
+    ]
+    (tmp_path / "tuned.json").write_text(json.dumps({"format": 1, "tables": tables}))
+    monkeypatch.setenv("APEX_TUNED", str(tmp_path / "tuned.json"))
+    monkeypatch.setattr(_tuned, "SHIPPED", tmp_path / "none")
+    _tuned.forget_tables()
+    try:
+        status, report = doctor()
+        text = CliRunner().invoke(app, ["doctor"]).stdout
+    finally:
+        monkeypatch.undo()
+        _tuned.forget_tables()
+    assert status == 0
+    assert [(row["gpu"], row["entries"], row["in_use"]) for row in report["tuned"]] == [
+        (name, 2, 1),
+        (name, 1, 0),
+        ("another", 1, 0),
+    ]
+    assert [row["problem"].split(";")[0] for row in report["tuned"]] == [
+        "1 entries are for launch rules that are no longer there",
+        "made with triton 1.0",
+        "for another GPU",
+    ]
+    assert len([found for found in findings(report, "warning") if found.startswith("tuned launches:")]) == 2
+    assert "Tuned launches" in text

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+
+_Answer = TypeVar("_Answer")
 
 # On a CPU PyTorch 2.6 rounds the sums of a softmax's backward pass, attention's too, to half precision.
 SOFTMAX_SUMS_IN_HALF = torch.__version__ < "2.7"
@@ -58,9 +61,24 @@ def next_power_of_2(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-# Decorates a rule of a family's config.py, a function of a few numbers and a device's facts. Its answers are kept,
-# because a rule takes the host 1 to 5 us, as long as a launch.
-launch_rule = functools.lru_cache(maxsize=1024)
+_kept_rules: list[Any] = []
+
+
+def launch_rule(rule: Callable[..., _Answer]) -> functools._lru_cache_wrapper[_Answer]:
+    """Keeps the answers of a rule, a function of a few numbers and a device's facts.
+
+    A rule takes the host 1 to 5 us, as long as a launch.
+    """
+    kept = functools.lru_cache(maxsize=1024)(rule)
+    _kept_rules.append(kept)
+    return kept
+
+
+def forget_launches() -> None:
+    """Lets every rule answer anew, where something that rules look at has changed: the tuned launches."""
+    for rule in _kept_rules:
+        rule.cache_clear()
+
 
 # Triton's interpreter runs one program after the other; few programs keep it quick, and more than one keeps the
 # persistent kernels honest about the rows they skip.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from apex.ops import _library
-from apex.ops._device import next_power_of_2
+from apex.ops._device import INTERPRETER, next_power_of_2
 from apex.ops.group_norm import config, group_norm, group_norm_backward, group_norm_forward, op
 from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
@@ -352,11 +352,13 @@ def test_cuda_graph_capture() -> None:
 
 def test_large_groups_are_cut_up() -> None:
     for direction in ("forward", "backward"):
-        assert config.small_config(64, 80, direction) is not None
-        assert config.small_config(4096, 10, direction) is None
-        assert config.walk_config(2, 4096, 320, 10, direction) is not None
-        assert config.walk_config(8, 4096, 320, 10, direction) is None
-        assert config.walk_config(2, 1600, 336, 42, direction) is None  # 16 programs for 102400 elements each
+        assert config.small_config(64, 80, direction, 2, INTERPRETER) is not None
+        assert config.small_config(4096, 10, direction, 2, INTERPRETER) is None
+        assert config.walk_config(2, 4096, 320, 10, direction, 2, INTERPRETER) is not None
+        assert config.walk_config(8, 4096, 320, 10, direction, 2, INTERPRETER) is None
+        assert (
+            config.walk_config(2, 1600, 336, 42, direction, 2, INTERPRETER) is None
+        )  # 16 programs for 102400 elements each
     for last in (True, False):
         tile = config.tile_config(4097, 320, 8192, last)
         assert tile.rows * tile.chunks >= 4097
@@ -381,7 +383,7 @@ def test_no_program_loads_many_values_one_by_one() -> None:
 
 
 def test_one_program_takes_few_images() -> None:
-    small = config.small_config(16, 9, "backward")
+    small = config.small_config(16, 9, "backward", 2, INTERPRETER)
     assert small is not None
     assert config.whole_groups(8, small)
     assert not config.whole_groups(25, small)
@@ -395,9 +397,12 @@ def test_no_program_works_long_while_others_have_nothing_to_do() -> None:
         channels = groups * channels_of_group
         for direction in ("forward", "backward"):
             padded = next_power_of_2(channels_of_group) * positions
-            if config.small_config(positions, channels_of_group, direction) is not None:
+            if config.small_config(positions, channels_of_group, direction, 2, INTERPRETER) is not None:
                 assert padded <= 32768
-            elif config.walk_config(images, positions, channels, channels_of_group, direction) is not None:
+            elif (
+                config.walk_config(images, positions, channels, channels_of_group, direction, 2, INTERPRETER)
+                is not None
+            ):
                 assert padded <= 65536
                 assert images * groups >= 64
             for last in (True, False):

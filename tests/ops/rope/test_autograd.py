@@ -222,7 +222,6 @@ def test_tiles(channels: int, itemsize: int) -> None:
         tile = config.tile(tokens, heads, channels, itemsize, False, _device.INTERPRETER)
         assert tile.tokens & (tile.tokens - 1) == 0
         assert tile.heads & (tile.heads - 1) == 0
-        assert tile.full == (tokens % tile.tokens == 0 and heads % tile.heads == 0)
         # Never more than a tile, nor twice what is there.
         row = config.next_power_of_2(channels) * itemsize
         assert tile.tokens * tile.heads * row <= max(config.TILE_BYTES, row)

@@ -37,7 +37,7 @@ def test_long_rows(rows: int, classes: int, size: int, gradient: bool, device: D
 
 @given(ROWS, st.integers(1, SHORT_ROW), DEVICES)
 def test_short_rows(rows: int, classes: int, device: DeviceFacts) -> None:
-    config = short_config(rows, classes, device)
+    config = short_config(rows, classes, 2, device)
     assert is_power_of_2(config.rows_per_program)
     assert is_power_of_2(config.num_warps)
     assert is_power_of_2(config.block)

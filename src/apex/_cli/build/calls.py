@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import apex.optimizers
 from apex.contrib.focal_loss import focal_loss
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+from apex.ops.attention import attention
 from apex.ops.batch_norm import batch_norm
 from apex.ops.dense import dense_gelu_dense, mlp
 from apex.ops.glu import bias_glu
@@ -94,6 +95,7 @@ def _step(name: str, *extensions: str, **options: Any) -> Op:
 _ROWS = "rows x columns", "16384x4096"
 _SCORES = "batch x heads x queries x keys", "8x16x1024x1024"
 _IMAGE = "images x channels x height x width", "8x320x64x64"
+_HEADS = "batch x heads x length x size", "16x16x512x64"
 _LAYERS = "rows x outer x inner", "8192x1024x4096"
 _NORM, _MASKED = "fused_layer_norm_cuda", ("scaled_masked_softmax_cuda", "generic_scaled_masked_softmax_cuda")
 
@@ -103,6 +105,7 @@ OPS = {
     "softmax": Op(_softmax, _SCORES, ("scaled_softmax_cuda",)),
     "masked_softmax": Op(partial(_softmax, masked=True), _SCORES, _MASKED),
     "causal_softmax": Op(partial(_softmax, causal=True), _SCORES, ("scaled_upper_triang_masked_softmax_cuda",)),
+    "attention": Op(lambda m, s: attention(m.leaf(s), m.leaf(s), m.leaf(s)), _HEADS),
     "xentropy": Op(_xentropy, ("tokens x classes", "8192x32000"), ("xentropy_cuda",)),
     "rope": Op(_rope, ("length x batch x heads x size", "2048x4x32x128"), ("fused_rotary_positional_embedding",)),
     "swiglu": Op(lambda m, s: bias_glu(m.leaf(s), m.leaf(s[-1:]), "silu"), _ROWS, ("fused_bias_swiglu",)),

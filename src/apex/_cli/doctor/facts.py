@@ -17,6 +17,7 @@ from .installation import Installation, inspect_installation
 if TYPE_CHECKING:
     from ..devices import Device
     from .dispatch import FamilyChoice, SelfCheck
+    from .tuned import TunedTable
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Report:
     no_gpu_reason: str | None = None
     choices: list[FamilyChoice] = field(default_factory=list)
     self_checks: list[SelfCheck] = field(default_factory=list)
+    tuned: list[TunedTable] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -132,3 +134,8 @@ def _add_dispatch(report: Report) -> None:
     usable = [device.device for device in report.devices if device.problem is None]
     report.choices, report.self_checks, findings = examine(usable)
     report.findings.extend(findings)
+    if report.versions.triton_problem is None:
+        from .tuned import examine_tables
+
+        report.tuned, findings = examine_tables([device.name for device in report.devices if device.problem is None])
+        report.findings.extend(findings)

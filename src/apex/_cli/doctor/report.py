@@ -33,6 +33,8 @@ def print_report(report: Report) -> None:
         _print_choices(console, report.choices)
     if report.self_checks:
         _print_self_checks(console, report)
+    if report.tuned:
+        _print_tuned(console, report)
     _print_findings(console, report)
     _print_verdict(console, report)
 
@@ -123,6 +125,17 @@ def _print_self_checks(console: Console, report: Report) -> None:
         error = "" if largest is None else f"{largest.error:.3g} ({largest.family})"
         verdict = severity_text("ok" if len(right) == len(checks) else "broken")
         table.add_row(device, f"{len(right)} of {len(checks)} right", error, verdict)
+    print_table(console, table)
+
+
+def _print_tuned(console: Console, report: Report) -> None:
+    numbers = ("entries", "in use")
+    table = make_table(
+        console, "Tuned launches", "table", "GPU", "driver", "triton", *numbers, "why not", right=numbers
+    )
+    for each in report.tuned:
+        versions = (each.gpu, str(each.driver), each.triton) if each.gpu else ("", "", "")
+        table.add_row(each.path, *versions, str(each.entries), str(each.in_use), each.problem or "")
     print_table(console, table)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._device import DeviceFacts, launch_rule, next_power_of_2
+from .._tuned import tunable
 
 # Tiles of larger heads no longer fit; PyTorch's operator takes them.
 LARGEST_HEAD = 256
@@ -65,7 +66,7 @@ def largest_head(element_size: int, device: DeviceFacts) -> int:
     return LARGEST_HEAD // 2 if scarce and element_size == 4 else LARGEST_HEAD
 
 
-@launch_rule
+@tunable(lambda tile: tile._fields)
 def forward_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
     block = head_block(head_dim)
     # Biased: 75 (128 queries: 81), in float32 243 (64 queries: 270). Packed: 189 (8 warps: 187, 64 queries: 200); 16
@@ -79,7 +80,7 @@ def forward_tile(head_dim: int, element_size: int, rows: int, columns: int, devi
     return _fitted(tile, rows, columns, block, device)
 
 
-@launch_rule
+@tunable(lambda tile: tile._fields)
 def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
     """For the gradient of the queries."""
     block = head_block(head_dim)
@@ -92,7 +93,7 @@ def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, devi
     return _fitted(tile, rows, columns, block, device)
 
 
-@launch_rule
+@tunable(lambda tile: tile._fields)
 def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
     """For the gradients of keys and values."""
     block = head_block(head_dim)
@@ -107,7 +108,7 @@ def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, device:
     return _fitted(tile, rows, columns, block, device)
 
 
-@launch_rule
+@tunable(lambda tile: tile._fields)
 def stored_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
     """For the gradient of the queries from that of the logits."""
     block = head_block(head_dim)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._device import launch_rule, next_power_of_2
+from .._device import DeviceFacts, launch_rule, next_power_of_2
+from .._tuned import tunable
 
 # Elements below which PyTorch's operators run. On an H200, 32 x 2048 x 7 x 7 values with ReLU take 24 and 24 us forward
 # and backward with ours and 20 and 29 with PyTorch's, for which the host has less to do; 32 x 512 x 28 x 28 take 37 and
@@ -36,11 +37,12 @@ WIDEST = 16
 
 
 class Pace(NamedTuple):
-    """A pass that sums: elements of a tile, tiles loaded before any is added, programs per multiprocessor."""
+    """A pass that sums: elements of a tile, tiles loaded before any is added, programs per multiprocessor, warps."""
 
     elements: int
     unroll: int
     programs: int
+    num_warps: int = WARPS
 
 
 # Such a pass keeps two sums per element of a tile, so takes small tiles and loads several before it adds any. More
@@ -92,9 +94,28 @@ def tiling(geometry: Geometry, elements: int) -> Tiling:
     return Tiling(units, blocks, (positions, channels, chunks, units, blocks), constants)
 
 
-def backward_pace(geometry: Geometry, itemsize: int) -> Pace:
-    """The pace at which gradients of `itemsize` bytes are summed."""
-    return LONG_BACKWARD_PACE if not geometry.last and geometry.positions >= LONG and itemsize == 2 else BACKWARD_PACE
+class ApplyConfig(NamedTuple):
+    """An elementwise pass: elements of a tile, warps."""
+
+    elements: int
+    num_warps: int
+
+
+@tunable(lambda config: config._fields)
+def apply_config(
+    images: int, positions: int, channels: int, last: bool, backward: bool, element_size: int, device: DeviceFacts
+) -> ApplyConfig:
+    return ApplyConfig(APPLY_BACKWARD_TILE[last] if backward else APPLY_TILE, WARPS)
+
+
+@tunable(lambda pace: pace._fields)
+def pace(
+    images: int, positions: int, channels: int, last: bool, backward: bool, element_size: int, device: DeviceFacts
+) -> Pace:
+    """The pace at which an input, or in the backward pass its gradients, of `element_size` bytes are summed."""
+    if not backward:
+        return FORWARD_PACE
+    return LONG_BACKWARD_PACE if not last and positions >= LONG and element_size == 2 else BACKWARD_PACE
 
 
 def measure_programs(units: int, channel_blocks: int, multiprocessors: int, pace: Pace) -> int:

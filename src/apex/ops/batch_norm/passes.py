@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._device import facts, launch_rule
+from .._device import DeviceFacts, facts, launch_rule
 from .._partial_sums import partial_sums
 from .._tolerance import excess
 from . import config, reference
@@ -76,25 +76,25 @@ def _measure(input: Tensor, channel_dim: int) -> tuple[Tensor, int, int, int]:
     """Statistics of parts of an input: `partials`, how many parts, the channels, and how far parts lie apart."""
     x, geometry = _dense(input, channel_dim)
     device = x.device
-    launch, programs, pitch = _measure_launch(geometry, facts(device).multiprocessors)
+    launch, programs, pitch = _measure_launch(geometry, x.dtype.itemsize, facts(device))
     partials, _ = partial_sums(programs * pitch, device)
     launch((x, partials))
     return partials, programs, geometry.channels, pitch
 
 
 @launch_rule
-def _measure_launch(geometry: config.Geometry, multiprocessors: int) -> tuple[Any, int, int]:
+def _measure_launch(geometry: config.Geometry, itemsize: int, device: DeviceFacts) -> tuple[Any, int, int]:
     """The kernel that measures, the parts it makes, and how far these lie apart."""
-    pace = config.FORWARD_PACE
+    pace = config.pace(*geometry, False, itemsize, device)
     tiles = config.tiling(geometry, pace.elements)
-    programs = config.measure_programs(tiles.units, tiles.channel_blocks, multiprocessors, pace)
+    programs = config.measure_programs(tiles.units, tiles.channel_blocks, device.multiprocessors, pace)
     pitch = config.pitch(geometry.channels)
     launch = kernels.batch_norm_measure.prepare(
         (programs * tiles.channel_blocks,),
         (*tiles.sizes, programs, pitch),
         **tiles.constants,
         UNROLL=pace.unroll,
-        num_warps=config.WARPS,
+        num_warps=pace.num_warps,
     )
     return launch, programs, pitch
 
@@ -147,14 +147,24 @@ def normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNo
         return torch.ops.apex.batch_norm_normalise(input, z, *channels, *flags)
     x, geometry = _dense(input, spec.channel_dim)
     y, parameters = torch.empty_like(x), _kernel_channels(channels)
-    launch = _apply_launch(geometry, z is not None, parameters[0] is not None, parameters[1] is not None, spec.relu)
+    given = (z is not None, parameters[0] is not None, parameters[1] is not None)
+    launch = _apply_launch(geometry, x.dtype.itemsize, *given, spec.relu, facts(x.device))
     launch((x, _like(x, z), *parameters, y), (spec.eps,))
     return y
 
 
 @launch_rule
-def _apply_launch(geometry: config.Geometry, has_z: bool, has_weight: bool, has_bias: bool, relu: bool) -> Any:
-    tiles = config.tiling(geometry, config.APPLY_TILE)
+def _apply_launch(
+    geometry: config.Geometry,
+    itemsize: int,
+    has_z: bool,
+    has_weight: bool,
+    has_bias: bool,
+    relu: bool,
+    device: DeviceFacts,
+) -> Any:
+    chosen = config.apply_config(*geometry, False, itemsize, device)
+    tiles = config.tiling(geometry, chosen.elements)
     return kernels.batch_norm_apply.prepare(
         (tiles.units * tiles.channel_blocks,),
         tiles.sizes,
@@ -163,7 +173,7 @@ def _apply_launch(geometry: config.Geometry, has_z: bool, has_weight: bool, has_
         HAS_BIAS=has_bias,
         RELU=relu,
         **tiles.constants,
-        num_warps=config.WARPS,
+        num_warps=chosen.num_warps,
     )
 
 
@@ -203,8 +213,7 @@ def _launch_sums(dy, input, output, channels, spec, keep_dz, for_ranks):  # type
     dy, device = _like(x, dy), x.device
     count, write_dz = geometry.channels, keep_dz and spec.relu
     flags = (channels.weight is not None, channels.bias is not None, _mask(spec, output), write_dz)
-    multiprocessors = facts(device).multiprocessors
-    measure, add_up, programs = _sums_launches(geometry, dy.dtype.itemsize, multiprocessors, for_ranks, *flags)
+    measure, add_up, programs = _sums_launches(geometry, dy.dtype.itemsize, for_ranks, *flags, facts(device))
     dz = torch.empty_like(dy) if write_dz else None
     sum_dy = torch.empty(count, dtype=torch.float32, device=device)
     sum_dy_xhat = torch.empty_like(sum_dy)
@@ -219,17 +228,17 @@ def _launch_sums(dy, input, output, channels, spec, keep_dz, for_ranks):  # type
 def _sums_launches(
     geometry: config.Geometry,
     itemsize: int,
-    multiprocessors: int,
     for_ranks: bool,
     has_weight: bool,
     has_bias: bool,
     mask: int,
     write_dz: bool,
+    device: DeviceFacts,
 ) -> tuple[Any, Any, int]:
     """The kernel that sums parts of the gradients, the one that adds these up, and the number of parts."""
-    pace = config.backward_pace(geometry, itemsize)
+    pace = config.pace(*geometry, True, itemsize, device)
     tiles = config.tiling(geometry, pace.elements)
-    programs = config.measure_programs(tiles.units, tiles.channel_blocks, multiprocessors, pace)
+    programs = config.measure_programs(tiles.units, tiles.channel_blocks, device.multiprocessors, pace)
     measure = kernels.batch_norm_measure_backward.prepare(
         (programs * tiles.channel_blocks,),
         (*tiles.sizes, programs),
@@ -239,7 +248,7 @@ def _sums_launches(
         WRITE_DZ=write_dz,
         **tiles.constants,
         UNROLL=pace.unroll,
-        num_warps=config.WARPS,
+        num_warps=pace.num_warps,
     )
     part_block, channel_block = config.finish_block(programs)
     add_up = kernels.batch_norm_sums.prepare(
@@ -266,7 +275,8 @@ def input_gradient(
     x, geometry = _dense(input, spec.channel_dim)
     dx = torch.empty_like(x)
     has_weight, has_bias, mask = channels.weight is not None, channels.bias is not None, _mask(spec, output)
-    launch = _apply_backward_launch(geometry, sum_dy_xhat is None, has_weight, has_bias, mask, spec.training)
+    given = (sum_dy_xhat is None, has_weight, has_bias, mask, spec.training)
+    launch = _apply_backward_launch(geometry, x.dtype.itemsize, *given, facts(x.device))
     gradients = (_like(x, dy), _like(x, output))
     of_channels = (*_kernel_channels(channels), sum_dy.contiguous(), _contiguous(sum_dy_xhat))
     launch((x, *gradients, *of_channels, dx), (spec.eps, inverse_count))
@@ -275,9 +285,17 @@ def input_gradient(
 
 @launch_rule
 def _apply_backward_launch(
-    geometry: config.Geometry, rank_stats: bool, has_weight: bool, has_bias: bool, mask: int, training: bool
+    geometry: config.Geometry,
+    itemsize: int,
+    rank_stats: bool,
+    has_weight: bool,
+    has_bias: bool,
+    mask: int,
+    training: bool,
+    device: DeviceFacts,
 ) -> Any:
-    tiles = config.tiling(geometry, config.APPLY_BACKWARD_TILE[geometry.last])
+    chosen = config.apply_config(*geometry, True, itemsize, device)
+    tiles = config.tiling(geometry, chosen.elements)
     return kernels.batch_norm_apply_backward.prepare(
         (tiles.units * tiles.channel_blocks,),
         tiles.sizes,
@@ -287,7 +305,7 @@ def _apply_backward_launch(
         BATCH=training,
         RANK_STATS=rank_stats,
         **tiles.constants,
-        num_warps=config.WARPS,
+        num_warps=chosen.num_warps,
     )
 
 

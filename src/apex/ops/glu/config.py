@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .._device import DeviceFacts, launch_rule, next_power_of_2
+from .._device import DeviceFacts, next_power_of_2
+from .._tuned import tunable
 
 # Elements per program where gate and value are tensors of their own: 8 per thread, as `forward_tile` has. Not measured.
 PAIR_BLOCK = 1024
@@ -29,13 +30,13 @@ def _tile(width: int, rows: int, elements: int, per_thread: int, device: DeviceF
     return Tile(tall, block, max(1, threads // device.warp_size))
 
 
-@launch_rule
-def forward_tile(rows: int, width: int, device: DeviceFacts) -> Tile:
+@tunable(lambda tile: ("rows", "block", "num_warps"))
+def forward_tile(rows: int, width: int, element_size: int, device: DeviceFacts) -> Tile:
     """One row of 1024 columns in 251.6, as without bias; two rows in 276, 2048 columns in 257, 4096 in 284."""
     return _tile(width, rows, 1024, 8, device)
 
 
-@launch_rule
+@tunable(lambda tile: ("rows", "block", "num_warps", "num_stages"))
 def backward_tile(rows: int, width: int, element_size: int, bias_grad: bool, device: DeviceFacts) -> Tile:
     """Without a bias's gradient 420, and as long with other tiles.
 

@@ -80,14 +80,14 @@ def check(input: Tensor, bias: Tensor | None, activation: str) -> None:
 def launch_forward(input: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     *outer, columns = input.shape
     output = torch.empty(*outer, columns // 2, dtype=input.dtype, device=input.device)
-    launch = _forward_launch(input.numel() // columns, columns // 2, activation, bias is not None, facts(input.device))
-    launch((input, bias, output))
+    sizes, device = (input.numel() // columns, columns // 2, input.dtype.itemsize), facts(input.device)
+    _forward_launch(*sizes, activation, bias is not None, device)((input, bias, output))
     return output
 
 
 @launch_rule
-def _forward_launch(rows: int, width: int, activation: str, has_bias: bool, device: DeviceFacts) -> Any:
-    tile = config.forward_tile(rows, width, device)
+def _forward_launch(rows: int, width: int, itemsize: int, activation: str, has_bias: bool, device: DeviceFacts) -> Any:
+    tile = config.forward_tile(rows, width, itemsize, device)
     column_blocks = -(-width // tile.block)
     return kernels.glu_forward.prepare(
         (-(-rows // tile.rows) * column_blocks,),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .._device import next_power_of_2
+from .._device import DeviceFacts, next_power_of_2
+from .._tuned import tunable
 
 # Elements of a group, its channels rounded up to a power of two, up to which one program holds all of it. Times in
 # microseconds are those of an H200, in bfloat16, channels last: the gradients of 8x960x32x32, 32768 elements a group,
@@ -65,7 +66,10 @@ def whole_groups(images: int, small: SmallConfig) -> bool:
     return images <= WHOLE_IMAGES and images * small.position_block * small.channel_block <= WHOLE_GROUP
 
 
-def small_config(positions: int, group_channels: int, direction: str) -> SmallConfig | None:
+@tunable(lambda config: ("num_warps",))
+def small_config(
+    positions: int, group_channels: int, direction: str, element_size: int, device: DeviceFacts
+) -> SmallConfig | None:
     """None where a group is too large to be held by one program."""
     position_block, channel_block = next_power_of_2(positions), next_power_of_2(group_channels)
     elements = position_block * channel_block
@@ -83,7 +87,16 @@ class WalkConfig(NamedTuple):
     stages: int
 
 
-def walk_config(images: int, positions: int, channels: int, group_channels: int, direction: str) -> WalkConfig | None:
+@tunable(lambda config: ("position_block", "num_warps", "stages"))
+def walk_config(
+    images: int,
+    positions: int,
+    channels: int,
+    group_channels: int,
+    direction: str,
+    element_size: int,
+    device: DeviceFacts,
+) -> WalkConfig | None:
     """None where groups are cut up."""
     channel_block = next_power_of_2(group_channels)
     if positions * channel_block > WALKED_GROUP or images * positions * channels > WALKED:
@@ -93,6 +106,22 @@ def walk_config(images: int, positions: int, channels: int, group_channels: int,
     elements, num_warps, stages = WALK[direction]
     position_block = min(next_power_of_2(positions), max(1, elements // channel_block))
     return WalkConfig(position_block, channel_block, num_warps, stages)
+
+
+class CutConfig(NamedTuple):
+    """Groups that are cut up: elements that one program holds of each tensor, and its warps."""
+
+    elements: int
+    num_warps: int
+
+
+@tunable(lambda config: config._fields)
+def cut_config(
+    images: int, positions: int, channels: int, last: bool, direction: str, element_size: int, device: DeviceFacts
+) -> CutConfig:
+    if direction == "forward":
+        return CutConfig(FORWARD_TILE[last], FORWARD_WARPS)
+    return CutConfig(BACKWARD_TILE, BACKWARD_WARPS)
 
 
 class TileConfig(NamedTuple):

@@ -123,7 +123,8 @@ def launch_forward(
     x, last = _dense(input)
     images, channels = x.shape[:2]
     sizes = (images, x.numel() // (images * channels), channels, groups)
-    chunks, launches = _forward_launches(sizes, x.itemsize, last, silu, weight is not None, bias is not None)
+    flags = (last, silu, weight is not None, bias is not None)
+    chunks, launches = _forward_launches(sizes, x.itemsize, *flags, facts(x.device))
     y = torch.empty_like(x)
     statistics = torch.empty(images, groups, 2, dtype=torch.float32, device=x.device)
     if not chunks:
@@ -139,7 +140,13 @@ def launch_forward(
 
 @launch_rule
 def _forward_launches(
-    sizes: tuple[int, ...], itemsize: int, last: bool, silu: bool, has_weight: bool, has_bias: bool
+    sizes: tuple[int, ...],
+    itemsize: int,
+    last: bool,
+    silu: bool,
+    has_weight: bool,
+    has_bias: bool,
+    device: DeviceFacts,
 ) -> tuple[int, tuple[Any, ...]]:
     """The chunks that groups are cut into, 0 where they are not cut up, and the kernels."""
     images, positions, channels, groups = sizes
@@ -148,7 +155,8 @@ def _forward_launches(
     flags = {**parameters, "ALIGN": math.gcd(group_channels if last else positions, 16)}
     apart = config.groups_apart(images * positions * channels, group_channels * itemsize, last)
     apart = apart and config.held_forward(positions, group_channels, last)
-    small = config.small_config(positions, group_channels, "forward") if apart else None
+    asked = ("forward", itemsize, device)
+    small = config.small_config(positions, group_channels, *asked) if apart else None
     if small is not None:
         launch = kernels.group_norm_forward_small.prepare(
             (images * groups,),
@@ -159,7 +167,7 @@ def _forward_launches(
             num_warps=small.num_warps,
         )
         return 0, (launch,)
-    walk = config.walk_config(images, positions, channels, group_channels, "forward") if apart else None
+    walk = config.walk_config(images, positions, channels, group_channels, *asked) if apart else None
     if walk is not None:
         launch = kernels_walk.group_norm_forward_walk.prepare(
             (images * groups,),
@@ -171,11 +179,12 @@ def _forward_launches(
             num_warps=walk.num_warps,
         )
         return 0, (launch,)
-    tile = config.tile_config(positions, channels, config.FORWARD_TILE[last], last)
+    chosen = config.cut_config(images, positions, channels, last, *asked)
+    tile = config.tile_config(positions, channels, chosen.elements, last)
     align = math.gcd(channels if last else positions, 16)
     grid, blocks = (images * tile.chunks, tile.channel_blocks), {"R": tile.rows, "C_BLOCK": tile.channel_block}
     measure = kernels.group_norm_measure.prepare(
-        grid, (positions, channels, tile.chunks), LAST=last, ALIGN=align, **blocks, num_warps=config.FORWARD_WARPS
+        grid, (positions, channels, tile.chunks), LAST=last, ALIGN=align, **blocks, num_warps=chosen.num_warps
     )
     add_up = kernels.group_norm_statistics.prepare(
         (images * groups,),
@@ -187,7 +196,7 @@ def _forward_launches(
         num_warps=config.SUM_WARPS,
     )
     apply = kernels.group_norm_apply.prepare(
-        grid, (*sizes[1:], tile.chunks), **parameters, ALIGN=align, **blocks, num_warps=config.FORWARD_WARPS
+        grid, (*sizes[1:], tile.chunks), **parameters, ALIGN=align, **blocks, num_warps=chosen.num_warps
     )
     return tile.chunks, (measure, add_up, apply)
 
@@ -258,8 +267,11 @@ def _backward_launches(
     flags = {"D": group_channels, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "SILU": silu, "LAST": last}
     flags["ALIGN"] = math.gcd(group_channels if last else positions, 16)
     apart = config.groups_apart(images * positions * channels, group_channels * itemsize, last)
-    small = config.small_config(positions, group_channels, "backward") if apart else None
-    walk = config.walk_config(images, positions, channels, group_channels, "backward") if apart else None
+    asked = ("backward", itemsize, device)
+    small = config.small_config(positions, group_channels, *asked) if apart else None
+    walk = None
+    if apart and small is None:
+        walk = config.walk_config(images, positions, channels, group_channels, *asked)
     image_block, channel_block = config.PARAMETER_BLOCK
     parameters = kernels.group_norm_parameter_gradients.prepare(
         (-(-channels // channel_block),),
@@ -297,12 +309,13 @@ def _backward_launches(
             num_warps=walk.num_warps,
         )
         return BackwardLaunches(elements, launch, parameters=parameters if param_grads and not add_up else None)
-    tile = config.tile_config(positions, channels, config.BACKWARD_TILE, last)
+    chosen = config.cut_config(images, positions, channels, last, *asked)
+    tile = config.tile_config(positions, channels, chosen.elements, last)
     flags["ALIGN"] = math.gcd(channels if last else positions, 16)
     flags |= {"R": tile.rows, "C_BLOCK": tile.channel_block}
     grid, sizes = (images * tile.chunks, tile.channel_blocks), (*sizes, tile.chunks)
     cut = (
-        kernels.group_norm_measure_backward.prepare(grid, sizes, **flags, num_warps=config.BACKWARD_WARPS),
+        kernels.group_norm_measure_backward.prepare(grid, sizes, **flags, num_warps=chosen.num_warps),
         kernels.group_norm_sums.prepare(
             (images * groups,),
             sizes,
@@ -312,7 +325,7 @@ def _backward_launches(
             D_BLOCK=next_power_of_2(group_channels),
             num_warps=config.SUM_WARPS,
         ),
-        kernels.group_norm_apply_backward.prepare(grid, sizes, **flags, num_warps=config.BACKWARD_WARPS),
+        kernels.group_norm_apply_backward.prepare(grid, sizes, **flags, num_warps=chosen.num_warps),
     )
     elements += images * 2 * (groups + tile.chunks * channels)
     return BackwardLaunches(elements, cut=cut, parameters=parameters if param_grads else None)

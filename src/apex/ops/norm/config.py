@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .._device import DeviceFacts, launch_rule, next_power_of_2
+from .._device import DeviceFacts, next_power_of_2
+from .._tuned import tunable
 
 # Rows up to this length are held in registers by the backward kernel, with their weight and bias gradients.
 BACKWARD_ROWS_LIMIT = 8192
@@ -49,12 +50,22 @@ class BackwardConfig(NamedTuple):
     group: int = 0
 
 
+# What `apex tune` may change by itself. The others follow from the row's length, or from each other.
+_VARIED = {
+    "rows": ("rows_per_program", "programs", "num_warps", "num_stages"),
+    "one launch": ("rows_per_program", "num_warps", "num_stages"),
+    "held": ("num_warps", "num_stages"),
+    "wide": ("programs", "num_warps"),
+    "columns": ("rows_per_program", "programs", "num_warps"),
+}
+
+
 def _warps(threads: int, device: DeviceFacts) -> int:
     """Warps for a number of threads, a power of two between one warp and the device's limit."""
     return max(1, min(threads, device.max_threads) // device.warp_size)
 
 
-@launch_rule
+@tunable(lambda config: ("rows_per_program" if config.rows_per_program else "block", "num_warps"))
 def forward_config(
     rows: int, row_length: int, element_size: int, subtract_mean: bool, device: DeviceFacts
 ) -> ForwardConfig:
@@ -79,7 +90,7 @@ def forward_config(
     return ForwardConfig(0, chunk, _warps(threads, device))
 
 
-@launch_rule
+@tunable(lambda config: _VARIED[config.kind] if not config.group else _VARIED["one launch"])
 def backward_config(
     rows: int, row_length: int, element_size: int, bias_grad: bool, device: DeviceFacts
 ) -> BackwardConfig:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .._device import DeviceFacts, launch_rule, next_power_of_2
+from .._tuned import tunable
 
 # Bytes of a tile. bfloat16 4096x4x32x128 by 128 threads: 4 KiB take 69 (angles), 70 (cached), 72 (packed), 73 (images);
 # 8 KiB take 71, 73, 73, 77; 16 KiB and more, or several tiles one after the other, 72 and more. A plain copy in Triton
@@ -20,18 +21,17 @@ LONGEST_ROW = 1 << 16
 
 
 class Tile(NamedTuple):
-    """What one program takes; `full`: no token and no head needs a mask."""
+    """What one program takes."""
 
     tokens: int
     heads: int
-    full: bool
     num_warps: int
 
 
-@launch_rule
-def tile(tokens: int, heads: int, channels: int, itemsize: int, is_image: bool, device: DeviceFacts) -> Tile:
+@tunable(lambda tile: ("tokens", "heads", "num_warps"))
+def tile(tokens: int, heads: int, channels: int, element_size: int, is_image: bool, device: DeviceFacts) -> Tile:
     row = next_power_of_2(channels)
-    rows = max(1, TILE_BYTES // (row * itemsize))
+    rows = max(1, TILE_BYTES // (row * element_size))
     most_tokens = min(rows, next_power_of_2(tokens))
     # With fewer angles than threads Triton lets every thread compute all that it needs: 129 where 72 is possible.
     tokens_per_tile = min(most_tokens, -(-THREADS // row))
@@ -40,9 +40,8 @@ def tile(tokens: int, heads: int, channels: int, itemsize: int, is_image: bool, 
     per_tile = min(rows // tokens_per_tile, divisor if divisor >= 4 else next_power_of_2(heads))
     tokens_per_tile = min(rows // per_tile, most_tokens)
     most = IMAGE_THREADS if is_image else THREADS
-    threads = min(most, max(device.warp_size, tokens_per_tile * min(row, per_tile * row * itemsize // 32)))
-    full = tokens % tokens_per_tile == 0 and heads % per_tile == 0
-    return Tile(tokens_per_tile, per_tile, full, threads // device.warp_size)
+    threads = min(most, max(device.warp_size, tokens_per_tile * min(row, per_tile * row * element_size // 32)))
+    return Tile(tokens_per_tile, per_tile, threads // device.warp_size)
 
 
 @launch_rule

@@ -328,7 +328,8 @@ def _side(
     unit, counted = config.strides_in_units((*source, *target))
     programs = -(-tokens // tile.tokens) * batch * -(-heads // tile.heads)
     side = (batch, heads, *counted[:3], strides[-1], *counted[3:])
-    return programs, side, (tile.tokens, tile.heads, tile.full, unit), tile.num_warps
+    full = tokens % tile.tokens == 0 and heads % tile.heads == 0  # no token and no head needs a mask
+    return programs, side, (tile.tokens, tile.heads, full, unit), tile.num_warps
 
 
 def _empty_result(t: Tensor, swap_memory: bool) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .._device import DeviceFacts, launch_rule, next_power_of_2
+from .._device import DeviceFacts, next_power_of_2
+from .._tuned import tunable
 
 # Below this many elements the host is the limit, and PyTorch's own operator is quicker where it does the same.
 NATIVE_BELOW = 1 << 22
@@ -19,8 +20,10 @@ class Config(NamedTuple):
     num_warps: int
 
 
-@launch_rule
-def rows_config(queries: int, keys: int, causal: bool, backward: bool, device: DeviceFacts) -> Config:
+@tunable(lambda config: ("rows" if config.held else "block", "num_warps"))
+def rows_config(
+    queries: int, keys: int, causal: bool, backward: bool, element_size: int, device: DeviceFacts
+) -> Config:
     """How rows of `keys` elements are shared out."""
     block = max(16, next_power_of_2(keys))
     if block > (8192 if causal else 16384):

@@ -227,7 +227,9 @@ def _launch(
 ) -> None:
     noise_kind = NO_NOISE if noise is None else SEED if noise.dtype == torch.int64 else KEEP
     device = facts(tensors[0].device)  # type: ignore[union-attr]
-    launch = _prepared_launch(name, math.prod(shape[:-1]), shape[-1], queries, sizes, mask_kind, noise_kind, device)
+    sizes_of_rows = (math.prod(shape[:-1]), shape[-1], queries)
+    itemsize = tensors[0].dtype.itemsize  # type: ignore[union-attr]
+    launch = _prepared_launch(name, *sizes_of_rows, itemsize, sizes, mask_kind, noise_kind, device)
     launch(tensors, (spec.scale, spec.dropout, reference.kept_scale(spec.dropout)))
 
 
@@ -237,12 +239,13 @@ def _prepared_launch(
     rows: int,
     keys: int,
     queries: int,
+    itemsize: int,
     sizes: tuple[int, ...],
     mask_kind: int,
     noise_kind: int,
     device: DeviceFacts,
 ) -> Any:
-    chosen = config.rows_config(queries, keys, mask_kind == CAUSAL, name == "softmax_backward", device)
+    chosen = config.rows_config(queries, keys, mask_kind == CAUSAL, name == "softmax_backward", itemsize, device)
     blocks, align = -(-queries // chosen.rows), math.gcd(keys, 16)
     return getattr(kernels, name).prepare(
         (rows // queries * blocks,),

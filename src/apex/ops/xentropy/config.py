@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from .._device import DeviceFacts, launch_rule
+from .._device import DeviceFacts
+from .._tuned import tunable
 
 # Multiples of so many elements are where the kernels' blocks begin (`kernels.ALIGNMENT`).
 ALIGNMENT = 16
@@ -52,7 +53,7 @@ class ShortConfig(NamedTuple):
     num_warps: int
 
 
-@launch_rule
+@tunable(lambda config: ("groups", "lanes", "num_warps"))
 def forward_config(rows: int, classes: int, element_size: int, gradient: bool, device: DeviceFacts) -> BlockConfig:
     # Two accesses in flight: bfloat16 8192x131072 in 484, with four 523, with eight 854; 16384x50257 in 389, with four
     # 472. More threads do better where a row is read again for its gradient (2048x50257 in 148, else 170), and where
@@ -63,7 +64,7 @@ def forward_config(rows: int, classes: int, element_size: int, gradient: bool, d
     return _fitted(classes, element_size, groups=2, lanes=lanes, device=device)
 
 
-@launch_rule
+@tunable(lambda config: ("groups", "lanes", "num_warps", "splits"))
 def backward_config(rows: int, classes: int, element_size: int, device: DeviceFacts) -> BlockConfig:
     # One access of many threads: float32 8192x131072 in 2154, of fewer 2229, four accesses 2601. Four programs for a
     # row that is not whole blocks share its rest: bfloat16 16384x50257 in 877, else 1016.
@@ -74,8 +75,8 @@ def backward_config(rows: int, classes: int, element_size: int, device: DeviceFa
     return config._replace(splits=min(splits, blocks))
 
 
-@launch_rule
-def short_config(rows: int, classes: int, device: DeviceFacts) -> ShortConfig:
+@tunable(lambda config: ("rows_per_program", "num_warps"))
+def short_config(rows: int, classes: int, element_size: int, device: DeviceFacts) -> ShortConfig:
     block = 1 << max(0, classes - 1).bit_length()
     per_program = max(1, 4096 // max(16, block))
     while per_program > 1 and rows // per_program < 4 * device.multiprocessors:

@@ -190,7 +190,7 @@ def _launch_short(
 @launch_rule
 def _short_launch(sizes: tuple[int, ...], backward: bool, smoothed: bool, itemsize: int, device: DeviceFacts) -> Any:
     rows, row_stride, classes, *_ = sizes
-    chosen = config.short_config(rows, classes, device)
+    chosen = config.short_config(rows, classes, itemsize, device)
     return kernels.xentropy_short_rows.prepare(
         (-(-rows // chosen.rows_per_program),),
         sizes,

@@ -1,0 +1,43 @@
+"""Which tuned launches are in use here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...ops import _tuned
+from .findings import Finding
+
+
+@dataclass(frozen=True)
+class TunedTable:
+    """A table of tuned launches: how many entries it has, how many of them are in use here, and why not the others."""
+
+    path: str
+    gpu: str
+    driver: int
+    triton: str
+    entries: int
+    in_use: int
+    problem: str | None
+
+
+def examine_tables(gpus: list[str]) -> tuple[list[TunedTable], list[Finding]]:
+    """The tables that `apex tune` wrote or that came with the package, beside the names of the devices here."""
+    tables: list[TunedTable] = []
+    findings: list[Finding] = []
+    for table in _tuned.tables():
+        usable = sum(_tuned.fits(entry) and entry["op"] in _tuned.TUNABLE for entry in table.entries)
+        problem, stale = table.problem, table.problem is not None and table.gpu in ("", *gpus)
+        if problem is None and table.gpu not in gpus:
+            problem = "for another GPU"
+        elif problem is None and usable < len(table.entries):
+            problem, stale = (
+                f"{len(table.entries) - usable} entries are for launch rules that are no longer there",
+                True,
+            )
+        in_use = usable if table.problem is None and table.gpu in gpus else 0
+        row = (str(table.path), table.gpu, table.driver, table.triton, len(table.entries), in_use, problem)
+        tables.append(TunedTable(*row))
+        if stale:
+            findings.append(Finding("warning", "tuned launches", f"{table.path}: {problem}"))
+    return tables, findings

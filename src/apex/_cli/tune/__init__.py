@@ -1,0 +1,1 @@
+"""`apex tune`: launch configurations that are measured before a job starts."""

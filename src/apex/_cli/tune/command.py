@@ -1,0 +1,192 @@
+"""`apex tune`: note which launches a script or a list of shapes makes, search for quicker ones, write a table."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ... import _env
+from ..._atomic import atomic_file, make_folder
+from ...ops import _library, _tuned
+from ...ops._device import facts
+from ...ops._tuned import Question, forget_tables, noting
+from ..build.calls import OPS, parse_call
+from ..console import make_console, make_table, print_table
+from .search import Outcome, search
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def run_tune(
+    *,
+    ops: str = "",
+    shapes: Path | None = None,
+    record: Path | None = None,
+    arguments: Sequence[str] = (),
+    budget: str = "5m",
+    output: Path | None = None,
+) -> int:
+    """Tunes the launches of a script, of a file of shapes, or of the examples of `apex build --list`.
+
+    The exit status is 0, 2 for a request that cannot be met, 130 where it was interrupted; what was found until then
+    is in the table.
+    """
+    messages = make_console(stderr=True)
+    try:
+        seconds, device = parse_budget(budget), _gpu()
+        output = output or _env.tuned_launches()
+        if output is None:
+            raise ValueError("APEX_TUNED=off leaves no table to write to; name one with --output")
+        if arguments and record is None:
+            raise ValueError(f"{arguments[0]!r} is an argument of no script; name the script with --record")
+        if record is not None and shapes is not None:
+            raise ValueError("give --shapes or --record, not both")
+        if record is not None:
+            questions = record_script(record, arguments)
+        else:
+            questions = record_shapes(list(OPS) if shapes is None else _lines(shapes), device)
+    except (ValueError, OSError) as error:
+        messages.print(f"apex tune: {error}", style="red")
+        return 2
+    words = [word for word in ops.split(",") if word]
+    chosen = [each for each in questions if not words or any(word in each[0].op for word in words)]
+    outcomes, interrupted = tune(chosen, device, seconds, output, messages)
+    report(outcomes, len(chosen), output)
+    return 130 if interrupted else 0
+
+
+def parse_budget(text: str) -> float:
+    """Seconds of `90s`, `5m`, `1h` or `90`."""
+    number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "s")
+    try:
+        seconds = float(number) * UNITS[unit]
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"--budget {text!r} is no time; write 90s, 5m or 1h")
+    return seconds
+
+
+def _gpu() -> torch.device:
+    problem = _library.triton_problem()
+    if problem is None and not torch.cuda.is_available():
+        problem = "there is no GPU here"
+    if problem is not None:
+        raise ValueError(f"launches are timed on the GPU that they are for: {problem}")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _lines(path: Path) -> list[str]:
+    lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+    return [line for line in lines if line]
+
+
+def record_shapes(names: Sequence[str], device: torch.device) -> list[tuple[Question, Any]]:
+    """What launch rules are asked by calls of `apex build`; nothing is computed."""
+    from ...ops import _ahead
+
+    calls = [parse_call(name, "bfloat16") for name in names]
+    (gpu,) = _ahead.gpu_here().values()
+    with noting() as noted, _ahead.planning(gpu), _library.implementation("triton"):
+        for call in calls:
+            call.run(torch.device("meta"))
+    return list(noted.values())
+
+
+def record_script(script: Path, arguments: Sequence[str]) -> list[tuple[Question, Any]]:
+    """What launch rules are asked while a script runs, for real; ctrl-C ends it, not the tuning."""
+    if not script.is_file():
+        raise ValueError(f"there is no script {str(script)!r}")
+    before, path = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    try:
+        with noting() as noted:
+            runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise ValueError(f"{script} ended with status {end.code}, so that its launches are not tuned") from end
+    except KeyboardInterrupt:
+        pass
+    except Exception as error:
+        raise ValueError(f"{script} failed: {type(error).__name__}: {error}") from error
+    finally:
+        sys.argv, sys.path[:] = before, path
+    if not noted:
+        raise ValueError(f"{script} launches nothing that can be tuned")
+    return list(noted.values())
+
+
+def tune(
+    questions: Sequence[tuple[Question, Any]],
+    device: torch.device,
+    seconds: float,
+    output: Path,
+    messages: Console,
+) -> tuple[list[Outcome], bool]:
+    """Searches, and writes the table anew with every entry found; whether it was interrupted is the second result."""
+    outcomes: list[Outcome] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=messages, disable=not messages.is_terminal, transient=True) as progress:
+            shown = progress.add_task("launches", total=len(questions))
+            for outcome in search(questions, device, seconds):
+                outcomes.append(outcome)
+                if outcome.config:
+                    write_entries(output, facts(device).name, [outcome.entry()])
+                progress.update(shown, advance=1, description=outcome.question.op)
+    except KeyboardInterrupt:
+        return outcomes, True
+    finally:
+        forget_tables()
+    return outcomes, False
+
+
+def write_entries(path: Path, gpu: str, entries: Sequence[dict[str, Any]]) -> None:
+    """Puts entries for this GPU, driver and Triton into a file, beside what it has; an unreadable file is replaced."""
+    here = {"gpu": gpu, **_tuned.versions()}
+    documents = [
+        {name: getattr(table, name) for name in (*here, "entries")}
+        for table in _tuned.read_tables(path)
+        if table.problem is None
+    ]
+    mine = next((each for each in documents if all(each[name] == value for name, value in here.items())), None)
+    if mine is None:
+        mine = {**here, "entries": []}
+        documents.append(mine)
+    mine["entries"] = list({_tuned.key_of(entry): entry for entry in (*mine["entries"], *entries)}.values())
+    make_folder(path.parent)
+    with atomic_file(path, "w") as file:
+        # A line for each entry, so that differences can be read.
+        heads = [json.dumps({**each, "entries": []})[:-2] for each in documents]
+        lines = [",\n".join(map(json.dumps, each["entries"])) for each in documents]
+        bodies = ",\n".join(f"{head}\n{line}\n]}}" for head, line in zip(heads, lines, strict=True))
+        file.write(f'{{"format": {_tuned.FORMAT}, "tables": [\n{bodies}\n]}}\n')
+
+
+def report(outcomes: Sequence[Outcome], asked: int, output: Path) -> None:
+    """Prints a row for every launch: what was found, or why the rule's answer stands."""
+    console = make_console()
+    numbers = ("before", "after", "gain", "tried")
+    table = make_table(console, None, "op", "dtype", "shape", *numbers, "found", right=numbers)
+    for each in outcomes:
+        shape = " ".join(f"{name}={value}" for name, value in each.question.shape.items())
+        times = [f"{each.before:.1f}", f"{each.after:.1f}", f"{each.before / each.after - 1:.1%}"]
+        found = ", ".join(f"{name} {each.instead_of[name]} -> {value}" for name, value in each.config.items())
+        times = times if each.config else ["", "", ""]
+        table.add_row(each.question.op, each.question.dtype, shape, *times, str(each.tried), found or each.reason)
+    print_table(console, table)
+    kept = sum(bool(each.config) for each in outcomes)
+    console.print(f"{kept} of {len(outcomes)} launches have something quicker, at least 3% beyond noise.")
+    if len(outcomes) < asked:
+        console.print(f"{asked - len(outcomes)} were not looked at: raise --budget, or choose with --ops.")
+    if kept:
+        console.print(f"table: {output}")

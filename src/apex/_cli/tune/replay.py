@@ -1,0 +1,179 @@
+"""Calls that ask a launch rule a given question again, with random tensors, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops import _library
+from ...ops._tolerance import TOLERANCES, excess
+from ...ops._tuned import Question
+from ..build.calls import OPS, Op, Shape
+
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+# Elements of a call whose number of heads, or batches, a question leaves open.
+USUAL_ELEMENTS = 1 << 26
+
+
+def _norm(rows: int, row_length: int, mean: bool) -> tuple[str, Shape]:
+    return "layer_norm" if mean else "rms_norm", (rows, row_length)
+
+
+def _softmax(queries: int, keys: int, causal: bool, **_: Any) -> tuple[str, Shape]:
+    if not causal:  # the rows of all heads count as queries
+        return "softmax", (1, 1, queries, keys)
+    return "causal_softmax", (1, max(1, USUAL_ELEMENTS // (queries * keys)), queries, keys)
+
+
+def _xentropy(rows: int, classes: int, **_: Any) -> tuple[str, Shape]:
+    return "xentropy", (rows, classes)
+
+
+def _glu(rows: int, width: int, **_: Any) -> tuple[str, Shape]:
+    return "swiglu", (rows, 2 * width)
+
+
+def _attention(head_dim: int, rows: int, **_: Any) -> tuple[str, Shape]:
+    return "attention", (1, max(1, USUAL_ELEMENTS // (rows * rows)), rows, head_dim)
+
+
+def _groups(positions: int, group_channels: int, images: int = 0, **_: Any) -> tuple[str, Shape]:
+    channels = 32 * group_channels
+    return "group_norm", (images or max(1, USUAL_ELEMENTS // (4 * channels * positions)), channels, positions, 1)
+
+
+def _images(images: int, positions: int, channels: int, **_: Any) -> Shape:
+    return images, channels, positions, 1
+
+
+# From a rule's arguments to an op of `apex build` and a shape with which the rule is asked just that.
+CALLS: dict[str, Callable[..., tuple[str, Shape]]] = {
+    "norm.forward_config": lambda rows, row_length, subtract_mean: _norm(rows, row_length, subtract_mean),
+    "norm.backward_config": lambda rows, row_length, bias_grad: _norm(rows, row_length, bias_grad),
+    "softmax.rows_config": _softmax,
+    "xentropy.forward_config": _xentropy,
+    "xentropy.backward_config": _xentropy,
+    "xentropy.short_config": _xentropy,
+    "glu.forward_tile": _glu,
+    "glu.backward_tile": _glu,
+    "group_norm.small_config": _groups,
+    "group_norm.walk_config": _groups,
+    "group_norm.cut_config": lambda **sizes: ("group_norm", _images(**sizes)),
+    "batch_norm.apply_config": lambda **sizes: ("batch_norm", _images(**sizes)),
+    "batch_norm.pace": lambda **sizes: ("batch_norm", _images(**sizes)),
+    "rope.tile": lambda tokens, heads, channels, is_image: ("rope", (tokens, 1, heads, channels)),
+    "attention.forward_tile": _attention,
+    "attention.queries_tile": _attention,
+    "attention.keys_tile": _attention,
+    "attention.stored_tile": _attention,
+}
+
+# Of these, elements may cancel to nothing: errors are measured against the largest one.
+SUM_PRODUCTS = ("attention",)
+
+
+class _Tensors:
+    """Makes the tensors of a call, as `Maker` does, of random numbers; another run gets the same ones again."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._made: list[Tensor] = []
+        self._next = 0
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [tensor for tensor in self._made if tensor.requires_grad]
+
+    def rewind(self) -> None:
+        self._next = 0
+
+    def widened(self) -> _Tensors:
+        """The same tensors in float64."""
+        wide = _Tensors(torch.float64, self.device)
+        for tensor in self._made:
+            double = tensor.detach().double() if tensor.is_floating_point() else tensor
+            wide._made.append(double.requires_grad_(tensor.requires_grad))
+        return wide
+
+    def _again(self, make: Callable[[], Tensor]) -> Tensor:
+        if self._next == len(self._made):
+            self._made.append(make())
+        self._next += 1
+        return self._made[self._next - 1]
+
+    def _random(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        if not dtype.is_floating_point:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        values = torch.randn(shape, generator=self._generator, dtype=torch.float32, device=self.device)
+        return values.to(dtype)
+
+    def constant(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        return self._again(lambda: self._random(shape, dtype))
+
+    def leaf(self, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
+        return self._again(lambda: self._random(shape, dtype or self.dtype).requires_grad_())
+
+    def image(self, shape: Shape) -> Tensor:
+        def make() -> Tensor:
+            return self._random(shape, self.dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+
+        return self._again(make)
+
+
+class Replay:
+    """An op's call with a shape: its passes by kernels, and their results beside those of PyTorch in float64."""
+
+    def __init__(self, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        self.name, self.shape, self.dtype = name, shape, dtype
+        self.op: Op = OPS[name]
+        self._tensors = _Tensors(dtype, device)
+        self._gradient: Tensor | None = None
+        self._output: Tensor | None = None
+        self._expected: list[Tensor] | None = None
+
+    def forward(self) -> Tensor:
+        self._tensors.rewind()
+        self._output = self.op.run(self._tensors, self.shape)  # type: ignore[arg-type]
+        if self._gradient is None:
+            self._gradient = torch.randn_like(self._output)
+        return self._output
+
+    def backward(self) -> tuple[Tensor, ...]:
+        """Gradients of the last forward pass."""
+        return torch.autograd.grad(self._output, self._tensors.leaves, self._gradient, retain_graph=True)  # type: ignore[arg-type]
+
+    def results(self) -> list[Tensor]:
+        """Output and gradients."""
+        output = self.forward()
+        return [output.detach(), *self.backward()]
+
+    def worst_excess(self, results: list[Tensor]) -> float:
+        """The largest error of results as a multiple of its tolerance; above 1 is wrong."""
+        if self._expected is None:
+            wide = _Tensors.widened(self._tensors)
+            with _library.implementation("torch"):
+                output = self.op.run(wide, self.shape)  # type: ignore[arg-type]
+                gradients = torch.autograd.grad(output, wide.leaves, self._gradient.double())  # type: ignore[union-attr]
+            self._expected = [output.detach(), *gradients]
+        largest = max(each.numel() for each in self._expected)
+        worst = 0.0
+        for one, exact in zip(results, self._expected, strict=True):
+            terms = max(1, largest // max(1, exact.numel()))
+            slack = max(TOLERANCES[one.dtype]) * float(exact.abs().max()) if self.name in SUM_PRODUCTS else 0.0
+            worst = max(worst, excess(one, exact, None, terms, slack))
+        return worst
+
+
+def replay_of(question: Question, device: torch.device) -> Replay | None:
+    """The call that asks `question`; None where no op of `apex build` does."""
+    arguments = dict(question.arguments)
+    dtype = DTYPES.get(arguments.pop("element_size"))
+    if question.op not in CALLS or dtype is None:
+        return None
+    name, shape = CALLS[question.op](**arguments)
+    return Replay(name, shape, dtype, device) if math.prod(shape) else None

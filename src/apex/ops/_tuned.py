@@ -1,0 +1,210 @@
+"""Tuned launches: tables of measured configurations that replace the answers of launch rules.
+
+`apex tune` writes them. A rule of a family's config.py that is `@tunable` looks into them when a launch is first made,
+never later: its answers are kept. Without an entry the rule's own answer stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _env
+from ._device import DeviceFacts, forget_launches, launch_rule
+
+logger = logging.getLogger("apex.ops")
+
+FORMAT = 1
+# Tables that come with the package, a file for each GPU.
+SHIPPED = Path(__file__).parent / "tuned"
+# Arguments of rules of which the next power of two is the shape class: what is shared out among programs.
+ROUNDED = frozenset({"rows", "columns", "queries", "tokens", "images"})
+
+Key = tuple[str, str, tuple[tuple[str, Any], ...]]
+Changes = Mapping[str, Any]
+Varied = Callable[[Any], Sequence[str]]
+
+
+class Question(NamedTuple):
+    """What a rule was asked: `norm.forward_config` and its arguments but for the device, by name."""
+
+    op: str
+    arguments: Mapping[str, Any]
+
+    @property
+    def dtype(self) -> str:
+        """Rules know the bits of an element, not its dtype."""
+        return f"{8 * self.arguments['element_size']}-bit"
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The shape class."""
+        sizes = {name: value for name, value in self.arguments.items() if name != "element_size"}
+        return {name: 1 << (value - 1).bit_length() if name in ROUNDED else value for name, value in sizes.items()}
+
+    @property
+    def key(self) -> Key:
+        return self.op, self.dtype, tuple(sorted(self.shape.items()))
+
+
+# Of each tunable rule, the fields of an answer that may be varied.
+TUNABLE: dict[str, Varied] = {}
+
+_noted: dict[Key, tuple[Question, Any]] | None = None
+_trial: Mapping[Key, Changes] | None = None
+
+
+def tunable(varied: Varied) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a launch rule one whose answers, NamedTuples, a table may replace.
+
+    The rule takes `element_size` among its arguments and a device last. `varied` names the fields of an answer that
+    can be changed by themselves, so that the kernels are still right.
+    """
+
+    def decorate(rule: Callable[..., Any]) -> Any:
+        op = f"{rule.__module__.split('.')[-2]}.{rule.__name__}"
+        *names, _ = inspect.signature(rule).parameters
+        TUNABLE[op] = varied
+
+        @functools.wraps(rule)
+        def choose(*arguments: Any) -> Any:
+            *values, device = arguments
+            question, answer = Question(op, dict(zip(names, values, strict=True))), rule(*arguments)
+            if answer is None:
+                return None
+            if _noted is not None:
+                _noted.setdefault(question.key, (question, answer))
+            if _trial is not None:
+                return answer._replace(**_trial.get(question.key, {}))
+            return _from_tables(question, answer, device)
+
+        return launch_rule(choose)
+
+    return decorate
+
+
+def _from_tables(question: Question, answer: Any, device: DeviceFacts) -> Any:
+    entry = entries_for(device).get(question.key)
+    # Where the rule has changed, or chooses something else for this member of the class, the entry says nothing.
+    if entry is None or any(getattr(answer, name, None) != value for name, value in entry["instead_of"].items()):
+        return answer
+    return answer._replace(**entry["config"])
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[dict[Key, tuple[Question, Any]]]:
+    """Collects the questions that rules are asked inside, and what they answer, one for each shape class."""
+    global _noted
+    previous, _noted = _noted, {}
+    forget_launches()
+    try:
+        yield _noted
+    finally:
+        _noted = previous
+
+
+@contextlib.contextmanager
+def trying(changes: Mapping[Key, Changes]) -> Iterator[None]:
+    """Replaces these fields of rules' answers inside; no table is looked into."""
+    global _trial
+    previous, _trial = _trial, changes
+    forget_launches()
+    try:
+        yield
+    finally:
+        _trial = previous
+        forget_launches()
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Table:
+    """The entries of a file for one GPU, driver and Triton; `problem` says why they are not used here, if not."""
+
+    path: Path
+    gpu: str = ""
+    driver: int = 0
+    triton: str = ""
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    problem: str | None = None
+
+
+def versions() -> dict[str, Any]:
+    """What entries are good for besides the GPU: the driver's major version and Triton's version."""
+    import triton
+
+    read = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return {"driver": read() // 1000 if read and torch.cuda.is_available() else 0, "triton": triton.__version__}
+
+
+@functools.cache
+def tables() -> tuple[Table, ...]:
+    """Every table there is: those that come with the package, then those of `APEX_TUNED` or the user's cache."""
+    chosen = _env.tuned_launches()
+    if chosen is None:
+        return ()
+    found = [table for path in (*sorted(SHIPPED.glob("*.json")), chosen) for table in read_tables(path)]
+    here = versions()
+    for table in found:
+        differing = [f"{name} {getattr(table, name)}" for name in here if getattr(table, name) != here[name]]
+        if table.problem is None and differing:
+            now = ", ".join(f"{name} {value}" for name, value in here.items())
+            table.problem = f"made with {', '.join(differing)}; here is {now}"
+    return tuple(found)
+
+
+def read_tables(path: Path) -> list[Table]:
+    """The tables of a file; one with a problem where it cannot be read, none where there is no file."""
+    try:
+        document = json.loads(path.read_text())
+        if document["format"] != FORMAT:
+            return [Table(path, problem=f"has format {document['format']}, not {FORMAT}: make it again")]
+        found = [Table(path, **table) for table in document["tables"]]
+        for table in found:
+            for entry in table.entries:
+                key_of(entry), *map(dict, (entry["config"], entry["instead_of"]))
+        return found
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [Table(path, problem=f"is no table of tuned launches: {type(error).__name__}: {error}")]
+
+
+def key_of(entry: Mapping[str, Any]) -> Key:
+    return entry["op"], entry["dtype"], tuple(sorted(entry["shape"].items()))
+
+
+@functools.cache
+def entries_for(device: DeviceFacts) -> dict[Key, dict[str, Any]]:
+    """The entries in use on a device; says once which tables of the user are not."""
+    entries: dict[Key, dict[str, Any]] = {}
+    for table in tables():
+        if table.problem is None and table.gpu == device.name:
+            entries |= {key_of(entry): entry for entry in table.entries if fits(entry)}
+        elif table.problem is not None and table.gpu in ("", device.name) and table.path.parent != SHIPPED:
+            logger.warning("the tuned launches of %s are not used: %s", table.path, table.problem)
+    return entries
+
+
+def fits(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry says of whole numbers what they are in place of what."""
+    changed = (*entry["config"].values(), *entry["instead_of"].values())
+    return entry["config"].keys() == entry["instead_of"].keys() and all(type(value) is int for value in changed)
+
+
+def forget_tables() -> None:
+    """Lets the tables be read again."""
+    tables.cache_clear()
+    entries_for.cache_clear()
+    forget_launches()
