@@ -122,16 +122,15 @@ class PreparedLaunch:
         device = tensors[0].device  # type: ignore[union-attr]
         key = (device, *[None if tensor is None else tensor.dtype for tensor in tensors])
         compiled = self._compiled.get(key)
-        if floats:  # of an integer, 1 for an eps, say, Triton would compile a kernel that takes no other number
-            floats = tuple(map(float, floats))
         if compiled is None or _recorder is not None:
-            self._launch_first(key, tensors, floats)
+            # Of an integer, 1 for an eps, say, Triton would compile a kernel that takes no other number.
+            self._launch_first(key, tensors, tuple(map(float, floats)))
             return
         run, middle, absent = compiled
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         # Half the time of looking at them one by one.
         if math.gcd(_ALIGNMENT, *addresses) != _ALIGNMENT or addresses.count(0) != absent:
-            self._launch_plainly(device, tensors, floats)
+            self._launch_plainly(device, tensors, tuple(map(float, floats)))
             return
         index = device.index
         if current_device() != index:

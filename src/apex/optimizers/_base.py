@@ -65,7 +65,9 @@ class LossScaling(NamedTuple):
 
     def on(self, device: torch.device) -> LossScaling:
         """The same on another device."""
-        return LossScaling(*(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self))
+        if self.found_inf is None and self.inverse_scale is None:  # `unscale` comes with a factor
+            return self
+        return LossScaling(*[None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self])
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -480,9 +482,8 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
 def adam_hyperparameters(group: dict[str, Any], step: Any, **more: Any) -> dict[str, Any]:
     """What rules with Adam's two moments take: of a parameter group, at a step that counts from 1."""
     beta1, beta2 = group["betas"]
-    options = {name: group[name] for name in ("lr", "eps", "weight_decay")}
-    correction = bool(group.get("bias_correction", False))
-    return {**options, "beta1": beta1, "beta2": beta2, "step": step, "bias_correction": correction, **more}
+    options = dict(lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"])
+    return dict(options, step=step, bias_correction=bool(group.get("bias_correction", False)), **more)
 
 
 def compiled_function(name: str) -> property:

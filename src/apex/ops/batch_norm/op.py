@@ -102,12 +102,13 @@ def runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec) -> bool:
         return True
     if z is not None and input.element_size() <= 2:
         return True  # PyTorch would round the norm before it adds
+    is_large = input.numel() >= config.NATIVE_BELOW
+    if is_large and (spec.relu or z is not None):
+        return True
     if not reference.keeps_float32(input if spec.channel_dim == 1 else input.movedim(-1, 1), spec.training):
         return True  # its gradients would be inexact, or cost copies to be exact
-    if input.numel() < config.NATIVE_BELOW:
+    if not is_large:
         return False
-    if spec.relu or z is not None:
-        return True
     contiguous = spec.training and spec.channel_dim == 1 and input.dim() > 2 and input.is_contiguous()
     return contiguous and config.plain_by_kernels(input.shape[2:].numel(), input.shape[1], input.dtype)
 

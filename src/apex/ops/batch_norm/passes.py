@@ -113,9 +113,10 @@ def _combine(
     variance = torch.empty_like(mean)
     places = (_contiguous(running_mean), _contiguous(running_var))
     _launch_statistics(partials, mean, variance, *places, parts, channels, pitch, momentum)
-    for before, after in zip((running_mean, running_var), places, strict=True):
-        if after is not before:
-            before.copy_(after)  # type: ignore[union-attr, arg-type]
+    if places[0] is not running_mean:
+        running_mean.copy_(places[0])  # type: ignore[union-attr, arg-type]
+    if places[1] is not running_var:
+        running_var.copy_(places[1])  # type: ignore[union-attr, arg-type]
     return mean, variance
 
 
