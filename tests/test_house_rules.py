@@ -8,10 +8,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import pytest
+import torch
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SOURCE / "apex"
@@ -264,3 +267,50 @@ def test_tensors_name_their_device_and_dtype() -> None:
 def test_the_rule_about_defaults_can_fail(code: str) -> None:
     assert made_without_device_or_dtype(ast.parse(f"x = [\n  {code}]")) == [2]
     assert made_without_device_or_dtype(ast.parse(f"x = nn.Parameter({code})")) == []
+
+
+def files_passed(function: Callable[[], object]) -> set[str]:
+    """The files of ours that a call goes through; kernels are not run, and what they would write is left as it is."""
+    from apex.ops._launch import recording
+
+    passed = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and SOURCE in path.parents:
+            passed.add(name_of(path))
+
+    with recording():
+        sys.setprofile(note)
+        try:
+            function()
+        finally:
+            sys.setprofile(None)
+    return passed
+
+
+def test_few_files_are_passed() -> None:
+    """What a reader goes through to follow a call; the second call, which makes no table of addresses anew."""
+    from apex import amp, normalization, optimizers
+    from apex.ops import _library
+
+    x = torch.ones(4, 16)
+    norm = normalization.FusedLayerNorm(16).requires_grad_(False)
+    param = torch.nn.Parameter(torch.ones(16))
+    param.grad = torch.ones(16)
+    adam = optimizers.FusedAdam([param])
+    model = torch.nn.Linear(16, 1)
+    optimizer = optimizers.FusedAdam(model.parameters())
+    with _library.implementation("triton"):
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
+        losses = [model(x).sum() for _ in range(2)]
+
+        def train() -> None:
+            with amp.scale_loss(losses.pop(), optimizer) as loss:
+                loss.backward()
+            optimizer.step()
+
+        for most, function in ((6, lambda: norm(x)), (7, adam.step), (16, train)):
+            files_passed(function)
+            assert len(files_passed(function)) <= most
+    amp.shutdown()

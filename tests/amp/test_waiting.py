@@ -62,7 +62,7 @@ class NeverArrives:
 
 @pytest.fixture
 def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["apex.amp._overflow_messages"], "HostCopy", NeverArrives)
+    monkeypatch.setattr(sys.modules["apex.amp.scaler"], "HostCopy", NeverArrives)
 
 
 def steps(name: str, level: str, **options: Any) -> None:

@@ -16,8 +16,7 @@ from ..ops._host import on_host
 from ..ops.multi_tensor.flat import FlatBuffer, flat, offsets_of
 from ._combined_ddp import CombinedReduction
 from ._master_params import AmpOptimizerState
-from ._overflow_messages import NonfiniteCounts
-from .scaler import LossScaler
+from .scaler import LossScaler, NonfiniteCounts
 
 
 class _FlatGradients(FlatBuffer):

@@ -19,8 +19,7 @@ from ..ops.multi_tensor import scale, zero
 from . import _casting
 from ._amp_state import _amp_state
 from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen
-from ._overflow_messages import NonfiniteCounts, names_of_parameters
-from .scaler import LossScaler
+from .scaler import LossScaler, NonfiniteCounts, names_of_parameters
 
 # Before and after the backward pass -----------------------------------------------------------------------------------
 
@@ -44,7 +43,8 @@ def prepare_amp_backward(self: Any, scaler: LossScaler) -> None:
         if param.grad is not None:
             stash.accumulated_grads[param] = param.grad
             param.grad = None
-    _recording.reads(stash.accumulated_grads.values())
+    if _recording.current is not None:
+        _recording.reads(stash.accumulated_grads.values())
 
 
 def restore_grads(stash: AmpOptimizerState) -> None:
@@ -188,7 +188,8 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
             inner.most_recent_scale, inner.scale_set_by_backward = 1.0, False
     else:
         inner._wrote_models = False
-        _recording.reads([found_inf])
+        if _recording.current is not None:
+            _recording.reads([found_inf])
         takes_flag = found_inf is not None and stash.takes_found_inf
         if found_inf is not None and takes_flag:
             inner.found_inf, inner.grad_scale = found_inf.reshape(()), None

@@ -14,9 +14,8 @@ from . import _casting
 from ._amp_state import _amp_state, maybe_print
 from ._checks import check_flags, check_loss, checked_optimizers
 from ._optimizer_step import restore_grads
-from ._overflow_messages import NonfiniteCounts, OverflowMessages
 from .opt import OptimWrapper, scaled_loss
-from .scaler import LossScaler
+from .scaler import LossScaler, NonfiniteCounts, OverflowMessages
 
 _overflow_messages = OverflowMessages()
 _ORIGINAL_UPDATE = LossScaler.update_scale
@@ -108,10 +107,11 @@ def _update_scale(scaler: LossScaler, loss_id: int, optimizers: list[Any], count
         scaler.update_scale_on_device()
         if not scaler.dynamic:
             return
-        waiting = []
+        waiting, recording = [], _recording.current
+        is_captured = recording is not None and recording.captures
         for stash in stashes:
             # Of a captured step what an optimizer changed is put back on the device.
-            if not stash.takes_found_inf and not _recording.captures():
+            if not stash.takes_found_inf and not is_captured:
                 waiting.append(stash)
             elif stash.found_inf is None:
                 stash.found_inf = scaler.overflow
