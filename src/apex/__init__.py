@@ -47,6 +47,7 @@ _SUBPACKAGES = frozenset(
 # Names that belong to the package, and the modules that define them.
 _MEMBERS = {
     "Booster": "booster",
+    "estimate_memory": "_memory",
     **dict.fromkeys(("fuse", "unfuse"), "_fuse"),
     **dict.fromkeys(
         ("get_default_parser", "launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"), "_launching"

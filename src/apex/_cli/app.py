@@ -222,6 +222,57 @@ def compare(
     raise typer.Exit(run_compare(first, second, **options))  # type: ignore[arg-type]
 
 
+@app.command(rich_help_panel="Prepare")
+def memory(
+    model: Annotated[
+        str, typer.Argument(metavar="MODULE:FACTORY | CONFIG", help="Or FILE.py:FACTORY; CONFIG is a config.json.")
+    ],
+    opt_level: Annotated[str | None, typer.Option(help="O0 to O5, with commas; all by default.")] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="Of apex.optimizers, or MODULE:CLASS; with options: FusedSGD,momentum=0.9.")
+    ] = "FusedAdam",
+    batch: Annotated[int, typer.Option(help="Rows of a batch of one process.", min=1)] = 1,
+    input_shape: Annotated[
+        list[str] | None, typer.Option(help="Of an input, without the batch: 3x224x224, 1024:int64; may be repeated.")
+    ] = None,
+    zero: Annotated[bool, typer.Option("--zero", help="Divide the optimizer's state among processes.")] = False,
+    world: Annotated[int, typer.Option(help="Processes that train together.", min=1)] = 1,
+    tensor_parallel: Annotated[int, typer.Option("--tp", help="Processes that share a layer.", min=1)] = 1,
+    pipeline_parallel: Annotated[int, typer.Option("--pp", help="Stages of a pipeline.", min=1)] = 1,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Blocks are computed again in the backward pass.")
+    ] = False,
+    device_limit: Annotated[
+        str | None, typer.Option(help="Find the largest batch that fits: 80GiB; this GPU's by default.")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Run the step on this GPU as well.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Tell what a training step needs of a GPU's memory.
+
+    Parameters, gradients, masters, optimizer state, activations and the peak, for each opt level.
+    Nothing is computed and no GPU is needed.
+    """
+    from .memory import run_memory
+
+    status = run_memory(
+        model,
+        opt_levels=opt_level,
+        shapes=input_shape or [],
+        device_limit=device_limit,
+        measured=measure,
+        as_json=as_json,
+        optimizer=optimizer,
+        batch=batch,
+        zero=zero,
+        world=world,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        checkpointing=checkpointing,
+    )
+    raise typer.Exit(status)
+
+
 @app.command("jit-module", rich_help_panel="Prepare")
 def jit_module(
     name: Annotated[str, typer.Argument(help="The name under which the extension is imported.")],

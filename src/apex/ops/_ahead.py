@@ -15,7 +15,7 @@ import os
 import subprocess
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,10 +63,13 @@ def gpu_here() -> dict[str, GPU]:
 
 
 @contextlib.contextmanager
-def planning(gpu: GPU) -> Iterator[list[Launch]]:
-    """Collects the launches that calls on tensors of the device "meta" would make on `gpu`; nothing is computed."""
+def planning(gpu: GPU, keep: bool = True) -> Iterator[MutableSequence[Launch]]:
+    """Collects the launches that calls on tensors of the device "meta" would make on `gpu`; nothing is computed.
+
+    Fake tensors are taken as such, too. Without `keep` launches are made and forgotten, for what they allocate.
+    """
     # The dispatch forgets its answers about such tensors when this begins and when it ends.
-    with pretend(gpu.facts), _library.implementation(_library.requested()), recording() as launches:
+    with pretend(gpu.facts), _library.implementation(_library.requested()), recording(keep) as launches:
         yield launches
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from ._device import current_device, current_stream
 
 KERNELS: dict[str, Kernel] = {}
 
-_recorder: list[Launch] | None = None
+_recorder: MutableSequence[Launch] | None = None
 
 
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -185,10 +186,13 @@ def kernel(function: Any) -> Kernel:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Collects launches instead of running them, so that they can be compiled for a GPU that is not there."""
+def recording(keep: bool = True) -> Iterator[MutableSequence[Launch]]:
+    """Collects launches instead of running them, so that they can be compiled for a GPU that is not there.
+
+    Without `keep` they are forgotten at once, and so are their tensors.
+    """
     global _recorder
-    previous, _recorder = _recorder, []
+    previous, _recorder = _recorder, [] if keep else deque(maxlen=0)
     try:
         yield _recorder
     finally:

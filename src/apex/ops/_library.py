@@ -75,6 +75,8 @@ class OpFamily:
 
 FAMILIES: dict[str, OpFamily] = {}
 
+_META = torch.device("meta")
+
 _requested: _env.Implementation = _env.requested_implementation()
 _choices: dict[tuple[str, torch.device, torch.dtype], Choice] = {}
 _runs_triton: dict[tuple[str, torch.device, torch.dtype], bool] = {}
@@ -187,22 +189,26 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
     """Whether `family` takes its Triton kernels for `tensor`: the hot-path form of `explain`.
 
     Never for a tensor subclass (DTensor, FakeTensor, ...): it has no address of its own, while PyTorch's operators know
-    what to do with it. Nor where `sees_operators_only`, nor while a family that `decomposes` is compiled.
+    what to do with it; but for a FakeTensor while launches are planned (`is_stand_in`). Nor where
+    `sees_operators_only`, nor while a family that `decomposes` is compiled.
     """
+    device = tensor.device
     if type(tensor) not in PLAIN:
-        if _requested == "triton":
-            raise RuntimeError(f"APEX_IMPL=triton was asked for, but kernels do not take a {type(tensor).__name__}")
-        return False
+        if not is_stand_in(tensor):
+            if _requested == "triton":
+                raise RuntimeError(f"APEX_IMPL=triton was asked for, but kernels do not take a {type(tensor).__name__}")
+            return False
+        device = _META
     if torch.compiler.is_compiling():
         if family.decomposes and _requested == "auto":
             return False
-        return _answer_while_compiling(family.name, tensor.device, tensor.dtype, _requested)
+        return _answer_while_compiling(family.name, device, tensor.dtype, _requested)
     if sees_operators_only():
         return False
-    key = (family.name, tensor.device, tensor.dtype)
+    key = (family.name, device, tensor.dtype)
     answer = _runs_triton.get(key)
     if answer is None:
-        answer = _runs_triton[key] = explain(family, tensor.device, tensor.dtype).implementation == "triton"
+        answer = _runs_triton[key] = explain(family, device, tensor.dtype).implementation == "triton"
     return answer
 
 
@@ -211,9 +217,20 @@ def sees_operators_only() -> bool:
     return torch._C._is_tracing() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def is_stand_in(tensor: torch.Tensor) -> bool:
+    """Whether a FakeTensor, of whichever device, stands for a tensor of the GPU that launches are planned for."""
+    return _device.pretends() and type(tensor).__name__ == "FakeTensor"
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on a GPU, or stands for one that is."""
+    return tensor.is_cuda or is_stand_in(tensor)
+
+
 def is_eager(tensor: torch.Tensor) -> bool:
     """Whether autograd alone looks on: no graph is compiled or traced, nothing but it differentiates, no subclass."""
-    return not torch.compiler.is_compiling() and type(tensor) in PLAIN and not sees_operators_only()
+    known = type(tensor) in PLAIN or is_stand_in(tensor)
+    return not torch.compiler.is_compiling() and known and not sees_operators_only()
 
 
 def _answer_while_compiling(family: str, device: torch.device, dtype: torch.dtype, requested: str) -> bool:

@@ -125,7 +125,7 @@ def overlapping(tensors: Sequence[Tensor]) -> set[int]:
     extents = sorted((*extent(tensor), index) for index, tensor in enumerate(tensors) if tensor.numel())
     last_end, last = -1, -1
     for start, end, index in extents:
-        if start < last_end:
+        if 0 < start < last_end:  # tensors without memory, on the device "meta", are all at 0
             found.update((last, index))
         if end > last_end:
             last_end, last = end, index

@@ -249,7 +249,7 @@ def linear_xentropy(
         bias_gradient = torch.zeros(classes, dtype=losses.dtype, device=device)
     stride = -(-classes // config.STRIDE_MULTIPLE) * config.STRIDE_MULTIPLE
     storage = torch.empty((min(chunk_rows, rows), stride), dtype=input.dtype, device=device)
-    parts = config.parts_of_products(classes, input.dtype, input.is_cuda)
+    parts = config.parts_of_products(classes, input.dtype, _library.on_gpu(input))
     labels = labels.long().contiguous()
     with _library.autocast_off(input):
         for begin in range(0, rows, chunk_rows):
@@ -324,7 +324,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> Non
 
 def _adds_to_float32(half: Tensor) -> bool:
     """Whether a product of half-precision matrices can be added to float32: since PyTorch 2.8, on NVIDIA's GPUs."""
-    return half.is_cuda and torch.version.hip is None and hasattr(torch.ops.aten.addmm, "dtype_out")
+    return _library.on_gpu(half) and torch.version.hip is None and hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
 def _implementation(input, *arguments):  # type: ignore[no-untyped-def]

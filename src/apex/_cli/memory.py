@@ -1,0 +1,94 @@
+"""`apex memory`: what a training run needs of a GPU's memory, by opt level, beside what it takes if there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._memory.estimate import CONTEXT, GAPS, Measured, Memory, estimate, largest_batch, measure
+from .._memory.tasks import find_task, parse_shape
+from .._memory.training import OPT_LEVELS, Settings
+from .console import make_console, make_table, print_json_document, print_table
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_ROWS = ("parameters", "buffers", "gradients", "masters", "state", "buckets", "fixed", "activations", "peak")
+
+
+def run_memory(
+    name: str,
+    *,
+    opt_levels: str | None,
+    shapes: Sequence[str],
+    device_limit: str | None,
+    measured: bool,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Prints the table, or JSON, and returns an exit status: 0, or 2 if the arguments cannot be used."""
+    messages = make_console(stderr=True)
+    try:
+        limit = parse_size(device_limit) if device_limit else gpu_memory()
+        if measured and not torch.cuda.is_available():
+            raise ValueError("--measure needs a GPU, and PyTorch finds none here")
+        task = find_task(name, [parse_shape(shape) for shape in shapes])
+        levels = opt_levels.split(",") if opt_levels else list(OPT_LEVELS)
+        rows = []
+        for level in levels:
+            settings = Settings(opt_level=level, **options)
+            found = estimate(task, settings)
+            fits = None if limit is None else largest_batch(task, settings, limit)
+            real = measure(task, settings, torch.device("cuda", torch.cuda.current_device())) if measured else None
+            rows.append((settings, found, fits, real))
+    except (ValueError, TypeError, RuntimeError) as error:
+        messages.print(f"apex memory: {error}", style="red")
+        return 2
+    if as_json:
+        print_json_document({"model": name, "limit": limit, "levels": [_as_dict(*row) for row in rows]})
+        return 0
+    _print(rows, limit)
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """Bytes: "80GiB", "80GB", or a number."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)?\s*", text.upper())
+    if match is None:
+        raise ValueError(f"--device-limit {text!r} is not a size such as 80GiB, 80GB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def gpu_memory() -> int | None:
+    """The memory of this machine's current GPU, if it has one."""
+    return (
+        torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        if torch.cuda.is_available()
+        else None
+    )
+
+
+def _as_dict(settings: Settings, found: Memory, fits: int | None, real: Measured | None) -> dict[str, Any]:
+    estimated = {**dataclasses.asdict(found), "margin": found.margin, "total": found.total}
+    measured = None if real is None else dataclasses.asdict(real)
+    return {**dataclasses.asdict(settings), "estimated": estimated, "largest_batch": fits, "measured": measured}
+
+
+def _print(rows: Sequence[tuple[Settings, Memory, int | None, Measured | None]], limit: int | None) -> None:
+    console = make_console()
+    settings = rows[0][0]
+    more = [f"{name.replace('_', ' ')} {value}" for name, value in vars(settings).items() if value not in (False, 1)]
+    levels = [each.opt_level for each, *_ in rows]
+    title = f"MiB of a training step: {', '.join([f'batch {settings.batch}', *more[1:]])}"
+    table = make_table(console, title, "", *levels, right=tuple(levels))
+    for name in (*_ROWS, "workspace", "margin", "total"):
+        table.add_row(name, *(f"{getattr(found, name) / (1 << 20):.1f}" for _, found, *_ in rows))
+    for name in ("fixed", "activations", "peak", "reserved"):
+        if rows[0][3] is not None:
+            table.add_row(f"measured {name}", *(f"{getattr(real, name) / (1 << 20):.1f}" for *_, real in rows))
+    if limit is not None:
+        table.add_row(f"largest batch in {limit / (1 << 30):.1f} GiB", *(str(fits) for _, _, fits, _ in rows))
+    print_table(console, table)
+    console.print(f"margin: {CONTEXT >> 20} MiB for the driver's context and {GAPS:.0%} of the peak for gaps")

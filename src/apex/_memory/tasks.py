@@ -1,0 +1,123 @@
+"""From the name of a factory or of a Hugging Face config to a model, its batches and its loss."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from .training import Loss, Task
+
+_LONGEST = 2048  # words of a batch's rows, unless an input shape says how many
+
+
+class Shape(NamedTuple):
+    """An input of a model, without its first dimension, which is the batch."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self, batch: int, device: torch.device) -> Tensor:
+        """A batch of it: random numbers, or zeros, which are indices of any embedding."""
+        if self.dtype.is_floating_point:
+            return torch.randn(batch, *self.sizes, dtype=self.dtype, device=device)
+        return torch.zeros(batch, *self.sizes, dtype=self.dtype, device=device)
+
+
+def parse_shape(text: str) -> Shape:
+    """The shape that "3x224x224", "1024:int64" or "" (one number per row) says; float32 where it names no dtype."""
+    sizes, _, name = text.partition(":")
+    dtype = getattr(torch, name or "float32", None)
+    parts = sizes.split("x") if sizes else []
+    if not isinstance(dtype, torch.dtype) or not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"input shape {text!r}: write sizes without the batch, and a dtype: 3x224x224 or 1024:int64")
+    return Shape(tuple(map(int, parts)), dtype)
+
+
+def find_task(name: str, inputs: Sequence[Shape] = ()) -> Task:
+    """The task that MODULE:FACTORY, FILE.py:FACTORY, or the config of a transformers model is about.
+
+    A factory takes no arguments and returns a model, which takes `inputs`, or a model and its loss, a
+    function of model, batch size and device. Without a loss the model's own counts (a number, or the attribute `loss`
+    of what it returns), else the mean of its outputs.
+    """
+    place, _, attribute = name.rpartition(":")
+    if place:
+        return task_of(_factory(name, place, attribute), inputs)
+    path = Path(name)
+    config = path / "config.json" if path.is_dir() else path
+    if config.suffix != ".json" or not config.is_file():
+        raise ValueError(f"{name!r} is neither MODULE:FACTORY nor the config.json of a Hugging Face model")
+    return _hugging_face(config, inputs)
+
+
+def task_of(factory: Any, inputs: Sequence[Shape]) -> Task:
+    """The task of a factory."""
+
+    def make() -> tuple[nn.Module, Loss]:
+        made = factory()
+        model, loss = made if isinstance(made, tuple) else (made, None)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"the factory must return a torch.nn.Module, not {type(model).__name__}")
+        if loss is None and not inputs:
+            raise ValueError("the factory returns no loss, so that --input-shape must say what the model's inputs are")
+        return model, loss or (lambda model, batch, device: loss_of(model(*(i.make(batch, device) for i in inputs))))
+
+    return make
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss that a model returns, or the mean of what it returns."""
+    found = output if isinstance(output, Tensor) and output.numel() == 1 else getattr(output, "loss", None)
+    if found is not None:
+        return found
+    floats = [t for t in _pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    return sum((t.float().mean() for t in floats), start=torch.zeros((), dtype=torch.float32, device=floats[0].device))
+
+
+def _factory(name: str, place: str, attribute: str) -> Any:
+    try:
+        if place.endswith(".py"):
+            spec: Any = importlib.util.spec_from_file_location(Path(place).stem, place)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules.setdefault(spec.name, module)
+            spec.loader.exec_module(module)
+        else:
+            if "" not in sys.path:  # the command is not in the folder that it is called in
+                sys.path.insert(0, "")
+            module = importlib.import_module(place)
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        raise ValueError(f"{name!r} cannot be imported: {error}") from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise ValueError(f"{place} has no function or class {attribute!r}")
+    return factory
+
+
+def _hugging_face(config: Path, inputs: Sequence[Shape]) -> Task:
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise ValueError(f"{config} needs the package transformers, which is not installed") from None
+    settings = transformers.AutoConfig.from_pretrained(str(config))
+    words = inputs[0].sizes[0] if inputs else min(getattr(settings, "max_position_embeddings", _LONGEST), _LONGEST)
+    name = next(iter(settings.architectures or ()), None)
+    settings.use_cache = False
+
+    def loss(model: nn.Module, batch: int, device: torch.device) -> Tensor:
+        rows = torch.zeros(batch, words, dtype=torch.int64, device=device)
+        return loss_of(model(input_ids=rows, labels=rows))
+
+    def make() -> tuple[nn.Module, Loss]:
+        if name is not None and hasattr(transformers, name):
+            return getattr(transformers, name)(settings), loss
+        return transformers.AutoModelForCausalLM.from_config(settings), loss
+
+    return make

@@ -1,0 +1,275 @@
+"""One training step as a script would write it, with real tensors or with fake ones that have no memory."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import importlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from .. import amp, optimizers
+from ..amp._amp_state import _amp_state
+from ..ops import _library
+from ..ops._host import HOST
+from .storages import LiveStorages, Owners
+
+OPT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+# Makes a model, and what makes a batch of a size on a device and computes the model's loss on it.
+Loss = Callable[[nn.Module, int, torch.device], Tensor]
+Task = Callable[[], tuple[nn.Module, Loss]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How it is trained.
+
+    `optimizer` is a class of apex.optimizers, or MODULE:CLASS, and its options: "FusedSGD,momentum=0.9". With `zero`
+    its state is divided among `world` processes; without, the model is wrapped in DistributedDataParallel where there
+    are several. The stages of `pipeline_parallel` have as many batches in flight: their forward passes come first.
+    """
+
+    opt_level: str = "O0"
+    optimizer: str = "FusedAdam"
+    batch: int = 1
+    zero: bool = False
+    world: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises for what no run can have."""
+        if self.opt_level not in OPT_LEVELS:
+            raise ValueError(f"opt_level={self.opt_level!r} is not one of {', '.join(OPT_LEVELS)}")
+        for name in ("batch", "world", "tensor_parallel", "pipeline_parallel"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+class Training:
+    """A model, its optimizer and amp; `step` trains it. Fake unless a device is given.
+
+    Fake tensors are of the host's device, whose autocast has the rules of GPUs under apex.amp; a PyTorch without
+    support for GPUs cannot differentiate fake tensors of theirs.
+    """
+
+    def __init__(self, task: Task, settings: Settings, device: torch.device | None = None) -> None:
+        self.settings = settings
+        self.device = device or HOST
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True) if device is None else None
+        self.storages = LiveStorages() if device is None else None
+        with device or torch.device("meta"):
+            self.model, self._loss = task()
+        if device is None:
+            with self.computing():
+                _give_stand_ins(self.model)
+        self.model.train()
+        if settings.checkpointing:
+            checkpoint_blocks(self.model)
+        with self.watching():
+            self.optimizer = make_optimizer(settings, self.model)
+            self.model, self.optimizer = amp.initialize(
+                self.model, self.optimizer, opt_level=settings.opt_level, verbosity=0
+            )
+            if settings.world > 1 and not settings.zero:
+                from ..parallel import DistributedDataParallel
+
+                self.model = DistributedDataParallel(self.model)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Storages are counted; numbers of the host stay numbers."""
+        with self.storages or contextlib.nullcontext(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Nothing is computed inside: new tensors are fake."""
+        with self._fake or contextlib.nullcontext(), self.storages or contextlib.nullcontext(), _as_on_gpus(self._fake):
+            yield
+
+    def step(
+        self, after_forward: Callable[[], Any] | None = None, before_update: Callable[[], Any] | None = None
+    ) -> None:
+        """One step; calls the functions after the forward passes, and before the optimizer updates the parameters."""
+        with self.watching():
+            losses = []
+            for _ in range(self.settings.pipeline_parallel):
+                with self.computing():
+                    losses.append(checked_loss(self._loss(self.model, self.settings.batch, self.device)))
+            if after_forward is not None:
+                after_forward()
+            while losses:
+                loss = losses.pop(0)
+                with amp.scale_loss(loss, self.optimizer, delay_unscale=bool(losses)) as scaled, self.computing():
+                    scaled.backward()
+            del loss, scaled
+            if before_update is not None:
+                before_update()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def owners(self) -> dict[str, int]:
+        """Bytes of parameters, buffers, gradients, masters and optimizer state, and their sum in allocator's blocks."""
+        owners, stash = Owners(), self.optimizer._amp_stash
+        params = list(self.model.parameters())
+        masters = stash.all_fp32_from_fp16_params
+        states = [value for key, value in self.optimizer.state.items()]
+        found = {
+            "parameters": owners.add(params),
+            "buffers": owners.add(self.model.buffers()),
+            "gradients": owners.add(param.grad for param in (*params, *masters)),
+            "masters": owners.add(masters),
+            "state": owners.add(tensors_in(states)),
+        }
+        return {**found, "rounded": owners.rounded}
+
+
+@contextlib.contextmanager
+def trained(task: Task, settings: Settings, device: torch.device | None = None) -> Iterator[Training]:
+    """A `Training`; afterwards amp is as it was before."""
+    if _amp_state.optimizers or _amp_state.models:
+        raise RuntimeError(
+            "amp.initialize was called in this process; estimate memory before it, after amp.shutdown(), or with the "
+            "command `apex memory`"
+        )
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback where shapes do not fit
+    level_before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with _planned(device):
+            yield Training(task, settings, device)
+    finally:
+        log.setLevel(level_before)
+        amp.shutdown()
+
+
+def _planned(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+    """Ops on fake tensors allocate what their kernels need on a GPU: this machine's, or one like an H200."""
+    if device is not None or _library.triton_problem() is not None:
+        return contextlib.nullcontext()
+    from ..ops import _ahead
+
+    return _ahead.planning(next(iter({**_ahead.gpu_here(), **_ahead.GPUS}.values())), keep=False)
+
+
+def checked_loss(loss: Any) -> Tensor:
+    """The same; raises for anything but one number that can be differentiated."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(f"the loss must be a tensor with one element that depends on the parameters, not {found}")
+    return loss
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested dicts, lists, tuples and the attributes of objects that hold state."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def _give_stand_ins(model: nn.Module) -> None:
+    """Puts fake tensors in the place of a model's tensors on the device "meta"; those that were one stay one."""
+    known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            fake = torch.empty_like(tensor, device=HOST, requires_grad=False)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
+                vars(fake).update(vars(tensor))
+            known[id(tensor)] = tensor, fake
+        return known[id(tensor)][1]
+
+    for module in model.modules():
+        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for tensors in places:
+            for name, value in tensors.items():
+                if isinstance(value, Tensor):
+                    tensors[name] = stand_in(value)
+
+
+class _as_on_gpus(torch.overrides.TorchFunctionMode):
+    """Sends what PyTorch does otherwise on a host to the operators that it has on GPUs: a mask of dropout has bytes."""
+
+    def __init__(self, active: Any) -> None:
+        super().__init__()
+        self._active = active is not None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._active and func is nn.functional.dropout:
+            return _dropout(*args, **kwargs)
+        if self._active and func is nn.functional.scaled_dot_product_attention and kwargs.get("dropout_p"):
+            kwargs = {**kwargs, "dropout_p": 0.0}  # on the host the scores would be kept; on GPUs a seed is
+        return func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or not 0 < p < 1:
+        return nn.functional.dropout(input, p, training, inplace)
+    output = torch.native_dropout(input, p, True)[0]
+    return input.copy_(output) if inplace else output
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Has the blocks of a model's longest ModuleList or Sequential compute their forward pass again in the backward."""
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable(  # type: ignore[operator]
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+        return
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    blocks: Any = max(lists, key=len, default=())
+    if len(blocks) < 2:
+        raise ValueError(f"{type(model).__name__} has no ModuleList or Sequential of blocks to checkpoint")
+    for block in blocks:
+        forward = block.forward
+        vars(block)["forward"] = lambda *args, forward=forward, **kwargs: checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+        )
+
+
+def make_optimizer(settings: Settings, model: nn.Module) -> Any:
+    """The optimizer that the settings name, with a learning rate of 1e-3 unless they say another."""
+    name, *given = settings.optimizer.split(",")
+    options: dict[str, Any] = {"lr": 1e-3}
+    for option in given:
+        key, _, value = option.partition("=")
+        try:
+            options[key.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            raise ValueError(f"optimizer={settings.optimizer!r}: {option!r} is not NAME=NUMBER") from None
+    params = [param for param in model.parameters() if param.requires_grad]
+    return optimizer_class(name, settings.zero)(params, **options)
+
+
+def optimizer_class(name: str, zero: bool) -> Any:
+    """The class that is called so; with `zero` the one that divides its state."""
+    if zero:
+        if name != "FusedAdam":
+            raise ValueError(f"optimizer={name!r} has no ZeRO counterpart that goes with apex.amp; FusedAdam has")
+        from ..contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
+
+        return DistributedFusedAdam
+    module, _, attribute = name.rpartition(":")
+    known = [each for each in optimizers.__all__ if each != "FP16_Optimizer"]
+    if not module and name not in known:
+        raise ValueError(f"optimizer={name!r} is not known; use MODULE:CLASS or one of {', '.join(known)}")
+    return getattr(importlib.import_module(module) if module else optimizers, attribute)
