@@ -51,9 +51,9 @@ class ModelWrapper(nn.Module):
 
 def unwrapped(model: Any) -> Any:
     """A module inside of wrappers of this package, of torch's and apex's DistributedDataParallel."""
-    from ..transformer.pipeline_parallel.utils import _wrappers
+    from ..transformer.pipeline_parallel.utils import REPLICATED
 
-    kinds: Any = (ModelWrapper, *_wrappers())
+    kinds: Any = (ModelWrapper, *REPLICATED)
     while isinstance(model, kinds):
         model = model.module
     return model

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .._distributed import collectives, exchange
 from . import parallel_state
+from .pipeline_parallel.utils import REPLICATED
 
 __all__ = ["finalize_model_grads"]
 
@@ -49,7 +50,7 @@ def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_paralle
         _sum_over(parallel_state.get_position_embedding_group(), positions, False)
     if data_parallel is False:
         return
-    reduced = {id(p) for chunk in chunks if _reduces_gradients(chunk) for p in chunk.parameters()}
+    reduced = {id(p) for chunk in chunks if isinstance(chunk, REPLICATED) for p in chunk.parameters()}
     left = [p for p in parameters if data_parallel or id(p) not in reduced or getattr(p, "main_grad", None) is not None]
     dense = [parameter for parameter in left if getattr(parameter, "allreduce", True)]
     _sum_over(parallel_state.get_data_parallel_group(with_context_parallel=True), dense, True)
@@ -88,14 +89,6 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
-
-
-def _reduces_gradients(module: nn.Module) -> bool:
-    from torch.nn.parallel import DistributedDataParallel
-
-    from ..parallel import DistributedDataParallel as ApexDistributedDataParallel
-
-    return isinstance(module, (DistributedDataParallel, ApexDistributedDataParallel))
 
 
 def _sum_over(group: Any, parameters: Iterable[nn.Parameter], average: bool) -> None:

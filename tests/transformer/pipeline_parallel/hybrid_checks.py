@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -93,6 +94,36 @@ def apex_replicas(rank: int) -> None:
                 set_microbatches(3)
                 step(step_function, batch_of(3, seed=rank), model, forward_only=False, **options)
                 assert_close_to(of_all_replicas(2, 3, ranks), [model])
+
+
+def replicas_with_unused_parameters(rank: int) -> None:
+    """Torch's search for unused parameters finds those of a backward pass in two parts."""
+    with pipeline(4, None):
+        group, replica = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_rank()
+        (part,) = parts_of("zb_h1", 1, 1)
+        part.extra = nn.Linear(1, 1).to(parameter_device())
+        model = nn.parallel.DistributedDataParallel(part, process_group=group, find_unused_parameters=True)
+        set_microbatches(4)
+        STEPS["zb_h1"](step_function, batch_of(4, seed=replica), model, forward_only=False)
+        assert part.extra.weight.grad is None
+        del part.extra
+        assert_close_to(of_all_replicas(4, 4, 2), [model])
+        unchanging = nn.parallel.DistributedDataParallel(part, process_group=group, static_graph=True)
+        with pytest.raises(ValueError, match="static_graph=False"):
+            STEPS["zb_h1"](step_function, batch_of(4, seed=replica), unchanging, forward_only=False)
+
+
+def kept_back_by_the_caller(rank: int) -> None:
+    """In a `no_sync` that the caller entered before the step nothing is reduced."""
+    for wrap in (nn.parallel.DistributedDataParallel, DistributedDataParallel):
+        with pipeline(1, None):
+            model = wrap(Part(range(2)).to(parameter_device()))
+            set_microbatches(2)
+            with model.no_sync():
+                forward_backward_no_pipelining(step_function, batch_of(2, seed=rank), model, forward_only=False)
+            alone = Part(range(2)).to(parameter_device())
+            forward_backward_no_pipelining(step_function, batch_of(2, seed=rank), alone, forward_only=False)
+            assert_same_gradients([model], alone)
 
 
 def sharded_optimizer(rank: int) -> None:
@@ -243,6 +274,8 @@ CHECKS = {
     for check in (
         torch_replicas,
         apex_replicas,
+        replicas_with_unused_parameters,
+        kept_back_by_the_caller,
         sharded_optimizer,
         encoder_and_decoder,
         tensor_and_sequence_parallel,

@@ -65,14 +65,15 @@ def every_schedule(rank: int) -> None:
 
 def forward_only(rank: int) -> None:
     ranks = dist.get_world_size()
+    count = 2 * ranks - 1  # no multiple of the ranks, which training in chunks would need
     for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb_v", 2)):
-        losses, _ = in_one_process(ranks * chunks, 2 * ranks, forward_only=True)
+        losses, _ = in_one_process(ranks * chunks, count, forward_only=True)
         with pipeline(ranks, None if chunks == 1 else chunks):
             model = parts_of(name, chunks, 1)
             found = STEPS[name](
-                step_function, batch_of(2 * ranks), model, forward_only=True, tensor_shape=SHAPE, async_comm=True
+                step_function, batch_of(count), model, forward_only=True, tensor_shape=SHAPE, async_comm=True
             )
-            assert len(found) == (2 * ranks if rank == (0 if name == "zb_v" else ranks - 1) else 0)
+            assert len(found) == (count if rank == (0 if name == "zb_v" else ranks - 1) else 0)
             assert all(torch.equal(one, other) for one, other in zip(found, losses, strict=False))
             assert all(param.grad is None for part in model for param in part.parameters())
 
@@ -90,6 +91,31 @@ def autocast_and_scaler(rank: int) -> None:
             found = STEPS[name](step_function, batch_of(4), model, forward_only=False, tensor_shape=SHAPE, **options)
             assert all(torch.equal(one, other) for one, other in zip(found, losses, strict=False))
             assert_same_gradients(model, whole)
+
+
+def frozen_stages(rank: int) -> None:
+    """Where all parameters of the first stages are frozen, gradients of the others are those of one process."""
+    ranks = dist.get_world_size()
+    for name, chunks in (("1f1b", 1), ("zb_v", 2)):
+        _, whole = in_one_process(ranks * chunks, 3)
+        with pipeline(ranks, None if chunks == 1 else chunks):
+            model = parts_of(name, chunks, 1)
+            if rank < ranks // 2:
+                model[0].requires_grad_(False)
+            STEPS[name](step_function, batch_of(3), model, forward_only=False, deallocate_pipeline_outputs=True)
+            assert_same_gradients([part for part in model if next(part.parameters()).requires_grad], whole)
+
+
+def a_batch_that_is_too_short(rank: int) -> None:
+    """Is refused before a microbatch is run."""
+    with pipeline(dist.get_world_size(), None):
+        model = parts_of("1f1b", 1, 1)
+        set_microbatches(3)
+        with pytest.raises(AssertionError, match="microbatch 2 of 2 samples needs a batch of 6, got 5"):
+            STEPS["1f1b"](
+                step_function, [tensor[:5] for tensor in batch_of(3)], model, forward_only=False, tensor_shape=SHAPE
+            )
+        assert all(param.grad is None for param in model[0].parameters())
 
 
 class Sender(Part):
@@ -321,6 +347,8 @@ CHECKS = {
         every_schedule,
         forward_only,
         autocast_and_scaler,
+        frozen_stages,
+        a_batch_that_is_too_short,
         sync_handlers,
         partial_checkpoints,
         exchanges,

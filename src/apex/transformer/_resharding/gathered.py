@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._failures import explained
 from ...ops._host import HOST
 from .. import parallel_state
 
@@ -31,11 +32,13 @@ def pipeline_group() -> Any:
 
 
 def of_all_stages(value: Any) -> list[Any]:
+    """What each stage of the pipeline has given, in their order."""
     group = pipeline_group()
     if group is None:
         return [value]
     stages: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(stages, value, group=group)
+    with explained("telling other pipeline stages what this one holds"):
+        dist.all_gather_object(stages, value, group=group)
     return stages
 
 

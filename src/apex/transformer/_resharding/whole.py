@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._failures import explained
-from .. import parallel_state
+from .gathered import of_all_stages, pipeline_group
 from .place import tensor_parallel
 
 # Marks of parameters that several pipeline stages hold copies of.
@@ -84,7 +83,8 @@ class WholeModel:
         A copy that is marked as such (`shared_embedding`) has the name that the first stage has for it.
         """
         counts = [(options, len(params)) for options, params in self._groups]
-        rank, everywhere = _of_all_stages(([held for held, *_ in self._found.values()], counts))
+        everywhere = of_all_stages(([held for held, *_ in self._found.values()], counts))
+        rank = dist.get_rank(pipeline_group()) if pipeline_group() is not None else 0
         stages = [held for held, _ in everywhere]
         names = {held.tie: held.name for stage in reversed(stages) for held in reversed(stage) if held.tie}
         first: dict[str, tuple[int, _Held]] = {}
@@ -127,14 +127,3 @@ def _numbered_paths(chunk: nn.Module) -> dict[str, str]:
                 name = str(number - 1)
             found[path] = f"{found[owner]}.{name}" if owner else name
     return found
-
-
-def _of_all_stages(here: Any) -> tuple[int, list[Any]]:
-    """This rank's number in its pipeline, and what each rank there has given."""
-    if parallel_state.is_unitialized():
-        return 0, [here]
-    group = parallel_state.get_pipeline_model_parallel_group()
-    found: list[Any] = [None] * dist.get_world_size(group)
-    with explained("telling other pipeline stages the names of parameters"):
-        dist.all_gather_object(found, here, group=group)
-    return dist.get_rank(group), found

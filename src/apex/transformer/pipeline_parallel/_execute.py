@@ -8,6 +8,7 @@ tensors; later ones must be the same.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,9 +36,9 @@ Shapes = Callable[[int], "list[tuple[int, ...]] | None"]
 class Options:
     """What the functions of `schedules` are told, as far as passes and messages need it.
 
-    `shapes` has the shapes that a stage sends, where they are known beforehand. `checkpoint_window` (n, w) has a
-    microbatch i checkpointed wholly if i % w >= n. `param_sync` is called with the parameters of a chunk before it
-    and the chunk before it are first used.
+    `shapes` has the shapes that a stage sends, where they are known beforehand. Of as many microbatches as a stage has
+    under way, `partial_checkpoints` are checkpointed only in part. `param_sync` is called with the parameters of a
+    chunk before it and the chunk before it are first used.
     """
 
     forward_only: bool
@@ -46,7 +47,7 @@ class Options:
     disable_autocast: bool = False
     deallocate: bool = False
     shapes: Shapes | None = None
-    checkpoint_window: tuple[int, int] | None = None
+    partial_checkpoints: int | None = None
     param_sync: Callable[[list[Tensor]], Any] | None = None
 
 
@@ -68,6 +69,8 @@ class Step:
             self.rank = parallel_state.get_pipeline_model_parallel_rank()
         self.placement, actions = schedule(name, ranks, len(model), self.microbatches, options.forward_only)
         self.actions = actions[self.rank]
+        passes = (action.kind for action in self.actions if action.kind in _PASSES)
+        self.under_way = len(list(itertools.takewhile(lambda kind: kind is Kind.FORWARD, passes)))
         self.forward_step_func, self.batch, self.model = forward_step_func, batch, model
         self.options, self.sync = options, sync
         self.model_type: ModelType = get_model_type(model[0])
@@ -81,7 +84,7 @@ class Step:
         self.inputs: dict[tuple[int, int], list[Tensor | None]] = {}
         self.outputs: dict[tuple[int, int], list[Tensor]] = {}
         self.gradients: dict[tuple[int, int], list[Tensor]] = {}
-        self.weight_passes: dict[tuple[int, int], Callable[[], None]] = {}
+        self.weight_passes: dict[tuple[int, int], tuple[Callable[[], None], Tensor | None]] = {}
         self.kinds: dict[int, list[TensorKind]] = {}  # what a stage sends forward
         self.synchronized: set[int] = set()
         self.backwards_left = Counter(
@@ -95,6 +98,7 @@ class Step:
         """
         virtual = parallel_state.get_virtual_pipeline_model_parallel_rank()
         try:
+            get_kth_microbatch(self.batch, self.microbatches - 1)  # raises for a batch that is too short
             with torch.no_grad() if self.options.forward_only else self.sync.step():
                 for action in self.actions:
                     if action == leave_sync_before:
@@ -139,7 +143,7 @@ class Step:
                 for tensor in inputs:
                     if tensor is not None and tensor.is_floating_point():
                         tensor.requires_grad_(True)
-        window = self.options.checkpoint_window
+        partial = self.options.partial_checkpoints
         outputs = forward_step(
             self.forward_step_func,
             get_kth_microbatch(self.batch, microbatch),
@@ -148,7 +152,7 @@ class Step:
             self.losses,
             self.options.dtype,
             self.options.disable_autocast,
-            None if window is None else microbatch % window[1] >= window[0],
+            None if partial is None else microbatch % self.under_way >= partial,
             last_stage=stage == self.placement.stages - 1,
             num_microbatches=self.microbatches,
         )
@@ -181,13 +185,14 @@ class Step:
             output = self.options.grad_scaler.scale(output)
         tensors = [tensor for tensor in inputs if tensor is not None]
         found, weight_pass = backward_input(output, gradient, tensors)
-        self.weight_passes[microbatch, chunk] = weight_pass
+        last = microbatch == self.microbatches - 1
+        self.weight_passes[microbatch, chunk] = weight_pass, output if last else None
         self._keep_gradients(microbatch, chunk, inputs, found)
 
     def backward_weight(self, microbatch: int, chunk: int) -> None:
-        weight_pass = self.weight_passes.pop((microbatch, chunk), None)
-        if weight_pass is not None:
-            with self._last_backward(chunk, None):
+        if (microbatch, chunk) in self.weight_passes:
+            weight_pass, output = self.weight_passes.pop((microbatch, chunk))
+            with self._last_backward(chunk, output):
                 weight_pass()
 
     @contextlib.contextmanager
@@ -237,25 +242,21 @@ class Step:
         tensors = self.arriving.pop((kind, microbatch, chunk))
         return [each.wait() if isinstance(each, Transfer) else each for each in tensors]
 
-    def _words(self, verb: str, what: str, microbatch: int, chunk: int, step: int) -> str:
-        stage = self.placement.stage(self.rank, chunk)
-        direction = "to" if verb == "sending" else "from"
-        return f"pipeline stage {stage}: {verb} {what} of microbatch {microbatch} {direction} stage {stage + step}"
-
-    def _peer(self, chunk: int, step: int) -> int:
-        rank, _ = self.placement.holder(self.placement.stage(self.rank, chunk) + step)
-        return dist.get_global_rank(parallel_state.get_pipeline_model_parallel_group(), rank)
-
-    def _tag(self, forward: bool, microbatch: int, stage: int) -> int:
-        """For messages between a stage and the next; as many follow for the message's tensors."""
-        return 8 * (2 * (microbatch * self.placement.stages + stage) + forward)
+    def _route(self, kind: Kind, microbatch: int, chunk: int) -> tuple[int, int, str]:
+        """Of a message: the global rank at its other end, its tag, which those of its tensors follow, and words."""
+        stage, sending = self.placement.stage(self.rank, chunk), kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+        forward = kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+        other = stage + 1 if forward == sending else stage - 1
+        peer = dist.get_global_rank(parallel_state.get_pipeline_model_parallel_group(), self.placement.holder(other)[0])
+        verb, direction = ("sending", "to") if sending else ("receiving", "from")
+        what = ("output" if other > stage else "input") + ("" if forward else "'s gradient")
+        words = f"pipeline stage {stage}: {verb} the {what} of microbatch {microbatch} {direction} stage {other}"
+        return peer, 8 * (2 * (microbatch * self.placement.stages + min(stage, other)) + forward), words
 
     def send_forward(self, microbatch: int, chunk: int) -> None:
         assert self.link is not None
-        stage, peer = self.placement.stage(self.rank, chunk), self._peer(chunk, 1)
-        outputs = self.outputs[microbatch, chunk]
-        what = self._words("sending", "the output", microbatch, chunk, 1)
-        tag = self._tag(True, microbatch, stage)
+        stage, outputs = self.placement.stage(self.rank, chunk), self.outputs[microbatch, chunk]
+        peer, tag, what = self._route(Kind.SEND_FORWARD, microbatch, chunk)
         kinds = [kind_of(tensor) for tensor in outputs]
         if stage not in self.kinds:
             self.kinds[stage] = kinds
@@ -279,16 +280,21 @@ class Step:
 
     def receive_forward(self, microbatch: int, chunk: int) -> None:
         assert self.link is not None
-        stage, peer = self.placement.stage(self.rank, chunk) - 1, self._peer(chunk, -1)
-        what = self._words("receiving", "the input", microbatch, chunk, -1)
-        tag, device = self._tag(True, microbatch, stage), parameter_device()
+        stage = self.placement.stage(self.rank, chunk) - 1
         if stage not in self.kinds:
-            coming = self.link.await_announced(device, peer, tag, what)
+            coming = self.link.await_announced(
+                parameter_device(), *self._route(Kind.RECEIVE_FORWARD, microbatch, chunk)
+            )
             self.link.flush()
             self.kinds[stage] = announced(coming)
             self._check_shapes(stage, microbatch, self.kinds[stage])
-        self.arriving[Kind.RECEIVE_FORWARD, microbatch, chunk] = [
-            self.link.receive(kind, device, peer, tag + place, what) for place, kind in enumerate(self.kinds[stage], 1)
+        self._receive(Kind.RECEIVE_FORWARD, microbatch, chunk, self.kinds[stage])
+
+    def _receive(self, kind: Kind, microbatch: int, chunk: int, kinds: list[TensorKind]) -> None:
+        assert self.link is not None
+        peer, tag, what = self._route(kind, microbatch, chunk)
+        self.arriving[kind, microbatch, chunk] = [
+            self.link.receive(each, parameter_device(), peer, tag + place, what) for place, each in enumerate(kinds, 1)
         ]
 
     def _check_shapes(self, stage: int, microbatch: int, kinds: list[TensorKind]) -> None:
@@ -302,21 +308,13 @@ class Step:
 
     def send_backward(self, microbatch: int, chunk: int) -> None:
         assert self.link is not None
-        stage, peer = self.placement.stage(self.rank, chunk), self._peer(chunk, -1)
-        what = self._words("sending", "the input's gradient", microbatch, chunk, -1)
-        tag = self._tag(False, microbatch, stage - 1)
+        peer, tag, what = self._route(Kind.SEND_BACKWARD, microbatch, chunk)
         for place, tensor in enumerate(self.gradients.pop((microbatch, chunk)), 1):
             self.link.send(tensor, peer, tag + place, what)
 
     def receive_backward(self, microbatch: int, chunk: int) -> None:
-        assert self.link is not None
-        stage, peer = self.placement.stage(self.rank, chunk), self._peer(chunk, 1)
-        what = self._words("receiving", "the output's gradient", microbatch, chunk, 1)
-        tag = self._tag(False, microbatch, stage)
-        self.arriving[Kind.RECEIVE_BACKWARD, microbatch, chunk] = [
-            self.link.receive(kind, parameter_device(), peer, tag + place, what)
-            for place, kind in enumerate(self.kinds[stage], 1)
-        ]
+        kinds = self.kinds[self.placement.stage(self.rank, chunk)]
+        self._receive(Kind.RECEIVE_BACKWARD, microbatch, chunk, kinds)
 
 
 _PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

@@ -3,7 +3,7 @@
 Modules in torch's or apex's DistributedDataParallel are kept from reducing until the last backward pass of each chunk.
 A context of the caller's (`custom_sync_context_handler`), such as a ZeRO optimizer's `no_sync`, is held as long as the
 schedule's interface says. It may also be a module's own `no_sync`: what the context says about such a module is
-overruled in that last pass.
+overruled in that last pass. A module whose `no_sync` was entered before the step does not reduce in it at all.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class GradientSync:
         self._chunks, self._handler, self._grad_sync = chunks, handler, grad_sync
         self._per_chunk, self._early = per_chunk, early
         self._held = contextlib.ExitStack()
+        self._kept_back: set[int] = set()
 
     def _enter(self) -> None:
         if self._handler is not None:
@@ -52,8 +53,12 @@ class GradientSync:
     def step(self) -> Iterator[None]:
         """A step, at whose end, an exception included, no context is held any more."""
         with contextlib.ExitStack() as modules:
-            for chunk in self._chunks:
+            for number, chunk in enumerate(self._chunks):
+                reduces = getattr(chunk, "require_backward_grad_sync", not getattr(chunk, "_disable_allreduce", False))
+                self._kept_back |= set() if reduces else {number}
                 if isinstance(chunk, DistributedDataParallel):
+                    if chunk.static_graph:
+                        raise ValueError("pipelines need DistributedDataParallel(static_graph=False), got True")
                     chunk.require_forward_param_sync = True  # buffers take the first rank's values, once per step
                     modules.enter_context(chunk.no_sync())
                 elif isinstance(chunk, ApexDistributedDataParallel):
@@ -70,7 +75,7 @@ class GradientSync:
         after = self._per_chunk and self._grad_sync is not None
         if self._early and not after:
             self.leave()
-        with _reducing(self._chunks[chunk], output):
+        with contextlib.nullcontext() if chunk in self._kept_back else _reducing(self._chunks[chunk], output):
             yield
         if after:
             self.leave()
@@ -85,8 +90,7 @@ def _reducing(module: nn.Module, output: Tensor | None) -> Iterator[None]:
     """Has a module reduce in the backward pass inside, whatever contexts say."""
     if isinstance(module, DistributedDataParallel):
         # Torch decides in the forward pass, when later backward passes are yet to come: what that would do, now.
-        find = module.find_unused_parameters and not module.static_graph
-        module.reducer.prepare_for_backward([output] if find and output is not None else [])
+        module.reducer.prepare_for_backward([output] if module.find_unused_parameters and output is not None else [])
         yield
     elif isinstance(module, ApexDistributedDataParallel):
         before, module._disable_allreduce = module._disable_allreduce, False

@@ -218,16 +218,6 @@ ORDERS: dict[str, Callable[[Placement, int], Orders]] = {
 @functools.lru_cache(maxsize=16)
 def schedule(name: str, ranks: int, chunks: int, microbatches: int, forward_only: bool = False) -> Schedule:
     """The actions of all ranks, messages included; see ORDERS for names."""
-    check_schedule(name, ranks, chunks)
-    placement = Placement(ranks, chunks, folded=name == "zb_v")
-    orders = (forwards if forward_only and ranks > 1 else ORDERS[name])(placement, microbatches)
-    if forward_only:
-        orders = [[action for action in order if action.kind is F] for order in orders]
-    return Schedule(placement, with_messages(placement, orders))
-
-
-def check_schedule(name: str, ranks: int, chunks: int) -> None:
-    """A ValueError where a schedule has another number of chunks or ranks."""
     if name not in ORDERS:
         raise ValueError(f"schedule must be one of {', '.join(ORDERS)}, got {name!r}")
     if name == "no_pipelining" and ranks > 1:
@@ -235,6 +225,11 @@ def check_schedule(name: str, ranks: int, chunks: int) -> None:
     wanted = {"1f1b": 1, "zb_h1": 1, "zb_v": 2}.get(name, chunks)
     if chunks != wanted:
         raise ValueError(f"the schedule {name} needs {wanted} model chunks per rank, got {chunks}")
+    placement = Placement(ranks, chunks, folded=name == "zb_v")
+    orders = (forwards if forward_only and ranks > 1 else ORDERS[name])(placement, microbatches)
+    if forward_only:
+        orders = [[action for action in order if action.kind is F] for order in orders]
+    return Schedule(placement, with_messages(placement, orders))
 
 
 def with_messages(placement: Placement, orders: Orders) -> list[list[Action]]:

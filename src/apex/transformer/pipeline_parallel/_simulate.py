@@ -97,7 +97,11 @@ def walk(placement: Any, lists: Sequence[Sequence[Any]]) -> None:
                 action = actions[place[rank]]
                 letter, stage = action.kind.value, placement.stage(rank, action.chunk)
                 if letter in COSTS:
-                    _check_known(placement, rank, action, known)
+                    missing = set(_needs(letter, action.microbatch, stage, placement.stages)) - known[rank]
+                    if missing:
+                        raise Deadlock(f"rank {rank} runs {action} without {missing}")
+                    results = "BI" if letter == "B" else letter
+                    known[rank].update((result, action.microbatch, stage) for result in results)
                 elif letter in ("SF", "SB"):
                     step = 1 if letter == "SF" else -1
                     other, chunk = placement.holder(stage + step)
@@ -116,11 +120,3 @@ def walk(placement: Any, lists: Sequence[Sequence[Any]]) -> None:
     stuck = [f"rank {rank} at {lists[rank][at]}" for rank, at in enumerate(place) if at < len(lists[rank])]
     if stuck:
         raise Deadlock(f"ranks wait for each other: {', '.join(stuck)}")
-
-
-def _check_known(placement: Any, rank: int, action: Any, known: list[set]) -> None:
-    letter, stage = action.kind.value, placement.stage(rank, action.chunk)
-    missing = set(_needs(letter, action.microbatch, stage, placement.stages)) - known[rank]
-    if missing:
-        raise Deadlock(f"rank {rank} runs {action} without {missing}")
-    known[rank].update((result, action.microbatch, stage) for result in ("BI" if letter == "B" else letter))

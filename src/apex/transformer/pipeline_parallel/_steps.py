@@ -93,7 +93,7 @@ def backward_step(
     freed = gradients[0] is not None and output.shape != gradients[0].shape
     if deallocate_pipeline_outputs and freed:
         custom_backward(output, gradients[0])
-    else:
+    elif gradients[0] is None or output.requires_grad:  # not so where all parameters of a first stage are frozen
         torch.autograd.backward(output, grad_tensors=gradients[0])
     found = [None if tensor is None else tensor.grad for tensor in inputs]
     # Later decoder stages have used the encoder's output as well.

@@ -8,14 +8,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..._distributed import collectives
+from ...parallel import DistributedDataParallel as ApexDistributedDataParallel
 from .. import parallel_state
 from .._groups.device import parameter_device
 from ..enums import ModelType
 from ..microbatches import NumMicroBatchesCalculator, build_num_microbatches_calculator
 from ..tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from ._timers import _Timers
+
+# Wrappers that reduce gradients over replicas themselves.
+REPLICATED = (DistributedDataParallel, ApexDistributedDataParallel)
 
 _calculator: NumMicroBatchesCalculator | None = None
 _timers: _Timers | None = None
@@ -98,19 +103,11 @@ def listify_model(model: nn.Module | list[nn.Module]) -> list[nn.Module]:
     return model if isinstance(model, list) else [model]
 
 
-def _wrappers() -> tuple[type, ...]:
-    from torch.nn.parallel import DistributedDataParallel
-
-    from ...parallel import DistributedDataParallel as ApexDistributedDataParallel
-
-    return (DistributedDataParallel, ApexDistributedDataParallel)
-
-
 def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
     """The module, or the modules of a list, inside of torch's and apex's DistributedDataParallel or the given types."""
     if isinstance(model, list):
         return [unwrap_model(each, module_instances) for each in model]
-    instances: Any = _wrappers() if module_instances is None else module_instances
+    instances: Any = REPLICATED if module_instances is None else module_instances
     while isinstance(model, instances):
         model = model.module
     return model

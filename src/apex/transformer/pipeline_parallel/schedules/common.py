@@ -48,7 +48,8 @@ def build_model(
     data-parallel group. `placement="v"` is for the zero-bubble schedule ZB-V: two chunks, and the last stage is on the
     first rank.
     """
-    ranks, rank = _pipeline()
+    ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = virtual_pipeline_model_parallel_size or 1
     if placement not in ("loop", "v") or (placement == "v" and chunks != 2):
         raise ValueError(
@@ -77,18 +78,11 @@ def build_model(
         for param in module.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(param)
         module.to(parameter_device())
-    _report_parameters(model)
+    _report_parameters(model, rank)
     if not wrap_with_ddp:
         return model
     group = parallel_state.get_data_parallel_group()
     return [nn.parallel.DistributedDataParallel(module, process_group=group) for module in model]
-
-
-def _pipeline() -> tuple[int, int]:
-    return (
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-    )
 
 
 def _parts_of_both(rank: int, ranks: int) -> dict[str, bool]:
@@ -106,10 +100,10 @@ def _parts_of_both(rank: int, ranks: int) -> dict[str, bool]:
     }
 
 
-def _report_parameters(model: list[nn.Module]) -> None:
+def _report_parameters(model: list[nn.Module], pipeline: int) -> None:
     if parallel_state.model_parallel_is_initialized() and parallel_state.get_data_parallel_rank() == 0:
         count = sum(param.numel() for module in model for param in module.parameters())
-        tensor, pipeline = parallel_state.get_tensor_model_parallel_rank(), _pipeline()[1]
+        tensor = parallel_state.get_tensor_model_parallel_rank()
         logger.info(f"{count} parameters on (tensor, pipeline) model parallel rank ({tensor}, {pipeline})")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ... import parallel_state
 from .._execute import Options, Step
 from .._gradient_sync import GradientSync
-from ..utils import get_num_microbatches, listify_model
+from ..utils import listify_model
 from .common import Batch, FwdStepFunc
 
 __all__ = ["_forward_backward_pipelining_with_interleaving"]
@@ -48,14 +48,9 @@ def _forward_backward_pipelining_with_interleaving(
     Everything else is as in the schedule without interleaving.
     """
     chunks = listify_model(model)
-    window = None
-    if num_micro_batches_with_partial_activation_checkpoints is not None:
-        ranks = parallel_state.get_pipeline_model_parallel_world_size()
-        ahead = 2 * (ranks - parallel_state.get_pipeline_model_parallel_rank() - 1) + (len(chunks) - 1) * ranks
-        under_way = min(ahead, get_num_microbatches() * len(chunks)) + 1
-        window = (num_micro_batches_with_partial_activation_checkpoints, under_way)
     shapes = same_shapes(tensor_shape, sequence_parallel_enabled)
-    options = Options(forward_only, dtype, grad_scaler, disable_autocast, deallocate_pipeline_outputs, shapes, window)
+    options = Options(forward_only, dtype, grad_scaler, disable_autocast, deallocate_pipeline_outputs, shapes)
+    options.partial_checkpoints = num_micro_batches_with_partial_activation_checkpoints
     options.param_sync = custom_param_sync_func
     sync = GradientSync(chunks, custom_sync_context_handler, custom_grad_sync_func, per_chunk=True)
     return Step("interleaved", forward_step_func, batch, chunks, options, sync).run()

@@ -13,8 +13,7 @@ from ... import parallel_state
 from ...enums import ModelType
 from .._execute import Options, Step
 from .._gradient_sync import GradientSync
-from .._schedule import warmup
-from ..utils import get_model_type, get_num_microbatches, listify_model
+from ..utils import get_model_type, listify_model
 from .common import Batch, FwdStepFunc
 
 __all__ = ["forward_backward_pipelining_without_interleaving", "get_tensor_shapes"]
@@ -81,21 +80,17 @@ def forward_backward_pipelining_without_interleaving(
     chunks = listify_model(model)
     if len(chunks) != 1:
         raise RuntimeError(f"`model` must be one module, got a list of {len(chunks)}: use the interleaved schedule")
-    rank, model_type = parallel_state.get_pipeline_model_parallel_rank(), get_model_type(chunks[0])
     shapes = None
     if tensor_shape is not None:
         shapes = functools.partial(
             get_tensor_shapes,
-            model_type=model_type,
+            model_type=get_model_type(chunks[0]),
             tensor_shape=tensor_shape,
             decoder_sequence_length=decoder_sequence_length,
             sequence_parallel_enabled=sequence_parallel_enabled,
         )
-    window = None
-    if num_micro_batches_with_partial_activation_checkpoints is not None:
-        ranks = parallel_state.get_pipeline_model_parallel_world_size()
-        under_way = warmup(ranks, rank, get_num_microbatches()) + 1
-        window = (num_micro_batches_with_partial_activation_checkpoints, under_way)
-    options = Options(forward_only, dtype, grad_scaler, disable_autocast, deallocate_pipeline_outputs, shapes, window)
-    sync = GradientSync(chunks, custom_sync_context_handler, custom_grad_sync_func, early=rank == 0)
+    options = Options(forward_only, dtype, grad_scaler, disable_autocast, deallocate_pipeline_outputs, shapes)
+    options.partial_checkpoints = num_micro_batches_with_partial_activation_checkpoints
+    first = parallel_state.get_pipeline_model_parallel_rank() == 0
+    sync = GradientSync(chunks, custom_sync_context_handler, custom_grad_sync_func, early=first)
     return Step("1f1b", forward_step_func, batch, chunks, options, sync).run()
