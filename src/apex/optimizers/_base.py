@@ -494,8 +494,3 @@ def compiled_function(name: str) -> property:
 def state_dtype(param: Tensor) -> torch.dtype:
     """float32 for half-precision parameters, else the parameter's own."""
     return torch.float32 if param.dtype in LOW_PRECISION else param.dtype
-
-
-def momentum_dtype(param: Tensor) -> torch.dtype:
-    """float32 for bfloat16 parameters, else the parameter's own: what SGD's momentum is stored in."""
-    return torch.float16 if param.dtype == torch.float16 else state_dtype(param)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base import FusedOptimizer, LossScaling
+from ._base import FusedOptimizer, LossScaling, state_dtype
 from ._buckets import Bucket
 from ._checks import check_nesterov, check_options
 
@@ -110,3 +110,8 @@ class MomentumOptimizer(FusedOptimizer):
         self._undampened = {}
         for group in self.param_groups:
             group.setdefault("nesterov", False)
+
+
+def momentum_dtype(param: Tensor) -> torch.dtype:
+    """float32 for bfloat16 parameters, else the parameter's own: what SGD's momentum is stored in."""
+    return torch.float16 if param.dtype == torch.float16 else state_dtype(param)

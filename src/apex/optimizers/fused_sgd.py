@@ -10,9 +10,9 @@ from torch.optim.optimizer import required
 from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
-from ._base import CommonOptions, LossScaling, compiled_function, momentum_dtype
+from ._base import CommonOptions, LossScaling, compiled_function
 from ._buckets import Bucket
-from ._momentum import BUFFER, MomentumOptimizer
+from ._momentum import BUFFER, MomentumOptimizer, momentum_dtype
 
 
 class FusedSGD(MomentumOptimizer):
