@@ -5,16 +5,22 @@
 
 Every column trains the same network from the same weights on the same batches: 6 layers of width 4096, 4 x 2048 tokens.
 Columns compile side by side, `--at-once` of them, and are timed alone. "everything" adds fused optimizer, norm, loss
-and the captured step. `--curve STEPS` trains a small GPT instead and notes the loss of every step.
+and the captured step.
+
+`--curve STEPS` trains a small GPT on bytes of Python's library instead, from several seeds, and notes the losses. There
+nothing is compiled or captured: that would take longer than the steps. Every column of a seed has the same weights at
+the start and sees the same bytes; how far two seeds are apart in bfloat16 says what of a difference is chance.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -30,6 +36,7 @@ from apex._bench.environment import describe, device_name, device_stem
 from apex.optimizers import FusedAdam
 
 RESULTS = Path(__file__).parent / "results"
+WINDOW = 20  # steps whose mean loss is noted of a curve
 COLUMNS = (
     "bf16",
     "torchao tensorwise",
@@ -42,10 +49,10 @@ COLUMNS = (
 )
 
 
-def prepare(column: str, device: str, size: dict[str, int]) -> Any:
-    """A training step that takes tokens and returns the loss."""
+def prepare(column: str, device: str, size: dict[str, int], seed: int = 0, compiles: bool = True) -> tuple[Any, Any]:
+    """A training step that takes tokens and returns the loss, and the optimizer."""
     everything = column.endswith("everything")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     network: Any = GPT(size["depth"], size["width"], size["vocabulary"], size["length"], fused=everything).to(device)
     scaling = next((name for name in fp8.SCALINGS if name in column), None)
     options: dict[str, Any] = {"lr": size["lr"] * 1e-6, "weight_decay": 0.01}
@@ -64,7 +71,7 @@ def prepare(column: str, device: str, size: dict[str, int]) -> Any:
 
         convert_to_float8_training(network.blocks, config=Float8LinearConfig.from_recipe_name(scaling))
     how: dict[str, Any] = {"backend": "aot_eager"} if device == "cpu" else {}
-    compiled = torch.compile(network, fullgraph=True, **how)
+    compiled = torch.compile(network, fullgraph=True, **how) if compiles else network
 
     def step(tokens: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -79,7 +86,24 @@ def prepare(column: str, device: str, size: dict[str, int]) -> Any:
         optimizer.step()
         return loss.detach()
 
-    return graphs.capture(step) if everything else step
+    return (graphs.capture(step) if everything and compiles else step), optimizer
+
+
+def train_curve(column: str, device: str, size: dict[str, int], seed: int, steps: int) -> list[float]:
+    """The mean loss of every `WINDOW` steps; the learning rate goes up for 50 steps and down along a cosine."""
+    step, optimizer = prepare(column, device, size, seed, compiles=False)
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    data = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).to(device)
+    generator = torch.Generator().manual_seed(seed)
+    span = torch.arange(size["length"] + 1, device=device)
+    losses = []
+    for index in range(steps):
+        rate = min(1.0, (index + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * index / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = size["lr"] * 1e-6 * rate
+        first = torch.randint(len(data) - size["length"] - 1, (size["batch"], 1), generator=generator)
+        losses.append(step(data[first.to(device) + span].long()))
+    return [round(statistics.fmean(part), 4) for part in torch.stack(losses).view(-1, WINDOW).tolist()]
 
 
 def text(size: dict[str, int], index: int, device: str) -> Tensor:
@@ -93,11 +117,13 @@ def child(column: str, arguments: argparse.Namespace) -> None:
     """One column: a line of JSON when it is warm, then one with its times after a line has come in."""
     size, device = sizes(arguments), arguments.device
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-    step = prepare(column, device, size)
     if arguments.curve:
-        losses = [step(text(size, index, device)).clone() for index in range(arguments.curve)]
-        print(json.dumps({"curve": [round(float(loss), 4) for loss in losses]}), flush=True)
+        for seed in range(arguments.seeds):
+            losses = train_curve(column, device, size, seed, arguments.curve)
+            amp.shutdown()
+            print(json.dumps({f"seed {seed}": losses}), flush=True)
         return
+    step, _ = prepare(column, device, size)
     batches = [text(size, index, device) for index in range(4)]
     for index in range(8):
         loss = step(batches[index % 4])
@@ -121,17 +147,35 @@ def child(column: str, arguments: argparse.Namespace) -> None:
     print(json.dumps(answer), flush=True)
 
 
+def against(bf16: dict[str, Any], column: dict[str, Any]) -> dict[str, Any]:
+    """The end of each seed's curve, and by how many percent each 100 steps are above bfloat16's of the same seed."""
+    if "error" in column:
+        return column
+    found: dict[str, Any] = {}
+    for seed, losses in column.items():
+        found[seed] = round(statistics.fmean(losses[-100 // WINDOW :]), 4)
+        hundreds = [
+            [statistics.fmean(curve[first : first + 100 // WINDOW]) for first in range(0, len(curve), 100 // WINDOW)]
+            for curve in (losses, bf16.get(seed, losses))
+        ]
+        found[f"{seed}, % above"] = [
+            round(100 * (mine / theirs - 1), 2) for mine, theirs in zip(*hundreds, strict=True)
+        ]
+    return found
+
+
 def sizes(arguments: argparse.Namespace) -> dict[str, int]:
     if arguments.tiny:
-        return {"depth": 2, "width": 64, "vocabulary": 128, "length": 32, "batch": 2, "lr": 300}
+        return {"depth": 2, "width": 64, "vocabulary": 256, "length": 32, "batch": 2, "lr": 300}
     if arguments.curve:
-        return {"depth": 4, "width": 512, "vocabulary": 4096, "length": 256, "batch": 16, "lr": 300}
+        return {"depth": 4, "width": 512, "vocabulary": 256, "length": 256, "batch": 16, "lr": 600}
     return {"depth": 6, "width": 4096, "vocabulary": 32000, "length": 2048, "batch": 4, "lr": 100}
 
 
 def start(column: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
     command = [sys.executable, __file__, "--child", column, "--device", arguments.device]
     command += ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds), "--curve", str(arguments.curve)]
+    command += ["--seeds", str(arguments.seeds)]
     errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  open as long as the process runs
     flags = [flag for flag, on in (("--tiny", arguments.tiny), ("--kernels", arguments.kernels)) if on]
     process = subprocess.Popen(
@@ -157,6 +201,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--at-once", type=int, default=2, help="columns that compile together; they share the memory")
     parser.add_argument("--curve", type=int, default=0, help="steps of a small GPT whose losses are noted")
+    parser.add_argument("--seeds", type=int, default=3, help="of a curve")
     parser.add_argument("--kernels", action="store_true", help="note the kernels of a step too, on a GPU")
     parser.add_argument("--limit", type=float, default=86400.0, help="seconds after which no column begins")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
@@ -178,16 +223,15 @@ def main() -> None:
         # Timed one after the other, when all have compiled.
         results |= {name: listen(*pair) for name, pair in running.items()}
         for name, (process, errors) in running.items():
-            if not arguments.curve and "error" not in results[name]:
-                process.stdin.write("\n")
-                process.stdin.flush()
-                results[name] |= listen(process, errors)
+            for _ in range(arguments.seeds - 1 if arguments.curve else 1):
+                if "error" not in results[name]:
+                    if not arguments.curve:
+                        process.stdin.write("\n")
+                        process.stdin.flush()
+                    results[name] |= listen(process, errors)
             process.kill()
-            print(
-                name,
-                {head: value for head, value in results[name].items() if head not in ("curve", "kernels")},
-                flush=True,
-            )
+            shown = {head: value for head, value in results[name].items() if head != "kernels"}
+            print(name, against(results.get("bf16", {}), shown) if arguments.curve else shown, flush=True)
         known = json.loads(path.read_text()) if path.exists() else {}
         known[key] = {**describe(device), "size": sizes(arguments), "columns": results}
         path.write_text(json.dumps(known, indent=1) + "\n")

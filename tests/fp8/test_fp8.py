@@ -130,6 +130,8 @@ def test_refusals_change_nothing():
     with pytest.raises(ValueError, match="history"):
         fp8.linear(torch.randn(16, 16), torch.randn(16, 16), scaling="delayed")
     assert type(model[0]) is nn.Linear
+    with pytest.raises(RuntimeError, match=r"torch\.func neither differentiates nor batches float8 products"):
+        torch.func.grad(lambda weight: fp8.linear(torch.ones(16, 16), weight).sum())(torch.ones(16, 16))
 
 
 def test_weights_that_fsdp_gathers_in_float8(monkeypatch):

@@ -36,6 +36,11 @@ def linear(
     check_scaling(scaling)
     if (scaling == "delayed") != (history is not None):
         raise ValueError("history goes with scaling='delayed'")
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "torch.func neither differentiates nor batches float8 products; use torch.autograd, or apply it to a model "
+            "before fp8.convert or after fp8.revert"
+        )
     dtype = _library.autocast_dtype(input) or input.dtype
     rows = input.numel() // max(1, input.shape[-1])
     if rows % 16 or rows == 0 or weight.shape[0] % 16 or weight.shape[1] % 16 or dtype not in _library.TRITON_DTYPES:
