@@ -37,13 +37,13 @@ class Work(Protocol):
 
 
 class Done:
-    """Nothing is under way."""
+    """A collective with nothing to do."""
 
     def wait(self) -> None:
         """Returns at once."""
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
 

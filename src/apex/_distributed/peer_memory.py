@@ -50,7 +50,7 @@ class PeerMemory:
             self.memories = self._rendezvous(device)
 
     def _all(self, value: Any) -> list[Any]:
-        """A value of every rank."""
+        """The values that all ranks give, by rank."""
         values: list[Any] = [None] * len(self.ranks)
         with explained("setting up memory that ranks share"):
             dist.all_gather_object(values, value, group=self.group)

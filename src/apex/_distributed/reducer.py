@@ -61,7 +61,7 @@ class BucketReducer:
         raise NotImplementedError
 
     def _note(self, param: int, buckets: Iterable[int]) -> None:
-        """The gradient of a parameter, which is in these buckets, is there."""
+        """Notes that the gradient of a parameter in these buckets has arrived."""
         for bucket in buckets:
             self._waiting_for[bucket].discard(param)
             if not self._waiting_for[bucket]:

@@ -56,7 +56,7 @@ def save(state: Any, path: str | os.PathLike[str], *, wait: bool = False) -> Non
 
 @contextlib.contextmanager
 def _with_checksums() -> Iterator[None]:
-    """They can be switched off, of all threads up to PyTorch 2.10; `verify` needs them."""
+    """Switches on the checksums of `torch.save`, which `verify` needs; for all threads up to PyTorch 2.10."""
     with _SWITCHING:  # also to ask: what another thread has switched on goes off when that is done
         are_off = not torch.serialization.get_crc32_options()
         if are_off:

@@ -110,7 +110,7 @@ class Series:
         return None if path is None else load(path, map_location=map_location, weights_only=weights_only)
 
     def _tidy(self, step: int) -> None:
-        """What is newer than `step` is not ours to remove, nor what others are writing."""
+        """Removes checkpoints that are too old; newer ones than `step`, and those being written, stay."""
         for path in _replaced(self.folder):
             put_back(path)
         for path in self.folder.glob(f".step-*{TEMPORARY}"):

@@ -132,7 +132,7 @@ def _quiet_alone() -> Iterator[None]:
 
 
 def facts_of(path: Path) -> tuple[int, int]:
-    """Length and checksum."""
+    """Length and checksum of a file."""
     return path.stat().st_size, checksum_of(path)
 
 

@@ -39,7 +39,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Seen(NamedTuple):
-    """Tensors and addresses that were read in this step already, so that buckets need not read them again."""
+    """Tensors and addresses that this step has read already, so that buckets need not read them again."""
 
     params: list[Tensor]
     addresses: list[int]

@@ -29,7 +29,7 @@ _data_ptr = Tensor.data_ptr
 
 
 def _alike(tensor: Tensor, other: Tensor) -> bool:
-    """Whether one can take the other's place, however it is strided."""
+    """Whether two tensors have the same shape, dtype and device; strides may differ."""
     return (tensor.shape, tensor.dtype, tensor.device, tensor.layout) == (
         other.shape,
         other.dtype,
@@ -146,7 +146,7 @@ class CombinedTensors:
         self._reported = False
 
     def knows(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether the parameters are the ones that were combined."""
+        """Whether these are the parameters that were combined."""
         return len(groups) == len(self._params) and all(
             len(group["params"]) == len(params) and all(map(operator.is_, group["params"], params))
             for group, params in zip(groups, self._params, strict=True)

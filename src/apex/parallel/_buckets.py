@@ -38,7 +38,7 @@ class Arithmetic:
     always_fp32: bool = False
 
     def factors(self, world_size: int, dtype: torch.dtype) -> tuple[float, float]:
-        """Those of gradients on their way out, and of their sum.
+        """The factors that gradients are multiplied by before the sum, and the sum after it.
 
         A power of two is exact before the sum as well, where it costs no pass of its own. Half precision keeps it
         where it was: its sums do overflow, and its small numbers get lost.
@@ -203,7 +203,7 @@ class Bucket:
         return True
 
     def _write(self, indices: Sequence[int], factor: float) -> None:
-        """Gives what is in places to gradients elsewhere."""
+        """Copies values of the buffer to gradients that lie outside it."""
         gradients = []
         for param in (self.params[index] for index in indices):
             if param.grad is None:

@@ -32,7 +32,7 @@ def process_count(group: dist.ProcessGroup | None) -> int:
 
 
 def exchange_of(group: dist.ProcessGroup | None) -> GroupExchange | None:
-    """That of a group, or of all processes where none is given; None where processes are not connected."""
+    """The `Exchange` of a group, by default of all processes; None where processes are not connected."""
     if group is None:
         group = dist.group.WORLD if dist.is_available() else None
         return None if group is None else GroupExchange(group)

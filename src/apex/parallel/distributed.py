@@ -270,7 +270,7 @@ class DistributedDataParallel(nn.Module):
         return Arithmetic(self.gradient_average, self.gradient_predivide_factor, self.allreduce_always_fp32)
 
     def _connect(self) -> None:
-        """The process groups that take turns."""
+        """Makes the process groups that take turns with buckets."""
         if self.allreduce_communicators is not None:
             self._groups, streams = self.allreduce_communicators
             self._streams = streams or (None,)
@@ -302,7 +302,7 @@ class DistributedDataParallel(nn.Module):
         self._stay_last()
 
     def _stay_last(self) -> None:
-        """What others do to gradients as they arrive, they do before these are sent, whenever they registered it."""
+        """Keeps our hooks behind all others, so that gradients are sent after other hooks have changed them."""
         for _, hooks, number in self._hooked.values():
             if len(hooks) > 1 and number in hooks and next(reversed(hooks)) != number:
                 hooks[number] = hooks.pop(number)

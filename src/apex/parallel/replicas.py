@@ -78,7 +78,7 @@ class ReplicaCheck:
 def _everything(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: torch.amp.GradScaler | None
 ) -> Iterator[tuple[str, Any]]:
-    """Names, and tensors or plain values."""
+    """Everything to compare, by name: tensors and plain values."""
     known: dict[int, str] = {}
     for name, param in model.named_parameters():
         known[id(param)] = name

@@ -166,7 +166,7 @@ def looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def known_groups(slots: Slots) -> Groups | None:
-    """What `groups_of` made for tensors of these kinds on this stream, pointed to the ones given."""
+    """Groups made earlier for tensors of the same sizes and dtypes on this stream, pointed to these; else None."""
     key = _key(slots)
     kept = None if key is None else _kept.get(key)
     if kept is None:
@@ -182,7 +182,7 @@ def known_groups(slots: Slots) -> Groups | None:
 
 
 def _remember(slots: Slots, groups: Groups) -> None:
-    """Lets `known_groups` find tables of addresses; those of the thread's oldest key are dropped for it."""
+    """Keeps groups for `known_groups`; the oldest are dropped where there are too many."""
     key = _key(slots)
     if key is None or not all(isinstance(lists, TritonLists) for _, lists in groups):
         return
@@ -193,7 +193,7 @@ def _remember(slots: Slots, groups: Groups) -> None:
 
 
 def _key(slots: Slots) -> tuple[Any, ...] | None:
-    """What tells lists apart at a glance; None where nothing is kept.
+    """The key under which groups are kept: number of tensors, first and last shape. None where nothing is kept.
 
     That is where no kernel runs, and while a CUDA graph is recorded: what is uploaded then is there for that graph
     alone. A thread has its own, since what one has found is not to be pointed elsewhere by another.
@@ -222,6 +222,6 @@ def _is_same(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool
 
 
 def _different(slots: Slots) -> Sequence[Tensor]:
-    """All tensors, but those of a list that is in two slots in a row only once."""
+    """All tensors of the slots; a list that is in two neighbouring slots is taken once."""
     different = [t for index, t in enumerate(slots) if t and not (index and _is_same(t, slots[index - 1]))]
     return different[0] if len(different) == 1 else list(itertools.chain.from_iterable(different))

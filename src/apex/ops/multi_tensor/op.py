@@ -55,7 +55,7 @@ def scale(
 
 
 def _counters(nonfinite_counts: Tensor | None, indices: Sequence[int], device: torch.device) -> Tensor | None:
-    """Those of all tensors where these are all, or new ones for a group of them."""
+    """Where the counts of a group are added: `nonfinite_counts` itself if the group has all tensors, else zeros."""
     if nonfinite_counts is None or (len(indices) == len(nonfinite_counts) and nonfinite_counts.device == device):
         return nonfinite_counts
     return torch.zeros(len(indices), 2, dtype=torch.int32, device=device)
@@ -177,7 +177,7 @@ def clip(
 
 
 def clipped_before(gradients: Sequence[Tensor]) -> Groups | None:
-    """The groups of tensors that are like those that `clip` has seen before, where kernels took them."""
+    """Groups that an earlier `clip` made for tensors of the same sizes, pointed to these; None if there are none."""
     return known_groups((gradients, gradients))
 
 
@@ -266,7 +266,7 @@ def update_scale_hysteresis(
 
 
 def flag_on(flag: Tensor | None, device: torch.device) -> Tensor | None:
-    """A flag on the device of the tensors."""
+    """The flag; raises unless it is on the device of the tensors."""
     if flag is None or flag.device == device:
         return flag
     raise ValueError(f"the flag is on {flag.device}, tensors are on {device}; they must be on the same device")
@@ -284,7 +284,7 @@ def expect(tensor_lists: TensorLists, *counts: int) -> None:
 
 
 def expect_flag(flag: Tensor, name: str = "noop_flag") -> Tensor:
-    """The flag, if it is one."""
+    """The flag; raises unless it is a tensor of one number."""
     if not isinstance(flag, Tensor):
         raise TypeError(f"{name} is a {type(flag).__name__}; a tensor of one number is expected")
     if flag.numel() != 1:
@@ -481,7 +481,7 @@ def _factor_on(factor: float | Tensor, device: torch.device) -> Tensor | None:
 
 
 def _rows(whole: Tensor, indices: Sequence[int], device: torch.device) -> Tensor:
-    """The rows of the tensors of a group."""
+    """The rows of `whole` that belong to the tensors of a group."""
     if len(indices) != len(whole):
         whole = whole[upload(indices, torch.int64, whole.device)]
     return whole.to(device, torch.float32).contiguous()

@@ -53,7 +53,7 @@ def maybe_cast(
 
 
 def join_remainders(params: Tensor, remainders: Tensor) -> Tensor:
-    """The torch.float32 numbers."""
+    """The float32 numbers that bfloat16 `params` and int16 `remainders` make up."""
     return remainders.to(torch.int32).add_(params.detach().view(torch.int16), alpha=1 << 16).view(torch.float32)
 
 

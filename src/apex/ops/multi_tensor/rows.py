@@ -166,7 +166,7 @@ class TorchRowLists(TorchLists):
 
 
 def _cosine(sums: Tensor, eps: float) -> Tensor:
-    """Of the angle between parameter and gradient."""
+    """The cosine of the angle between parameter and gradient."""
     return sums[:, 0].abs() / ((sums[:, 1].sqrt() + eps) * (sums[:, 2].sqrt() + eps))
 
 

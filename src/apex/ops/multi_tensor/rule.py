@@ -53,12 +53,12 @@ class Rule:
 
     @functools.cached_property
     def reads_slot(self) -> tuple[bool, ...]:
-        """Of each slot, whether it is read."""
+        """A bool for each slot: whether the rule reads it."""
         return tuple(slot in self.reads for slot in range(SLOTS))
 
     @functools.cached_property
     def writes_slot(self) -> tuple[bool, ...]:
-        """Of each slot, whether it is written."""
+        """A bool for each slot: whether the rule writes it."""
         return tuple(slot in self.writes for slot in range(SLOTS))
 
 

@@ -55,7 +55,7 @@ def _indices(count: int) -> list[int]:
 
 
 def lie_at(tensors: list[Tensor], addresses: list[int]) -> bool:
-    """Whether these are the addresses of the tensors, which must be as many.
+    """Whether the tensors have these addresses; both lists must have the same length.
 
     Raises a TypeError or RuntimeError for what has no address: None, a sparse tensor.
     """
@@ -92,7 +92,7 @@ def current_stream(device: torch.device) -> int:
 
 
 def keep_if_captured(device: torch.device, *tables: Tensor | None) -> None:
-    """Tables that a launch is about to read; those of a CUDA graph must outlive the lists that made them."""
+    """Keeps tables that a captured launch reads: a CUDA graph outlives the lists that made them."""
     if current_stream(device) < 0 and not keep(*tables):
         _captured.append(tables)
 
@@ -152,11 +152,11 @@ class PointerTable:
         self._moving_addresses = addresses
 
     def has_gradients(self, tensors: list[Tensor]) -> bool:
-        """Whether the gradients, as many, lie where they did when their addresses were uploaded last."""
+        """Whether these gradients have the addresses that were uploaded last; as many tensors are expected."""
         return self._moving_addresses is not None and lie_at(tensors, self._moving_addresses)
 
     def point_to(self, fixed: Sequence[list[Tensor]], gradients: list[Tensor] | None) -> None:
-        """The tensors of every list but the gradients, and those; what lies elsewhere than before is uploaded."""
+        """Takes the tensors of every list, gradients apart; uploads addresses that have changed."""
         if len(fixed) == 1 and fixed[0] is gradients and self._in_place and self.has_gradients(gradients):
             return
         known = self._fixed_addresses

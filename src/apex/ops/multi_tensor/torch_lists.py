@@ -53,7 +53,7 @@ class TorchLists:
         self.copy = copy
 
     def usable(self) -> bool:
-        """Whether the lists may be used now, which those with tables of addresses may not on every stream."""
+        """Always true: only tables of addresses are bound to a stream."""
         return True
 
     def _row_count(self, tensor: Tensor) -> int:
@@ -163,7 +163,7 @@ class TorchLists:
         return tensor.reshape(piece.rows.stop - piece.rows.start, -1).to(self._compute)
 
     def _round_stochastically(self, value: Tensor, piece: _Piece, seed: int) -> Tensor:
-        """What the kernel does, in int64: see `kernels_blocks._round_stochastically`."""
+        """The bits of `kernels_blocks._round_stochastically`, computed in int64."""
         size = value.shape[1]
         index = torch.arange(piece.start, piece.start + size, dtype=torch.int64, device=value.device)
         row = torch.arange(piece.rows.start, piece.rows.stop, dtype=torch.int64, device=value.device).unsqueeze(1)

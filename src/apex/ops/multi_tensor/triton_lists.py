@@ -28,7 +28,7 @@ _OFF, _NO_CHECKS = (False,) * FLAG_COUNT, (False,) * SLOTS
 
 
 class _Finish(NamedTuple):
-    """What becomes of what programs measured: one result per tensor or of all, its root, a moving average."""
+    """How measured values are added up: per tensor or over all, as a root, into a moving average."""
 
     per_tensor: bool
     root: bool = False
@@ -76,11 +76,11 @@ class TritonLists:
         return self._stream == current_stream(self.device)
 
     def has_gradients(self, gradients: list[Tensor]) -> bool:
-        """Whether these, as many, lie where the present gradients do."""
+        """Whether these gradients have the addresses that the tables hold."""
         return self._table.has_gradients(gradients)
 
     def move_gradients(self, addresses: list[int]) -> None:
-        """Other gradients, given their addresses."""
+        """Takes the addresses of other gradients."""
         self._table.update_moving(addresses)
 
     # Passes -----------------------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ class LambReducer(ShardReducer):
         return Sent(bucket, self._reduce(bucket, values, shard, self._factor))
 
     def _receive(self, sent: Sent) -> None:
-        """The mean is where it is read."""
+        """Nothing to do: the mean has arrived where it is read."""
 
     # What the optimizer reads -----------------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class LambReducer(ShardReducer):
         return pick([arena.shard_of_bucket(arena.bucket(self._flat(arena).values, n)) for n in buckets], units)
 
     def _norm_of_mean(self) -> Tensor:
-        """From the shards of the processes that divide the state."""
+        """The norm of the mean, from the shards of the processes that divide the state."""
         if self._measured is None:
             local = [self.of_units(arena, arena.owned) for arena in self.arenas]
             self._measured = [FixedLists((None, pieces)) for pieces in local if pieces]

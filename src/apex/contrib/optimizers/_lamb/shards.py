@@ -16,7 +16,7 @@ from .._zero.weights import Stored
 
 
 def make_arena(params: Sequence[Tensor], owners: Sequence[int], groups: Groups, buckets: int) -> Arena:
-    """Parameters of one dtype and device, in about so many buckets."""
+    """An arena of parameters of one dtype and device, in about `buckets` buckets."""
     dtype = params[0].dtype
     alignment = max(1, ALIGNMENT // dtype.itemsize)
     elements = sum(round_up(param.numel(), alignment) for param in params)

@@ -23,7 +23,7 @@ def layout_of(shards: Sequence[ArenaState]) -> list[int]:
 
 
 def saved(step: Tensor, shards: Sequence[ArenaState], param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Copies: a step that is taken later does not change them."""
+    """The state dict, of copies, which later steps do not change."""
     found: dict[str, Any] = {"step": step.clone()}
     for name, own in NAMES.items():
         found[name] = torch.cat([each.read(own) for each in shards])

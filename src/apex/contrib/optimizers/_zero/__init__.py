@@ -2,7 +2,6 @@
 
 layout       where parameters lie in buckets, and which part of a bucket belongs to which rank: arithmetic only
 groups       the processes that divide the state, and those that repeat it
-collectives  reduce-scatter, all-gather and all-reduce on any backend
 arena        parameters that are laid out together, and the buffers that follow their layout
 gradients    from gradients of parameters to sums over all processes, bucket by bucket, during backward passes
 parameters   from updated shards to parameters, bucket by bucket, during forward passes

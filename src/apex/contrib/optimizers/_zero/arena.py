@@ -22,7 +22,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Dtypes(NamedTuple):
-    """Of the optimizer's state, and of gradients and parameters on their way between processes.
+    """Dtypes of the optimizer's state, and of gradients and parameters while they are sent.
 
     Parameters may travel as integers: of each its most significant bytes, as many as the integer has.
     """
@@ -32,7 +32,7 @@ class Dtypes(NamedTuple):
     parameters: torch.dtype
 
     def check(self) -> Dtypes:
-        """The same; raises for those that are not supported."""
+        """These dtypes; raises for combinations that are not supported."""
         for name, value in zip(("dtype", "grad_sync_dtype", "param_sync_dtype"), self, strict=True):
             if value not in _FLOATS and not (name == "param_sync_dtype" and value in _INTEGERS):
                 more = ", and integers of 8 to 64 bits" if name == "param_sync_dtype" else ""
@@ -96,7 +96,7 @@ class Arena:
 
     @functools.cached_property
     def owned(self) -> tuple[Piece, ...]:
-        """What this rank owns, bucket by bucket."""
+        """The pieces of parameters that this rank owns, bucket by bucket."""
         return self.layout.owned_by(self.groups.rank)
 
     @functools.cached_property
@@ -128,7 +128,7 @@ class Arena:
         return values[self.groups.rank * size : (self.groups.rank + 1) * size]
 
     def copy_gradients(self, number: int, places: Sequence[Tensor]) -> list[Tensor]:
-        """Copies what there is of a bucket's gradients to the places of its pieces; returns those that stay as is."""
+        """Copies a bucket's gradients to their places; returns places that have no gradient and were not written."""
         sources, filled, missing = [], [], []
         for piece, place in zip(self.layout.pieces[number], places, strict=True):
             gradient = self.gradients[piece.param]

@@ -46,11 +46,11 @@ class DividedOptimizer(torch.optim.Optimizer):
             broadcast_params(self.param_groups, first, self._groups.process_group, self._layout_options(first))
 
     def _layout_options(self, first: int) -> Any:
-        """What the layout of parameters of groups from `first` on depends on, beside these."""
+        """Options that the layout of parameters depends on, for groups from `first` on."""
         raise NotImplementedError
 
     def _settle(self) -> None:
-        """Makes state that has not been made, and has everything be where it belongs."""
+        """Makes state that is missing, and finishes exchanges that are under way."""
         raise NotImplementedError
 
     def sharded_state_dict(self) -> dict[str, Any]:

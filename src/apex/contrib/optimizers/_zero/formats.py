@@ -171,7 +171,7 @@ def _elements(param: Tensor, start: int, stop: int) -> Tensor:
 
 
 def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Either format; nothing changes if the state does not fit."""
+    """Loads a state dict of either format; nothing changes if it does not fit."""
     ranks = [state_dict]
     if "gathered_states" in state_dict:
         ranks = [_unpacked(optimizer, each) for each in state_dict["gathered_states"]]
@@ -192,7 +192,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
 
 
 def _go_on(optimizer: Any, step: int) -> None:
-    """Counts on from `step`, with parameters that have what was loaded."""
+    """Sets the step count after loading, and gives the parameters their loaded values."""
     optimizer._steps.set(step)
     optimizer._parameters.updated()
     optimizer.param_sync()
@@ -216,7 +216,7 @@ def sharded_dict(optimizer: Any) -> dict[str, Any]:
 
 
 def load_sharded(optimizer: Any, saved: dict[str, Any]) -> None:
-    """What `sharded_dict` gave, after a checkpoint was loaded into it."""
+    """Takes the state from the dict of `sharded_dict`, after a checkpoint was loaded into it."""
     _check_groups(optimizer, saved["param_groups"])
     keys = _keys(optimizer)
     for index, (param, strides) in enumerate(zip(optimizer.parameters(), saved["strides"], strict=True)):
@@ -231,7 +231,7 @@ def load_sharded(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 def load_stretches(optimizer: Any, stretches: Sequence[Stretch], groups: Sequence[dict[str, Any]], step: int) -> None:
-    """The state that `own_stretches` lists, from anywhere, with the options of the parameter groups."""
+    """Loads the parts of the state that `own_stretches` lists, and the options of the parameter groups."""
     loader = StateLoader(optimizer._states)
     loader.add(stretches)
     loader.finish()

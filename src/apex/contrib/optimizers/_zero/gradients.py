@@ -56,7 +56,7 @@ class GradientSync(ShardReducer):
     # Arenas and buffers -----------------------------------------------------------------------------------------------
 
     def add(self, arena: Arena) -> None:
-        """Takes care of one more arena; between two rounds, in all processes."""
+        """Adds an arena; called between two rounds, in all processes."""
         self.finish()
         self._has_order = False
         self._add(arena)
@@ -244,7 +244,7 @@ class GradientSync(ShardReducer):
                     self._own.add((place, index))
 
     def _take_strays(self, place: int, views: Sequence[Tensor]) -> None:
-        """Takes gradients that are no views of the buffer; views stay where backward passes add to them."""
+        """Takes gradients that lie outside the buffer; views of the buffer stay, since backward passes add to them."""
         arena = self.arenas[place]
         for index, view in enumerate(views):
             gradient = arena.params[index].grad
@@ -275,7 +275,7 @@ class GradientSync(ShardReducer):
         return arena.gradient_shard
 
     def local(self, arena: Arena) -> list[Tensor]:
-        """The gradients of `arena.parts`, flat, one by one; after `synchronize`."""
+        """The gradients of `arena.parts` as vectors, after `synchronize`."""
         return list(map(flat, self.of_units(arena, arena.parts)))
 
     def has_fixed(self, arena: Arena) -> bool:

@@ -36,12 +36,12 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """In elements."""
+        """The number of elements."""
         return self.stop - self.start
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The next multiple."""
+    """The smallest multiple of `multiple` that is not below `number`."""
     return -(-number // multiple) * multiple
 
 
@@ -55,7 +55,7 @@ def cuts(stretches: Sequence[tuple[int, int]], total: int) -> list[int]:
 
 
 class Layout:
-    """Of parameters of these `sizes`, in elements, in buckets of at most `bucket_size` elements, on so many `ranks`.
+    """The layout of parameters with these `sizes` in buckets of at most `bucket_size` elements over `ranks` ranks.
 
     `bucket_size` is rounded down to a multiple of `ranks * alignment`, and is at least that; None puts everything into
     one bucket.

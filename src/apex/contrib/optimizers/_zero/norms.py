@@ -30,7 +30,7 @@ class Norms:
         self.overflowed: Tensor | None = None
 
     def reset(self) -> None:
-        """Gradients are new: they are multiplied by nothing."""
+        """Forgets norm and factor, because gradients are new."""
         self.grad_scale = None
         self._cached = None
         self.overflowed = None
@@ -47,12 +47,12 @@ class Norms:
         self.grad_scale = value.detach().to(self._device, torch.float32).reshape(1)
 
     def scale_by(self, factor: Tensor) -> None:
-        """One more factor."""
+        """Multiplies the factor of the next step by another one."""
         factor = factor.detach().to(self._device, torch.float32).reshape(1)
         self.grad_scale = factor if self.grad_scale is None else self.grad_scale * factor
 
     def norm(self, chosen: set[Tensor] | None = None, order: float = 2.0, force: bool = False) -> Tensor:
-        """float32, without dimensions; of gradients as they will be used."""
+        """The norm, a float32 scalar, of gradients after scaling and clipping."""
         found = self._raw_norm(chosen, order, force)
         return found if self.grad_scale is None else found * self.grad_scale.reshape(())
 

@@ -211,7 +211,7 @@ class ZeroOptimizer(DividedOptimizer):
         return ArenaState(arena, self._state_names(), weights)
 
     def _arena_added(self, arena: Arena) -> None:
-        """For subclasses that show buckets in their state."""
+        """Called when an arena was added, for subclasses that show buckets in their state."""
 
     def init_param_buffer(self) -> None:
         """Makes all parameters views of one buffer per dtype, in which they also arrive from other processes."""
@@ -450,7 +450,7 @@ class ZeroOptimizer(DividedOptimizer):
                 postpone(param, functools.partial(self._arrive, param))
 
     def _arrive(self, param: Tensor) -> None:
-        """Waits for a parameter; those that have arrived with it are as they were."""
+        """Waits for a parameter's values, and releases all parameters whose values have arrived."""
         with self._lock, torch._C.DisableTorchFunctionSubclass():
             self._parameters.wait_for(self._await[param])
             left = self._parameters.left

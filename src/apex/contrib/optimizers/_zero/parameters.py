@@ -49,7 +49,7 @@ class ParameterSync:
         self._targets: dict[_Key, tuple[list[int], list[Tensor]]] = {}
 
     def add(self, arena: Arena) -> None:
-        """Takes care of one more arena."""
+        """Adds an arena."""
         if self.contiguous:
             self.make_buffer(arena)
         self.arenas.append(arena)
@@ -86,7 +86,7 @@ class ParameterSync:
 
     @property
     def left(self) -> set[tuple[int, int]]:
-        """The (arena, bucket)s that parameters have not got yet."""
+        """The buckets, as (arena, bucket), that have not been copied to parameters yet."""
         return {*self._waiting, *(each.key for each in self._under_way)}
 
     def start(self) -> None:
@@ -95,7 +95,7 @@ class ParameterSync:
             self._send(self._waiting.popleft())
 
     def wait_for(self, keys: Iterable[tuple[int, int]]) -> None:
-        """Waits for (arena, bucket)s, and for all that are sent before them; sends further ones."""
+        """Waits for buckets, given as (arena, bucket), and for those sent before them; sends further ones."""
         wanted = set(keys)
         while wanted & self.left:
             self.start()
@@ -103,7 +103,7 @@ class ParameterSync:
         self.start()
 
     def synchronize(self) -> None:
-        """Waits for all."""
+        """Waits for all buckets."""
         while not self.is_complete:
             self.start()
             self._finish_first()

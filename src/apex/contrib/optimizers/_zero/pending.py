@@ -83,7 +83,7 @@ def postpone(param: Tensor, wait: Callable[[], None]) -> None:
 
 
 def release(param: Tensor) -> None:
-    """The parameter is what it was."""
+    """Gives a parameter its own class back."""
     if is_pending(param):
         param.__class__ = type(param).__dict__[_CLASS]
         del param.__dict__[_WAIT]

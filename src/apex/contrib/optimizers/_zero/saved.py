@@ -34,7 +34,7 @@ Stretch = tuple[Tensor, str, int, Tensor]
 
 
 def names_of(state: State) -> tuple[str, ...]:
-    """All that is saved of a parameter."""
+    """The names of everything that is saved of a parameter."""
     return PARAM, *state.names
 
 
@@ -97,7 +97,7 @@ class StateLoader:
 
     @torch.no_grad()
     def add(self, stretches: Iterable[Stretch]) -> None:
-        """Takes what this rank owns of them."""
+        """Takes the part of a stretch that this rank owns."""
         for param, name, start, saved in stretches:
             number, index = self._places[param]
             key = number, name

@@ -53,12 +53,12 @@ class _Bucket:
             self._stream = stream
 
     def unscale(self, scales: Tensor) -> None:
-        """Fills the memory to work in."""
+        """Fills the float32 working memory from what is stored."""
         for column, lists in enumerate(self._to_wide):
             lists.apply(rules.SCALE_EACH, {}, whole=_twice(scales[self.rows, column]))
 
     def store(self, column: int, scales: Tensor, limit: float, noop: Tensor | None = None) -> None:
-        """Takes what is there, with new scales, which make the largest element `limit`."""
+        """Stores the working memory, with new scales that make the largest element `limit`."""
         before = scales[self.rows, column]
         scale = max_norm(self._wide_pieces[column], per_tensor=True)[1] / limit
         inverse = torch.where(scale > 0, scale.reciprocal(), 0.0)
@@ -80,7 +80,7 @@ class _Bucket:
 
 
 def _twice(factors: Tensor) -> Tensor:
-    """A rule's two numbers for each tensor, of which it wants one."""
+    """One number per tensor in the two columns that a rule's `whole` has."""
     return torch.stack((factors, factors), 1)
 
 
@@ -110,7 +110,7 @@ class ScaledState:
         self.connect()
 
     def connect(self) -> None:
-        """To be called when parameters became views of a buffer."""
+        """Called when parameters have become views of a buffer."""
         self._params.make_outgoing()
 
     def _filled_buckets(self) -> Iterator[tuple[int, _Bucket]]:

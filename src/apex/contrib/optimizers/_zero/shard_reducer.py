@@ -42,7 +42,7 @@ class ShardReducer(BucketReducer):
         self._stream: Any = None
 
     def _add(self, arena: Arena) -> None:
-        """One more arena; the buckets of a new round are in the order of the layouts."""
+        """Adds an arena; a new round sends buckets in the order of the layouts."""
         self._first.append(len(self._buckets))
         self._buckets += [(len(self.arenas), number) for number in range(len(arena.layout.bucket_sizes))]
         self.arenas.append(arena)

@@ -72,7 +72,7 @@ class ArenaState:
         self._lists: dict[int, _CachedLists] = {}
 
     def connect(self) -> None:
-        """To be called when parameters became views of a buffer."""
+        """Called when parameters have become views of a buffer."""
         self.weights.connect()
         self._lists.clear()
 

@@ -49,7 +49,7 @@ class Steps:
         return int(self._state["step"])
 
     def set(self, count: int) -> None:
-        """Goes on from another count."""
+        """Sets the count."""
         self._skipped = None
         if not self._capturable:
             self._state["step"] = int(count)

@@ -40,7 +40,7 @@ def units_of(arena: Arena) -> list[Piece]:
 
 
 class Weights:
-    """Base: what all of them do; see the module."""
+    """Base class of the ways listed at the top of this module."""
 
     # Whether `slot` gives tensors that stay from step to step, at their addresses.
     are_fixed = True
@@ -63,15 +63,15 @@ class Weights:
         """Takes what an update has written."""
 
     def slot(self, units: Sequence[Piece]) -> list[Tensor]:
-        """What is updated."""
+        """The tensors that an update writes."""
         raise NotImplementedError
 
     def copy(self, units: Sequence[Piece]) -> list[Tensor] | None:
-        """What gets a copy of it."""
+        """The tensors that get a copy of what an update writes."""
         return None
 
     def addresses(self) -> list[int]:
-        """Where all that is."""
+        """The addresses of `slot` and `copy`."""
         return list(map(Tensor.data_ptr, self.arena.params))
 
     def read(self) -> Tensor:
