@@ -148,6 +148,7 @@ def test_what_a_call_asks_is_asked_again_by_its_replay(name: str, ops: set[str])
     with _library.implementation("triton"):
         for question, answer in asked:
             each = search.Search(question, answer, DEVICE)
+            each.begin()
             assert each.outcome.reason == ""
             assert each.pending
         assert each.replay is not None

@@ -97,7 +97,10 @@ def record_shapes(names: Sequence[str], device: torch.device) -> list[tuple[Ques
     (gpu,) = _ahead.gpu_here().values()
     with noting() as noted, _ahead.planning(gpu), _library.implementation("triton"):
         for call in calls:
-            call.run(torch.device("meta"))
+            try:
+                call.run(torch.device("meta"))
+            except Exception as error:
+                raise ValueError(f"{call.name} cannot be planned: {type(error).__name__}: {error}") from error
     return list(noted.values())
 
 

@@ -131,7 +131,12 @@ class Replay:
     def __init__(self, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self.name, self.shape, self.dtype = name, shape, dtype
         self.op: Op = OPS[name]
-        self._tensors = _Tensors(dtype, device)
+        self._device = device
+        self.release()
+
+    def release(self) -> None:
+        """Lets the tensors go; the next pass makes them again."""
+        self._tensors = _Tensors(self.dtype, self._device)
         self._gradient: Tensor | None = None
         self._output: Tensor | None = None
         self._expected: list[Tensor] | None = None
@@ -145,6 +150,8 @@ class Replay:
 
     def backward(self) -> tuple[Tensor, ...]:
         """Gradients of the last forward pass."""
+        if self._output is None:
+            self.forward()
         return torch.autograd.grad(self._output, self._tensors.leaves, self._gradient, retain_graph=True)  # type: ignore[arg-type]
 
     def results(self) -> list[Tensor]:

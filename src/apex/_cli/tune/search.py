@@ -27,7 +27,7 @@ ROUNDS, CALLS_PER_ROUND = 5, 10
 # Neighbours of neighbours that are looked at.
 STEPS = 3
 MOST_STAGES = 6
-TOGETHER = 8  # questions whose candidates are compiled side by side
+TOGETHER = 16  # questions whose candidates are compiled side by side
 COMPILING_SECONDS = 60
 
 
@@ -85,19 +85,29 @@ class Search:
         self._best: tuple[float, dict[str, int]] | None = None
         self._promising: list[tuple[float, dict[str, int]]] = []
         self._seen: list[Changes] = [{}]
+        self.call: Callable[[], Any] | None = None
         self.replay = replay_of(question, device)
         if self.replay is None:
             self.outcome.reason = "no call of `apex build` asks this"
-            return
-        try:
-            self.call = self._pass_of(self.replay)
-        except Exception as error:  # no memory for it, say
-            self.outcome.reason = _described(error)
-            return
-        if self.call is None:
-            self.outcome.reason = f"{self.replay.name} {self.replay.shape} does not ask this"
         else:
             self._add(answer)
+
+    def begin(self) -> None:
+        """Makes the tensors; nothing is pending where that fails or where the call asks something else."""
+        assert self.replay is not None
+        try:
+            self.call = self._pass_of(self.replay)
+            if self.call is None:
+                self.outcome.reason = f"{self.replay.name} {self.replay.shape} does not ask this"
+        except Exception as error:  # no memory for it, say
+            self.outcome.reason = _described(error)
+        if self.call is None:
+            self.pending = []
+
+    def release(self) -> None:
+        """Lets the tensors go: those of one search at a time must fit."""
+        if self.replay is not None:
+            self.replay.release()
 
     def _pass_of(self, replay: Replay) -> Callable[[], Any] | None:
         """The pass of the call that asks the question."""
@@ -134,7 +144,7 @@ class Search:
     def time_candidates(self, out_of_time: Callable[[], bool]) -> None:
         """A first look at what is pending; the neighbours of the best one are pending next."""
         self._steps += 1
-        before = self._microseconds({})
+        before = self._microseconds({}) if self.pending else 0.0
         for changes in self.pending:
             if out_of_time():
                 break
@@ -230,9 +240,12 @@ def search(questions: Sequence[tuple[Question, Any]], device: torch.device, seco
                 _compile([each for each in searches if each.pending], device, stop)
                 for each in searches:
                     if each.pending and not out_of_time():
+                        each.begin()
                         each.time_candidates(out_of_time)
+                        each.release()
             for each in searches:
                 yield each.decide()
+                each.release()
 
 
 # Launches to compile, which worker processes, being forks, find by number.
@@ -248,7 +261,7 @@ def _compile(searches: Sequence[Search], device: torch.device, stop: float) -> N
     (gpu,) = _ahead.gpu_here().values()
     planned: dict[Any, Any] = {}
     for each in searches:
-        for changes in each.pending:
+        for changes in ({}, *each.pending):
             try:
                 planned |= {_ahead.program_key(launch): launch for launch in each.launches(changes, gpu)}
             except Exception:  # the same error is reported when the candidate is timed
