@@ -27,14 +27,14 @@ SLOW = re.compile(r"subprocess|tests\.warm|tests\.parallel\.processes|compile_ke
 
 
 def main() -> int:
-    pythons = _pythons() or [sys.executable]
-    pairs = [(pythons[0], OLDEST), (pythons[-1], MIDDLE)]
+    found = pythons() or [sys.executable]
+    pairs = [(found[0], OLDEST), (found[-1], MIDDLE)]
     results = [f"{_version(python)}, {packages[0]}: {_tested(python, packages)}" for python, packages in pairs]
     print("\n".join(results))
     return any(not result.endswith("passed") for result in results)
 
 
-def _pythons() -> list[str]:
+def pythons() -> list[str]:
     """One of each minor version: what a shell finds, or what pyenv has without it being switched on."""
     found = []
     for minor in MINORS:

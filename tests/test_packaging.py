@@ -1,15 +1,23 @@
 """What an installation consists of: a pure-Python wheel with the package, the compiled names and the recorded peers."""
 
+import contextlib
+import functools
 import importlib.metadata
+import json
 import os
+import re
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import apex
+from tests.other_versions import pythons
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -50,6 +58,63 @@ def test_the_wheel_names_its_command_and_its_requirements(wheel: Path) -> None:
     assert required == {f"Requires-Dist: {package}" for package in ("rich>=13", "torch>=2.6", "typer>=0.12")}
     assert "Requires-Python: >=3.10" in metadata
     assert "License-Expression: BSD-3-Clause" in metadata
+    for name in ("Summary", "Author", "Keywords", "Classifier", "Description-Content-Type"):
+        assert f"\n{name}: " in metadata, name
+
+
+# What a person does first, in one process, since each imports PyTorch: argv[1] is the installed command.
+FIRST_MINUTES = """
+import runpy, sys
+command, readme = sys.argv[1:]
+for arguments in ([], ["doctor", "--json"]):
+    sys.argv = [command, *arguments]
+    try:
+        runpy.run_path(command, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, (arguments, end.code)
+    print("=====")
+runpy.run_path(readme, run_name="__main__")
+import apex
+print(apex.__file__)
+"""
+
+
+def test_an_installed_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
+    """Beside the packages of this environment, which are linked, but no other apex: nothing is downloaded."""
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=True)
+    python, command = environment / "bin" / "python", environment / "bin" / "apex"
+    (packages,) = environment.glob("lib/python*/site-packages")
+    for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(Path(torch.__file__).parents[1])}:
+        for path in Path(place).iterdir():
+            ours = path.name in {"apex", *(each.name for each in (REPOSITORY / "src" / "compiled_names").iterdir())}
+            if not ours and path.suffix != ".pth" and not path.name.startswith(("apex-", "_", "pip")):
+                with contextlib.suppress(FileExistsError):
+                    (packages / path.name).symlink_to(path)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
+    run = functools.partial(subprocess.run, cwd=tmp_path, env=clean, check=True, capture_output=True, text=True)
+    run([*pip, "install", "--no-index", "--no-deps", "--no-compile", str(wheel)])
+    assert run([str(command), "--version"]).stdout == f"apex {apex.__version__}\n"
+    script = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)[0]
+    (tmp_path / "readme.py").write_text(script)
+    welcome, report, rest = run([str(python), "-c", FIRST_MINUTES, str(command), "readme.py"]).stdout.split("=====\n")
+    assert welcome.startswith(f"apex {apex.__version__}:")
+    assert json.loads(report)["status"] == "ok"
+    loss, file = rest.splitlines()[-2:]
+    assert loss.startswith("loss ")
+    assert Path(file) == packages / "apex" / "__init__.py"
+
+
+@pytest.mark.parametrize("python", pythons() or [sys.executable], ids=lambda python: Path(python).parts[-3])
+def test_every_python_here_imports_the_wheel_without_anything_else(python: str, wheel: Path, tmp_path: Path) -> None:
+    """A wheel can be imported as it is; the command says what it lacks."""
+    code = f"import sys; sys.path = [{str(wheel)!r}, *(p for p in sys.path if 'site-packages' not in p)]; import apex"
+    run = functools.partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True)
+    assert run([python, "-I", "-c", f"{code}; print(apex.__version__)"]).stdout == f"{apex.__version__}\n"
+    missing = run([python, "-I", "-c", f"{code}._cli; apex._cli.main()"])
+    assert missing.returncode == 1
+    assert missing.stderr == "the apex command needs typer, which is not installed: pip install typer rich\n"
 
 
 @pytest.mark.parametrize(
