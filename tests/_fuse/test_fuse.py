@@ -150,7 +150,8 @@ def test_cross_entropy(reduction: str) -> None:
     ("model", "reason"),
     [
         (nn.CrossEntropyLoss(weight=torch.ones(3)), "classes have weights"),
-        (nn.MultiheadAttention(8, 2), "already fused"),
+        (nn.MultiheadAttention(8, 2, kdim=4), "another size than queries"),
+        (nn.MultiheadAttention(8, 2, add_bias_kv=True), "a key and a value of its own"),
         (RMSNorm(8, times=1.5), "computes something else"),
         (Bottleneck(8, False, nn.SyncBatchNorm), "SyncBatchNorm"),
         (TimmBlock(8, nn.Sigmoid()), "it has se"),

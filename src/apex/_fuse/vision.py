@@ -116,10 +116,4 @@ RULES = [
         _block_probe,
     ),
     Rule("norm + activation in a row", _has_pair, nothing, lambda original: sequential_forward),
-    Rule(
-        "attention",
-        inherits_forward(nn.MultiheadAttention),
-        lambda module: "PyTorch's own is already fused where need_weights=False; nothing was measured to be quicker",
-        lambda original: block_forward,  # never used
-    ),
 ]

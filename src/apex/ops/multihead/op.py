@@ -64,12 +64,19 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int, mask: Mas
     added = added_logits(mask, heads, queries.dtype, folded=second != heads)
     causal = mask is not None and mask.kind is MaskKind.CAUSAL
     q, k, v = queries.permute(1, 2, 0, 3), keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
-    if length <= SHORT and 0 < keys.shape[0] <= SHORT and _is_best_for_short(q, added):
-        added = None if added is None else added.expand(*q.shape[:3], -1)
-        context = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, added, True, dropout, causal)[0]
-    else:
-        context = F.scaled_dot_product_attention(q, k, v, attn_mask=added, dropout_p=dropout, is_causal=causal)
+    context = dot_product_attention(q, k, v, added, dropout, causal)
     return context.permute(2, 0, 1, 3).reshape(length, batch, heads * size)
+
+
+def dot_product_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, dropout: float, causal: bool
+) -> Tensor:
+    """[B, H, S, D] from queries of that shape, keys and values [B, H, T, D] and what is `added` to the logits."""
+    if 0 < keys.shape[2] <= SHORT and queries.shape[2] <= SHORT and _is_best_for_short(queries, added):
+        added = None if added is None else added.expand(*queries.shape[:3], -1)
+        operator = torch.ops.aten._scaled_dot_product_efficient_attention
+        return operator(queries, keys, values, added, True, dropout, causal)[0]
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=added, dropout_p=dropout, is_causal=causal)
 
 
 def _is_best_for_short(queries: Tensor, added: Tensor | None) -> bool:

@@ -1,0 +1,105 @@
+"""The rule for `nn.MultiheadAttention`: attention on views of the packed projections.
+
+PyTorch copies the projections apart and, in the backward pass, fills and adds three tensors of the size of all of
+them. Letters: S queries, T keys, B batches, H heads, D the size of a head, E = H * D.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..ops.multihead import dot_product_attention
+from .norms import inherits_forward
+from .rule import Rule
+
+
+def _reason(module: Any) -> str:
+    if not module._qkv_same_embed_dim:
+        return "keys or values have another size than queries"
+    if module.bias_k is not None or module.add_zero_attn:
+        return "it adds a key and a value of its own"
+    return ""
+
+
+def _added(mask: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    """A mask as what is added to the logits: minus infinity where it is True."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)
+    return mask.to(dtype).view(shape)
+
+
+def _takes(module: Any, query: Tensor, key: Tensor, value: Tensor, masks: tuple[Any, Any], causal: bool) -> bool:
+    """Whether this call is one of attention to one source, in batches, with masks of the usual shapes."""
+    if key is not value or query.dim() != 3 or key.dim() != 3 or query.is_nested or key.is_nested:
+        return False
+    padding, others = masks
+    batch, queries, keys = query.shape[1 - module.batch_first], *(t.shape[module.batch_first] for t in (query, key))
+    shapes = ((queries, keys), (batch * module.num_heads, queries, keys))
+    return (
+        (others is None or others.shape in shapes)
+        and (padding is None or padding.shape == (batch, keys))
+        and not (causal and others is None)  # which is an error
+        and all(mask is None or mask.dtype == torch.bool or mask.is_floating_point() for mask in masks)
+    )
+
+
+def attention_forward(
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """As nn.MultiheadAttention's; where weights are wanted, or nothing is differentiated, it is that one."""
+    is_training = self.training or torch.is_grad_enabled()
+    if need_weights or not is_training or not _takes(self, query, key, value, (key_padding_mask, attn_mask), is_causal):
+        options = {"key_padding_mask": key_padding_mask, "need_weights": need_weights, "attn_mask": attn_mask}
+        options |= {"average_attn_weights": average_attn_weights, "is_causal": is_causal}
+        return self.fused_from.forward(self, query, key, value, **options)
+    heads, width = self.num_heads, self.embed_dim
+    if query is key:
+        packed = functional.linear(query, self.in_proj_weight, self.in_proj_bias)
+        parts = packed.unflatten(-1, (3, heads, -1)).unbind(2)
+    else:
+        weights = self.in_proj_weight.split([width, 2 * width])
+        biases = (None, None) if self.in_proj_bias is None else self.in_proj_bias.split([width, 2 * width])
+        packed = functional.linear(key, weights[1], biases[1])
+        parts = (
+            functional.linear(query, weights[0], biases[0]).unflatten(-1, (heads, -1)),
+            *(packed.unflatten(-1, (2, heads, -1)).unbind(2)),
+        )
+    order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)  # to [B, H, S or T, D]
+    q, k, v = (part.permute(order) for part in parts)
+    batch, _, queries, _ = q.shape
+    keys, dtype = k.shape[2], q.dtype
+    causal = is_causal and key_padding_mask is None
+    added = None
+    if not causal:
+        shape = (1, 1, queries, keys) if attn_mask is None or attn_mask.dim() == 2 else (batch, heads, queries, keys)
+        added = _added(attn_mask, shape, dtype)
+        padding = _added(key_padding_mask, (batch, 1, 1, keys), dtype)
+        added = padding if added is None else added if padding is None else added + padding
+    context = dot_product_attention(q, k, v, added, self.dropout if self.training else 0.0, causal)
+    back = context.transpose(1, 2) if self.batch_first else context.permute(2, 0, 1, 3)
+    return functional.linear(back.flatten(2), self.out_proj.weight, self.out_proj.bias), None
+
+
+RULES = [
+    Rule(
+        "attention without weights",
+        inherits_forward(nn.MultiheadAttention),
+        _reason,
+        lambda original: attention_forward,
+    )
+]
