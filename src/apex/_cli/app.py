@@ -255,7 +255,7 @@ def memory(
     """
     from .memory import run_memory
 
-    status = run_memory(
+    run_memory(
         model,
         opt_levels=opt_level,
         shapes=input_shape or [],
@@ -270,7 +270,6 @@ def memory(
         pipeline_parallel=pipeline_parallel,
         checkpointing=checkpointing,
     )
-    raise typer.Exit(status)
 
 
 @app.command("jit-module", rich_help_panel="Prepare")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import typer
 
 from .._memory.estimate import CONTEXT, GAPS, Measured, Memory, estimate, largest_batch, measure
 from .._memory.tasks import find_task, parse_shape
@@ -27,9 +28,8 @@ def run_memory(
     measured: bool,
     as_json: bool,
     **options: Any,
-) -> int:
-    """Prints the table, or JSON, and returns an exit status: 0, or 2 if the arguments cannot be used."""
-    messages = make_console(stderr=True)
+) -> None:
+    """Prints the table, or JSON."""
     try:
         limit = parse_size(device_limit) if device_limit else gpu_memory()
         if measured and not torch.cuda.is_available():
@@ -44,13 +44,11 @@ def run_memory(
             real = measure(task, settings, torch.device("cuda", torch.cuda.current_device())) if measured else None
             rows.append((settings, found, fits, real))
     except (ValueError, TypeError, RuntimeError) as error:
-        messages.print(f"apex memory: {error}", style="red")
-        return 2
+        raise typer.BadParameter(str(error)) from error
     if as_json:
         print_json_document({"model": name, "limit": limit, "levels": [_as_dict(*row) for row in rows]})
-        return 0
-    _print(rows, limit)
-    return 0
+    else:
+        _print(rows, limit)
 
 
 def parse_size(text: str) -> int:

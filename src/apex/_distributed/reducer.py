@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._failures import explained
+from ..ops._device import real_tensors
 from .collectives import Work
 
 
@@ -120,7 +121,7 @@ def weak_method(owner: Any, method: Callable[[Any, Any], None]) -> Callable[[Any
 
 def from_first_rank(numbers: list[Any], device: torch.device, group: Any = None, root: int = 0) -> list[Any]:
     """Integers, or lists of as many integers, as the first process has them."""
-    values = torch.tensor(numbers, dtype=torch.int64, device=device)
-    with explained("agreeing on the order of gradients with the first process"):
+    with explained("agreeing on the order of gradients with the first process"), real_tensors():
+        values = torch.tensor(numbers, dtype=torch.int64, device=device)
         dist.broadcast(values, root, group=group)
-    return values.tolist()
+        return values.tolist()

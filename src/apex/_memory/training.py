@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from .. import amp, optimizers
@@ -67,17 +67,16 @@ class Training:
     def __init__(self, task: Task, settings: Settings, device: torch.device | None = None) -> None:
         self.settings = settings
         self.device = device or HOST
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True) if device is None else None
         self.storages = LiveStorages() if device is None else None
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True) if device is None else None
         with device or torch.device("meta"):
             self.model, self._loss = task()
-        if device is None:
-            with self.computing():
-                _give_stand_ins(self.model)
         self.model.train()
         if settings.checkpointing:
             checkpoint_blocks(self.model)
-        with self.watching():
+        with self._running():
+            if device is None:
+                _give_stand_ins(self.model)
             self.optimizer = make_optimizer(settings, self.model)
             self.model, self.optimizer = amp.initialize(
                 self.model, self.optimizer, opt_level=settings.opt_level, verbosity=0
@@ -88,38 +87,47 @@ class Training:
                 self.model = DistributedDataParallel(self.model)
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Storages are counted; numbers of the host stay numbers."""
-        with self.storages or contextlib.nullcontext(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    def _running(self) -> Iterator[None]:
+        """New tensors are fake inside, and storages are counted; with a device nothing is different."""
+        if self._fake is None:
             yield
-
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Nothing is computed inside: new tensors are fake."""
-        with self._fake or contextlib.nullcontext(), self.storages or contextlib.nullcontext(), _as_on_gpus(self._fake):
+            return
+        assert self.storages is not None
+        with warnings.catch_warnings(), self._fake, self.storages, _AsOnGPUs():
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            warnings.filterwarnings("ignore", message="Only .* of buckets are used")
             yield
 
     def step(
         self, after_forward: Callable[[], Any] | None = None, before_update: Callable[[], Any] | None = None
     ) -> None:
         """One step; calls the functions after the forward passes, and before the optimizer updates the parameters."""
-        with self.watching():
-            losses = []
-            for _ in range(self.settings.pipeline_parallel):
-                with self.computing():
-                    losses.append(checked_loss(self._loss(self.model, self.settings.batch, self.device)))
+        with self._running():
+            losses = [self._forward() for _ in range(self.settings.pipeline_parallel)]
             if after_forward is not None:
                 after_forward()
             while losses:
                 loss = losses.pop(0)
-                with amp.scale_loss(loss, self.optimizer, delay_unscale=bool(losses)) as scaled, self.computing():
+                with amp.scale_loss(loss, self.optimizer, delay_unscale=bool(losses)) as scaled:
                     scaled.backward()
             del loss, scaled
             if before_update is not None:
                 before_update()
             self.optimizer.step()
             self.optimizer.zero_grad()
+
+    def _forward(self) -> Tensor:
+        if self.storages is not None:
+            self.storages.answers = False
+        try:
+            return checked_loss(self._loss(self.model, self.settings.batch, self.device))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ValueError(
+                f"the model or its loss reads values of tensors ({error}), which an estimate does not have"
+            ) from error
+        finally:
+            if self.storages is not None:
+                self.storages.answers = True
 
     def owners(self) -> dict[str, int]:
         """Bytes of parameters, buffers, gradients, masters and optimizer state, and their sum in allocator's blocks."""
@@ -174,7 +182,7 @@ def checked_loss(loss: Any) -> Tensor:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested dicts, lists, tuples and the attributes of objects that hold state."""
+    """All tensors in nested dicts, lists and tuples, and in the objects of apex that hold an optimizer's state."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -182,6 +190,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from tensors_in(each)
+    elif type(value).__module__.startswith("apex."):
+        yield from tensors_in([each for each in vars(value).values() if isinstance(each, Tensor)])
 
 
 def _give_stand_ins(model: nn.Module) -> None:
@@ -205,18 +215,14 @@ def _give_stand_ins(model: nn.Module) -> None:
                     tensors[name] = stand_in(value)
 
 
-class _as_on_gpus(torch.overrides.TorchFunctionMode):
+class _AsOnGPUs(torch.overrides.TorchFunctionMode):
     """Sends what PyTorch does otherwise on a host to the operators that it has on GPUs: a mask of dropout has bytes."""
-
-    def __init__(self, active: Any) -> None:
-        super().__init__()
-        self._active = active is not None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._active and func is nn.functional.dropout:
+        if func is nn.functional.dropout:
             return _dropout(*args, **kwargs)
-        if self._active and func is nn.functional.scaled_dot_product_attention and kwargs.get("dropout_p"):
+        if func is nn.functional.scaled_dot_product_attention and kwargs.get("dropout_p"):
             kwargs = {**kwargs, "dropout_p": 0.0}  # on the host the scores would be kept; on GPUs a seed is
         return func(*args, **kwargs)
 

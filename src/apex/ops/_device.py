@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 _Answer = TypeVar("_Answer")
 
@@ -117,6 +118,11 @@ def facts(device: torch.device) -> DeviceFacts:
 def pretends() -> bool:
     """Whether launches are planned for another device, for which tensors without memory stand in."""
     return _pretended is not None
+
+
+def real_tensors() -> contextlib.AbstractContextManager:
+    """Lets the host make tensors that it reads, where launches are planned and all new ones would be fake."""
+    return _disable_current_modes() if pretends() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -108,6 +108,11 @@ class Layout:
     def __init__(self, sizes: Sequence[int], block: int, device: torch.device, together: int = 1) -> None:
         self.block = block
         self.together = together
+        with _device.real_tensors():
+            self._lay_out(sizes, device)
+
+    def _lay_out(self, sizes: Sequence[int], device: torch.device) -> None:
+        block, together = self.block, self.together
         counts = -(-torch.tensor(sizes, **INDICES) // (block * together))
         ends = counts.cumsum(0)
         self.count = int(ends[-1]) if len(sizes) else 0
