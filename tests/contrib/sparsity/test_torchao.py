@@ -30,9 +30,9 @@ def fresh() -> Iterator[None]:
     ASP.reset()
 
 
-def make(**options: Any) -> nn.Sequential:
+def make(width: int = 64, **options: Any) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(**options)
+    return nn.Sequential(nn.Linear(width, 128), nn.ReLU(), nn.Linear(128, width)).to(**options)
 
 
 def prune(model: nn.Module, **options: Any) -> None:
@@ -97,7 +97,9 @@ def test_converted_layers_compute_the_same(sparsity: Any) -> None:
 
 @pytest.mark.gpu
 def test_training_with_sparse_products(training: Any) -> None:
-    model, x = make(device="cuda", dtype=torch.float16), torch.randn(128, 64, device="cuda", dtype=torch.float16)
+    # PyTorch searches tiles of 128 x 128 for the two of four to keep.
+    model = make(256, device="cuda", dtype=torch.float16)
+    x = torch.randn(128, 256, device="cuda", dtype=torch.float16)
     training.swap_linear_with_semi_sparse_linear(model, dict.fromkeys(("0", "2"), training.SemiSparseLinear))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
