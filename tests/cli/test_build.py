@@ -13,8 +13,10 @@ import pytest
 import torch
 import typer
 
+from apex._cli.build import command
 from apex._cli.build.calls import OPS, parse_call
 from apex._cli.build.command import run_build, selected_ops
+from apex.ops import _tuned
 
 from .helpers import run_quickly
 
@@ -117,8 +119,20 @@ def test_variables_of_the_originals_select_ops(monkeypatch: pytest.MonkeyPatch) 
     assert set(selected_ops()) == set(OPS) - {"xentropy", "group_norm", "attention"}
 
 
+def test_what_a_table_of_tuned_launches_changes_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = parse_call("swiglu:64x512", "bfloat16")
+    (row,) = command._plan([call], ["sm_90"])
+    before = [launch.prepared.num_warps for _, _, launch in command._tasks]
+    key = ("glu.forward_tile", "16-bit", (("rows", 64), ("width", 256)))
+    monkeypatch.setattr(_tuned, "configurations", lambda: {key: {"num_warps": 16}})
+    (again,) = command._plan([call], ["sm_90"])
+    assert sorted([launch.prepared.num_warps for _, _, launch in command._tasks]) == sorted([*before, 16])
+    assert again == row
+
+
 FIRST_CALLS = """
 import sys, torch
+from apex._cli.build import command
 from apex._cli.build.calls import OPS, parse_call
 from tests.cli.test_build import files_below
 from pathlib import Path

@@ -197,6 +197,13 @@ def entries_for(device: DeviceFacts) -> dict[Key, dict[str, Any]]:
     return entries
 
 
+def configurations() -> dict[Key, Changes]:
+    """What the tables for this Triton change on any GPU: for compiling ahead, where the GPU and its driver are not."""
+    triton = versions()["triton"]
+    entries = [entry for table in tables() if table.triton == triton for entry in table.entries if fits(entry)]
+    return {key_of(entry): entry["config"] for entry in entries}
+
+
 def fits(entry: Mapping[str, Any]) -> bool:
     """Whether an entry says of whole numbers what they are in place of what."""
     changed = (*entry["config"].values(), *entry["instead_of"].values())

@@ -20,7 +20,7 @@ from rich.progress import track
 
 from ... import _env
 from ...op_builder import ALL_OPS
-from ...ops import _library
+from ...ops import _library, _tuned
 from ..console import make_console, make_table, print_json_document, print_table
 from .calls import OPS, Call, parse_call
 
@@ -119,11 +119,17 @@ def _plan(calls: Sequence[Call], gpus: Sequence[str]) -> list[Row]:
         raise ValueError(f"{said}; name one or more with --gpu: {', '.join(_ahead.GPUS)}")
     _tasks.clear()
     rows, planned = [], set()
+    # A GPU that is not here may be one that a table of tuned launches is for: what that changes is compiled as well.
+    tuned = _tuned.configurations() if gpus else {}
     for name in gpus or known:
         for call in calls:
-            with _ahead.planning(known[name]) as launches:
+            with _ahead.planning(known[name]) as launches, _tuned.noting() as noted:
                 try:
                     call.run(torch.device("meta"))
+                    kernels = len(launches)
+                    if tuned.keys() & noted.keys():
+                        with _tuned.trying(tuned):
+                            call.run(torch.device("meta"))
                 except Exception as error:
                     raise ValueError(
                         f"{call.name} cannot be planned without its data: {type(error).__name__}: {error}. "
@@ -131,7 +137,7 @@ def _plan(calls: Sequence[Call], gpus: Sequence[str]) -> list[Row]:
                     ) from error
             if not launches:
                 raise ValueError(f"{call.name} launches no kernel of apex on {name}: PyTorch's operators take it")
-            rows.append(Row(call.name, name, len(launches)))
+            rows.append(Row(call.name, name, kernels))
             for launch in launches:
                 key = (name, *_ahead.program_key(launch))
                 if key not in planned:
