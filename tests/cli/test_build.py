@@ -130,6 +130,29 @@ def test_what_a_table_of_tuned_launches_changes_is_compiled_too(monkeypatch: pyt
     assert again == row
 
 
+PLANS = """
+import sys, torch
+from apex._cli.build.calls import parse_call
+from apex.ops import _ahead
+
+order = int(sys.argv[1])
+for call in ["softmax", "lamb"][::order]:
+    with _ahead.planning(_ahead.GPUS["sm_90"]) as launches:
+        parse_call(call, "bfloat16").run(torch.device("meta"))
+    for launch in launches[::order]:
+        print(call, launch.prepared.kernel.name, launch.prepared.kernel.function.cache_key, len(launch.tensors[0]))
+"""
+
+
+def test_a_plan_is_that_of_the_job(tmp_path: Path) -> None:
+    """Keys of Triton's cache depend on no kernel looked up before, and parameters without memory share none."""
+    plans = [run_quickly("-c", PLANS, order, cwd=tmp_path) for order in ("1", "-1")]
+    assert not any(plan.returncode for plan in plans), plans[0].stderr
+    lines = [sorted(plan.stdout.splitlines()) for plan in plans]
+    assert lines[0] == lines[1]
+    assert {line.split()[-1] for line in lines[0] if line.startswith("lamb")} == {"2"}
+
+
 FIRST_CALLS = """
 import sys, torch
 from apex._cli.build import command

@@ -90,6 +90,8 @@ class Kernel:
         **constants: Any,
     ) -> PreparedLaunch:
         """The same without tensors and floats: what a launch rule can answer, so that no constants are looked up."""
+        for function in (self.function, *constants.values()):
+            settle_hash(function)
         names = self.function.arg_names
         values = tuple(constants[name] for name in names[len(names) - len(constants) :])
         return PreparedLaunch(self, grid, sizes, values, num_warps, num_stages)
@@ -178,6 +180,18 @@ def _launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
         attributes = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
         return run.launch, (*attributes, None, None, compiled.packed_metadata, *no_hooks)
     return run, (compiled.function, compiled.packed_metadata, *no_hooks)
+
+
+def settle_hash(function: Any) -> None:
+    """Has Triton hash a kernel after the functions that it calls.
+
+    Triton looks at the constants of a function that it has hashed already only (`DependenciesFinder._update_hash`): the
+    key of a kernel in its cache would depend on which kernel a process has launched before.
+    """
+    if isinstance(function, triton.JITFunction) and function.hash is None:
+        for name in function.fn.__code__.co_names:
+            settle_hash(function.fn.__globals__.get(name))
+        _ = function.cache_key
 
 
 def kernel(function: Any) -> Kernel:

@@ -120,9 +120,10 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def overlapping(tensors: Sequence[Tensor]) -> set[int]:
-    """Indices of tensors that share memory with another of the list."""
+    """Indices of tensors that share memory with another of the list; those of the device "meta" have none."""
     found: set[int] = set()
-    extents = sorted((*extent(tensor), index) for index, tensor in enumerate(tensors) if tensor.numel())
+    present = ((index, tensor) for index, tensor in enumerate(tensors) if tensor.numel() and not tensor.is_meta)
+    extents = sorted((*extent(tensor), index) for index, tensor in present)
     last_end, last = -1, -1
     for start, end, index in extents:
         if 0 < start < last_end:  # tensors without memory, on the device "meta", are all at 0
