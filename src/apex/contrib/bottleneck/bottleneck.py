@@ -40,18 +40,19 @@ class FrozenBatchNorm2d(nn.Module):
     def get_scale_bias(self, nhwc: bool) -> list[Tensor]:
         """Scale and bias as [1, 1, 1, C] or [1, C, 1, 1], in the buffers' dtype."""
         shape = (1, 1, 1, -1) if nhwc else (1, -1, 1, 1)
-        return [values.view(shape) for values in _scale_and_bias(self)]
+        return [values.view(shape) for (values,) in _scales_and_biases([self])]
 
     def forward(self, x: Tensor) -> Tensor:
         scale, bias = self.get_scale_bias(False)
         return x * scale + bias
 
 
-def _scale_and_bias(norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Those of a norm, [C], in the buffers' dtype."""
-    weight, bias, mean, variance = norm._buffers.values()  # four attributes of a module take 7 us
-    scale = weight * variance.rsqrt()  # type: ignore[operator, union-attr]
-    return scale, torch.addcmul(bias, mean, scale, value=-1)  # type: ignore[arg-type, call-overload]
+def _scales_and_biases(norms: Sequence[nn.Module]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Those of each norm, [C], in the buffers' dtype; three launches for all of them."""
+    buffers = (norm._buffers.values() for norm in norms)  # four attributes of a module take 7 us
+    weights, biases, means, variances = map(list, zip(*buffers, strict=True))
+    scales = torch._foreach_div(weights, torch._foreach_sqrt(variances))
+    return scales, torch._foreach_addcmul(biases, means, scales, value=-1)
 
 
 def _forward(
@@ -207,8 +208,7 @@ class Bottleneck(nn.Module):
 
     def _scales_and_biases(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         if self.w_scale is None or self.w_bias is None:
-            scales, biases = zip(*map(_scale_and_bias, self._norms()), strict=True)
-            return scales, biases
+            return _scales_and_biases(self._norms())
         weight, scale = next(self.bn1.buffers()), self.w_scale[0]
         if (weight.device, weight.dtype) != (scale.device, scale.dtype):
             raise RuntimeError(
@@ -224,12 +224,11 @@ class Bottleneck(nn.Module):
         """
         norms = self._norms()
         pairs = [norm.get_scale_bias(self.explicit_nhwc) for norm in norms]
-        self.w_scale, self.w_bias = ([pair[place] for pair in pairs] for place in range(2))
+        kept = self.w_scale, self.w_bias = tuple([pair[place] for pair in pairs] for place in range(2))
 
         def renew() -> None:
-            for pair, norm in zip(pairs, norms, strict=True):
-                for memory, values in zip(pair, _scale_and_bias(norm), strict=True):
-                    memory.view(-1).copy_(values)
+            for memories, values in zip(kept, _scales_and_biases(norms), strict=True):
+                torch._foreach_copy_([memory.view(-1) for memory in memories], values)
 
         return renew
 

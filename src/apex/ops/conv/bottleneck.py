@@ -66,7 +66,9 @@ def bottleneck_forward(
     pixels = x[:, :, ::stride, ::stride] if stride > 1 else x
     if stride > 1 and x.is_contiguous(memory_format=torch.channels_last):
         pixels = pixels.contiguous(memory_format=torch.channels_last)
-    scaled = [times_scale(weight, scale) for weight, scale in zip(weights, scales, strict=True)]
+    # One call, where three or four would take the host 10 us each.
+    products = torch._foreach_mul(weights, [scale.reshape(-1, 1, 1, 1) for scale in scales])
+    scaled = [cast(product, x.dtype) for product in products]
     bias = [cast(each if each.dim() == 1 else each.reshape(-1), x.dtype) for each in biases]
     out1 = conv_relu(pixels, scaled[0], bias[0], _NO_PADDING)
     if exchange is None:
@@ -128,9 +130,10 @@ def bottleneck_backward(
     of_input = None
     if dx is not None and dz1 is not None and of_x:
         of_input = at_pixels(add_gradient(dx, dz1, scaled[0]), shape, stride)
-    for each, scale in zip(of_scaled, scales, strict=True):
-        if each is not None:
-            each.mul_(scale.reshape(-1, 1, 1, 1))
+    found = [place for place, each in enumerate(of_scaled) if each is not None]
+    if found:
+        factors = [scales[place].reshape(-1, 1, 1, 1) for place in found]
+        torch._foreach_mul_([of_scaled[place] for place in found], factors)
     return [of_input, *of_scaled]
 
 
@@ -185,7 +188,7 @@ def conv_gradients(
 
 def relu_gradient(dy: Tensor, y: Tensor) -> Tensor:
     """The gradient before ReLU, from its result."""
-    return torch.ops.aten.threshold_backward(dy, y, 0)
+    return torch.ops.aten.threshold_backward.default(dy, y, 0)
 
 
 def add_gradient(dx: Tensor, dz: Tensor, weight: Tensor) -> Tensor:
