@@ -168,10 +168,23 @@ def test_matches_float64(case: BatchNormCase, route: Route) -> None:
     check(case, route)
 
 
+NOTHING_WHOLE = {False: 0, True: 0}
+
+
+@pytest.mark.parametrize("route", [each for each in routes() if each.values[0].implementation == "triton"])
+@pytest.mark.parametrize("case", [*CASES[:6], CASES[7], CASES[9], CASES[17], *CASES[-2:]], ids=str)
+def test_in_passes(case: BatchNormCase, route: Route) -> None:
+    """The same where a program cannot hold a channel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "WHOLE", NOTHING_WHOLE)
+        check(case, route)
+
+
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("last", [True, False])
 def test_programs_that_take_several_tiles(route: Route, last: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "WHOLE", NOTHING_WHOLE)
         for name in ("FORWARD_PACE", "BACKWARD_PACE"):
             patch.setattr(config, name, config.Pace(128, getattr(config, name).unroll, 4))
         patch.setattr(config, "measure_programs", lambda units, blocks, multiprocessors, pace: 5)
@@ -518,6 +531,20 @@ def test_tiles_cover_everything(last: bool) -> None:
         assert (channels if last else positions) % tiles.constants["ALIGN"] == 0
         assert channel_block * tiles.channel_blocks >= channels
         assert rows * channel_block <= 2048
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_whole_channels_fit_a_program(last: bool) -> None:
+    assert not config.held_whole(5 * 8193, 5, last)
+    for images, positions, channels in ((1, 196, 200), (2, 512, 7), (1, 1, 5), (64, 16, 2048), (1, 8192, 3)):
+        if not config.held_whole(images * positions * channels, channels, last):
+            assert last
+            continue
+        (programs,), sizes, constants = config.whole_tiling(config.Geometry(images, positions, channels, last))
+        assert sizes == (images * positions, positions, channels)
+        assert constants["R"] >= images * positions
+        assert constants["R"] * constants["C_BLOCK"] <= config.WHOLE_TILE
+        assert programs * constants["C_BLOCK"] >= channels > (programs - 1) * constants["C_BLOCK"]
 
 
 ONES = torch.ones(6)

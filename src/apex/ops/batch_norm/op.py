@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_per_channel
-from . import config, reference
+from . import config, reference, whole
 from .passes import FAMILY, Exchange, gradient_sums, input_gradient, normalise, statistics, values_per_channel
 from .reference import BatchNormSpec, BatchStatistics, Channels, GradientSums
 
@@ -59,13 +59,16 @@ def batch_norm_with_statistics(
             return reference.norm(input, z, running, spec)
         if not runs_kernels(input, z, spec):
             return reference.torch_norm(input, z, running, spec, wanted and spec.training)
-    found, (mean, variance, weight, bias) = None, running
+    found, output, (mean, variance, weight, bias) = None, None, running
     if spec.training:
-        mean, variance = statistics(input, spec, mean, variance, exchange)
+        if exchange is None and whole.takes(input, spec):
+            output, mean, variance = whole.forward(input, z, running, spec)
+        else:
+            mean, variance = statistics(input, spec, mean, variance, exchange)
         found = BatchStatistics(mean, variance, False)
     if torch.is_grad_enabled():
-        return _apply_node(input, z, weight, bias, mean, variance, spec, exchange), found
-    return normalise(input, z, Channels(mean, variance, weight, bias), spec), found
+        return _apply_node(input, z, weight, bias, mean, variance, spec, exchange, (output,)), found
+    return normalise(input, z, Channels(mean, variance, weight, bias), spec) if output is None else output, found
 
 
 def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpec) -> None:
@@ -131,6 +134,9 @@ def forward(
 ) -> tuple[Tensor, Channels]:
     """The output, and what it was normalised by, without autograd."""
     channels = running
+    if exchange is None and whole.takes(input, spec):
+        output, *found = whole.forward(input, z, running, spec)
+        return output, Channels(*found, running.weight, running.bias)
     if spec.training:
         channels = Channels(
             *statistics(input, spec, running.mean, running.variance, exchange), running.weight, running.bias
@@ -153,6 +159,8 @@ def backward(
 
     ReLU's mask is taken from `output`; None stands for that of a norm without an addend, which is computed again.
     """
+    if exchange is None and wants_input and whole.takes(input, spec):
+        return whole.backward(dy, input, output, channels, spec, wants_z)
     dz, sum_dy, sum_dy_xhat, rank_stats = gradient_sums(
         dy, input, output, channels, spec, keep_dz=wants_z, for_ranks=exchange is not None
     )
@@ -203,19 +211,22 @@ def saved_gradients(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> tuple[Tenso
 
 
 class BatchNormFunction(torch.autograd.Function):
-    """Normalises by the mean and biased variance of everything that is normalised together, which were found before."""
+    """Normalises by the mean and biased variance of everything that is normalised together, which were found before.
+
+    `known` is a tuple of the output, or of None where it is to be computed.
+    """
 
     @staticmethod
-    def forward(ctx, input, z, weight, bias, mean, variance, spec, exchange):  # type: ignore[no-untyped-def, override]
+    def forward(ctx, input, z, weight, bias, mean, variance, spec, exchange, known):  # type: ignore[no-untyped-def, override]
         channels = Channels(mean, variance, weight, bias)
-        output = normalise(input, z, channels, spec)
+        output = normalise(input, z, channels, spec) if known[0] is None else known[0]
         save(ctx, input, z, output, channels, spec, exchange)
         return output
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def, override]
         found = _node_gradients(ctx, dy) if ctx.exchange is None else _node_gradients_once(ctx, dy)
-        return *found, None, None, None, None
+        return *found, None, None, None, None, None
 
 
 def _node_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
