@@ -32,8 +32,7 @@ def print_welcome(context: Any) -> None:
     facts.add_row("runs on", _place(triton is not None))
     console.print(facts)
     panels: dict[str, list[Any]] = {}
-    for name in context.command.list_commands(context):
-        command = context.command.get_command(context, name)
+    for command in context.command.commands.values():
         if not command.hidden:
             panels.setdefault(getattr(command, "rich_help_panel", None) or "More", []).append(command)
     table = make_table(console, None, "to", "", "")
