@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from apex.booster import Booster
 from apex.booster._whole import whole_model, whole_optimizer
 from apex.booster.mixed_precision import FP8MixedPrecision, FP16ApexMixedPrecision, mixed_precision_factory
 from apex.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from apex.checkpoint import _huggingface
 from apex.nn.lr_scheduler import LinearWarmupLR
 from apex.transformer import parallel_state
 from tests.booster.problem import (
@@ -185,7 +187,6 @@ def resumes(plugin: str, precision: str, shard: bool, use_async: bool) -> Check:
             expected = weights_of(parts[0]), whole_optimizer(parts[1], copies=True)
             amp.shutdown()
             booster, parts = _with_scheduler(plugin, precision, seed=1)
-            dist.barrier()  # the first process has waited for its files when it saved the scheduler
             booster.load_model(parts[0], folder / "model")
             booster.load_optimizer(parts[1], folder / "optimizer")
             booster.load_lr_scheduler(parts[4], folder / "scheduler")
@@ -234,6 +235,25 @@ def goes_on_elsewhere(rank: int) -> None:
             ways.append(torch.cat([each.flatten() for each in way]))
         for found in ways[1:]:
             assert (found - ways[0]).norm() < 1e-4 * ways[0].norm(), plugin
+
+
+def waits_for_a_save_elsewhere(rank: int) -> None:
+    """A load waits for what the first process still writes, and what went wrong there is raised in all."""
+    booster, model = make(plugin=TorchDDPPlugin()), net()
+    model, *_ = booster.boost(model)
+    write = _huggingface.write_file
+
+    def write_slowly(*arguments: Any) -> None:
+        time.sleep(0.3)
+        write(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_huggingface, "write_file", write_slowly)
+        booster.save_model(model, "slowly", use_async=True)
+        booster.load_model(model, "slowly")
+        booster.save_model(model, Path("slowly", "nowhere"), use_async=True)
+        with pytest.raises(OSError, match="a checkpoint could not be written; rank 0 had"):
+            booster.save_model(model, "again")
 
 
 def is_refused(rank: int) -> None:
@@ -307,6 +327,7 @@ for plugin in PLUGINS:
 CHECKS |= {
     "goes on elsewhere": goes_on_elsewhere,
     "is refused": is_refused,
+    "waits for a save elsewhere": waits_for_a_save_elsewhere,
     "clips by itself": clips_by_itself,
     "reads data in parts": reads_data_in_parts,
 }

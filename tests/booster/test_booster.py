@@ -179,8 +179,9 @@ def test_wrappers_are_transparent() -> None:
     assert copy.deepcopy(model).unwrap() is not inner
 
 
-def test_a_step_takes_no_closure_where_losses_are_scaled() -> None:
+@pytest.mark.parametrize("precision", ["fp16", BF16MixedPrecision("O5")])
+def test_a_step_takes_no_closure_where_gradients_are_changed_before_it(precision: Any) -> None:
     model = net()
-    _, optimizer, *_ = make("fp16").boost(model, adam(model))
+    _, optimizer, *_ = make(precision).boost(model, adam(model))
     with pytest.raises(ValueError, match="step takes no closure"):
         optimizer.step(lambda: None)

@@ -156,8 +156,8 @@ class MixedOptimizer(OptimizerWrapper):
             get_dist_logger().info(f"{zeros} elements of gradients are zero")
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.scaler is not None and (args or kwargs.get("closure") is not None):
-            raise ValueError("step takes no closure with a loss scale: backward passes in it would not be scaled")
+        if (self.scaler or self.masters) is not None and (args or kwargs.get("closure") is not None):
+            raise ValueError("step takes no closure with a loss scale or master weights: its gradients would miss them")
         result = self.optim.step(*args, **kwargs) if self.scaler is None else self.scaler.step(self.optim)
         if self.scaler is not None:
             self.scaler.update()

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..checkpoint._ranks import is_first
 from .checkpoint_io import CheckpointIO
 from .mixed_precision import FP32Precision, MixedPrecision, Precision, mixed_precision_factory
 from .plugin.plugin_base import Boosted, PipelinePluginBase, Plugin
@@ -95,15 +95,11 @@ class Booster:
             _move(model, optimizer, self.device)
         if self.plugin is None:
             model, boosted, criterion = (precision or FP32Precision()).configure(model, optimizer, criterion)
-        elif self.plugin.takes_precision and (precision is None or isinstance(precision, Precision)):
-            model, boosted, criterion, dataloader, lr_scheduler = self.plugin.configure(  # type: ignore[call-arg]
-                model, optimizer, criterion, dataloader, lr_scheduler, precision
-            )
         else:
-            model, boosted, criterion, dataloader, lr_scheduler = self.plugin.configure(
-                model, optimizer, criterion, dataloader, lr_scheduler
-            )
-            if precision is not None:
+            takes = self.plugin.takes_precision and (precision is None or isinstance(precision, Precision))
+            given = (model, optimizer, criterion, dataloader, lr_scheduler, *((precision,) if takes else ()))
+            model, boosted, criterion, dataloader, lr_scheduler = self.plugin.configure(*given)
+            if precision is not None and not takes:
                 model, boosted, criterion = precision.configure(model, boosted, criterion)
         if isinstance(boosted, OptimizerWrapper):
             boosted.watched.append(optimizer)
@@ -168,10 +164,10 @@ class Booster:
 
     def save_lora_as_pretrained(self, model: Any, checkpoint: str | Path, use_safetensors: bool = False) -> None:
         """Saves the adapters of a model with LoRA to a folder that `enable_lora(pretrained_dir=...)` takes."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
-            unwrapped(model).save_pretrained(str(checkpoint), safe_serialization=use_safetensors)
-        if dist.is_available() and dist.is_initialized():
-            dist.barrier()
+        adapted = unwrapped(model)
+        CheckpointIO()._write(
+            lambda path: adapted.save_pretrained(str(path), safe_serialization=use_safetensors), checkpoint, False
+        )
 
 
 def _default_device() -> torch.device:
@@ -194,5 +190,5 @@ def _move(model: nn.Module, optimizer: Any, device: torch.device) -> None:
 
 def _warn(message: str) -> None:
     """In the first process."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+    if is_first():
         warnings.warn(message, stacklevel=3)

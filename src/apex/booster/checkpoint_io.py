@@ -24,7 +24,8 @@ class CheckpointIO:
 
     def __init__(self) -> None:
         self._writer: concurrent.futures.ThreadPoolExecutor | None = None
-        self._writing: list[concurrent.futures.Future[None]] = []
+        # What was begun last and not waited for yet: nothing to do in processes other than the first.
+        self._writing: concurrent.futures.Future[None] | None = None
 
     def save_model(
         self,
@@ -119,11 +120,10 @@ class CheckpointIO:
         path = Path(checkpoint)
         self.wait_for_saves()
         if use_async:
-            if is_first():
-                if self._writer is None:
-                    self._writer = concurrent.futures.ThreadPoolExecutor(1, "apex-booster-save")
-                    atexit.register(_finish, weakref.ref(self))
-                self._writing.append(self._writer.submit(write, path))
+            if self._writer is None:
+                self._writer = concurrent.futures.ThreadPoolExecutor(1, "apex-booster-save")
+                atexit.register(_finish, weakref.ref(self))
+            self._writing = self._writer.submit(write if is_first() else (lambda path: None), path)
             return
         failure: Exception | None = None
         if is_first():
@@ -134,10 +134,10 @@ class CheckpointIO:
         raise_everywhere(failure, f"the checkpoint {path} could not be written")
 
     def wait_for_saves(self) -> None:
-        """Waits for what is being written; raises what went wrong, in the process that wrote it."""
-        writing, self._writing = self._writing, []
-        for each in writing:
-            each.result()
+        """Waits, in all processes, for what the first one writes beside the training; raises what went wrong."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            raise_everywhere(writing.exception(), "a checkpoint could not be written")
 
 
 def _check_gathered(gather_dtensor: bool) -> None:
@@ -151,5 +151,5 @@ def _check_gathered(gather_dtensor: bool) -> None:
 def _finish(io: weakref.ref[CheckpointIO]) -> None:
     """At the end of the process."""
     living = io()
-    if living is not None:
-        living.wait_for_saves()
+    if living is not None and living._writing is not None:
+        living._writing.result()
