@@ -47,7 +47,7 @@ class FrozenBatchNorm2d(nn.Module):
         return x * scale + bias
 
 
-def _scales_and_biases(norms: Sequence[nn.Module]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+def _scales_and_biases(norms: Sequence[nn.Module]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Those of each norm, [C], in the buffers' dtype; three launches for all of them."""
     buffers = (norm._buffers.values() for norm in norms)  # four attributes of a module take 7 us
     weights, biases, means, variances = map(list, zip(*buffers, strict=True))

@@ -135,8 +135,8 @@ def forward(
     """The output, and what it was normalised by, without autograd."""
     channels = running
     if exchange is None and whole.takes(input, spec):
-        output, *found = whole.forward(input, z, running, spec)
-        return output, Channels(*found, running.weight, running.bias)
+        output, mean, variance = whole.forward(input, z, running, spec)
+        return output, Channels(mean, variance, running.weight, running.bias)
     if spec.training:
         channels = Channels(
             *statistics(input, spec, running.mean, running.variance, exchange), running.weight, running.bias

@@ -15,7 +15,7 @@ ranks above and below; what it returns waits for theirs and gives (row above, ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def bottleneck_forward(
     if stride > 1 and x.is_contiguous(memory_format=torch.channels_last):
         pixels = pixels.contiguous(memory_format=torch.channels_last)
     # One call, where three or four would take the host 10 us each.
-    products = torch._foreach_mul(weights, [scale.reshape(-1, 1, 1, 1) for scale in scales])
+    products = torch._foreach_mul(list(weights), [scale.reshape(-1, 1, 1, 1) for scale in scales])
     scaled = [cast(product, x.dtype) for product in products]
     bias = [cast(each if each.dim() == 1 else each.reshape(-1), x.dtype) for each in biases]
     out1 = conv_relu(pixels, scaled[0], bias[0], _NO_PADDING)
@@ -130,10 +130,10 @@ def bottleneck_backward(
     of_input = None
     if dx is not None and dz1 is not None and of_x:
         of_input = at_pixels(add_gradient(dx, dz1, scaled[0]), shape, stride)
-    found = [place for place, each in enumerate(of_scaled) if each is not None]
+    found = [(each, scale) for each, scale in zip(of_scaled, scales, strict=True) if each is not None]
     if found:
-        factors = [scales[place].reshape(-1, 1, 1, 1) for place in found]
-        torch._foreach_mul_([of_scaled[place] for place in found], factors)
+        factors: Any = [scale.reshape(-1, 1, 1, 1) for _, scale in found]
+        torch._foreach_mul_([each for each, _ in found], factors)
     return [of_input, *of_scaled]
 
 
