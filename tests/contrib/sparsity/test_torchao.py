@@ -96,6 +96,9 @@ def test_converted_layers_compute_the_same(sparsity: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.xfail(
+    torch.__version__ < "2.12", raises=RuntimeError, reason="an internal error of PyTorch 2.11 (docs/sparsity.md)"
+)
 def test_training_with_sparse_products(training: Any) -> None:
     # PyTorch searches tiles of 128 x 128 for the two of four to keep.
     model = make(256, device="cuda", dtype=torch.float16)
