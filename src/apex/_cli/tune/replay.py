@@ -12,7 +12,7 @@ from torch import Tensor
 from ...ops import _library
 from ...ops._tolerance import TOLERANCES, excess
 from ...ops._tuned import Question
-from ..build.calls import OPS, Op, Shape
+from ..build.calls import OPS, Maker, Shape
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # Elements of a call whose number of heads, or batches, a question leaves open.
@@ -76,47 +76,27 @@ CALLS: dict[str, Callable[..., tuple[str, Shape]]] = {
 SUM_PRODUCTS = ("attention",)
 
 
-class _Tensors:
-    """Makes the tensors of a call, as `Maker` does, of random numbers; another run gets the same ones again."""
+class _Tensors(Maker):
+    """Makes the tensors of a call of random numbers; another run gets the same ones again."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self._made: list[Tensor] = []
-        self._next = 0
+        self.made: list[Tensor] = []
+        self.next = 0
         self._generator = torch.Generator(device).manual_seed(0)
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [tensor for tensor in self._made if tensor.requires_grad]
-
-    def rewind(self) -> None:
-        self._next = 0
-
-    def widened(self) -> _Tensors:
-        """The same tensors in float64."""
-        wide = _Tensors(torch.float64, self.device)
-        for tensor in self._made:
-            double = tensor.detach().double() if tensor.is_floating_point() else tensor
-            wide._made.append(double.requires_grad_(tensor.requires_grad))
-        return wide
-
     def _again(self, make: Callable[[], Tensor]) -> Tensor:
-        if self._next == len(self._made):
-            self._made.append(make())
-        self._next += 1
-        return self._made[self._next - 1]
+        if self.next == len(self.made):
+            self.made.append(make())
+        self.next += 1
+        return self.made[self.next - 1]
 
     def _random(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         if not dtype.is_floating_point:
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        values = torch.randn(shape, generator=self._generator, dtype=torch.float32, device=self.device)
-        return values.to(dtype)
+        return torch.randn(shape, generator=self._generator, dtype=torch.float32, device=self.device).to(dtype)
 
     def constant(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         return self._again(lambda: self._random(shape, dtype))
-
-    def leaf(self, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
-        return self._again(lambda: self._random(shape, dtype or self.dtype).requires_grad_())
 
     def image(self, shape: Shape) -> Tensor:
         def make() -> Tensor:
@@ -129,46 +109,53 @@ class Replay:
     """An op's call with a shape: its passes by kernels, and their results beside those of PyTorch in float64."""
 
     def __init__(self, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-        self.name, self.shape, self.dtype = name, shape, dtype
-        self.op: Op = OPS[name]
-        self._device = device
+        self.name, self.shape, self.dtype, self.device = name, shape, dtype, device
+        self.op = OPS[name]
         self.release()
 
     def release(self) -> None:
         """Lets the tensors go; the next pass makes them again."""
-        self._tensors = _Tensors(self.dtype, self._device)
-        self._gradient: Tensor | None = None
-        self._output: Tensor | None = None
-        self._expected: list[Tensor] | None = None
+        self._tensors = _Tensors(self.dtype, self.device)
+        self._output: Any = None
+        self._gradient: Any = None
+        self._expected: list[Tensor] = []
 
-    def forward(self) -> Tensor:
-        self._tensors.rewind()
-        self._output = self.op.run(self._tensors, self.shape)  # type: ignore[arg-type]
+    def _run(self, tensors: _Tensors) -> tuple[Tensor, list[Tensor]]:
+        """The output, and the tensors that have a gradient."""
+        tensors.next = 0
+        output = self.op.run(tensors, self.shape)
+        return output, [tensor for tensor in tensors.made if tensor.requires_grad]
+
+    def forward(self) -> None:
+        self._output, self._leaves = self._run(self._tensors)
         if self._gradient is None:
             self._gradient = torch.randn_like(self._output)
-        return self._output
 
     def backward(self) -> tuple[Tensor, ...]:
         """Gradients of the last forward pass."""
         if self._output is None:
             self.forward()
-        return torch.autograd.grad(self._output, self._tensors.leaves, self._gradient, retain_graph=True)  # type: ignore[arg-type]
+        return torch.autograd.grad(self._output, self._leaves, self._gradient, retain_graph=True)
 
     def results(self) -> list[Tensor]:
         """Output and gradients."""
-        output = self.forward()
-        return [output.detach(), *self.backward()]
+        self.forward()
+        return [self._output.detach(), *self.backward()]
+
+    def _exact(self) -> list[Tensor]:
+        """The results of PyTorch's operators in float64."""
+        wide = _Tensors(torch.float64, self.device)
+        for tensor in self._tensors.made:
+            double = tensor.detach().double() if tensor.is_floating_point() else tensor
+            wide.made.append(double.requires_grad_(tensor.requires_grad))
+        with _library.implementation("torch"):
+            output, leaves = self._run(wide)
+            return [output.detach(), *torch.autograd.grad(output, leaves, self._gradient.double())]
 
     def worst_excess(self, results: list[Tensor]) -> float:
         """The largest error of results as a multiple of its tolerance; above 1 is wrong."""
-        if self._expected is None:
-            wide = _Tensors.widened(self._tensors)
-            with _library.implementation("torch"):
-                output = self.op.run(wide, self.shape)  # type: ignore[arg-type]
-                gradients = torch.autograd.grad(output, wide.leaves, self._gradient.double())  # type: ignore[union-attr]
-            self._expected = [output.detach(), *gradients]
-        largest = max(each.numel() for each in self._expected)
-        worst = 0.0
+        self._expected = self._expected or self._exact()
+        largest, worst = max(each.numel() for each in self._expected), 0.0
         for one, exact in zip(results, self._expected, strict=True):
             terms = max(1, largest // max(1, exact.numel()))
             slack = max(TOLERANCES[one.dtype]) * float(exact.abs().max()) if self.name in SUM_PRODUCTS else 0.0
