@@ -11,6 +11,9 @@ from tests.harness import assert_close
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from apex.ops import _launch
 from apex.ops._launch import KERNELS, recording
 
@@ -168,3 +171,14 @@ def test_runs_on_the_device_of_its_tensors() -> None:
             output = norm.rms_norm(x, 64)
             assert output.device == x.device
             assert_close(output, torch.nn.functional.rms_norm(x.double(), (64,), eps=1e-5))
+
+
+def dot(a, b):  # type: ignore[no-untyped-def]
+    return tl.dot(a, b)
+
+
+def test_a_function_may_be_named_as_an_attribute_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = triton.JITFunction(dot)
+    monkeypatch.setitem(globals(), "dot", function)
+    _launch.settle_hash(function)
+    assert function.hash is not None

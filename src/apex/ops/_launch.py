@@ -182,15 +182,15 @@ def _launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     return run, (compiled.function, compiled.packed_metadata, *no_hooks)
 
 
-def settle_hash(function: Any) -> None:
+def settle_hash(function: Any, callers: tuple[Any, ...] = ()) -> None:
     """Has Triton hash a kernel after the functions that it calls.
 
     Triton looks at the constants of a function that it has hashed already only (`DependenciesFinder._update_hash`): the
     key of a kernel in its cache would depend on which kernel a process has launched before.
     """
-    if isinstance(function, triton.JITFunction) and function.hash is None:
-        for name in function.fn.__code__.co_names:
-            settle_hash(function.fn.__globals__.get(name))
+    if isinstance(function, triton.JITFunction) and function.hash is None and function not in callers:
+        for name in function.fn.__code__.co_names:  # attributes too: a `dot` that calls `tl.dot` names itself
+            settle_hash(function.fn.__globals__.get(name), (*callers, function))
         _ = function.cache_key
 
 

@@ -185,7 +185,14 @@ def report(outcomes: Sequence[Outcome], asked: int, output: Path) -> None:
         times = [f"{each.before:.1f}", f"{each.after:.1f}", f"{each.before / each.after - 1:.1%}"]
         found = ", ".join(f"{name} {each.instead_of[name]} -> {value}" for name, value in each.config.items())
         times = times if each.config else ["", "", ""]
-        table.add_row(each.question.op, each.question.dtype, shape, *times, str(each.tried), found or each.reason or "the rule's answer")
+        table.add_row(
+            each.question.op,
+            each.question.dtype,
+            shape,
+            *times,
+            str(each.tried),
+            found or each.reason or "the rule's answer",
+        )
     print_table(console, table)
     kept = sum(bool(each.config) for each in outcomes)
     console.print(f"{kept} of {len(outcomes)} launches have something quicker, at least 3% beyond noise.")
