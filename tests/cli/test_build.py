@@ -136,7 +136,7 @@ from apex._cli.build.calls import parse_call
 from apex.ops import _ahead
 
 order = int(sys.argv[1])
-for call in ["softmax", "lamb"][::order]:
+for call in ["softmax", "attention", "lamb"][::order]:
     with _ahead.planning(_ahead.GPUS["sm_90"]) as launches:
         parse_call(call, "bfloat16").run(torch.device("meta"))
     for launch in launches[::order]:

@@ -9,6 +9,7 @@ which takes less than half the host time of Triton's `function[grid](...)`.
 from __future__ import annotations
 
 import contextlib
+import dis
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, MutableSequence
@@ -182,15 +183,16 @@ def _launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     return run, (compiled.function, compiled.packed_metadata, *no_hooks)
 
 
-def settle_hash(function: Any, callers: tuple[Any, ...] = ()) -> None:
+def settle_hash(function: Any) -> None:
     """Has Triton hash a kernel after the functions that it calls.
 
     Triton looks at the constants of a function that it has hashed already only (`DependenciesFinder._update_hash`): the
     key of a kernel in its cache would depend on which kernel a process has launched before.
     """
-    if isinstance(function, triton.JITFunction) and function.hash is None and function not in callers:
-        for name in function.fn.__code__.co_names:  # attributes too: a `dot` that calls `tl.dot` names itself
-            settle_hash(function.fn.__globals__.get(name), (*callers, function))
+    if isinstance(function, triton.JITFunction) and function.hash is None:
+        for instruction in dis.get_instructions(function.fn):
+            if instruction.opname == "LOAD_GLOBAL":  # other names are those of attributes
+                settle_hash(function.fn.__globals__.get(instruction.argval))
         _ = function.cache_key
 
 
