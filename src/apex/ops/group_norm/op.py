@@ -293,7 +293,7 @@ def _backward_launches(
             D_BLOCK=small.channel_block,
             WHOLE=whole,
             ADD_UP=add_up and not whole,
-            num_warps=small.num_warps,
+            num_warps=config.whole_warps(small) if whole else small.num_warps,
         )
         separate = param_grads and not add_up and not whole
         return BackwardLaunches(0 if whole else elements, launch, parameters=parameters if separate else None)
