@@ -193,7 +193,11 @@ def tune(
     from .tune.command import run_tune
 
     options = {"ops": ops, "shapes": shapes, "record": record, "arguments": arguments or []}
-    raise typer.Exit(run_tune(**options, budget=budget, output=output))  # type: ignore[arg-type]
+    try:
+        status = run_tune(**options, budget=budget, output=output)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(status)
 
 
 @app.command(rich_help_panel="Compare")

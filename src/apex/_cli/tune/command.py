@@ -36,29 +36,24 @@ def run_tune(
 ) -> int:
     """Tunes the launches of a script, of a file of shapes, or of the examples of `apex build --list`.
 
-    The exit status is 0, 2 for a request that cannot be met, 130 where it was interrupted; what was found until then
-    is in the table.
+    The exit status is 0, or 130 where it was interrupted; what was found until then is in the table. A request that
+    cannot be met is a ValueError.
     """
-    messages = make_console(stderr=True)
-    try:
-        seconds, device = parse_budget(budget), _gpu()
-        output = output or _env.tuned_launches()
-        if output is None:
-            raise ValueError("APEX_TUNED=off leaves no table to write to; name one with --output")
-        if arguments and record is None:
-            raise ValueError(f"{arguments[0]!r} is an argument of no script; name the script with --record")
-        if record is not None and shapes is not None:
-            raise ValueError("give --shapes or --record, not both")
-        if record is not None:
-            questions = record_script(record, arguments)
-        else:
-            questions = record_shapes(list(OPS) if shapes is None else _lines(shapes), device)
-    except (ValueError, OSError) as error:
-        messages.print(f"apex tune: {error}", style="red")
-        return 2
+    seconds, device = parse_budget(budget), _gpu()
+    output = output or _env.tuned_launches()
+    if output is None:
+        raise ValueError("APEX_TUNED=off leaves no table to write to; name one with --output")
+    if arguments and record is None:
+        raise ValueError(f"{arguments[0]!r} is an argument of no script; name the script with --record")
+    if record is not None and shapes is not None:
+        raise ValueError("give --shapes or --record, not both")
+    if record is not None:
+        questions = record_script(record, arguments)
+    else:
+        questions = record_shapes(list(OPS) if shapes is None else _lines(shapes), device)
     words = [word for word in ops.split(",") if word]
     chosen = [each for each in questions if not words or any(word in each[0].op for word in words)]
-    outcomes, interrupted = tune(chosen, device, seconds, output, messages)
+    outcomes, interrupted = tune(chosen, device, seconds, output, make_console(stderr=True))
     report(outcomes, len(chosen), output)
     return 130 if interrupted else 0
 
@@ -85,6 +80,8 @@ def _gpu() -> torch.device:
 
 
 def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        raise ValueError(f"there is no file of shapes {str(path)!r}")
     lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
     return [line for line in lines if line]
 
