@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from apex.optimizers import FusedSGD
+from apex.transformer.amp import GradScaler
 from tests.booster import hybrid_checks, problem, process_checks
 
 pytestmark = pytest.mark.gpu
@@ -44,3 +47,21 @@ def test_the_device_is_the_default() -> None:
     booster = process_checks.Booster(mixed_precision="bf16")
     model, *_ = booster.boost(problem.Net())
     assert model(torch.randn(2, problem.FEATURES, device=booster.device)).device.type == "cuda"
+
+
+@pytest.mark.parametrize("unscales_first", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, FusedSGD])
+def test_a_loss_scale_on_a_busy_gpu_reaches_gradients_on_the_host(kind: Any, unscales_first: bool) -> None:
+    """Copies to the host are waited for: the kernels before them take a tenth of a second here."""
+    param = torch.nn.Parameter(torch.zeros(8))
+    optimizer, scaler = kind([param], lr=1.0), GradScaler(init_scale=2.0**10)
+    for step in range(1, 4):
+        scaler.scale(torch.ones((), device="cuda"))
+        param.grad = torch.full((8,), 2.0**10)
+        torch.cuda._sleep(200_000_000)
+        if unscales_first:
+            scaler.unscale_(optimizer)
+            assert torch.equal(param.grad, torch.ones(8))
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(param.detach(), torch.full((8,), -float(step)))

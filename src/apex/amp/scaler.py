@@ -114,7 +114,8 @@ class LossScaler:
         self._has_moved = True
         if self._scale.device != device:
             self._scale, self._successes, self._overflow_buf = (
-                tensor.to(device, non_blocking=True) for tensor in (self._scale, self._successes, self._overflow_buf)
+                tensor.to(device, non_blocking=device != HOST)  # a copy on the host is read, and so waited for
+                for tensor in (self._scale, self._successes, self._overflow_buf)
             )
 
     def scale_tensor(self) -> Tensor:

@@ -21,6 +21,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import optimizer as _hooks_of_all
 
 from ..ops import _recording
+from ..ops._host import HOST
 from ..ops.multi_tensor import make_lists, zero
 from ._buckets import MASTER, Bucket, GroupPlan, Seen, local
 from ._checkpoints import load_state, saved_state
@@ -67,7 +68,8 @@ class LossScaling(NamedTuple):
         """The same on another device."""
         if self.found_inf is None and self.inverse_scale is None:  # `unscale` comes with a factor
             return self
-        return LossScaling(*[None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self])
+        waits = device == HOST  # where Python reads the copy
+        return LossScaling(*[None if each is None else each.to(device, non_blocking=not waits) for each in self])
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -385,7 +387,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 grad_scaler._check_inf_per_device(self)
             current = grad_scaler._get_scale_async()
             scale = None if state["stage"] is OptState.UNSCALED else current
-            flags = [flag.to(current.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
+            flags = [flag.to(current.device) for flag in state["found_inf_per_device"].values()]
             found = sum(flags[1:], flags[0]) if flags else None
         inverse = None if scale is None else scale.double().reciprocal().to(torch.float32).reshape(1)
         # The sum of no flags, where no parameter has a gradient, is the number 0.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops._host import HOST
 from ...ops.multi_tensor import rules
 from ...optimizers._base import FusedOptimizer, LossScaling, adam_hyperparameters, run_closure
 from ...optimizers._buckets import Bucket
@@ -127,7 +128,7 @@ class FusedAdamSWA(FusedOptimizer):
     def _combined(self, inverse_scale: Tensor | None, clip: Tensor | float) -> Tensor:
         device = self.param_groups[0]["params"][0].device
         factor = (
-            clip.detach().reshape(1).to(device, torch.float32, non_blocking=True)
+            clip.detach().reshape(1).to(device, torch.float32, non_blocking=device != HOST)
             if isinstance(clip, Tensor)
             else torch.full((1,), clip, dtype=torch.float32, device=device)
         )

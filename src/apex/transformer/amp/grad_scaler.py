@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 from ..._distributed import collectives
+from ...ops._host import HOST, on_host
 from .. import parallel_state
 from .._groups.device import parameter_device
 
@@ -50,7 +51,11 @@ class GradScaler(torch.amp.GradScaler):
         if getattr(optimizer, "_custom_amp_unscale_grads", False):
             found = optimizer.unscale_grads(inv_scale, found_inf, allow_fp16)
         else:
-            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            # PyTorch copies both to gradients in the host's memory (FSDP2 with offload) without waiting for the copy.
+            gradients = (param.grad for group in optimizer.param_groups for param in group["params"])
+            waits = any(gradient is not None and on_host(gradient) for gradient in gradients)
+            flags = (inv_scale.to(HOST), found_inf.to(HOST)) if waits else (inv_scale, found_inf)
+            found = super()._unscale_grads_(optimizer, *flags, allow_fp16)
         # One flag for however many devices gradients are on; a frozen stage of a pipeline has none and takes part.
         total = torch.zeros_like(found_inf)
         for flag in found.values():
