@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ..ops import norm
 from ..ops._library import autocast_dtype
+from ..ops._tolerance import TOLERANCES
 from ..ops.group_norm import group_norm
 from .rule import Rule, nothing, random_input
 
@@ -28,13 +30,26 @@ def norm_dtype(input: Tensor) -> torch.dtype:
     return input.dtype
 
 
+# PyTorch 2.12 and later, not 2.11, compute RMS norms in float32 under autocast.
+_RMS_NORM_AUTOCASTS = torch.torch_version.TorchVersion(torch.__version__) >= (2, 12)
+
+
+@functools.cache
+def _default_eps(dtype: torch.dtype) -> float:
+    """What this PyTorch adds in an RMS norm without eps: float32's for half precision, up to 2.6 or so the dtype's."""
+    small = torch.full((1,), 1e-3, dtype=dtype, device=torch.Generator().device)
+    is_wide = dtype.itemsize == 2 and bool(nn.functional.rms_norm(small, (1,)) > 0.5)
+    return torch.finfo(torch.float32 if is_wide else dtype).eps
+
+
 def layer_norm_forward(self: Any, input: Tensor) -> Tensor:
     return norm.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, out_dtype=norm_dtype(input))
 
 
 def rms_norm_forward(self: Any, input: Tensor) -> Tensor:
-    eps = torch.finfo(input.dtype).eps if self.eps is None else self.eps
-    return norm.rms_norm(input, self.normalized_shape, self.weight, eps, out_dtype=norm_dtype(input))
+    eps = self.fused_settings[input.dtype] if self.eps is None else self.eps
+    dtype = norm_dtype(input) if _RMS_NORM_AUTOCASTS else input.dtype
+    return norm.rms_norm(input, self.normalized_shape, self.weight, eps, out_dtype=dtype)
 
 
 def group_norm_forward(self: Any, input: Tensor, activation: str = "") -> Tensor:
@@ -81,7 +96,13 @@ def _probe(module: Any) -> Tensor:
 
 RULES = [
     Rule("layer norm", inherits_forward(nn.LayerNorm), nothing, lambda original: layer_norm_forward),
-    Rule("RMS norm", inherits_forward(nn.RMSNorm), nothing, lambda original: rms_norm_forward),
+    Rule(
+        "RMS norm",
+        inherits_forward(nn.RMSNorm),
+        nothing,
+        lambda original: rms_norm_forward,
+        settings=lambda module: {dtype: _default_eps(dtype) for dtype in TOLERANCES},
+    ),
     Rule("group norm", inherits_forward(nn.GroupNorm), nothing, lambda original: group_norm_forward),
     Rule("RMS norm of weight", _is_written_rms_norm, _written_reason, written_rms_norm(0.0), _probe, _written_eps),
     Rule("RMS norm of 1 + weight", _is_written_rms_norm, _written_reason, written_rms_norm(1.0), _probe, _written_eps),
