@@ -44,7 +44,7 @@ def measure(entry: dict[str, Any], part: float, rounds: int, device: torch.devic
     del replay
     found = Search(question, answer, device)
     found.begin()
-    turns = [(found._microseconds({}), found._microseconds(entry["config"])) for _ in range(rounds)]
+    turns = [(found.microseconds({}), found.microseconds(entry["config"])) for _ in range(rounds)]
     before, after = map(median, zip(*turns, strict=True))
     row = {"op": entry["op"], "dtype": entry["dtype"], "shape": shape, "config": entry["config"]}
     spread = [f(each) for each in zip(*turns, strict=True) for f in (min, max)]

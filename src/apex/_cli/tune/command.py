@@ -20,7 +20,7 @@ from ...ops._device import facts
 from ...ops._tuned import Question, forget_tables, noting
 from ..build.calls import OPS, parse_call
 from ..console import make_console, make_table, print_table
-from .search import Outcome, search
+from .search import Search, search
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -131,9 +131,9 @@ def tune(
     seconds: float,
     output: Path,
     messages: Console,
-) -> tuple[list[Outcome], bool]:
+) -> tuple[list[Search], bool]:
     """Searches, and writes the table anew with every entry found; whether it was interrupted is the second result."""
-    outcomes: list[Outcome] = []
+    outcomes: list[Search] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=messages, disable=not messages.is_terminal, transient=True) as progress:
@@ -172,7 +172,7 @@ def write_entries(path: Path, gpu: str, entries: Sequence[dict[str, Any]]) -> No
         file.write(f'{{"format": {_tuned.FORMAT}, "tables": [\n{bodies}\n]}}\n')
 
 
-def report(outcomes: Sequence[Outcome], asked: int, output: Path) -> None:
+def report(outcomes: Sequence[Search], asked: int, output: Path) -> None:
     """Prints a row for every launch: what was found, or why the rule's answer stands."""
     console = make_console()
     numbers = ("before", "after", "gain", "tried")
