@@ -10,8 +10,11 @@ so that a figure, the median of replays in microseconds, is the GPU's time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
+import queue
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -200,18 +203,23 @@ def _median_of_replays(graph: torch.cuda.CUDAGraph, _owner: Any) -> float:
     return statistics.median(times[5:])
 
 
-def work(tasks: list[Task], device: str, barrier: Any, lock: Any, results: Any) -> None:
-    """Prepares the tasks, waits until all others have prepared theirs, and measures alone."""
-    ready: list[tuple[Task, Callable[[], float] | str]] = []
-    for task in tasks:
-        try:
-            ready.append((task, prepared(*task, device)))
-        except Exception as error:  # one way that fails leaves the others
-            ready.append((task, f"{type(error).__name__}: {str(error)[:300]}"))
-    barrier.wait()
+def attempt(call: Callable[[], Any]) -> Any:
+    """What a call returns, or its error in words: one way that fails leaves the others."""
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def work(tasks: list[Task], device: str, limit: float, barrier: Any, lock: Any, results: Any) -> None:
+    """Prepares the tasks, waits until all others have prepared theirs or the limit is over, and measures alone."""
+    start = time.monotonic()
+    ready = [(task, attempt(lambda task=task: prepared(*task, device))) for task in tasks]
+    with contextlib.suppress(threading.BrokenBarrierError):
+        barrier.wait(max(0.0, limit - (time.monotonic() - start)))
     for task, measure in ready:
         with lock:
-            results.put((task, measure if isinstance(measure, str) else measure()))
+            results.put((task, measure if isinstance(measure, str) else attempt(measure)))
 
 
 def main() -> None:
@@ -219,6 +227,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--at-once", type=int, default=1, help="processes that compile; they measure in turns")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which nothing more is waited for")
     parser.add_argument("--one-size", action="store_true", help="the first size of each case alone")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script on a CPU")
     arguments = parser.parse_args()
@@ -230,8 +239,13 @@ def main() -> None:
     spawn = multiprocessing.get_context("spawn")
     barrier, lock, results = spawn.Barrier(count), spawn.Lock(), spawn.Queue()
     for index in range(count):
-        spawn.Process(target=work, args=(tasks[index::count], device, barrier, lock, results), daemon=True).start()
-    found: dict[Task, float | str] = dict(results.get() for _ in tasks)
+        given = (tasks[index::count], device, 0.8 * arguments.limit, barrier, lock, results)
+        spawn.Process(target=work, args=given, daemon=True).start()
+    found: dict[Task, float | str] = dict.fromkeys(tasks, "out of time")
+    deadline = time.monotonic() + arguments.limit
+    with contextlib.suppress(queue.Empty):
+        for _ in tasks:
+            found.update([results.get(timeout=max(0.0, deadline - time.monotonic()))])
     print(f"{'us, ' + device:32}", *(f"{way:>12}" for way in arguments.ways))
     for case, size in rows:
         cells = [found[case, way, size] for way in arguments.ways]
