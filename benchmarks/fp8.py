@@ -215,26 +215,28 @@ def main() -> None:
     deadline = time.monotonic() + arguments.limit
     device = torch.device(arguments.device)
     path = arguments.output or RESULTS / f"{device_stem(device_name(device))}-fp8.json"
-    key, results = ("curve" if arguments.curve else "steps"), {}
+    key, results = ("curve" if arguments.curve else "steps"), dict[str, dict[str, Any]]()
     for first in range(0, len(arguments.columns), arguments.at_once):
         if time.monotonic() > deadline:
             break
         running = {name: start(name, arguments) for name in arguments.columns[first : first + arguments.at_once]}
-        # Timed one after the other, when all have compiled.
-        results |= {name: listen(*pair) for name, pair in running.items()}
-        for name, (process, errors) in running.items():
-            for _ in range(arguments.seeds - 1 if arguments.curve else 1):
-                if "error" not in results[name]:
-                    if not arguments.curve:
-                        process.stdin.write("\n")
-                        process.stdin.flush()
-                    results[name] |= listen(process, errors)
+        # A line of each when it is warm, or has trained the first seed; then its times, one column after the other, or
+        # its other seeds.
+        for turn in range(arguments.seeds if arguments.curve else 2):
+            for name, (process, errors) in running.items():
+                if "error" in results.get(name, {}):
+                    continue
+                if turn and not arguments.curve:
+                    process.stdin.write("\n")
+                    process.stdin.flush()
+                results.setdefault(name, {}).update(listen(process, errors))
+                known = json.loads(path.read_text()) if path.exists() else {}
+                known[key] = {**describe(device), "size": sizes(arguments), "columns": results}
+                path.write_text(json.dumps(known, indent=1) + "\n")
+        for name, (process, _) in running.items():
             process.kill()
             shown = {head: value for head, value in results[name].items() if head != "kernels"}
             print(name, against(results.get("bf16", {}), shown) if arguments.curve else shown, flush=True)
-        known = json.loads(path.read_text()) if path.exists() else {}
-        known[key] = {**describe(device), "size": sizes(arguments), "columns": results}
-        path.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":
