@@ -80,10 +80,8 @@ def test_help(arguments: list[str]) -> None:
 def test_help_in_a_pipe_is_plain(tmp_path: Path) -> None:
     result = run_quickly("-m", "apex", "--help", cwd=tmp_path)
     assert result.returncode == 0
-    assert all(
-        command in result.stdout
-        for command in ("doctor", "demo", "bench", "build", "tune", "compare", "jit-module", "run")
-    )
+    commands = ("doctor", "demo", "bench", "build", "tune", "compare", "migrate", "jit-module", "run")
+    assert all(command in result.stdout for command in commands)
     assert "\x1b" not in result.stdout
     assert "╭" not in result.stdout
     assert "..." not in result.stdout.split("Commands:")[1]

@@ -300,6 +300,37 @@ def jit_module(
     typer.echo("\n".join(f"wrote {path}" for path in paths))
 
 
+class _Target(str, Enum):
+    torch = "torch"
+    apex = "apex"
+    booster = "booster"
+
+
+@app.command(rich_help_panel="Port")
+def migrate(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Scripts, and folders of them.")],
+    to: Annotated[_Target, typer.Option(help="What the scripts are to use: torch.amp, apex.amp or the Booster.")] = (
+        _Target.torch
+    ),
+    write: Annotated[bool, typer.Option("--write", help="Change the files; without it a diff is printed.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if files would change.")] = False,
+    device: Annotated[str, typer.Option(help="Where scripts train: the device type of torch.autocast.")] = "cuda",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Rewrite scripts between apex.amp, torch.amp and the Booster.
+
+    Prints a diff. What has no exact counterpart is named with file, line and advice, and left as it is; the exit status
+    is then 2.
+    """
+    from .migrate.command import run_migrate
+
+    try:
+        status = run_migrate(paths, to=to.value, device=device, write=write, check=check, as_json=as_json)
+    except OSError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(status)
+
+
 @app.command(
     rich_help_panel="Train", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )

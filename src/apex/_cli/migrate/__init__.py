@@ -1,0 +1,1 @@
+"""`apex migrate`: scripts rewritten between apex.amp, torch.amp and the Booster."""

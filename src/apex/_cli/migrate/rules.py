@@ -1,0 +1,211 @@
+"""What each rule says, and the tables: which argument of apex is which of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+# Why something is left as it is, and what to do. A rule about amp leaves all of a file's amp code as it is.
+ADVICE = {
+    "syntax": "not Python: {problem}",
+    "opt-level": "{value} casts weights, torch.amp does not: use 'O1' or 'O4', or --to booster, which has every level",
+    "not-literal": "{name}={value} is known only when the script runs: write the value that is meant",
+    "argument": "{name}={value} of {function} has no counterpart: leave it out if the default will do",
+    "call-form": "{function}: {problem}, which cannot be followed: write it plainly",
+    "several-initialize": "a second amp.initialize in this file: leave one of them",
+    "initialize-elsewhere": "amp.initialize is not in this file, and so not its opt level: rewrite both files by hand",
+    "scale-loss-elsewhere": "amp.scale_loss is not in this file: rewrite both files by hand",
+    "conditional": "amp.initialize under a condition that cannot be moved ({problem}): call it with enabled=...",
+    "several-losses": "several losses with backward passes of their own: add them up, or rewrite by hand",
+    "delayed": "{name} leaves gradients scaled: remove it, each backward pass may unscale by itself",
+    "scaled-loss": "more than one backward pass is done with the scaled loss: use the loss itself for the rest",
+    "registration": "{name} changes what is cast: use torch.autocast or torch.amp.custom_fwd in that function",
+    "amp-internals": "{name} has no counterpart in torch.amp: remove this use",
+    "forward-elsewhere": "no model of amp.initialize is called where the loss is made: call it in the same loop",
+    "step-elsewhere": "no {optimizer}.step() beside the backward pass: put both into one file and function",
+    "step-form": "{optimizer}.step must be a plain statement, for several optimizers all in one block",
+    "gradients": "gradients that may still be scaled are used here: do it between backward pass and step, beside it",
+    "no-loss-scale": "{level} has no loss scale: remove what saves and loads it",
+    "names-taken": "{names} mean something else in this file: rename that",
+    "both": "the file uses apex.amp and torch.amp: remove one of them",
+    "fallback": "{name} is defined here for want of apex: use that, and remove the import of apex",
+    "no-equivalent": "{name} has no counterpart in torch; it works beside torch.amp too",
+    "autocast-form": "autocast other than `with autocast(...)`: write it so",
+    "autocast-type": "autocast to {found}: all of a file must be to one type, float16 or bfloat16, written out",
+    "autocast-elsewhere": "a GradScaler without autocast in this file: rewrite both files by hand",
+    "autocast-only": "autocast to float16 without a GradScaler: make one, or use bfloat16",
+    "scaler-use": "`{use}` uses the GradScaler for something that apex.amp has not: remove it",
+    "several-scalers": "a second GradScaler: write amp.initialize(..., num_losses=2) by hand",
+    "optimizer-unknown": "{optimizer} must be made once in this file, from model.parameters(): rewrite by hand",
+    "outside-autocast": "{model} is called outside of autocast, where amp.initialize casts too: put it under autocast",
+    "model-order": "{model} is {change}: amp.initialize needs it on its device and not wrapped",
+    "several-models": "a Booster takes one model and one optimizer: boost others by hand",
+}
+
+
+Names = tuple[str, ...]
+# Arguments that torch has not, by values that mean what it does anyway; None for all values.
+Drops = dict[str, set[str] | None]
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """A call of torch's that does what one of apex's does, for calls whose arguments fit."""
+
+    name: str
+    parameters: Names  # of apex's, in order
+    positional: int = 1  # how many of them torch has at the same places
+    dropped: Drops = field(default_factory=dict)
+    added: dict[str, str] = field(default_factory=dict)  # where they are not given: defaults that differ
+    bare: bool = False  # whether the name can be exchanged where it is not called
+    own: Names = ()  # attributes that only apex's has
+
+
+_NO, _YES, _NONE = {"False", "0"}, {"True", "1"}, {"None"}
+_ADAM: Names = (
+    "params",
+    "lr",
+    "bias_correction",
+    "betas",
+    "eps",
+    "adam_w_mode",
+    "weight_decay",
+    "amsgrad",
+    "set_grad_none",
+)
+_ADAM += ("capturable", "master_weights")
+_ADAM_DROPS: Drops = {"bias_correction": _YES, "set_grad_none": _YES, "master_weights": _NO}
+_SGD: Names = ("params", "lr", "momentum", "dampening", "weight_decay", "nesterov", "wd_after_momentum")
+_SGD += ("materialize_master_grads", "set_grad_none")
+_SGD_DROPS: Drops = {"wd_after_momentum": _NO, "materialize_master_grads": None, "set_grad_none": None}
+_ADAGRAD = ("params", "lr", "eps", "weight_decay", "set_grad_none", "adagrad_w_mode")
+_NORM = ("normalized_shape", "eps", "elementwise_affine", "memory_efficient")
+_SYNC = (
+    "num_features",
+    "eps",
+    "momentum",
+    "affine",
+    "track_running_stats",
+    "process_group",
+    "channel_last",
+    "fuse_relu",
+)
+_DDP: Names = ("module", "message_size", "delay_allreduce", "shared_param", "allreduce_trigger_params")
+_DDP += ("retain_allreduce_buffers", "allreduce_always_fp32", "num_allreduce_streams", "allreduce_communicators")
+_DDP += ("gradient_average", "gradient_predivide_factor")
+_TUNING = ("message_size", "allreduce_trigger_params", "allreduce_always_fp32", "num_allreduce_streams")
+_DDP_DROPS: Drops = {"shared_param": _NONE, "retain_allreduce_buffers": _NO, "gradient_average": _YES}
+_DDP_DROPS |= {**dict.fromkeys(_TUNING), "gradient_predivide_factor": {"1.0", "1"}}
+_DDP_NAME, _DDP_OWN = "nn.parallel.DistributedDataParallel", ("enable_allreduce", "disable_allreduce")
+
+# Calls of apex by what they become: the first that fits.
+COUNTERPARTS = {
+    "optimizers.FusedAdam": (
+        Counterpart("optim.AdamW", _ADAM, 2, {**_ADAM_DROPS, "adam_w_mode": _YES}, added={"weight_decay": "0.0"}),
+        Counterpart("optim.Adam", _ADAM, 2, {**_ADAM_DROPS, "adam_w_mode": _NO}),
+    ),
+    "optimizers.FusedSGD": (Counterpart("optim.SGD", _SGD, 6, _SGD_DROPS),),
+    "optimizers.FusedAdagrad": (
+        Counterpart("optim.Adagrad", _ADAGRAD, 2, {"set_grad_none": _YES, "adagrad_w_mode": _NO}),
+    ),
+    "normalization.FusedLayerNorm": (Counterpart("nn.LayerNorm", _NORM, 3, {"memory_efficient": None}, bare=True),),
+    "normalization.FusedRMSNorm": (
+        Counterpart("nn.RMSNorm", _NORM, 3, {"memory_efficient": None}, added={"eps": "1e-05"}),
+    ),
+    "parallel.DistributedDataParallel": (
+        Counterpart(_DDP_NAME, _DDP, 1, {**_DDP_DROPS, "delay_allreduce": _NO}, bare=True, own=_DDP_OWN),
+        Counterpart(
+            _DDP_NAME, _DDP, 1, {**_DDP_DROPS, "delay_allreduce": _YES}, added={"find_unused_parameters": "True"}
+        ),
+    ),
+    "parallel.convert_syncbn_model": (
+        Counterpart("nn.SyncBatchNorm.convert_sync_batchnorm", ("module", *_SYNC[5:7]), 2, {"channel_last": _NO}),
+    ),
+    "parallel.SyncBatchNorm": (
+        Counterpart("nn.SyncBatchNorm", _SYNC, 6, {"channel_last": _NO, "fuse_relu": _NO}, bare=True),
+    ),
+}
+
+# Arguments of amp.initialize, in order. What is not in the tables below is refused unless it is None.
+INITIALIZE = ["models", "optimizers", "enabled", "opt_level", "cast_model_type", "patch_torch_functions"]
+INITIALIZE += ["keep_batchnorm_fp32", "master_weights", "loss_scale", "cast_model_outputs", "num_losses", "verbosity"]
+SCALE_LOSS = ["loss", "optimizers", "loss_id", "model", "delay_unscale", "delay_overflow_check"]
+GRAD_SCALER = ["init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"]
+AUTOCAST = ["device_type", "dtype", "enabled", "cache_enabled"]
+# Arguments of amp.initialize that say how the loss scale moves, and GradScaler's names of them.
+SCALING = {
+    "dynamic_init_scale": "init_scale",
+    "scale_growth_factor": "growth_factor",
+    "scale_backoff_factor": "backoff_factor",
+    "scale_window": "growth_interval",
+}
+WITHOUT_EFFECT = ("verbosity", "overflow_patience")  # on numbers
+LEVELS = {"O0": None, "O1": "float16", "O4": "bfloat16"}
+# Calls that compute nothing that autocast would cast: statements with no others stay in front of it.
+INERT = {"to", "cuda", "cpu", "Variable", "float", "long", "int", "len", "next", "range", "zip", "enumerate", "time"}
+INERT |= {"list", "tuple", "dict", "get", "items", "size", "view", "reshape", "unsqueeze", "squeeze", "zero_grad"}
+
+
+def literal(node: cst.CSTNode) -> object:
+    """The value of a literal; an ellipsis for anything else."""
+    if isinstance(node, cst.SimpleString | cst.Integer | cst.Float):
+        return node.evaluated_value
+    if isinstance(node, cst.Name) and node.value in ("True", "False", "None"):
+        return {"True": True, "False": False}.get(node.value)
+    return ...
+
+
+def bound(call: cst.Call, parameters: Sequence[str]) -> dict[str, cst.Arg] | None:
+    """A call's arguments by name; None where they cannot be told, as with `*args`."""
+    if any(arg.star for arg in call.args) or sum(arg.keyword is None for arg in call.args) > len(parameters):
+        return None
+    return {arg.keyword.value if arg.keyword else parameters[place]: arg for place, arg in enumerate(call.args)}
+
+
+def with_keyword(arg: cst.Arg, name: str) -> cst.Arg:
+    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    return arg.with_changes(keyword=cst.Name(name), equal=equal)
+
+
+def matching(call: cst.Call, choices: tuple[Counterpart, ...]) -> Counterpart | tuple[str, str]:
+    """The counterpart that a call's arguments fit, or the name and value of an argument that fits none."""
+    misfit = ("*args", "...")
+    for choice in choices:
+        given = bound(call, choice.parameters)
+        if given is None:
+            return misfit
+        unfit = [name for name in given if not _fits(name, code_of(given[name].value), choice)]
+        if not unfit:
+            return choice
+        misfit = (unfit[0], code_of(given[unfit[0]].value))
+    return misfit
+
+
+def _fits(name: str, value: str, choice: Counterpart) -> bool:
+    allowed = choice.dropped.get(name)
+    return name in choice.parameters and (allowed is None or value in allowed)
+
+
+def exchanged(call: cst.Call, choice: Counterpart, torch: str) -> cst.Call:
+    """A call whose arguments fit as one of its counterpart."""
+    given = bound(call, choice.parameters)
+    assert given is not None
+    args = []
+    for place, (name, arg) in enumerate(given.items()):
+        if name not in choice.dropped:
+            stays = arg.keyword is not None or place < choice.positional
+            args.append(arg if stays else with_keyword(arg, name))
+    for name, value in choice.added.items():
+        if name not in given:
+            if args:
+                args[-1] = args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+            args.append(with_keyword(cst.Arg(cst.parse_expression(value)), name))
+    if args and len(args) < len(call.args):
+        args[-1] = args[-1].with_changes(comma=call.args[-1].comma)
+    return call.with_changes(func=cst.parse_expression(f"{torch}.{choice.name}"), args=args)
+
+
+def code_of(node: cst.CSTNode) -> str:
+    return cst.Module([]).code_for_node(node)
