@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,13 @@ def test_rules_ask_the_tables_once(table: Path, monkeypatch: pytest.MonkeyPatch)
     for _ in range(3):
         config.forward_config(8, 64, 4, True, INTERPRETER)
     assert len(asked) == 1
+
+
+def test_rules_answer_without_triton(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(table, ENTRY)
+    monkeypatch.setattr(_library, "_triton_found", ["not installed"])
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert config.forward_config(8, 64, 4, True, HERE).num_warps == 1
 
 
 def test_a_device_without_entries_has_none(table: Path) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _env
+from . import _library
 from ._device import DeviceFacts, forget_launches, launch_rule
-
-logger = logging.getLogger("apex.ops")
 
 FORMAT = 1
 # Tables that come with the package, a file for each GPU.
@@ -142,10 +141,10 @@ class Table:
 
 def versions() -> dict[str, Any]:
     """What entries are good for besides the GPU: the driver's major version and Triton's version."""
-    import triton
-
     read = getattr(torch._C, "_cuda_getDriverVersion", None)
-    return {"driver": read() // 1000 if read and torch.cuda.is_available() else 0, "triton": triton.__version__}
+    driver = read() // 1000 if read and torch.cuda.is_available() else 0
+    has_triton = _library.triton_problem() is None  # rules are asked without it too
+    return {"driver": driver, "triton": importlib.import_module("triton").__version__ if has_triton else ""}
 
 
 @functools.cache
@@ -193,7 +192,7 @@ def entries_for(device: DeviceFacts) -> dict[Key, dict[str, Any]]:
         if table.problem is None and table.gpu == device.name:
             entries |= {key_of(entry): entry for entry in table.entries if fits(entry)}
         elif table.problem is not None and table.gpu in ("", device.name) and table.path.parent != SHIPPED:
-            logger.warning("the tuned launches of %s are not used: %s", table.path, table.problem)
+            _library.logger.warning("the tuned launches of %s are not used: %s", table.path, table.problem)
     return entries
 
 
