@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.parametrizations import weight_norm
 
 import apex
 from apex import amp
-from apex._fuse import vision
+from apex._fuse import Looked, Report, vision
 from apex._fuse.rule import compare
 
 
@@ -27,6 +28,23 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.times * self.weight * x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+
+
+class PlusOne(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 1
+
+
+class GatedMLP(nn.Module):
+    """As models of transformers have it."""
+
+    def __init__(self, activation: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.act_fn = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Bottleneck(nn.Module):
@@ -155,6 +173,15 @@ CASES: dict[str, tuple[Any, tuple[int, ...], set[str]]] = {
     "RMS norm": (lambda: nn.RMSNorm(8), (5, 8), {"RMS norm"}),
     "written RMS norm": (lambda: RMSNorm(8), (5, 8), {"RMS norm of weight"}),
     "group norm": (lambda: nn.GroupNorm(2, 8), (5, 8, 3), {"group norm"}),
+    "layer norm without weights": (lambda: nn.LayerNorm(8, elementwise_affine=False), (5, 8), {"layer norm"}),
+    "RMS norm without weight": (lambda: nn.RMSNorm(8, elementwise_affine=False), (5, 8), {"RMS norm"}),
+    "group norm without weights": (lambda: nn.GroupNorm(2, 8, affine=False), (5, 8, 3), {"group norm"}),
+    "batch norm without weights": (
+        lambda: nn.Sequential(nn.BatchNorm1d(8, affine=False, track_running_stats=False), nn.ReLU()),
+        (5, 8),
+        {"norm + activation in a row"},
+    ),
+    "gated MLP": (lambda: GatedMLP(nn.SiLU()), (5, 8), {"gated MLP"}),
     "in a row": (stem, (2, 3, 6, 6), {"norm + activation in a row", "group norm"}),
     "bottleneck": (lambda: Bottleneck(8, False), (2, 8, 5, 5), {"residual block: batch norm + add + ReLU"}),
     "with downsample": (lambda: Bottleneck(8, True), (2, 8, 5, 5), {"residual block: batch norm + add + ReLU"}),
@@ -227,6 +254,8 @@ def test_cross_entropy(reduction: str) -> None:
         (nn.CrossEntropyLoss(weight=torch.ones(3)), "classes have weights"),
         (nn.MultiheadAttention(8, 2, kdim=4), "another size than queries"),
         (nn.MultiheadAttention(8, 2, add_bias_kv=True), "a key and a value of its own"),
+        (PlusOne(8), "its class has a forward of its own"),
+        (weight_norm(nn.LayerNorm(8), dim=None), "its parameters are parametrized"),
         (RMSNorm(8, times=1.5), "computes something else"),
         (Bottleneck(8, False, nn.SyncBatchNorm), "SyncBatchNorm"),
         (TimmBlock(8, nn.Sigmoid()), "it has se"),
@@ -271,6 +300,9 @@ def test_what_is_compared_can_differ() -> None:
 
 
 def test_alike_modules_share_a_line_of_the_table() -> None:
+    names = {"block_0.norm_1": "block_*.norm_1", "norm_2": "norm_2", "layers.3": "layers.*"}
+    for name, pattern in names.items():
+        assert f"\n{pattern} " in str(Report([Looked(name, "LayerNorm", "layer norm", "")]))
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(3)))
     text = str(apex.fuse(model, verbose=False, choose=lambda name, module: name != "1.0"))
     assert text.splitlines() == [
@@ -278,7 +310,9 @@ def test_alike_modules_share_a_line_of_the_table() -> None:
         "*.*     LayerNorm x 2  yes  layer norm",
         "*.*     LayerNorm      no   left out by choose",
     ]
-    assert str(apex.fuse(nn.Linear(2, 2), verbose=False)) == "nothing here has a fused counterpart"
+    assert str(apex.fuse(nn.Linear(2, 2), verbose=False)) == (
+        "nothing here has a fused counterpart that is not in its place already"
+    )
 
 
 def test_a_second_time_changes_nothing() -> None:
@@ -360,6 +394,51 @@ def test_a_stem_follows_what_happens_to_its_layers() -> None:
     for each in (model, plain):
         each.relu = nn.GELU()
     torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.functional.silu])
+def test_a_gated_unit_follows_what_happens_to_its_activation(activation: Any) -> None:
+    model, calls, x = GatedMLP(activation), [], torch.randn(2, 8)
+    assert [row.reason for row in apex.fuse(model, verbose=False)] == [""]
+    plain = copy.deepcopy(model)
+    apex.unfuse(plain)
+    if isinstance(activation, nn.Module):
+        model.act_fn.register_forward_hook(lambda *args: calls.append(1))
+        torch.testing.assert_close(model(x), plain(x))
+        assert calls == [1]
+    model.act_fn = plain.act_fn = nn.Tanh() if calls else torch.tanh
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_modules_that_share_weights_hooks_or_parents() -> None:
+    """Tied weights stay tied, a module at two places is fused once, hooks see what they saw, frozen weights stay so."""
+    shared = nn.LayerNorm(8)
+    model = nn.Sequential(shared, nn.Linear(8, 8), nn.LayerNorm(8), shared, nn.RMSNorm(8))
+    model[2].weight = shared.weight
+    model[4].requires_grad_(False)
+    seen: list[Tensor] = []
+    model[2].register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    model[2].register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
+    plain, x = copy.deepcopy(model), torch.randn(3, 8)
+    assert len(apex.fuse(model, verbose=False)) == 3
+    assert model[2].weight is shared.weight
+    for each in (model, plain):
+        each(x).square().sum().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    torch.testing.assert_close(seen[:2], seen[2:])
+
+
+def test_a_saved_model_and_an_average_of_it(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.RMSNorm(8)), torch.randn(2, 8)
+    apex.fuse(model, verbose=False)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    for each in (loaded, average, torch.jit.trace(model, x), torch.export.export(model, (x,)).module()):
+        torch.testing.assert_close(each(x), model(x))
+    apex.unfuse(loaded)
+    assert [type(module) for module in loaded] == [nn.Linear, nn.LayerNorm, nn.RMSNorm]
 
 
 def test_blocks_whose_norms_have_hooks_call_them() -> None:

@@ -32,11 +32,11 @@ class Report(list[Looked]):
     def __str__(self) -> str:
         counts: dict[tuple[str, str, str, str], int] = {}
         for row in self:
-            pattern = re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", row.name)
+            pattern = re.sub(r"(^|(?<=\.))\d+(?=\.|$)|(?<=_)\d+(?=\.)", "*", row.name)
             line = (pattern, row.kind, "no" if row.reason else "yes", row.reason or row.rule)
             counts[line] = counts.get(line, 0) + 1
         if not counts:
-            return "nothing here has a fused counterpart"
+            return "nothing here has a fused counterpart that is not in its place already"
         rows = [("module", "class", "", "fused")]
         rows += [(name, f"{kind} x {n}" if n > 1 else kind, a, b) for (name, kind, a, b), n in counts.items()]
         names, kinds = (max(len(row[i]) for row in rows) for i in (0, 1))
@@ -124,6 +124,8 @@ def _fuse_module(name: str, module: Any, choose: Callable[[str, nn.Module], bool
 def _obstacle(module: Any, rule: Rule) -> str:
     if "forward" in vars(module):
         return "its forward was replaced in this instance; fuse before what did that (amp.initialize, say)"
+    if hasattr(module, "parametrizations"):
+        return "its parameters are parametrized"
     weight = next(module.parameters(), None)
     if weight is not None and not weight.is_floating_point():
         return f"its weights are {weight.dtype}"

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..ops.multihead import dot_product_attention
-from .norms import inherits_forward
-from .rule import Rule
+from .rule import Rule, unless_overridden
 
 
 def _reason(module: Any) -> str:
@@ -98,8 +97,8 @@ def attention_forward(
 RULES = [
     Rule(
         "attention without weights",
-        inherits_forward(nn.MultiheadAttention),
-        _reason,
+        lambda module: isinstance(module, nn.MultiheadAttention),
+        unless_overridden(nn.MultiheadAttention, _reason),
         lambda original: attention_forward,
     )
 ]

@@ -17,8 +17,7 @@ from ..ops._library import autocast_dtype
 from ..ops.glu import bias_glu, glu_pair
 from ..ops.glu.reference import ACTIVATIONS, activated
 from ..ops.rope import rotary_embedding_pair
-from .norms import inherits_forward
-from .rule import Rule, has_hooks, names_used, random_input
+from .rule import Rule, has_hooks, names_used, random_input, unless_overridden
 
 
 class _Gated(NamedTuple):
@@ -57,13 +56,22 @@ def activation_name(activation: Any) -> str | None:
         return next((name for name in ACTIVATIONS if torch.allclose(y, activated(x, name), atol=1e-5)), None)
 
 
-def _glu_settings(module: Any) -> tuple[_Gated, str | None]:
+def _glu_settings(module: Any) -> tuple[_Gated, str | None, Any]:
+    """The names, the activation, and the class or function in which it was found."""
     family = next(family for family in _FAMILIES if _has_layers(module, family))
-    return family, activation_name(getattr(module, family.activation))
+    activation = getattr(module, family.activation)
+    return family, activation_name(activation), _kind(activation)
+
+
+def _kind(activation: Any) -> Any:
+    """What tells that an activation is still the one that was tried; None where hooks wait for it to be called."""
+    if not isinstance(activation, nn.Module):
+        return activation
+    return None if has_hooks(activation) else type(activation)
 
 
 def _glu_reason(module: Any) -> str:
-    family, activation = _glu_settings(module)
+    family, activation, _ = _glu_settings(module)
     used = set(names_used(type(module).forward))
     if not family.names <= used <= family.names | family.others:
         return "its forward uses other names: " + ", ".join(sorted(used ^ family.names))
@@ -76,7 +84,9 @@ def _glu_probe(module: Any) -> Tensor | None:
 
 
 def glu_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    family, activation = self.fused_settings
+    family, activation, kind = self.fused_settings
+    if _kind(getattr(self, family.activation)) is not kind:
+        return self.fused_from.forward(self, hidden_states)
     gate = getattr(self, family.gate)(hidden_states)
     if family.value:
         value = getattr(self, family.value)(hidden_states)
@@ -242,8 +252,10 @@ RULES = [
     Rule("linear layer + cross-entropy", _has_head, _head_reason, _head_forward),
     Rule(
         "cross-entropy",
-        inherits_forward(nn.CrossEntropyLoss),
-        lambda module: "classes have weights" if module.weight is not None else "",
+        lambda module: isinstance(module, nn.CrossEntropyLoss),
+        unless_overridden(
+            nn.CrossEntropyLoss, lambda module: "classes have weights" if module.weight is not None else ""
+        ),
         lambda original: cross_entropy_forward,
     ),
 ]

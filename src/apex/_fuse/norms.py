@@ -14,12 +14,7 @@ from ..ops import norm
 from ..ops._library import autocast_dtype
 from ..ops._tolerance import TOLERANCES
 from ..ops.group_norm import group_norm
-from .rule import Rule, nothing, random_input
-
-
-def inherits_forward(*classes: Any) -> Callable[[Any], bool]:
-    """Modules of these classes, and of subclasses that compute the same."""
-    return lambda module: any(isinstance(module, c) and module.__class__.forward is c.forward for c in classes)
+from .rule import Rule, random_input, unless_overridden
 
 
 def norm_dtype(input: Tensor) -> torch.dtype:
@@ -31,7 +26,7 @@ def norm_dtype(input: Tensor) -> torch.dtype:
 
 
 # PyTorch 2.12 and later, not 2.11, compute RMS norms in float32 under autocast.
-_RMS_NORM_AUTOCASTS = torch.torch_version.TorchVersion(torch.__version__) >= (2, 12)
+_RMS_NORM_AUTOCASTS = torch.__version__ >= "2.12"
 
 
 @functools.cache
@@ -95,15 +90,25 @@ def _probe(module: Any) -> Tensor:
 
 
 RULES = [
-    Rule("layer norm", inherits_forward(nn.LayerNorm), nothing, lambda original: layer_norm_forward),
+    Rule(
+        "layer norm",
+        lambda module: isinstance(module, nn.LayerNorm),
+        unless_overridden(nn.LayerNorm),
+        lambda original: layer_norm_forward,
+    ),
     Rule(
         "RMS norm",
-        inherits_forward(nn.RMSNorm),
-        nothing,
+        lambda module: isinstance(module, nn.RMSNorm),
+        unless_overridden(nn.RMSNorm),
         lambda original: rms_norm_forward,
         settings=lambda module: {dtype: _default_eps(dtype) for dtype in TOLERANCES},
     ),
-    Rule("group norm", inherits_forward(nn.GroupNorm), nothing, lambda original: group_norm_forward),
+    Rule(
+        "group norm",
+        lambda module: isinstance(module, nn.GroupNorm),
+        unless_overridden(nn.GroupNorm),
+        lambda original: group_norm_forward,
+    ),
     Rule("RMS norm of weight", _is_written_rms_norm, _written_reason, written_rms_norm(0.0), _probe, _written_eps),
     Rule("RMS norm of 1 + weight", _is_written_rms_norm, _written_reason, written_rms_norm(1.0), _probe, _written_eps),
 ]

@@ -21,6 +21,13 @@ def nothing(module: Any) -> Any:
     """No reason against a replacement, no input to try it with, no settings."""
 
 
+def unless_overridden(kind: Any, reason: Callable[[Any], str] = nothing) -> Callable[[Any], str]:
+    """The reason of a rule for modules of the class `kind` and of subclasses that compute the same."""
+    return lambda module: (
+        reason(module) if module.__class__.forward is kind.forward else "its class has a forward of its own"
+    )
+
+
 class Rule(NamedTuple):
     """How modules of one kind are replaced.
 
@@ -90,7 +97,7 @@ def restore(module: Any) -> None:
     module.__class__ = module.fused_from
 
 
-def names_used(method: Callable[..., Any]) -> tuple[str, ...]:
+def names_used(method: Any) -> tuple[str, ...]:
     """Attributes and globals that a method's code names; () if there is no code."""
     code = getattr(inspect.unwrap(method), "__code__", None)
     return () if code is None else code.co_names
