@@ -14,7 +14,22 @@ from torch import Tensor
 from .. import _library
 from .._checks import check_per_channel
 from . import config, reference, whole
-from .passes import FAMILY, Exchange, gradient_sums, input_gradient, normalise, statistics, values_per_channel
+from .passes import (
+    FAMILY,
+    Backward,
+    Exchange,
+    gradient_sums,
+    input_gradient,
+    laid_out,
+    launch_input_gradient,
+    launch_normalise,
+    launch_statistics,
+    launch_sums,
+    launches,
+    normalise,
+    statistics,
+    values_per_channel,
+)
 from .reference import BatchNormSpec, BatchStatistics, Channels, GradientSums
 
 
@@ -59,16 +74,27 @@ def batch_norm_with_statistics(
             return reference.norm(input, z, running, spec)
         if not runs_kernels(input, z, spec):
             return reference.torch_norm(input, z, running, spec, wanted and spec.training)
-    found, output, (mean, variance, weight, bias) = None, None, running
-    if spec.training:
-        if exchange is None and whole.takes(input, spec):
-            output, mean, variance = whole.forward(input, z, running, spec)
-        else:
-            mean, variance = statistics(input, spec, mean, variance, exchange)
-        found = BatchStatistics(mean, variance, False)
+    output, (mean, variance, weight, bias) = None, running
+    if exchange is None and not torch.compiler.is_compiling():
+        output, mean, variance = _launch_forward(input, z, running, spec)
+    elif spec.training:
+        mean, variance = statistics(input, spec, mean, variance, exchange)
+    found = BatchStatistics(mean, variance, False) if spec.training else None
     if torch.is_grad_enabled():
         return _apply_node(input, z, weight, bias, mean, variance, spec, exchange, (output,)), found
     return normalise(input, z, Channels(mean, variance, weight, bias), spec) if output is None else output, found
+
+
+def _launch_forward(
+    input: Tensor, z: Tensor | None, running: Channels, spec: BatchNormSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and the mean and variance that it was normalised by, of one process, by kernels."""
+    mean, variance, weight, bias = running
+    if spec.training:
+        if whole.fits(input, spec):
+            return whole.forward(input, z, running, spec)
+        mean, variance = launch_statistics(input, spec, mean, variance)
+    return launch_normalise(input, z, Channels(mean, variance, weight, bias), spec), mean, variance
 
 
 def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpec) -> None:
@@ -134,8 +160,8 @@ def forward(
 ) -> tuple[Tensor, Channels]:
     """The output, and what it was normalised by, without autograd."""
     channels = running
-    if exchange is None and whole.takes(input, spec):
-        output, mean, variance = whole.forward(input, z, running, spec)
+    if exchange is None and launches(input):
+        output, mean, variance = _launch_forward(input, z, running, spec)
         return output, Channels(mean, variance, running.weight, running.bias)
     if spec.training:
         channels = Channels(
@@ -159,11 +185,15 @@ def backward(
 
     ReLU's mask is taken from `output`; None stands for that of a norm without an addend, which is computed again.
     """
-    if exchange is None and wants_input and whole.takes(input, spec):
+    given, for_ranks = None, exchange is not None
+    if not launches(input):
+        found = gradient_sums(dy, input, output, channels, spec, keep_dz=wants_z, for_ranks=for_ranks)
+    elif exchange is None and wants_input and whole.fits(input, spec):
         return whole.backward(dy, input, output, channels, spec, wants_z)
-    dz, sum_dy, sum_dy_xhat, rank_stats = gradient_sums(
-        dy, input, output, channels, spec, keep_dz=wants_z, for_ranks=exchange is not None
-    )
+    else:
+        given = laid_out(dy, input, output, channels, spec)
+        found = launch_sums(given, spec, wants_z, for_ranks)
+    dz, sum_dy, sum_dy_xhat, rank_stats = found
     sums = GradientSums(sum_dy, sum_dy_xhat, 1 / max(1, values_per_channel(input, spec.channel_dim)))
     if exchange is not None and rank_stats is not None:
         if wants_input or exchange.averaged_ranks:  # else a rank's own sums are all that it needs
@@ -171,11 +201,15 @@ def backward(
         if exchange.averaged_ranks:
             sum_dy, sum_dy_xhat = (rank_stats[:-1] / exchange.averaged_ranks).chunk(2)
         sums = GradientSums(rank_stats, None, 0.0)
-    dx = None
-    if wants_input and dz is not None:  # the mask was applied: no need to ask the output again
-        dx = input_gradient(dz, input, None, channels, sums, reference.without_relu(spec))
-    elif wants_input:
+    if not wants_input:
+        return None, dz, sum_dy_xhat, sum_dy
+    if dz is not None:  # the mask was applied: no need to ask the output again
+        dy, output, spec = dz, None, reference.without_relu(spec)
+        given = given and Backward(given.x, dz, None, given.channels, given.geometry, given.device)
+    if given is None:
         dx = input_gradient(dy, input, output, channels, sums, spec)
+    else:
+        dx = launch_input_gradient(given, sums, spec)
     return dx, dz, sum_dy_xhat, sum_dy
 
 

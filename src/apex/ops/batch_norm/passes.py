@@ -9,7 +9,7 @@ Statistics are mean and biased variance of every channel, in float32 (float64 fo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,14 +50,21 @@ def statistics(
     Nothing waits for the device.
     """
     running = (running_mean, running_var)
-    if exchange is None and _takes_kernels(input) and not torch.compiler.is_compiling():
-        return _combine(*_measure(input, spec.channel_dim), *running, spec.momentum)
+    if exchange is None and launches(input):
+        return launch_statistics(input, spec, *running)
     rank_stats = rank_statistics(input.detach(), spec.channel_dim)
     all_ranks = rank_stats[None] if exchange is None else exchange.gather(rank_stats)
     if torch.compiler.is_compiling() or not _takes_kernels(all_ranks):
         return reference.combine(all_ranks, *running, spec.momentum)
     ranks, pitch = all_ranks.shape
     return _combine(all_ranks, ranks, pitch // 2, pitch, *running, spec.momentum)
+
+
+def launch_statistics(
+    input: Tensor, spec: BatchNormSpec, running_mean: Tensor | None, running_var: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`statistics` of one process by kernels."""
+    return _combine(*_measure(input, spec.channel_dim), running_mean, running_var, spec.momentum)
 
 
 def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
@@ -146,6 +153,11 @@ def normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNo
     if torch.compiler.is_compiling():
         flags = (spec.eps, spec.relu, spec.channel_dim)
         return torch.ops.apex.batch_norm_normalise(input, z, *channels, *flags)
+    return launch_normalise(input, z, channels, spec)
+
+
+def launch_normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:
+    """The output by a kernel."""
     x, geometry = _dense(input, spec.channel_dim)
     y, parameters = torch.empty_like(x), _kernel_channels(channels)
     given = (z is not None, parameters[0] is not None, parameters[1] is not None)
@@ -200,7 +212,7 @@ def gradient_sums(
         dz, sum_dy, sum_dy_xhat = torch.ops.apex.batch_norm_gradient_sums(dy, input, output, *channels, *flags)
         dz = dz if write_dz else dy
     else:
-        return _launch_sums(dy, input, output, channels, spec, keep_dz, for_ranks)
+        return launch_sums(laid_out(dy, input, output, channels, spec), spec, keep_dz, for_ranks)
     rank_stats = (
         torch.cat((sum_dy, sum_dy_xhat, sum_dy.new_full((1,), values_per_channel(input, spec.channel_dim))))
         if for_ranks
@@ -209,18 +221,36 @@ def gradient_sums(
     return dz if keep_dz else None, sum_dy, sum_dy_xhat, rank_stats
 
 
-def _launch_sums(dy, input, output, channels, spec, keep_dz, for_ranks):  # type: ignore[no-untyped-def]
+class Backward(NamedTuple):
+    """What the kernels of a backward pass take: tensors laid out like the dense input `x`, channels in their order."""
+
+    x: Tensor
+    dy: Tensor
+    output: Tensor | None
+    channels: tuple[Tensor | None, ...]
+    geometry: config.Geometry
+    device: DeviceFacts
+
+
+def laid_out(dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Backward:
     x, geometry = _dense(input, spec.channel_dim)
-    dy, device = _like(x, dy), x.device
-    count, write_dz = geometry.channels, keep_dz and spec.relu
-    flags = (channels.weight is not None, channels.bias is not None, _mask(spec, output), write_dz)
-    measure, add_up, programs = _sums_launches(geometry, dy.dtype.itemsize, for_ranks, *flags, facts(device))
+    return Backward(x, _like(x, dy), _like(x, output), _kernel_channels(channels), geometry, facts(x.device))
+
+
+def launch_sums(
+    given: Backward, spec: BatchNormSpec, keep_dz: bool, for_ranks: bool
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    """The results of `gradient_sums`."""
+    x, dy, output, channels, geometry, facts_here = given
+    device, count, write_dz = x.device, geometry.channels, keep_dz and spec.relu
+    flags = (channels[0] is not None, channels[1] is not None, _mask(spec, output), write_dz)
+    measure, add_up, programs = _sums_launches(geometry, dy.dtype.itemsize, for_ranks, *flags, facts_here)
     dz = torch.empty_like(dy) if write_dz else None
     sum_dy = torch.empty(count, dtype=torch.float32, device=device)
     sum_dy_xhat = torch.empty_like(sum_dy)
     rank_stats = torch.empty(2 * count + 1, dtype=torch.float32, device=device) if for_ranks else None
     partials, _ = partial_sums(programs * 2 * count, device)
-    measure((x, dy, _like(x, output), *_kernel_channels(channels), dz, partials), (spec.eps,))
+    measure((x, dy, output, *channels, dz, partials), (spec.eps,))
     add_up((partials, sum_dy, sum_dy_xhat, rank_stats), (geometry.images * geometry.positions,))
     return dy if keep_dz and not spec.relu else dz, sum_dy, sum_dy_xhat, rank_stats
 
@@ -272,15 +302,17 @@ def input_gradient(
     if torch.compiler.is_compiling():
         flags = (spec.eps, spec.training, spec.relu, spec.channel_dim)
         return torch.ops.apex.batch_norm_input_gradient(dy, input, output, *channels, *sums, *flags)
+    return launch_input_gradient(laid_out(dy, input, output, channels, spec), sums, spec)
+
+
+def launch_input_gradient(given: Backward, sums: GradientSums, spec: BatchNormSpec) -> Tensor:
+    """The input's gradient, by a kernel."""
+    x, dy, output, channels, geometry, device = given
     sum_dy, sum_dy_xhat, inverse_count = sums
-    x, geometry = _dense(input, spec.channel_dim)
     dx = torch.empty_like(x)
-    has_weight, has_bias, mask = channels.weight is not None, channels.bias is not None, _mask(spec, output)
-    given = (sum_dy_xhat is None, has_weight, has_bias, mask, spec.training)
-    launch = _apply_backward_launch(geometry, x.dtype.itemsize, *given, facts(x.device))
-    gradients = (_like(x, dy), _like(x, output))
-    of_channels = (*_kernel_channels(channels), sum_dy.contiguous(), _contiguous(sum_dy_xhat))
-    launch((x, *gradients, *of_channels, dx), (spec.eps, inverse_count))
+    flags = (sum_dy_xhat is None, channels[0] is not None, channels[1] is not None, _mask(spec, output))
+    launch = _apply_backward_launch(geometry, x.dtype.itemsize, *flags, spec.training, device)
+    launch((x, dy, output, *channels, sum_dy.contiguous(), _contiguous(sum_dy_xhat), dx), (spec.eps, inverse_count))
     return dx
 
 
@@ -318,6 +350,11 @@ def _mask(spec: BatchNormSpec, output: Tensor | None) -> int:
 def _takes_kernels(input: Tensor) -> bool:
     """Whether a pass runs as a kernel; how large the input is does not matter here."""
     return input.numel() > 0 and _library.runs_triton(FAMILY, input)
+
+
+def launches(input: Tensor) -> bool:
+    """Whether the passes launch kernels: not while a graph is compiled, which gets operators."""
+    return _takes_kernels(input) and not torch.compiler.is_compiling()
 
 
 def values_per_channel(input: Tensor, channel_dim: int) -> int:

@@ -10,15 +10,15 @@ from torch import Tensor
 from .. import _library
 from .._device import launch_rule
 from . import config
-from .passes import _contiguous, _dense, _kernel_channels, _like, _mask, _takes_kernels
+from .passes import _contiguous, _dense, _kernel_channels, _like, _mask
 from .reference import BatchNormSpec, Channels
 
 kernels = _library.LazyModule(f"{__package__}.kernels_whole")
 
 
-def takes(input: Tensor, spec: BatchNormSpec) -> bool:
-    """Whether programs can hold the channels of an input."""
-    if not spec.training or torch.compiler.is_compiling() or not _takes_kernels(input):
+def fits(input: Tensor, spec: BatchNormSpec) -> bool:
+    """Whether one program can hold all values of a channel, in training."""
+    if not spec.training:
         return False
     positions_contiguous = spec.channel_dim == 1 and input.dim() > 2 and input.is_contiguous()
     return config.held_whole(input.numel(), input.shape[spec.channel_dim], not positions_contiguous)
