@@ -24,15 +24,7 @@ current_stream = getattr(
 )
 
 
-def stream_here(index: int | None) -> int | None:
-    """The handle of the current stream of GPU `index`, if that is the current device; None otherwise and off a GPU.
-
-    A plan asks once per pass. With a handle it makes results and launches the quick way, which is the current device's.
-    """
-    return current_stream(index) if index is not None and current_device() == index else None
-
-
-# Compared by identity: facts are read once per device and are part of the keys of cached launch plans.
+# Compared by identity: facts are read once per device and are part of the keys under which launch rules keep answers.
 @dataclass(frozen=True, eq=False)
 class DeviceFacts:
     """What a launch rule may ask about a device.

@@ -17,7 +17,7 @@ from _thread import get_ident
 import torch
 from torch import Tensor
 
-from ._device import stream_here
+from ._device import current_device, current_stream
 
 TICKETS = 4096
 
@@ -29,9 +29,10 @@ def partial_sums(elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
     Beside them TICKETS for programs that finish each other's work: int32 that are 0, and must be 0 after that launch.
     """
-    if stream_here(device.index) != 0:
+    index = device.index
+    if index is None or current_device() != index or current_stream(index) != 0:
         return _make(elements, device)
-    key = (get_ident(), device.index)
+    key = (get_ident(), index)
     kept = _kept.get(key)
     if kept is None or kept[0].numel() < elements:
         kept = _kept[key] = _make(elements, device)
