@@ -1,4 +1,4 @@
-"""The tutorial, as users start it: `apex run` in one and in two processes, in every precision, without warnings."""
+"""The tutorial in one and in two processes, in every precision, without warnings."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import re
 from pathlib import Path
 
-from tests.cli.helpers import SOURCE, run_quickly
+import pytest
+
+from tests.cli.helpers import SOURCE
 from tests.parallel.processes import launched
-from tests.warm import run_python
+from tests.warm import run_together
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "booster" / "train.py"
 PRECISIONS = ("fp16", "fp16_apex", "bf16", "fp8", "fp16_naive")
@@ -26,18 +28,14 @@ def assert_learned(output: str) -> None:
     assert not re.search(r"\S*/(apex|examples)/\S*: \w*Warning", output), output
 
 
-def test_tutorial(tmp_path: Path) -> None:
-    options = ("--nproc-per-node", "2", str(SCRIPT), *SIZES, "--mixed-precision", *PRECISIONS)
-    result = run_quickly("-m", "apex", "run", *options, cwd=tmp_path, PYTHONWARNINGS="default")
-    assert result.returncode == 0, result.stderr
-    assert_learned(result.stderr)
-
-
-def test_tutorial_in_one_process(tmp_path: Path) -> None:
-    """With the numbers that `apex run` gives it, and nothing imported anew."""
-    with launched(1) as (numbers,):
-        environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONWARNINGS": "default", **numbers}
+@pytest.mark.parametrize("processes", [1, 2])
+def test_tutorial(processes: int, tmp_path: Path) -> None:
+    """With the numbers that `apex run` gives processes, and nothing imported anew."""
+    with launched(processes) as numbers:
+        inherited = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONWARNINGS": "default"}
         arguments = (str(SCRIPT), *SIZES, "--mixed-precision", *PRECISIONS)
-        result = run_python(*arguments, cwd=tmp_path, environment=environment)
-    assert result.returncode == 0, result.stderr
-    assert_learned(result.stderr)
+        results = run_together(
+            [arguments] * processes, cwd=tmp_path, environments=[{**inherited, **each} for each in numbers]
+        )
+    assert not any(result.returncode for result in results), results[0].stderr
+    assert_learned(results[0].stderr)
