@@ -12,7 +12,7 @@ from .helpers import DOCTOR, SOURCE, run_python, run_quickly, write_package
 
 
 def test_piped_output_is_plain_and_whole(tmp_path: Path) -> None:
-    result = run_python(*DOCTOR, cwd=tmp_path, COLUMNS="40", FORCE_COLOR="1")
+    result = run_quickly(*DOCTOR, cwd=tmp_path, COLUMNS="40", FORCE_COLOR="1")
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout
     assert "float32, bfloat16, float16" in result.stdout

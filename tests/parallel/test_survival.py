@@ -77,8 +77,28 @@ def test_the_others_stop_when_one_is_killed(kind: str, killed: Path) -> None:
     assert_last_checkpoint_is_whole(killed / kind)
 
 
+# Without an optimizer, with which real processes would import PyTorch's compiler.
+LAUNCHED = f"""
+import os, signal
+import torch
+import torch.distributed as dist
+from apex.checkpoint import Series
+
+dist.init_process_group("gloo")
+series = Series("checkpoints", keep=2)
+weight = torch.zeros(50)
+for step in range(1, 100):
+    if step == {victim.DEATH} and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(weight)
+    if step % {victim.EVERY} == 0:
+        series.save({{"step": step, "model": {{"weight": weight}}, "optimizer": {{"step": step}}}}, step, wait=True)
+"""
+
+
 def test_the_launcher_stops_when_one_is_killed(tmp_path: Path) -> None:
-    arguments = ("-m", "apex", "run", "--nproc-per-node", "2", victim.__file__, str(tmp_path))
+    (tmp_path / "script.py").write_text(LAUNCHED)
+    arguments = ("-m", "apex", "run", "--nproc-per-node", "2", "script.py")
     done = run_python(*arguments, cwd=tmp_path, environment=environment(), timeout=PATIENCE)
     assert done.returncode == 1, done.stderr
     assert "Signal 9 (SIGKILL)" in done.stderr

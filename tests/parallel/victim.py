@@ -1,8 +1,7 @@
 """Training runs of which one rank kills or stops itself in the middle of a step; started by test_survival.py.
 
-Arguments: a folder, where a launcher starts every process; or a folder, a number of processes, and kinds of runs, which
-all go on at once. Then this process imports everything and divides. Of a run there is a folder of that name, with what
-its processes printed; `ends.json` has their exit codes.
+Arguments: a folder, a number of processes, and kinds of runs, which all go on at once: this process imports everything
+and divides. Of a run there is a folder of that name, with what its processes printed; `ends.json` has their exit codes.
 """
 
 from __future__ import annotations
@@ -148,9 +147,4 @@ def run(kind: str, folder: Path, rank: int, processes: int) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    place = Path(sys.argv[1])
-    if len(sys.argv) > 2:
-        divide(place, int(sys.argv[2]), sys.argv[3:])
-    else:
-        dist.init_process_group("gloo")
-        train("data_parallel", place)
+    divide(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
