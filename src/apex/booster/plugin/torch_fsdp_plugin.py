@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...parallel._flat import broadcast_from_first
+from ...transformer._resharding.gathered import part
 from ..mixed_precision import FP32Precision, MixedPrecision, Precision, mixed_precision_factory
 from ..wrappers import ModelWrapper
 from .plugin_base import DPPluginBase
@@ -147,18 +148,13 @@ def _blocks(model: nn.Module, policy: Any) -> list[nn.Module]:
 
 def _exchange(optimizer: Any, new_of: dict[Tensor, Tensor]) -> None:
     """Puts sharded parameters in the place of those that they were made from, in groups and in state."""
-    from torch.distributed.tensor import distribute_tensor
-
     for group in optimizer.param_groups:
         group["params"] = [new_of.get(param, param) for param in group["params"]]
     for old, new in new_of.items():
         state = optimizer.state.pop(old, None)
         if state is None:
             continue
-        # `distribute_tensor` puts shards on the mesh's device; those of offloaded parameters are in the host's memory.
         optimizer.state[new] = {
-            name: distribute_tensor(value, new.device_mesh, new.placements).to(new.device)  # type: ignore[attr-defined]
-            if isinstance(value, Tensor) and value.shape == old.shape and hasattr(new, "placements")
-            else value
+            name: part(value, new, None) if isinstance(value, Tensor) and value.shape == old.shape else value
             for name, value in state.items()
         }
