@@ -128,6 +128,9 @@ def child(column: str, arguments: argparse.Namespace) -> None:
     for index in range(8):
         loss = step(batches[index % 4])
     wait()
+    if device == "cuda":  # what warming up and capturing left over is not what training needs
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     print(json.dumps({"loss": float(loss)}), flush=True)
     sys.stdin.readline()
     rounds = []
