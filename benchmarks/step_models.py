@@ -198,7 +198,7 @@ class UNet(nn.Module):
         seen.pop()
         for blocks in self.up:
             x = blocks(torch.cat((F.interpolate(x, scale_factor=2.0, mode="nearest"), seen.pop()), 1))
-        return F.mse_loss(self.last(x).float(), targets)
+        return F.mse_loss(self.last(x).float(), targets.float())  # which amp may have cast as an input
 
 
 def _tokens(count: int, length: int, vocabulary: int) -> Callable[[], Batch]:

@@ -55,9 +55,6 @@ class OpFamily:
     `self_check(device)` runs the family on `device` against the float64 reference and returns the largest error as a
     multiple of its tolerance, so that anything above 1 is wrong; without one, the family's ops check themselves.
     `small_inputs` says which inputs PyTorch's operators take even where there are kernels, because they are quicker.
-    `decomposes` has torch.compile see PyTorch's operators in place of the kernels: Inductor fuses them with what comes
-    before and after, which for a pass over few tensors is worth more than the best kernel. `APEX_IMPL=triton` keeps the
-    kernels there too.
     """
 
     name: str
@@ -65,7 +62,6 @@ class OpFamily:
     self_check: Callable[[torch.device], float] = None  # type: ignore[assignment]
     triton_dtypes: frozenset[torch.dtype] = TRITON_DTYPES
     small_inputs: str = ""
-    decomposes: bool = False
     ops: list[Any] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
@@ -190,7 +186,7 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
 
     Never for a tensor subclass (DTensor, FakeTensor, ...): it has no address of its own, while PyTorch's operators know
     what to do with it; but for a FakeTensor while launches are planned (`is_stand_in`). Nor where
-    `sees_operators_only`, nor while a family that `decomposes` is compiled.
+    `sees_operators_only`.
     """
     device = tensor.device
     if type(tensor) not in PLAIN:
@@ -200,8 +196,6 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
             return False
         device = _META
     if torch.compiler.is_compiling():
-        if family.decomposes and _requested == "auto":
-            return False
         return _answer_while_compiling(family.name, device, tensor.dtype, _requested)
     if sees_operators_only():
         return False

@@ -24,14 +24,15 @@ TICKETS = 4096
 _kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
 
-def partial_sums(elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def partial_sums(elements: int, device: torch.device, tickets: bool = True) -> tuple[Tensor, Tensor]:
     """At least `elements` uninitialised float32 on `device`, free again when the caller's last launch was queued.
 
     Beside them TICKETS for programs that finish each other's work: int32 that are 0, and must be 0 after that launch.
+    Without `tickets` they may be anything: a captured graph would fill them in every replay.
     """
     index = device.index
     if index is None or current_device() != index or current_stream(index) != 0:
-        return _make(elements, device)
+        return _make(elements, device) if tickets else (_sums(elements, device),) * 2
     key = (get_ident(), index)
     kept = _kept.get(key)
     if kept is None or kept[0].numel() < elements:
@@ -40,5 +41,8 @@ def partial_sums(elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _make(elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    sums = torch.empty(elements, dtype=torch.float32, device=device)
-    return sums, torch.zeros(TICKETS, dtype=torch.int32, device=device)
+    return _sums(elements, device), torch.zeros(TICKETS, dtype=torch.int32, device=device)
+
+
+def _sums(elements: int, device: torch.device) -> Tensor:
+    return torch.empty(elements, dtype=torch.float32, device=device)

@@ -84,7 +84,7 @@ def _measure(input: Tensor, channel_dim: int) -> tuple[Tensor, int, int, int]:
     x, geometry = _dense(input, channel_dim)
     device = x.device
     launch, programs, pitch = _measure_launch(geometry, x.dtype.itemsize, facts(device))
-    partials, _ = partial_sums(programs * pitch, device)
+    partials, _ = partial_sums(programs * pitch, device, tickets=False)
     launch((x, partials))
     return partials, programs, geometry.channels, pitch
 
@@ -249,7 +249,7 @@ def launch_sums(
     sum_dy = torch.empty(count, dtype=torch.float32, device=device)
     sum_dy_xhat = torch.empty_like(sum_dy)
     rank_stats = torch.empty(2 * count + 1, dtype=torch.float32, device=device) if for_ranks else None
-    partials, _ = partial_sums(programs * 2 * count, device)
+    partials, _ = partial_sums(programs * 2 * count, device, tickets=False)
     measure((x, dy, output, *channels, dz, partials), (spec.eps,))
     add_up((partials, sum_dy, sum_dy_xhat, rank_stats), (geometry.images * geometry.positions,))
     return dy if keep_dz and not spec.relu else dz, sum_dy, sum_dy_xhat, rank_stats

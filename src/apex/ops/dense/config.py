@@ -41,7 +41,7 @@ class ActivationTile(NamedTuple):
     stages: int = 1
 
 
-def activation_tile(rows: int, columns: int, device: _device.DeviceFacts) -> ActivationTile:
+def activation_tile(rows: int, columns: int, active: bool, device: _device.DeviceFacts) -> ActivationTile:
     # Where a program for every 16 columns keeps half of the device busy or is soon done, it takes all of their rows:
     # one launch, and no sums to be added, which is what counts where the host is the limit.
     if (2 * columns >= 15 * device.multiprocessors or rows <= FEW_ROWS) and rows * columns <= SMALL_MATRIX:
@@ -52,7 +52,9 @@ def activation_tile(rows: int, columns: int, device: _device.DeviceFacts) -> Act
     # gelu float16 8192x16384 takes 209 us, 1.10 times the floor (tiles of 8 by 256: 252, PyTorch's two operators: 275),
     # relu 4096x1024 takes 17 (PyTorch: 23), relu 512x512 takes 8 (PyTorch: 16).
     groups = min(64 if column_blocks > 4 else 512, -(-8 * device.multiprocessors // column_blocks), -(-rows // 16))
-    return ActivationTile(16, block, groups)
+    # Where gelu's output is written too, tiles of 16 rows take 90 registers, which leaves room for five such programs:
+    # bfloat16 8192x3072 took 84, 1.8 times the floor, in two waves.
+    return ActivationTile(8 if active else 16, block, groups)
 
 
 class ProductTile(NamedTuple):

@@ -170,9 +170,7 @@ def _pair_launch(count: int, activation: str, is_backward: bool) -> Any:
 
 
 FAMILY = _library.register_family(
-    _library.OpFamily(
-        "glu", "gated linear units with bias: SwiGLU, GeGLU and ReGLU, forward and backward", decomposes=True
-    )
+    _library.OpFamily("glu", "gated linear units with bias: SwiGLU, GeGLU and ReGLU, forward and backward")
 )
 
 GLU = Op(

@@ -457,5 +457,5 @@ def self_check(device: torch.device) -> float:
 
 
 FAMILY = _library.register_family(
-    _library.OpFamily("rope", "rotary position embeddings, forward and backward", self_check, decomposes=True)
+    _library.OpFamily("rope", "rotary position embeddings, forward and backward", self_check)
 )
