@@ -45,6 +45,11 @@ def resnet(size: int = 224, first: int = 64) -> Task:
     return lambda: (Classifier(False, first), loss)
 
 
+def network() -> tuple[nn.Module, Loss]:
+    """For `apex memory benchmarks/memory.py:network --batch 64`."""
+    return resnet()()
+
+
 def perceptron(width: int = 4096, depth: int = 6) -> Task:
     """Dense layers with ReLU."""
 

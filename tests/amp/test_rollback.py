@@ -107,3 +107,11 @@ def test_functions_that_users_registered() -> None:
     amp._registered.pop()
     quiet(small_model(), opt_level="O1")
     assert torch.einsum is not einsum
+
+
+def test_attributes_that_are_called_like_hooks_but_are_none() -> None:
+    model = small_model()
+    model._require_grads_hooks = [object()]  # as transformers has it with gradient checkpointing
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    amp.shutdown()
+    assert len(model._require_grads_hooks) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,11 +15,11 @@ from .tasks import find_task, parse_shape, task_of
 from .training import Settings, Task, trained
 
 MIB = 1 << 20
-# cuBLAS keeps a workspace for each thread that multiplies matrices, of which a training step has two. PyTorch gives it
-# 32 MiB on compute capability 9, else 8.125 MiB.
-_WORKSPACE, _WORKSPACE_OF_HOPPER = 2 * (8 * MIB + 128 * 1024), 2 * 32 * MIB
-# Beside what tensors take: the driver's context and kernels, and the share that the allocator loses to gaps.
-CONTEXT, GAPS = 512 * MIB, 0.05
+# cuBLAS keeps a workspace for each thread that multiplies matrices, of which a training step has two: 32 MiB on compute
+# capability 9, else 8.125 MiB; and cuBLASLt has one of 1 MiB. Found on an H200 with PyTorch 2.11.
+_WORKSPACE, _WORKSPACE_OF_HOPPER = 17 * MIB + 256 * 1024, 65 * MIB
+# Beside what tensors take: the driver's context and kernels (767 MiB on an H200), and what the allocator loses to gaps.
+CONTEXT, GAPS = 768 * MIB, 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +117,8 @@ def estimate(task: Task, settings: Settings) -> Memory:
 
 def measure(task: Task, settings: Settings, device: torch.device) -> Measured:
     """What the same step takes on a GPU, measured in the third one."""
-    torch.cuda.synchronize(device)
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # of an earlier run, which would count as another's
     others = torch.cuda.memory_allocated(device)
     with trained(task, settings, device) as training:
         for _ in range(2):

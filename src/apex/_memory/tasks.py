@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,17 +82,13 @@ def loss_of(output: Any) -> Tensor:
 
 
 def _factory(name: str, place: str, attribute: str) -> Any:
+    path = Path(place)
+    folder = str(path.parent) if path.suffix == ".py" else ""  # of the file, or where the command was called
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
-        if place.endswith(".py"):
-            spec: Any = importlib.util.spec_from_file_location(Path(place).stem, place)
-            module = importlib.util.module_from_spec(spec)
-            sys.modules.setdefault(spec.name, module)
-            spec.loader.exec_module(module)
-        else:
-            if "" not in sys.path:  # the command is not in the folder that it is called in
-                sys.path.insert(0, "")
-            module = importlib.import_module(place)
-    except (ModuleNotFoundError, FileNotFoundError) as error:
+        module = importlib.import_module(path.stem if path.suffix == ".py" else place)
+    except ModuleNotFoundError as error:
         raise ValueError(f"{name!r} cannot be imported: {error}") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):

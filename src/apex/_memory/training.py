@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from .. import amp, optimizers
@@ -23,7 +24,6 @@ from ..ops._host import HOST
 from .storages import LiveStorages, Owners
 
 OPT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-
 
 # Makes a model, and what makes a batch of a size on a device and computes the model's loss on it.
 Loss = Callable[[nn.Module, int, torch.device], Tensor]
@@ -68,7 +68,7 @@ class Training:
         self.settings = settings
         self.device = device or HOST
         self.storages = LiveStorages() if device is None else None
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True) if device is None else None
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with device or torch.device("meta"):
             self.model, self._loss = task()
         self.model.train()
@@ -86,91 +86,82 @@ class Training:
 
                 self.model = DistributedDataParallel(self.model)
 
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(self) -> contextlib.AbstractContextManager[Any]:
         """New tensors are fake inside, and storages are counted; with a device nothing is different."""
-        if self._fake is None:
-            yield
-            return
-        assert self.storages is not None
-        with warnings.catch_warnings(), self._fake, self.storages, _AsOnGPUs():
-            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-            warnings.filterwarnings("ignore", message="Only .* of buckets are used")
-            yield
+        stack = contextlib.ExitStack()
+        for mode in () if self.storages is None else (self._fake, self.storages, _AsOnGPUs()):
+            stack.enter_context(mode)
+        return stack
 
-    def step(
-        self, after_forward: Callable[[], Any] | None = None, before_update: Callable[[], Any] | None = None
-    ) -> None:
+    def _with_real_host(self) -> contextlib.AbstractContextManager[Any]:
+        """Counts of steps and tables are real inside; not of ZeRO, which allocates what is as large as a model."""
+        stack = contextlib.ExitStack()
+        if self.storages is not None and not self.settings.zero:
+            stack.enter_context(_disable_current_modes())
+            stack.enter_context(self.storages)
+        return stack
+
+    def step(self, after_forward: Callable[[], Any] = int, before_update: Callable[[], Any] = int) -> None:
         """One step; calls the functions after the forward passes, and before the optimizer updates the parameters."""
         with self._running():
-            losses = [self._forward() for _ in range(self.settings.pipeline_parallel)]
-            if after_forward is not None:
-                after_forward()
+            count = self.settings.pipeline_parallel
+            losses = [checked_loss(self._loss(self.model, self.settings.batch, self.device)) for _ in range(count)]
+            after_forward()
             while losses:
                 loss = losses.pop(0)
                 with amp.scale_loss(loss, self.optimizer, delay_unscale=bool(losses)) as scaled:
                     scaled.backward()
             del loss, scaled
-            if before_update is not None:
-                before_update()
-            self.optimizer.step()
+            before_update()
+            with self._with_real_host():
+                self.optimizer.step()
             self.optimizer.zero_grad()
-
-    def _forward(self) -> Tensor:
-        if self.storages is not None:
-            self.storages.answers = False
-        try:
-            return checked_loss(self._loss(self.model, self.settings.batch, self.device))
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise ValueError(
-                f"the model or its loss reads values of tensors ({error}), which an estimate does not have"
-            ) from error
-        finally:
-            if self.storages is not None:
-                self.storages.answers = True
 
     def owners(self) -> dict[str, int]:
         """Bytes of parameters, buffers, gradients, masters and optimizer state, and their sum in allocator's blocks."""
         owners, stash = Owners(), self.optimizer._amp_stash
         params = list(self.model.parameters())
         masters = stash.all_fp32_from_fp16_params
-        states = [value for key, value in self.optimizer.state.items()]
         found = {
             "parameters": owners.add(params),
             "buffers": owners.add(self.model.buffers()),
             "gradients": owners.add(param.grad for param in (*params, *masters)),
             "masters": owners.add(masters),
-            "state": owners.add(tensors_in(states)),
+            "state": owners.add(tensors_in(dict(self.optimizer.state))),
         }
         return {**found, "rounded": owners.rounded}
 
 
 @contextlib.contextmanager
 def trained(task: Task, settings: Settings, device: torch.device | None = None) -> Iterator[Training]:
-    """A `Training`; afterwards amp is as it was before."""
+    """A `Training`, fake unless a device is given; afterwards amp is off."""
     if _amp_state.optimizers or _amp_state.models:
         raise RuntimeError(
             "amp.initialize was called in this process; estimate memory before it, after amp.shutdown(), or with the "
             "command `apex memory`"
         )
     log = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback where shapes do not fit
-    level_before = log.level
+    level, kernels = log.level, device is None and _library.triton_problem() is None
     log.setLevel(logging.CRITICAL)
     try:
-        with _planned(device):
+        with _as_planned() if kernels else contextlib.nullcontext(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            warnings.filterwarnings("ignore", message="Only .* of buckets are used")
             yield Training(task, settings, device)
+    except DynamicOutputShapeException as error:
+        raise ValueError(
+            f"{error} has a result whose shape depends on values, which an estimate does not have"
+        ) from error
     finally:
-        log.setLevel(level_before)
+        log.setLevel(level)
         amp.shutdown()
 
 
-def _planned(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
-    """Ops on fake tensors allocate what their kernels need on a GPU: this machine's, or one like an H200."""
-    if device is not None or _library.triton_problem() is not None:
-        return contextlib.nullcontext()
+def _as_planned() -> contextlib.AbstractContextManager[Any]:
+    """Ops on fake tensors allocate what their kernels need on a GPU: this machine's, or else an H200."""
     from ..ops import _ahead
 
-    return _ahead.planning(next(iter({**_ahead.gpu_here(), **_ahead.GPUS}.values())), keep=False)
+    return _ahead.planning([*_ahead.gpu_here().values(), _ahead.GPUS["sm_90"]][0], keep=False)
 
 
 def checked_loss(loss: Any) -> Tensor:

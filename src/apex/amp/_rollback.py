@@ -63,7 +63,8 @@ def _session() -> Callable[[], None]:
 def _module(module: nn.Module) -> Callable[[], None]:
     attributes = dict(vars(module))
     # Whoever registered a hook refers to the dict that has it, so its items are noted and the dict is kept.
-    hooks = [(value, dict(value)) for name, value in attributes.items() if name.endswith("_hooks")]
+    # A model may have something else of such a name: transformers with gradient checkpointing has a list.
+    hooks = [(v, dict(v)) for name, v in attributes.items() if name.endswith("_hooks") and isinstance(v, dict)]
 
     def restore() -> None:
         vars(module).clear()
