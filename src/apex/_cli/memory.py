@@ -77,10 +77,13 @@ def _as_dict(settings: Settings, found: Memory, fits: int | None, real: Measured
 def _print(rows: Sequence[tuple[Settings, Memory, int | None, Measured | None]], limit: int | None) -> None:
     console = make_console()
     settings = rows[0][0]
-    more = [f"{name.replace('_', ' ')} {value}" for name, value in vars(settings).items() if value not in (False, 1)]
+    shown = {
+        "batch": settings.batch,
+        **{name: v for name, v in list(vars(settings).items())[1:] if v not in (False, 1)},
+    }
     levels = [each.opt_level for each, *_ in rows]
-    title = f"MiB of a training step: {', '.join([f'batch {settings.batch}', *more[1:]])}"
-    table = make_table(console, title, "", *levels, right=tuple(levels))
+    console.print(f"a training step: {', '.join(f'{name} {value}' for name, value in shown.items())}\n")
+    table = make_table(console, None, "MiB", *levels, right=tuple(levels))
     for name in (*_ROWS, "workspace", "margin", "total"):
         table.add_row(name, *(f"{getattr(found, name) / (1 << 20):.1f}" for _, found, *_ in rows))
     for name in ("fixed", "activations", "peak", "reserved"):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..transformer import parallel_state
+from ..transformer.tensor_parallel import model_parallel_cuda_manual_seed
 from .tasks import find_task, parse_shape, task_of
 from .training import Settings, Task, trained
 
@@ -89,8 +91,8 @@ def estimate_memory(
     - `batch`: rows of a (micro-)batch of this process.
     - `zero`: `DistributedFusedAdam` divides the state of FusedAdam among `world` processes.
     - `tensor_parallel`, `pipeline_parallel`: sizes that `apex.transformer.parallel_state` has when the factory is
-      called, on the first of `world` ranks. The first stage of a pipeline keeps the activations of as many
-      micro-batches as there are stages.
+      called, on the first of `world` ranks, which divide the rest of `world` among replicas. The first stage of a
+      pipeline keeps the activations of as many micro-batches as there are stages.
     - `checkpointing`: the model's blocks are computed again in the backward pass.
     """
     inputs = [parse_shape(shape) for shape in input_shapes]
@@ -136,29 +138,24 @@ def measure(task: Task, settings: Settings, device: torch.device) -> Measured:
 
 
 def largest_batch(task: Task, settings: Settings, limit: int) -> int:
-    """The largest batch whose step fits into `limit` bytes; 0 if not even one row does."""
+    """The largest batch whose step fits into `limit` bytes, to within 1%; 0 if not even one row does."""
 
     def needed(batch: int) -> int:
         return estimate(task, dataclasses.replace(settings, batch=batch)).total
 
-    fits, needs = 0, 0
-    guess = max(1, settings.batch)
-    too_large: int | None = None
-    while too_large is None or too_large - fits > 1:
-        total = needed(guess)
-        if total <= limit:
-            grown = (total - needs) / (guess - fits) if fits else total / guess
-            fits, needs = guess, total
-            # Memory grows with the batch along a line, so the first guesses come close.
-            guess = fits + max(1, int((limit - needs) / max(grown, 1.0)))
-        else:
-            too_large = guess
-            guess = fits + max(1, int((guess - fits) * max(0.0, limit - needs) / max(1, total - needs)))
-        if too_large is not None:
-            guess = min(guess, too_large - 1)
-        if guess <= fits:
-            break
-    return fits
+    first = settings.batch
+    known = {batch: needed(batch) for batch in (first, 2 * first)}
+    slope = max(1.0, (known[2 * first] - known[first]) / first)
+    while True:
+        fits = max((batch for batch, total in known.items() if total <= limit), default=0)
+        above = min((batch for batch, total in known.items() if total > limit), default=0)
+        step = max(1, fits // 100)
+        if above and above - fits <= step:
+            return fits
+        # Memory grows with the batch along a line, so that the next guess is mostly right.
+        guess = max(fits + step, first + int((limit - known[first]) / slope))
+        guess = guess if not above or guess < above else (fits + above) // 2
+        known[guess] = needed(guess)
 
 
 def _workspace() -> int:
@@ -170,20 +167,17 @@ def _workspace() -> int:
 def _world(settings: Settings) -> Iterator[None]:
     """A process group of so many processes of which only this one exists; its collectives do nothing."""
     sizes = (settings.tensor_parallel, settings.pipeline_parallel)
-    if settings.world == 1 and sizes == (1, 1) and not settings.zero:
+    if settings.world == 1 and not settings.zero:
         yield
         return
     if dist.is_initialized():
         raise RuntimeError("a process group exists in this process; memory of several is estimated without one")
-    if settings.world % (sizes[0] * sizes[1]):
-        raise ValueError(f"world={settings.world} is no multiple of tensor_parallel * pipeline_parallel = {sizes}")
     from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from ..transformer import parallel_state
 
     dist.init_process_group("fake", rank=0, world_size=settings.world, store=FakeStore())
     try:
         parallel_state.initialize_model_parallel(*sizes)
+        model_parallel_cuda_manual_seed(0)
         yield
     finally:
         parallel_state.destroy_model_parallel()

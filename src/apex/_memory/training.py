@@ -21,6 +21,7 @@ from .. import amp, optimizers
 from ..amp._amp_state import _amp_state
 from ..ops import _library
 from ..ops._host import HOST
+from ..transformer import parallel_state
 from .storages import LiveStorages, Owners
 
 OPT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -48,6 +49,11 @@ class Settings:
     pipeline_parallel: int = 1
     checkpointing: bool = False
 
+    @property
+    def data_parallel(self) -> int:
+        """How many processes have the same parameters."""
+        return self.world // (self.tensor_parallel * self.pipeline_parallel)
+
     def __post_init__(self) -> None:
         """Raises for what no run can have."""
         if self.opt_level not in OPT_LEVELS:
@@ -55,6 +61,11 @@ class Settings:
         for name in ("batch", "world", "tensor_parallel", "pipeline_parallel"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.world != self.data_parallel * self.tensor_parallel * self.pipeline_parallel:
+            raise ValueError(
+                f"world={self.world} is no multiple of tensor_parallel={self.tensor_parallel} times "
+                f"pipeline_parallel={self.pipeline_parallel}"
+            )
 
 
 class Training:
@@ -81,7 +92,7 @@ class Training:
             self.model, self.optimizer = amp.initialize(
                 self.model, self.optimizer, opt_level=settings.opt_level, verbosity=0
             )
-            if settings.world > 1 and not settings.zero:
+            if settings.data_parallel > 1 and not settings.zero:
                 from ..parallel import DistributedDataParallel
 
                 self.model = DistributedDataParallel(self.model)
@@ -252,8 +263,10 @@ def make_optimizer(settings: Settings, model: nn.Module) -> Any:
         try:
             options[key.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
-            raise ValueError(f"optimizer={settings.optimizer!r}: {option!r} is not NAME=NUMBER") from None
+            raise ValueError(f"optimizer={settings.optimizer!r}: {option!r} is not NAME=VALUE") from None
     params = [param for param in model.parameters() if param.requires_grad]
+    if settings.zero:
+        options["process_group"] = parallel_state.get_data_parallel_group()
     return optimizer_class(name, settings.zero)(params, **options)
 
 
