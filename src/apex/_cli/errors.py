@@ -84,6 +84,8 @@ def _hint(error: BaseException, option: str, context: Any) -> str:
         beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, beside, 1)
         return f"did you mean {path.parent / near[0]}?" if near else f"paths begin at the current folder, {Path.cwd()}"
+    if "no GPU" in text:
+        return "`apex doctor` says why there is none"
     possible = getattr(error, "possibilities", None)
     if possible:
         return f"did you mean {' or '.join(possible)}?"
