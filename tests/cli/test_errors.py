@@ -67,7 +67,7 @@ def test_a_wrong_request_gets_where_to_look(arguments: list[str], hint: str) -> 
 
 
 @pytest.mark.parametrize(
-    "arguments", [["run"], ["compare"], ["build"], ["migrate"], ["run", "--hostfile"]], ids=lambda value: " ".join(value)
+    "arguments", [["run"], ["compare"], ["build"], ["migrate"], ["run", "--hostfile"]], ids=" ".join
 )
 def test_a_missing_file_gets_the_nearest_one_or_the_folder(arguments: list[str], tmp_path: Path) -> None:
     more = [] if arguments in (["build"], ["migrate"]) else ["other.py"]
