@@ -91,7 +91,8 @@ def main() -> None:
                 what = {"network": name, "opt_level": level, "optimizer": optimizer, "batch": batch, "error": errors}
                 rows.append(what | {"estimated": dataclasses.asdict(found), "measured": dataclasses.asdict(real)})
                 print(name, level, optimizer, errors, flush=True)
-    options.output.write_text(json.dumps({**describe(device), "unit": "bytes", "rows": rows}, indent=1) + "\n")
+                document = {**describe(device), "unit": "bytes", "rows": rows}
+                options.output.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
