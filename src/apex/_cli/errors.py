@@ -38,7 +38,7 @@ class Commands(TyperGroup):
         except _UsageError as error:
             status = _refuse(error)
         except typer.Abort:
-            status = _say("apex: stopped", "nothing more was asked of it; `apex` shows the commands", 1)
+            status = _say("apex: interrupted", "`apex` shows the commands", 1)
         except ImportError as error:
             status = _say(f"apex: {type(error).__name__}: {error}", _hint(error, "", None), 2)
         except SystemExit as error:  # of torchrun, which has said what is wrong
