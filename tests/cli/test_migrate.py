@@ -541,6 +541,15 @@ def test_every_rule_is_tested_and_documented() -> None:
     assert set(re.findall(r"^\| `([a-z][a-z-]+)` \|", page, re.MULTILINE)) == set(ADVICE)
 
 
+def test_models_that_are_wrapped_between_initialize_and_the_loop(tmp_path: Path) -> None:
+    start = START.format("") + "model = DistributedDataParallel(convert_syncbn_model(model))\n"
+    imports = "from apex.parallel import DistributedDataParallel, convert_syncbn_model\n"
+    found = rewritten(imports + start + LOOP.format(SCALED.format("", "")), tmp_path, "torch")
+    assert "apex" not in found
+    assert "model = torch.nn.parallel.DistributedDataParallel(torch.nn.SyncBatchNorm.convert_sync" in found
+    assert found.count("with torch.autocast") == 1
+
+
 def test_refused_amp_code_stays_whole_and_the_rest_changes(tmp_path: Path) -> None:
     source = "from apex.optimizers import FusedSGD\n" + with_options(", opt_level='O2'") + "FusedSGD(p, 0.1)\n"
     code = rewritten(source, tmp_path, "torch", refused=("opt-level",))

@@ -111,7 +111,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
         """A backward pass from the gradient of a tensor, which is scaled already."""
-        torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
+        with self._held():
+            torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, where there is one."""

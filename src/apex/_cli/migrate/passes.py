@@ -98,7 +98,8 @@ class Forward:
         code = self._code
         for call in code.find(node, m.Call()):
             name = code.called(call)
-            if self.is_call(call) or any(self._is_model(arg.value) for arg in call.args):
+            given = any(self._is_model(arg.value) for arg in call.args)
+            if self.is_call(call) or (given and not wraps(code, call)):
                 return True
             known = [] if name in seen else code.functions.get(name, [])
             if any(self.runs_model(each.body, (*seen, name)) for each in known):
@@ -159,5 +160,5 @@ class Forward:
 
 
 def wraps(code: Code, call: Node) -> bool:
-    """Whether a call makes a model of a model: DistributedDataParallel, torch.compile."""
-    return any(word in code.called(call) for word in ("Parallel", "DDP", "compile"))
+    """Whether a call makes a model of a model: DistributedDataParallel, convert_syncbn_model, torch.compile."""
+    return any(word in code.called(call) for word in ("Parallel", "DDP", "convert_sync", "compile"))
