@@ -136,7 +136,7 @@ CALLS = [
     ("rope:8x1x2x16", {"rope.tile"}),
     ("group_norm:2x64x2x4", {"group_norm.small_config"}),
     ("batch_norm:2x4x24x24", {"batch_norm.pace", "batch_norm.apply_config"}),
-    ("attention:1x2x16x16", {"attention.forward_tile", "attention.queries_tile", "attention.keys_tile"}),
+    ("attention:1x2x16x16", {f"attention.{kind}_tile" for kind in ("forward", "keys", "stored")}),
 ]
 
 
@@ -156,6 +156,21 @@ def test_what_a_call_asks_is_asked_again_by_its_replay(name: str, ops: set[str])
 
 def test_every_tunable_rule_has_a_call() -> None:
     assert set(replay.CALLS) == set(_tuned.TUNABLE)
+
+
+def test_the_report_has_a_row_for_every_launch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend_times(monkeypatch, lambda changes: 5.0 if changes == {"num_warps": 2} else 10.0)
+    outcomes = found("xentropy:8x64", op="short")
+    asked = (_tuned.Question("norm.gone", {"element_size": 2}), None)
+    command.report([*outcomes, search.Search(*asked, DEVICE)], 3, Path("tuned.json"))
+    said = capsys.readouterr().out
+    assert "num_warps 1 -> 2" in said
+    assert "100.0%" in said
+    assert "no call of `apex build` asks this" in said
+    assert "1 of 2 launches have something quicker" in said
+    assert "1 were not looked at" in said
 
 
 def test_neighbours_stay_within_what_a_device_has() -> None:

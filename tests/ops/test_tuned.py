@@ -16,6 +16,7 @@ from apex.ops import _library, _tuned, all_families, layer_norm
 from apex.ops._device import INTERPRETER, DeviceFacts, facts
 from apex.ops._launch import recording
 from apex.ops.norm import config
+from apex.ops.norm.op import NORM
 
 pytest.importorskip("triton")
 
@@ -158,6 +159,7 @@ def test_questions_are_noted_and_answers_tried(table: Path) -> None:
 
 def test_the_tables_of_the_package_can_be_read() -> None:
     all_families()
+    assert list(_tuned.SHIPPED.glob("*.json"))
     for path in _tuned.SHIPPED.glob("*.json"):
         for found in _tuned.read_tables(path):
             assert found.problem is None
@@ -165,6 +167,42 @@ def test_the_tables_of_the_package_can_be_read() -> None:
                 assert _tuned.fits(entry)
                 assert entry["op"] in _tuned.TUNABLE
                 assert entry["after_us"] * 1.03 <= entry["before_us"] + 0.01
+
+
+class OutOfResources(Exception):
+    """Named as Triton's."""
+
+
+def test_a_launch_that_does_not_fit_is_made_as_the_rule_says(
+    table: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(table, ENTRY)
+    forward, warps = NORM._forward, []
+
+    def fails_with_two_warps(*arguments: Any) -> Any:
+        warps.append(config.forward_config(8, 64, 4, True, HERE).num_warps)
+        if warps[-1] == 2:
+            raise OutOfResources("shared memory")
+        return forward(*arguments)
+
+    monkeypatch.setattr(NORM, "_forward", fails_with_two_warps)
+    x = torch.randn(8, 64, dtype=torch.float32, device=DEVICE)
+    with _library.implementation("triton"), torch.no_grad(), caplog.at_level(logging.WARNING, "apex.ops"):
+        torch.testing.assert_close(layer_norm(x, (64,)), torch.nn.functional.layer_norm(x, (64,)))
+        layer_norm(x, (64,))
+    assert warps == [2, 1, 1]
+    (record,) = caplog.records
+    assert "the tuned launches of norm are no longer used, since one does not fit" in record.getMessage()
+
+
+def test_without_a_table_what_does_not_fit_is_an_error(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any) -> Any:
+        raise OutOfResources("shared memory")
+
+    monkeypatch.setattr(NORM, "_forward", fails)
+    x = torch.ones(8, 64, dtype=torch.float32, device=DEVICE)
+    with _library.implementation("triton"), pytest.raises(OutOfResources):
+        layer_norm(x, (64,))
 
 
 def test_rules_ask_the_tables_once(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:

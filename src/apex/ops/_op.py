@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _library, _tuned
 from ._library import TOO_WIDE
 from ._tolerance import TOLERANCES, excess
 
@@ -176,13 +176,23 @@ class Op:
         return _as_tuple((self._library_op if torch.compiler.is_compiling() else self.run)(*arguments))
 
     def _launch(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        return _as_tuple(self._forward(*_contiguous(arguments, self._loose)))
+        try:
+            return _as_tuple(self._forward(*_contiguous(arguments, self._loose)))
+        except Exception as error:
+            if not _tuned.give_up(self.family.name, error):
+                raise
+        return self._launch(*arguments)
 
     def run_backward(self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]) -> Found:
         """The gradients that are wanted, None for the others, without autograd."""
         tensors = (*gradients, *saved)
         if self._fit(tensors, len(tensors)) and tensors[0].numel():
-            return _as_tuple(self._backward(*_contiguous(tensors, self._loose_backward), *settings, wanted))
+            try:
+                return _as_tuple(self._backward(*_contiguous(tensors, self._loose_backward), *settings, wanted))
+            except Exception as error:
+                if not _tuned.give_up(self.family.name, error):
+                    raise
+            return self.run_backward(gradients, saved, settings, wanted)
         return self.run_reference_backward(gradients, saved, settings, wanted)
 
     def run_reference_backward(

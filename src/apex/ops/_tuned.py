@@ -7,6 +7,7 @@ never later: its answers are kept. Without an entry the rule's own answer stands
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import inspect
@@ -27,6 +28,8 @@ FORMAT = 1
 SHIPPED = Path(__file__).parent / "tuned"
 # Arguments of rules of which the next power of two is the shape class: what is shared out among programs.
 ROUNDED = frozenset({"rows", "columns", "queries", "tokens", "images"})
+
+_CUDA_DRIVER = ("libcuda.so.1", "cuDriverGetVersion")
 
 Key = tuple[str, str, tuple[tuple[str, Any], ...]]
 Changes = Mapping[str, Any]
@@ -60,6 +63,8 @@ TUNABLE: dict[str, Varied] = {}
 
 _noted: dict[Key, tuple[Question, Any]] | None = None
 _trial: Mapping[Key, Changes] | None = None
+# Families whose entries are no longer used, because a launch did not fit.
+_given_up: set[str] = set()
 
 
 def tunable(varied: Varied) -> Callable[[Callable[..., Any]], Any]:
@@ -92,6 +97,8 @@ def tunable(varied: Varied) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _from_tables(question: Question, answer: Any, device: DeviceFacts) -> Any:
+    if question.op.partition(".")[0] in _given_up:
+        return answer
     entry = entries_for(device).get(question.key)
     # Where the rule has changed, or chooses something else for this member of the class, the entry says nothing.
     if entry is None or any(getattr(answer, name, None) != value for name, value in entry["instead_of"].items()):
@@ -141,10 +148,16 @@ class Table:
 
 def versions() -> dict[str, Any]:
     """What entries are good for besides the GPU: the driver's major version and Triton's version."""
-    read = getattr(torch._C, "_cuda_getDriverVersion", None)
-    driver = read() // 1000 if read and torch.cuda.is_available() else 0
+    version = ctypes.c_int(0)
+    if torch.cuda.is_available():
+        library, read = ("libamdhip64.so", "hipDriverGetVersion") if torch.version.hip else _CUDA_DRIVER
+        with contextlib.suppress(OSError):
+            getattr(ctypes.CDLL(library), read)(ctypes.byref(version))
     has_triton = _library.triton_problem() is None  # rules are asked without it too
-    return {"driver": driver, "triton": importlib.import_module("triton").__version__ if has_triton else ""}
+    return {
+        "driver": version.value // 1000,
+        "triton": importlib.import_module("triton").__version__ if has_triton else "",
+    }
 
 
 @functools.cache
@@ -196,6 +209,21 @@ def entries_for(device: DeviceFacts) -> dict[Key, dict[str, Any]]:
     return entries
 
 
+def give_up(family: str, error: Exception) -> bool:
+    """Whether to launch again what raised `error`: now without the tuned launches of its family, if it had some.
+
+    A launch with other options than the one that was tuned may need more shared memory than there is.
+    """
+    ops = [entry["op"] for table in tables() if table.problem is None for entry in table.entries]
+    tuned = family not in _given_up and any(op.startswith(f"{family}.") for op in ops)
+    if type(error).__name__ != "OutOfResources" or _trial is not None or not tuned:
+        return False
+    _given_up.add(family)
+    forget_launches()
+    _library.logger.warning("the tuned launches of %s are no longer used, since one does not fit: %s", family, error)
+    return True
+
+
 def configurations() -> dict[Key, Changes]:
     """What the tables for this Triton change on any GPU: for compiling ahead, where the GPU and its driver are not."""
     triton = versions()["triton"]
@@ -211,6 +239,7 @@ def fits(entry: Mapping[str, Any]) -> bool:
 
 def forget_tables() -> None:
     """Lets the tables be read again."""
+    _given_up.clear()
     tables.cache_clear()
     entries_for.cache_clear()
     forget_launches()

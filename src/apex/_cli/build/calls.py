@@ -65,6 +65,13 @@ def _softmax(make: Maker, s: Shape, masked: bool = False, causal: bool = False) 
     return masked_softmax(make.leaf(s), mask=mask, scale=0.125, causal=causal)
 
 
+def _attention(make: Maker, s: Shape) -> Tensor:
+    batch, heads, length, _ = s
+    hidden = make.constant((batch, 1, 1, length), torch.bool)
+    bias = make.leaf((1, heads, length, length))
+    return attention(make.leaf(s), make.leaf(s), make.leaf(s), hidden.logical_not(), bias)
+
+
 def _batch_norm(make: Maker, s: Shape) -> Tensor:
     weight, bias = (make.leaf(s[1:2], torch.float32) for _ in range(2))
     return batch_norm(make.image(s), None, None, weight, bias, relu=True)
@@ -105,7 +112,7 @@ OPS = {
     "softmax": Op(_softmax, _SCORES, ("scaled_softmax_cuda",)),
     "masked_softmax": Op(partial(_softmax, masked=True), _SCORES, _MASKED),
     "causal_softmax": Op(partial(_softmax, causal=True), _SCORES, ("scaled_upper_triang_masked_softmax_cuda",)),
-    "attention": Op(lambda m, s: attention(m.leaf(s), m.leaf(s), m.leaf(s)), _HEADS),
+    "attention": Op(_attention, _HEADS),
     "xentropy": Op(_xentropy, ("tokens x classes", "8192x32000"), ("xentropy_cuda",)),
     "rope": Op(_rope, ("length x batch x heads x size", "2048x4x32x128"), ("fused_rotary_positional_embedding",)),
     "swiglu": Op(lambda m, s: bias_glu(m.leaf(s), m.leaf(s[-1:]), "silu"), _ROWS, ("fused_bias_swiglu",)),

@@ -179,9 +179,10 @@ def report(outcomes: Sequence[Search], asked: int, output: Path) -> None:
     table = make_table(console, None, "op", "dtype", "shape", *numbers, "found", right=numbers)
     for each in outcomes:
         shape = " ".join(f"{name}={value}" for name, value in each.question.shape.items())
-        times = [f"{each.before:.1f}", f"{each.after:.1f}", f"{each.before / each.after - 1:.1%}"]
+        times = ["", "", ""]
+        if each.config:
+            times = [f"{each.before:.1f}", f"{each.after:.1f}", f"{each.before / each.after - 1:.1%}"]
         found = ", ".join(f"{name} {each.instead_of[name]} -> {value}" for name, value in each.config.items())
-        times = times if each.config else ["", "", ""]
         table.add_row(
             each.question.op,
             each.question.dtype,

@@ -38,7 +38,7 @@ def _glu(rows: int, width: int, **_: Any) -> tuple[str, Shape]:
 
 
 def _attention(head_dim: int, rows: int, **_: Any) -> tuple[str, Shape]:
-    return "attention", (1, max(1, USUAL_ELEMENTS // (rows * rows)), rows, head_dim)
+    return "attention", (max(1, USUAL_ELEMENTS // (4 * rows * rows)), 4, rows, head_dim)
 
 
 def _groups(positions: int, group_channels: int, images: int = 0, **_: Any) -> tuple[str, Shape]:

@@ -42,8 +42,9 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# From the size of a head and of an element, queries, keys and a device to a tile.
-TileRule = Callable[[int, int, int, int, DeviceFacts], Tile]
+# From the size of a head and of an element, queries, keys, the kind of attention and a device to a tile. Kinds ("mask
+# bias", "packed") matter to tuned launches alone: what a kernel loads beside the keys takes shared memory.
+TileRule = Callable[[int, int, int, int, str, DeviceFacts], Tile]
 
 
 def head_block(head_dim: int) -> int:
@@ -67,7 +68,7 @@ def largest_head(element_size: int, device: DeviceFacts) -> int:
 
 
 @tunable(lambda tile: tile._fields)
-def forward_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
+def forward_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: str, device: DeviceFacts) -> Tile:
     block = head_block(head_dim)
     # Biased: 75 (128 queries: 81), in float32 243 (64 queries: 270). Packed: 189 (8 warps: 187, 64 queries: 200); 16
     # sequences with heads of 128: 108 (128 queries: 112).
@@ -81,7 +82,7 @@ def forward_tile(head_dim: int, element_size: int, rows: int, columns: int, devi
 
 
 @tunable(lambda tile: tile._fields)
-def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
+def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: str, device: DeviceFacts) -> Tile:
     """For the gradient of the queries."""
     block = head_block(head_dim)
     # Biased: 104 (128 queries: 113), in float32 326 (32 keys: 342). Packed: 299 (128 queries: 311); 16 sequences with
@@ -94,7 +95,7 @@ def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, devi
 
 
 @tunable(lambda tile: tile._fields)
-def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
+def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: str, device: DeviceFacts) -> Tile:
     """For the gradients of keys and values."""
     block = head_block(head_dim)
     # Two accumulators: larger tiles run out of registers. Packed: 372 (64 keys: 392; before, 408 and
@@ -109,7 +110,7 @@ def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, device:
 
 
 @tunable(lambda tile: tile._fields)
-def stored_tile(head_dim: int, element_size: int, rows: int, columns: int, device: DeviceFacts) -> Tile:
+def stored_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: str, device: DeviceFacts) -> Tile:
     """For the gradient of the queries from that of the logits."""
     block = head_block(head_dim)
     if element_size == 4:
@@ -189,4 +190,4 @@ _USUAL = DeviceFacts("NVIDIA H200", "cuda", multiprocessors=132, warp_size=32, s
 
 def usual_tile(rows: int, head_dim: int, *, forward: bool) -> tuple[int, int, int, int]:
     """What half-precision self-attention of this size uses on an H200: queries, keys, warps, stages."""
-    return (forward_tile if forward else keys_tile)(head_dim, 2, rows, rows, _USUAL)
+    return (forward_tile if forward else keys_tile)(head_dim, 2, rows, rows, "mask bias", _USUAL)

@@ -79,7 +79,9 @@ class Problem(NamedTuple):
     def choose(self, rule: config.TileRule, split: str = "queries") -> config.Tile:
         """The tile of a kernel whose programs share the queries or the keys."""
         device = facts(self.device)
-        tile = rule(self.head_dim, self.dtype.itemsize, self.rows, self.columns, device)
+        given = {"mask": self.mask_group, "bias": self.bias_group, "packed": self.total}
+        kind = " ".join(name for name, number in given.items() if number)
+        tile = rule(self.head_dim, self.dtype.itemsize, self.rows, self.columns, kind, device)
         length = self.rows if split == "queries" else self.columns
         return config.spread(tile, split, length, self.batch * self.heads, device)
 
