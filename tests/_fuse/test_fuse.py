@@ -469,6 +469,9 @@ def test_data_parallel_before_and_after_and_sharding(tmp_path: Path) -> None:
             torch.testing.assert_close(model(x), plain(x))
         with pytest.raises(RuntimeError, match="undo that first"):
             apex.unfuse(model)
+        gated = GatedMLP(nn.SiLU())
+        fully_shard(gated, mesh=mesh)
+        assert "fuse before fully_shard" in apex.fuse(gated, verbose=False)[0].reason
     finally:
         torch.distributed.destroy_process_group()
 

@@ -136,6 +136,8 @@ def _probe(module: Any, rule: Rule) -> str:
     example = rule.probe(module)
     if example is None:
         return ""
+    if any(hasattr(weight, "device_mesh") for weight in module.parameters()):
+        return "its weights are sharded, so that it cannot be tried; fuse before fully_shard"
     if example.is_meta:
         return "its weights are on no device yet, so that it cannot be tried"
     try:
