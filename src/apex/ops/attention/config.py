@@ -185,7 +185,7 @@ def parts_of_batches(batches: int, at_once: int, group: int) -> list[tuple[int, 
     ]
 
 
-_USUAL = DeviceFacts("NVIDIA H200", "cuda", multiprocessors=132, warp_size=32, shared_memory=227 * 1024)
+_USUAL = DeviceFacts("H200", "cuda", multiprocessors=132, warp_size=32, shared_memory=227 * 1024)
 
 
 def usual_tile(rows: int, head_dim: int, *, forward: bool) -> tuple[int, int, int, int]:
