@@ -179,7 +179,7 @@ def test_only_what_moved_is_uploaded(name: str, route: Route) -> None:
     with implementation(route.implementation):
         optimizer = maker(name)(params)
         optimizer.step()
-        (bucket,) = optimizer._plans[0].buckets
+        (bucket,) = optimizer._group_buckets[0].buckets
         table = bucket.lists._table
         fixed, moving = table.fixed, table.moving
         optimizer.step()
@@ -188,7 +188,7 @@ def test_only_what_moved_is_uploaded(name: str, route: Route) -> None:
         for param in params:
             param.grad = param.grad.clone()
         optimizer.step()
-    assert optimizer._plans[0].buckets == [bucket], "made anew"
+    assert optimizer._group_buckets[0].buckets == [bucket], "made anew"
     assert table.fixed is fixed
     # Combined gradients are copied back to where they were.
     assert (table.moving is not moving) == (name in NOT_COMBINED)

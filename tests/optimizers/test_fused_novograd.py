@@ -143,7 +143,7 @@ def test_a_new_plan_goes_on_with_the_same_averages() -> None:
         set_gradients(params, step)
         optimizer.step()
         addresses.append([optimizer.state[p]["exp_avg_sq"].data_ptr() for p in params])
-        optimizer._plans.clear()
+        optimizer._group_buckets.clear()
     assert addresses[0] == addresses[1] == addresses[2]
 
 

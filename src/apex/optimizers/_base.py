@@ -23,7 +23,7 @@ from torch.optim import optimizer as _hooks_of_all
 from ..ops import _recording
 from ..ops._host import HOST
 from ..ops.multi_tensor import make_lists, zero
-from ._buckets import MASTER, Bucket, GroupPlan, Seen, local
+from ._buckets import MASTER, Bucket, GroupBuckets, Seen, local
 from ._checkpoints import load_state, saved_state
 from ._checks import check_options
 
@@ -188,8 +188,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.capturable = capturable
         self.materialize_master_grads = materialize_master_grads
         self.set_grad_none = set_grad_none
-        self._plans: dict[int, GroupPlan] = {}
-        # The values of `state` when the last plan was made. A user may replace one at any time: every step compares.
+        self._group_buckets: dict[int, GroupBuckets] = {}
+        # The values of `state` when buckets were made last. A user may replace one at any time: every step compares.
         self._states: list[dict[str, Any]] = []
         # How many steps an overflow skipped, by group: tensors on the device, of which the host has not heard yet.
         self._skipped: dict[int, Tensor] = {}
@@ -230,7 +230,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Called once per step before buckets compare addresses; returns those that were read already."""
         return ()
 
-    def _before_plan(self, index: int, group: dict[str, Any]) -> None:
+    def _before_buckets(self, index: int, group: dict[str, Any]) -> None:
         """Called when a group's buckets are about to be made anew: parameters came or went, got other memory, ..."""
 
     def _before_update(self, scaling: LossScaling) -> None:
@@ -264,22 +264,22 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _step_now(self, scaling: LossScaling) -> None:
         self._check_capture()
         if len(self.state) != len(self._states) or not all(map(operator.is_, self.state.values(), self._states)):
-            self._plans.clear()
+            self._group_buckets.clear()
         seen = self._look()
-        ready = [(index, group, self._plan(index, group, seen)) for index, group in enumerate(self.param_groups)]
-        self._ready = [(group, bucket) for _, group, plan in ready for bucket in plan.buckets]
+        ready = [(index, group, self._buckets_of(index, group, seen)) for index, group in enumerate(self.param_groups)]
+        self._ready = [(group, bucket) for _, group, buckets in ready for bucket in buckets]
         self._before_update(scaling)
         recording = _recording.current
         if recording is not None:
             recording.reads_numbers.add(id(self))
-        for index, group, plan in ready:
-            if not plan.buckets:
+        for index, group, buckets in ready:
+            if not buckets:
                 continue
             seed = self._next_seed(group)
-            step = self._next_step(index, group, plan.buckets[0].device, scaling)
+            step = self._next_step(index, group, buckets[0].device, scaling)
             # A graph must not freeze hyperparameters, which schedulers change.
             numbers = group if recording is None else recording.group(self, index)
-            for bucket in plan.buckets:
+            for bucket in buckets:
                 there = scaling.on(bucket.device)
                 count = step.to(bucket.device) if isinstance(step, Tensor) else step
                 rounds = seed is not None and bucket.params[0].dtype == torch.bfloat16
@@ -311,17 +311,17 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "step before capturing"
             )
 
-    def _plan(self, index: int, group: dict[str, Any], seen: Sequence[Seen]) -> GroupPlan:
-        plan = self._plans.get(index)
+    def _buckets_of(self, index: int, group: dict[str, Any], seen: Sequence[Seen]) -> list[Bucket]:
+        kept = self._group_buckets.get(index)
         names = tuple(self._state_names(group))  # an option may have changed: a momentum that was 0
-        if plan is None or plan.names != names or not plan.refresh(group["params"], seen):
-            self._before_plan(index, group)
+        if kept is None or kept.names != names or not kept.refresh(group["params"], seen):
+            self._before_buckets(index, group)
             prepare = lambda param: self._prepare(param, group, names)  # noqa: E731
-            plan = self._plans[index] = GroupPlan(
+            kept = self._group_buckets[index] = GroupBuckets(
                 group["params"], prepare, names, self._make_lists, self._model_params, self._takes_model_grads
             )
             self._states = list(self.state.values())
-        return plan
+        return kept.buckets
 
     def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
         """A parameter's state, filled in where something is missing, and its kind."""
@@ -443,7 +443,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans = {}
+        self._group_buckets = {}
         self._states = []
         # PyTorch's `load_state_dict` comes by here, too: what a graph may go on to count in stays.
         for skipped in self.__dict__.setdefault("_skipped", {}).values():
@@ -457,11 +457,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             {
                 name: copy.deepcopy(value, memo)
                 for name, value in self.__dict__.items()
-                if name not in ("_plans", "_states", "_ready", "_amp_stash", "_model_params", "_takes_model_grads")
+                if name
+                not in ("_group_buckets", "_states", "_ready", "_amp_stash", "_model_params", "_takes_model_grads")
                 and not isinstance(value, MethodType)  # apex.amp's and schedulers', bound to the original
             }
         )
-        twin._plans, twin._states = {}, []
+        twin._group_buckets, twin._states = {}, []
         return twin
 
 

@@ -215,7 +215,7 @@ class Bucket:
             self.lists.slots = ()
 
 
-class GroupPlan:
+class GroupBuckets:
     """All buckets of a parameter group."""
 
     def __init__(
@@ -262,7 +262,7 @@ class GroupPlan:
             self.buckets.append(Bucket(params, states, names, make, kind, copied, of_models))
 
     def refresh(self, params: Sequence[Tensor], seen: Sequence[Seen] = ()) -> bool:
-        """Whether the plan still holds, after pointing every bucket to where its tensors are now.
+        """Points every bucket to where its tensors are now; False when the buckets must be made anew.
 
         `seen` is what others found out about the parameters in this step.
         """

@@ -33,7 +33,7 @@ class ParameterSteps(FusedOptimizer):
     def _kind(self, param: Tensor, state: dict[str, Any]) -> Any:
         return self._missed.get(param, 0)
 
-    def _before_plan(self, index: int, group: dict[str, Any]) -> None:
+    def _before_buckets(self, index: int, group: dict[str, Any]) -> None:
         if self.capturable:
             return
         started = {param for param in group["params"] if self.state.get(param)}

@@ -134,7 +134,7 @@ class FusedAdamSWA(FusedOptimizer):
         )
         return factor if inverse_scale is None else factor * inverse_scale.to(device)
 
-    def _before_plan(self, index: int, group: dict[str, Any]) -> None:
+    def _before_buckets(self, index: int, group: dict[str, Any]) -> None:
         """Puts the averages where buckets look for state."""
         for param, average in self._averages.items():
             self.state[param][_AVERAGE] = average
