@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import sys
@@ -19,7 +20,7 @@ from apex.booster import Booster, ModelWrapper, OptimizerWrapper, plugin
 from apex.booster.mixed_precision import BF16MixedPrecision
 from apex.nn.lr_scheduler import LinearWarmupLR
 
-from .problem import adam, net, plain, train
+from .problem import adam, batch, net, plain, train
 from .problem import booster as make
 
 
@@ -185,3 +186,18 @@ def test_a_step_takes_no_closure_where_gradients_are_changed_before_it(precision
     _, optimizer, *_ = make(precision).boost(model, adam(model))
     with pytest.raises(ValueError, match="step takes no closure"):
         optimizer.step(lambda: None)
+
+
+def test_gradients_wait_for_what_is_left_to_do_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO must not take the gradients of a split model before they are finalized, whichever backward pass it was."""
+    model = net()
+    _, optimizer, *_ = make().boost(model, adam(model))
+    held: list[str] = []
+    monkeypatch.setattr(optimizer, "no_sync", lambda: contextlib.nullcontext(held.append("held")))
+    loss = model(batch(0)[0]).square().mean()
+    optimizer.backward(loss, retain_graph=True)
+    assert held == []
+    optimizer.finalize = lambda: None
+    optimizer.backward(loss, retain_graph=True)
+    optimizer.backward_by_grad(loss, torch.ones_like(loss))
+    assert held == ["held", "held"]
