@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import apex
 from apex import amp
 from apex.booster import Booster, mixed_precision
+from apex.booster._whole import whole_model, whole_optimizer
 from apex.booster.mixed_precision import (
     BF16MixedPrecision,
     FP8MixedPrecision,
@@ -25,7 +27,7 @@ from apex.booster.mixed_precision import (
 )
 from apex.transformer.amp import HysteresisScaler
 
-from .problem import OPTIMIZERS, assert_as_plain, net, plain, train
+from .problem import OPTIMIZERS, assert_as_plain, assert_equal, net, plain, train
 from .problem import booster as make
 
 NAMES = ("fp16", "fp16_apex", "bf16", "fp8", "fp16_naive")
@@ -267,3 +269,23 @@ def test_a_precision_of_one_s_own() -> None:
     booster.backward(criterion(model(torch.randn(8, 16).double()), torch.zeros(8, dtype=torch.long)), optimizer)
     optimizer.step()
     assert next(model.parameters()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("precision", ["fp16_naive", BF16MixedPrecision("O5"), "fp16"])
+def test_layers_that_are_trained_later(precision: Any, tmp_path: Path) -> None:
+    """A group that is added after boosting has float32 masters too, learns, and is saved."""
+    booster, model = make(precision), net()
+    optimizer = torch.optim.SGD(model.last.parameters(), lr=0.1, momentum=0.9)
+    boosted, optimizer, criterion, *_ = booster.boost(model, optimizer, nn.CrossEntropyLoss())
+    train(booster, (boosted, optimizer, criterion), range(1))
+    before = whole_model(boosted, copies=True)
+    optimizer.add_param_group({"params": list(model.first.parameters()), "lr": 1e-4})
+    train(booster, (boosted, optimizer, criterion), range(1, 3))
+    moved = {name for name, value in whole_model(boosted).items() if not torch.equal(value, before[name])}
+    assert moved == {"last.weight", "last.bias", "first.weight", "first.bias"}
+    assert {param.dtype for param in optimizer.parameters} == {torch.float32}
+    booster.save_optimizer(optimizer, tmp_path / "optimizer")
+    expected = whole_optimizer(optimizer, copies=True)
+    train(booster, (boosted, optimizer, criterion), range(3, 4))
+    booster.load_optimizer(optimizer, tmp_path / "optimizer")
+    assert_equal(whole_optimizer(optimizer), expected)

@@ -78,14 +78,18 @@ class Masters:
         """`exact` has values from before parameters were cast."""
         self._of: dict[Tensor, Tensor] = {}
         for group in optimizer.param_groups:
-            for index, param in enumerate(group["params"]):
-                if param.dtype not in HALF:
-                    continue
-                master = nn.Parameter(exact.get(param, param.detach()).float(), requires_grad=param.requires_grad)
-                vars(master).update(vars(param))  # what a split layer notes on its parameters
-                group["params"][index] = self._of[param] = master
-                if param in optimizer.state:
-                    optimizer.state[master] = optimizer.state.pop(param)
+            self.add(optimizer, group, exact)
+
+    def add(self, optimizer: Any, group: dict[str, Any], exact: dict[Tensor, Tensor]) -> None:
+        """Makes masters of a group's parameters, and gives them their state."""
+        for index, param in enumerate(group["params"]):
+            if param.dtype not in HALF:
+                continue
+            master = nn.Parameter(exact.get(param, param.detach()).float(), requires_grad=param.requires_grad)
+            vars(master).update(vars(param))  # what a split layer notes on its parameters
+            group["params"][index] = self._of[param] = master
+            if param in optimizer.state:
+                optimizer.state[master] = optimizer.state.pop(param)
 
     def take_gradients(self) -> None:
         """Moves gradients from parameters to masters, in float32."""
@@ -142,6 +146,11 @@ class MixedOptimizer(OptimizerWrapper):
     def __init__(self, optim: Any, scaler: GradScaler | None = None, masters: Any = None) -> None:
         super().__init__(optim)
         self.scaler, self.masters = scaler, masters
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self.masters is not None:
+            self.masters.add(self.optim, self.optim.param_groups[-1], {})
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)

@@ -166,15 +166,8 @@ class FP16NaiveMixedPrecision(Precision):
         cast_inputs: bool = True,
     ) -> None:
         self._log_zeros, self._cast_inputs, self._verbose = bool(log_num_zeros_in_grad), cast_inputs, bool(verbose)
-        self._scaling = (
-            initial_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            hysteresis,
-            min_scale,
-            max_scale,
-        )
+        limits = (min_scale, max_scale)
+        self._scaling = (initial_scale, growth_factor, backoff_factor, growth_interval, hysteresis, *limits)
         self.scaler()  # complains of wrong numbers now
 
     def scaler(self) -> GradScaler:

@@ -98,7 +98,10 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        before = len(self.parameters)
         self.optim.add_param_group(param_group)
+        if self.names is not None:
+            self.names += [None] * (len(self.parameters) - before)
 
     def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
         """A backward pass from the scaled loss; arguments are those of `Tensor.backward`."""
