@@ -2,14 +2,16 @@
 
     python -m tests.ops.compile_kernels sm_90 sm_80 sm_100
 
-Every launch goes down to the assembly of every GPU: this shows what Triton or LLVM cannot lower there, and programs
-that need more shared memory than there is. One launch of every kernel is also optimised by LLVM and made a binary (by
-ptxas, or LLVM's assembler and linker) for every GPU. Both depend on the instructions of a kernel rather than on its
-block sizes, neither refuses a kernel for its size, and for all launches they would take minutes more.
+Launches go down to the assembly of GPUs: this shows what Triton or LLVM cannot lower there, and programs that need
+more shared memory than there is. One launch of every kernel is also optimised by LLVM and made a binary (by ptxas, or
+LLVM's assembler and linker) for every GPU. Both depend on the instructions of a kernel rather than on its block sizes,
+neither refuses a kernel for its size, and for all launches they would take minutes more.
 
 A launch without a matrix product is laid out (TTIR and TTGIR) for the first of a vendor's GPUs and lowered from there
-for each of them. Compared in a sample of 35 such launches: Triton makes the same LLVM code of this as of a layout for
-the very GPU.
+for the others. Compared in a sample of 35 such launches: Triton makes the same LLVM code of this as of a layout for the
+very GPU. It is lowered for another GPU only if it has an operation, with its types and attributes, that no launch
+before had there, since the layout alone decides about memory and widths of access. For AMD, whose assembly is not
+looked at, a launch without such an operation ends as LLVM code. Together that is a minute and a half less of CPU time.
 
 Run as a process of its own because Triton's interpreter, which other tests use, is chosen when triton is imported.
 Prints one JSON document: what was compiled for each GPU, and what failed. stderr names every launch before it is
@@ -124,9 +126,14 @@ class Program:
         self.launch = launch
         self.names: dict[str, None] = {}  # of the GPUs that get this launch, in order
         self.layout: tuple[str, Target] | None = None  # the TTGIR that serves all GPUs, and the one it was made for
+        self.operations: frozenset[str] = frozenset()  # of the last layout
+        self.lowered: tuple[int, str] = (0, "")  # shared memory and assembly, for that GPU
 
-    def compile(self, target: Target, whole: bool) -> tuple[int, str]:
-        """The bytes of shared memory that a program needs on `target`, and its assembly; if `whole` also a binary."""
+    def compile(self, target: Target, whole: bool, seen: set[str]) -> None:
+        """Finds the shared memory that a program needs on `target`, and its assembly; if `whole` also makes a binary.
+
+        `seen` are the operations of launches before.
+        """
         prepared, backend = self.launch.prepared, target.backend
         options = backend.parse_options({"num_warps": prepared.num_warps, "num_stages": prepared.num_stages})
         metadata: dict[str, Any] = {"target": target.gpu, **options.__dict__}
@@ -142,16 +149,18 @@ class Program:
             has_product = "tt.dot" in str(module)
             module = stages["ttgir"](module, metadata)
             self.layout = None if has_product else (str(module), target)
+            self.operations = operations_of(str(module))
         else:
             text, origin = self.layout
             module = _parse(text.replace(origin.attribute, target.attribute), context)
         os.environ["DISABLE_LLVM_OPT"] = "0" if whole else "1"
-        *lowering, binary = (stage for name, stage in stages.items() if name not in ("ttir", "ttgir"))
-        for stage in lowering:
-            module = stage(module, metadata)
+        lower, assemble, binary = (stage for name, stage in stages.items() if name not in ("ttir", "ttgir"))
+        module = lower(module, metadata)
+        if whole or target.gpu.backend == "cuda" or not self.operations <= seen:
+            module = assemble(module, metadata)
         if whole:
             binary(module, metadata)
-        return metadata["shared"], module
+        self.lowered = metadata["shared"], str(module)
 
     def known_bytes(self) -> int:
         """How many bytes of a row one access may take, by what the launch says of its length; 16 at most."""
@@ -161,6 +170,20 @@ class Program:
             "ALIGN", 1
         )
         return min(16, align * self.launch.tensors[0].element_size())
+
+
+# Names of values, places in files, sizes of tensors, the numbers behind names of layouts, and numbers that are no part
+# of a word.
+_NUMBERS = re.compile(r"%\w+(?:[#:]\d+)?|loc\(.*\)|\b(?:\d+x)+|(?<=#)([a-z]+)\d+|(?<!\w)-?\d[\d.]*(?:e[-+]\d+)?")
+
+
+def operations_of(module: str) -> frozenset[str]:
+    """The lines of a module without names of values and numbers: operations with their types and attributes.
+
+    Of functions, loops and branches only their kind: what they pass on is in the lines of the operations.
+    """
+    lines = (_NUMBERS.sub(lambda found: found[1] or "", line).strip() for line in module.splitlines())
+    return frozenset(re.sub(r"^(.*?\b(?:tt\.func|scf\.\w+|cf\.\w+)).*", r"\1", line) for line in lines)
 
 
 def widest_access(assembly: str) -> int:
@@ -196,9 +219,10 @@ def compile_all(names: list[str]) -> dict[str, dict[str, Any]]:
             program = programs.setdefault((TARGETS[name].gpu.backend, *_ahead.program(launch)), Program(launch))
             program.names[name] = None
     gc.freeze()  # what was imported stays, and need not be searched for garbage
+    seen: dict[str, set[str]] = {name: set() for name in names}
     for program in programs.values():
         for name in program.names:
-            _add_to_report(reports[name], program, TARGETS[name])
+            _add_to_report(reports[name], program, TARGETS[name], seen[name])
         program.layout = None
     for name, report in reports.items():
         expected = set(_launch.KERNELS) - NOT_CHOSEN.get(TARGETS[name].gpu.backend, set())
@@ -208,16 +232,19 @@ def compile_all(names: list[str]) -> dict[str, dict[str, Any]]:
     return reports
 
 
-def _add_to_report(report: dict[str, Any], program: Program, target: Target) -> None:
+def _add_to_report(report: dict[str, Any], program: Program, target: Target, seen: set[str]) -> None:
     compiled, available = report["compiled"], target.facts.shared_memory
     kernel = program.launch.prepared.kernel.name
     what = f"{_ahead.program(program.launch)} {program.launch.prepared.sizes} {program.launch.floats}"
     print(target.attribute, what, file=sys.stderr, flush=True)
     try:
-        shared, assembly = program.compile(target, whole=kernel not in compiled)
+        if program.layout is None or kernel not in compiled or not program.operations <= seen:
+            program.compile(target, kernel not in compiled, seen)
+        shared, assembly = program.lowered
     except Exception as error:
         report["failures"].append(f"{what}: {type(error).__name__}: {str(error)[-500:]}")
         return
+    seen |= program.operations
     compiled[kernel] = compiled.get(kernel, 0) + 1
     if shared > available:
         report["failures"].append(f"{what}: needs {shared} bytes of shared memory, {available} are there")

@@ -11,14 +11,19 @@ _META = torch.device("meta")
 
 
 def _biased(
-    shape: tuple[int, ...], keys: int, dtype: torch.dtype, mask: tuple[int, ...], bias: tuple[int, ...] | None
+    shape: tuple[int, ...],
+    keys: int,
+    dtype: torch.dtype,
+    mask: tuple[int, ...],
+    bias: tuple[int, ...] | None,
+    bias_grads: tuple[bool, ...],
 ) -> None:
-    """Forward, and backward with and without a gradient of the bias."""
+    """Forward, and backward with or without a gradient of the bias."""
     query = torch.empty(shape, dtype=dtype, device=_META)
     key = torch.empty(*shape[:2], keys, shape[3], dtype=dtype, device=_META)
     added = [None if size is None else torch.empty(size, dtype=dtype, device=_META) for size in (mask, bias)]
     output, statistics = op_biased.launch_forward(query, key, key, *added, 1e9)
-    for bias_grad in (False, True) if bias else (False,):
+    for bias_grad in bias_grads:
         wanted = (True, True, True, bias_grad)
         op_biased.launch_backward(query, query, key, key, *added, output, statistics, 1e9, wanted)
 
@@ -48,9 +53,9 @@ def _behind_cudnn() -> None:
 
 def record() -> None:
     """Collects (under `recording`) attentions: with all parts, an odd one, packed ones."""
-    _biased((256, 4, 256, 32), 256, torch.bfloat16, (256, 1, 1, 256), (1, 4, 256, 256))
-    _biased((64, 8, 131, 24), 67, torch.float32, (1, 1, 1, 67), None)
-    _biased((3, 2, 536, 64), 536, torch.float16, (3, 1, 1, 536), (1, 2, 536, 536))
+    _biased((256, 4, 256, 32), 256, torch.bfloat16, (256, 1, 1, 256), (1, 4, 256, 256), (False, True))
+    _biased((64, 8, 131, 24), 67, torch.float32, (1, 1, 1, 67), None, (False,))
+    _biased((3, 2, 536, 64), 536, torch.float16, (3, 1, 1, 536), (1, 2, 536, 536), (True,))
     _packed((9000, 3, 16, 64), 32, 512, torch.float16, 0.1, True)
     _packed((8192, 3, 16, 128), 16, 512, torch.bfloat16, 0.0, False)
     _behind_cudnn()
