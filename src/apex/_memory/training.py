@@ -224,6 +224,8 @@ class _AsOnGPUs(torch.overrides.TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.dropout:
             return _dropout(*args, **kwargs)
+        if func is nn.functional.cross_entropy and _library.autocast_dtype(args[0]) == args[0].dtype == torch.float16:
+            return _cross_entropy(*args, **kwargs)
         if func is nn.functional.scaled_dot_product_attention and kwargs.get("dropout_p"):
             kwargs = {**kwargs, "dropout_p": 0.0}  # on the host the scores would be kept; on GPUs a seed is
         return func(*args, **kwargs)
@@ -234,6 +236,14 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
         return nn.functional.dropout(input, p, training, inplace)
     output = torch.native_dropout(input, p, True)[0]
     return input.copy_(output) if inplace else output
+
+
+def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Without a float32 copy of float16 logits, nor of their gradient, where targets are numbers of classes."""
+    if target.is_floating_point() or args or kwargs.get("label_smoothing"):
+        return nn.functional.cross_entropy(input, target, *args, **kwargs)
+    kwargs.pop("label_smoothing", None)
+    return nn.functional.nll_loss(torch._log_softmax(input, min(1, input.dim() - 1), True), target, **kwargs)
 
 
 def checkpoint_blocks(model: nn.Module) -> None:

@@ -324,7 +324,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> Non
 
 def _adds_to_float32(half: Tensor) -> bool:
     """Whether a product of half-precision matrices can be added to float32: since PyTorch 2.8, on NVIDIA's GPUs."""
-    return _library.on_gpu(half) and torch.version.hip is None and hasattr(torch.ops.aten.addmm, "dtype_out")
+    return half.is_cuda and torch.version.hip is None and hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
 def _implementation(input, *arguments):  # type: ignore[no-untyped-def]
