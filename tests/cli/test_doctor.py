@@ -211,7 +211,7 @@ def test_tuned_launches_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("another", 1, 0),
     ]
     assert [row["problem"].split(";")[0] for row in report["tuned"]] == [
-        "1 entries are for launch rules that are no longer there",
+        "1 entries are for rules that are no longer there",
         "made with triton 1.0",
         "for another GPU",
     ]

@@ -27,14 +27,11 @@ def examine_tables(gpus: list[str]) -> tuple[list[TunedTable], list[Finding]]:
     findings: list[Finding] = []
     for table in _tuned.tables():
         usable = sum(_tuned.fits(entry) and entry["op"] in _tuned.TUNABLE for entry in table.entries)
-        problem, stale = table.problem, table.problem is not None and table.gpu in ("", *gpus)
-        if problem is None and table.gpu not in gpus:
-            problem = "for another GPU"
+        problem, stale = table.problem, table.problem is not None
+        if table.gpu not in ("", *gpus):
+            problem, stale = "for another GPU", False
         elif problem is None and usable < len(table.entries):
-            problem, stale = (
-                f"{len(table.entries) - usable} entries are for launch rules that are no longer there",
-                True,
-            )
+            problem, stale = f"{len(table.entries) - usable} entries are for rules that are no longer there", True
         in_use = usable if table.problem is None and table.gpu in gpus else 0
         row = (str(table.path), table.gpu, table.driver, table.triton, len(table.entries), in_use, problem)
         tables.append(TunedTable(*row))
