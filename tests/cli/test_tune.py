@@ -318,6 +318,15 @@ def test_requests_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch, options: d
         command.run_tune(**options)
 
 
+def test_a_file_that_is_no_table_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_gpu", lambda: DEVICE)
+    output = tmp_path / "model.json"
+    output.write_text('{"hidden_size": 4096}')
+    with pytest.raises(ValueError, match=r"model.json is no table of tuned launches: KeyError.*name another file"):
+        command.run_tune(output=output)
+    assert output.read_text() == '{"hidden_size": 4096}'
+
+
 @pytest.mark.gpu
 def test_a_tiny_tune_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shapes, table = tmp_path / "shapes.txt", tmp_path / "table.json"

@@ -43,6 +43,9 @@ def run_tune(
     output = output or _env.tuned_launches()
     if output is None:
         raise ValueError("APEX_TUNED=off leaves no table to write to; name one with --output")
+    for table in _tuned.read_tables(output):
+        if table.problem is not None:
+            raise ValueError(f"{output} {table.problem}; name another file with --output")
     if arguments and record is None:
         raise ValueError(f"{arguments[0]!r} is an argument of no script; name the script with --record")
     if record is not None and shapes is not None:
@@ -151,23 +154,16 @@ def tune(
 
 
 def write_entries(path: Path, gpu: str, entries: Sequence[dict[str, Any]]) -> None:
-    """Puts entries for this GPU, driver and Triton into a file, beside what it has; an unreadable file is replaced."""
+    """Puts entries for this GPU, driver and Triton into a file, beside what it has."""
     here = {"gpu": gpu, **_tuned.versions()}
-    documents = [
-        {name: getattr(table, name) for name in (*here, "entries")}
-        for table in _tuned.read_tables(path)
-        if table.problem is None
-    ]
-    mine = next((each for each in documents if all(each[name] == value for name, value in here.items())), None)
-    if mine is None:
-        mine = {**here, "entries": []}
-        documents.append(mine)
-    mine["entries"] = list({_tuned.key_of(entry): entry for entry in (*mine["entries"], *entries)}.values())
+    tables = {tuple(getattr(table, name) for name in here): table.entries for table in _tuned.read_tables(path)}
+    mine = [*tables.get(tuple(here.values()), ()), *entries]
+    tables[tuple(here.values())] = list({_tuned.key_of(entry): entry for entry in mine}.values())
     make_folder(path.parent)
     with atomic_file(path, "w") as file:
         # A line for each entry, so that differences can be read.
-        heads = [json.dumps({**each, "entries": []})[:-2] for each in documents]
-        lines = [",\n".join(map(json.dumps, each["entries"])) for each in documents]
+        heads = [json.dumps({**dict(zip(here, head, strict=True)), "entries": []})[:-2] for head in tables]
+        lines = [",\n".join(map(json.dumps, each)) for each in tables.values()]
         bodies = ",\n".join(f"{head}\n{line}\n]}}" for head, line in zip(heads, lines, strict=True))
         file.write(f'{{"format": {_tuned.FORMAT}, "tables": [\n{bodies}\n]}}\n')
 
@@ -183,14 +179,8 @@ def report(outcomes: Sequence[Search], asked: int, output: Path) -> None:
         if each.config:
             times = [f"{each.before:.1f}", f"{each.after:.1f}", f"{each.before / each.after - 1:.1%}"]
         found = ", ".join(f"{name} {each.instead_of[name]} -> {value}" for name, value in each.config.items())
-        table.add_row(
-            each.question.op,
-            each.question.dtype,
-            shape,
-            *times,
-            str(each.tried),
-            found or each.reason or "the rule's answer",
-        )
+        found = found or each.reason or "the rule's answer"
+        table.add_row(each.question.op, each.question.dtype, shape, *times, str(each.tried), found)
     print_table(console, table)
     kept = sum(bool(each.config) for each in outcomes)
     console.print(f"{kept} of {len(outcomes)} launches have something quicker, at least 3% beyond noise.")
