@@ -55,17 +55,7 @@ def _scales_and_biases(norms: Sequence[nn.Module]) -> tuple[tuple[Tensor, ...], 
     return scales, torch._foreach_addcmul(biases, means, scales, value=-1)
 
 
-def _forward(
-    ctx: Any,
-    nhwc: bool,
-    stride: int,
-    scale: Sequence[Tensor],
-    bias: Sequence[Tensor],
-    exchange: Exchange | None,
-    overlap: bool,
-    x: Tensor,
-    conv: Sequence[Tensor],
-) -> Tensor:
+def _forward(ctx, nhwc, stride, scale, bias, exchange, overlap, x, conv):  # type: ignore[no-untyped-def]
     dtype = autocast_dtype(x) or x.dtype
     x, *weights = (cast(_channels_second(each, nhwc), dtype) for each in (x, *conv))
     with autocast_off(x):
@@ -272,17 +262,8 @@ class SpatialBottleneck(Bottleneck):
         explicit_nhwc: bool = False,
         spatial_parallel_args: tuple | None = None,
     ) -> None:
-        super().__init__(
-            in_channels,
-            bottleneck_channels,
-            out_channels,
-            stride,
-            groups,
-            dilation,
-            norm_func,
-            use_cudnn,
-            explicit_nhwc,
-        )
+        sizes = (in_channels, bottleneck_channels, out_channels, stride, groups, dilation)
+        super().__init__(*sizes, norm_func, use_cudnn, explicit_nhwc)
         self.spatial_parallel_args = (1, 0, None, None, 0, False)
         if spatial_parallel_args is not None:
             size, rank, _, exchanger, method, _ = spatial_parallel_args

@@ -48,11 +48,8 @@ class PeerMemoryPool:
     ) -> list[Tensor]:
         """The tensor of every peer, its own at its place; of any dtype. `channels_last` needs four dimensions."""
         count = math.prod(shape) * dtype.itemsize
-        part, size, start = (
-            ("dynamic", self.dynamic_size, self.dynamic_offset)
-            if dynamic
-            else ("static", self.static_size, self.static_offset)
-        )
+        part = "dynamic" if dynamic else "static"
+        size, start = getattr(self, f"{part}_size"), getattr(self, f"{part}_offset")
         if start + _aligned(count) > size:
             raise RuntimeError(
                 f"a tensor {list(shape)} of {dtype} needs {_aligned(count)} bytes, but of the pool's {size} {part} "
@@ -60,10 +57,7 @@ class PeerMemoryPool:
                 + (", or call reset() after every step" if dynamic else "")
             )
         pieces = self.memory.bytes_of(start + (self.static_size if dynamic else 0), count)
-        if dynamic:
-            self.dynamic_offset += _aligned(count)
-        else:
-            self.static_offset += _aligned(count)
+        setattr(self, f"{part}_offset", start + _aligned(count))
         tensors = [laid_out(piece, shape, dtype, channels_last) for piece in pieces]
         for place, tensor in enumerate(tensors):
             tensor.peer = self.memory, place  # type: ignore[attr-defined]  # for push_pull_halos_1d
