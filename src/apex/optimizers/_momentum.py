@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ._base import FusedOptimizer, LossScaling, state_dtype
+from ._base import CommonOptions, FusedOptimizer, LossScaling, state_dtype
 from ._buckets import Bucket
 from ._checks import check_nesterov, check_options
 
@@ -27,16 +28,18 @@ class MomentumOptimizer(FusedOptimizer):
         self,
         params: Any,
         defaults: dict[str, Any],
-        *,
         wd_after_momentum: bool,
-        **options: bool,
+        materialize_master_grads: bool,
+        set_grad_none: bool,
+        **options: Unpack[CommonOptions],
     ) -> None:
         check_options(defaults)
         check_nesterov(defaults)
         self.wd_after_momentum = wd_after_momentum
         # Parameters whose first step an overflow may have kept from happening, and where the device notes it.
         self._undampened: dict[Tensor, Tensor] = {}
-        super().__init__(params, defaults, **options)
+        more = {"materialize_master_grads": materialize_master_grads, "set_grad_none": set_grad_none}
+        super().__init__(params, defaults, **more, **options)
 
     def get_momentums(self, params: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
         """The momentum buffers of the parameters, made where there is none; and whether the last one is new."""

@@ -48,14 +48,7 @@ class FusedLARS(MomentumOptimizer):
         defaults |= dict(trust_coefficient=trust_coefficient, eps=eps, is_skipped=False)
         self.trust_coefficient = trust_coefficient
         self.eps = eps
-        super().__init__(
-            params,
-            defaults,
-            wd_after_momentum=wd_after_momentum,
-            materialize_master_grads=materialize_master_grads,
-            set_grad_none=set_grad_none,
-            **options,
-        )
+        super().__init__(params, defaults, wd_after_momentum, materialize_master_grads, set_grad_none, **options)
 
     multi_tensor_lars = compiled_function("multi_tensor_lars")
 

@@ -38,14 +38,7 @@ class FusedSGD(MomentumOptimizer):
         **options: Unpack[CommonOptions],
     ) -> None:
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
-        super().__init__(
-            params,
-            defaults,
-            wd_after_momentum=wd_after_momentum,
-            materialize_master_grads=materialize_master_grads,
-            set_grad_none=set_grad_none,
-            **options,
-        )
+        super().__init__(params, defaults, wd_after_momentum, materialize_master_grads, set_grad_none, **options)
 
     multi_tensor_sgd = compiled_function("multi_tensor_sgd")
 
