@@ -418,6 +418,9 @@ for x, y in data:
 """
 
 
+GUARDED_BACKWARD = START.format("") + LOOP.format(
+    "if scale:\n        " + SCALED.format("", "    ").replace("\n", "\n    ") + "\n    else: loss.backward()"
+)
 FALLBACK = """\
 try:
     from apex.normalization import FusedLayerNorm as LN
@@ -470,6 +473,8 @@ REFUSED = [
         "apex",
         NATIVE.replace("    scaler.step", "    scaler.scale(loss).backward()\n    scaler.step"),
     ),
+    ("several-losses", 9, "torch", SCRIPT + "def pretrain(loss):\n    loss.backward()\n"),
+    ("several-losses", 8, "torch", GUARDED_BACKWARD),
     ("delayed", 5, "torch", with_options("", ", delay_unscale=True")),
     ("delayed", 5, "booster", with_options("", ", delay_unscale=step % 2")),
     ("scaled-loss", 5, "torch", with_options("", "", "print(scaled_loss)\n        ")),
@@ -492,6 +497,7 @@ REFUSED = [
     ("no-loss-scale", 8, "torch", with_options(", opt_level='O4'") + "torch.save(amp.state_dict(), path)\n"),
     ("names-taken", 2, "torch", SCRIPT + "scaler = grad_scaler = 1\n"),
     ("names-taken", 11, "apex", NATIVE + "amp = 1\n"),
+    ("names-taken", 2, "booster", SCRIPT + "booster = xgboost.Booster()\n"),
     ("both", 8, "torch", SCRIPT + "torch.cuda.amp.GradScaler()\n" + "import torch\n"),
     ("both", 12, "apex", NATIVE + SCRIPT.split("\n", 1)[0] + "\nmodel = amp.initialize(model)\n"),
     ("fallback", 5, "torch", FALLBACK),
@@ -514,6 +520,7 @@ REFUSED = [
     ("autocast-elsewhere", 4, "apex", NATIVE.replace('with autocast("cuda")', "with casts()")),
     ("autocast-only", 3, "apex", CASTS_ONLY),
     ("scaler-use", 11, "apex", NATIVE + "print(scaler.get_scale())\n"),
+    ("scaler-use", 11, "apex", NATIVE.replace("scaler", "self.scaler") + "trainer.scaler.update()\n"),
     ("several-scalers", 11, "apex", NATIVE + "other = GradScaler()\n"),
     ("optimizer-unknown", 4, "apex", NATIVE.replace("model.parameters()", "groups")),
     ("outside-autocast", 11, "apex", NATIVE + "print(model(x))\n"),

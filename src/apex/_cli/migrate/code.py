@@ -43,13 +43,17 @@ class Code:
     """A file. A statement is a compound statement, or one of those that may share a line."""
 
     def __init__(self, source: bytes) -> None:
-        wrapper = MetadataWrapper(cst.parse_module(source))
+        wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
         self.module = wrapper.module
         self.text: Callable[[Node], str] = self.module.code_for_node
-        self._parents = wrapper.resolve(ParentNodeProvider)
-        self._positions = wrapper.resolve(PositionProvider)
-        self._qualified = wrapper.resolve(QualifiedNameProvider)
+        providers = (ParentNodeProvider, PositionProvider, QualifiedNameProvider)
+        facts: Any = wrapper.resolve_many(providers)
+        self._parents, self._positions, self._qualified = (facts[each] for each in providers)
         self.spots: list[Spot] = []
+        # By type: asking LibCST for nodes that match walks through the file each time, for half a second.
+        self._nodes: dict[str, list[Node]] = {}
+        for node in self._parents:
+            self._nodes.setdefault(type(node).__name__, []).append(node)
         self.calls = self.find(self.module, m.Call())
         self.functions: dict[str, list[Node]] = {}
         for function in self.find(self.module, m.FunctionDef()):
@@ -60,8 +64,13 @@ class Code:
         self.spots.append(Spot(self.line(node), rule, ADVICE[rule].format(**details)))
 
     def find(self, node: Node, pattern: Any) -> list[Node]:
-        """Nodes that match, in the order of the file."""
-        return sorted(m.findall(node, pattern), key=lambda each: self.position(each))
+        """The node and those inside of it that match, in the order of the file."""
+        kinds = {type(each).__name__ for each in getattr(pattern, "options", (pattern,))}
+        span = self._positions[node]
+        bounds = (span.start.line, span.start.column), (span.end.line, span.end.column)
+        found = [each for kind in kinds for each in self._nodes.get(kind, ())]
+        found = [each for each in found if bounds[0] <= self.position(each) <= bounds[1] and m.matches(each, pattern)]
+        return sorted((each for each in found if self.inside(each, node)), key=self.position)
 
     def position(self, node: Node) -> tuple[int, int]:
         start = self._positions[node].start
@@ -90,7 +99,10 @@ class Code:
         for node in self.find(self.module, _NAME):
             parent, name = self.parent(node), self._means(node, packages)
             longer = isinstance(parent, cst.Attribute) and self._means(parent, packages)
-            if name and not longer and not isinstance(parent, cst.ImportAlias | cst.ImportFrom | cst.AssignTarget):
+            is_bound = isinstance(parent, cst.ImportAlias | cst.ImportFrom) or m.matches(
+                parent, m.AssignTarget(m.Name())
+            )
+            if name and not longer and not is_bound:
                 call = parent if isinstance(parent, cst.Call) and parent.func is node else None
                 found.append(Use(name, node, call))
         return found
@@ -117,8 +129,15 @@ class Code:
         aliases = [alias for each in self.find(self.module, m.Import()) for alias in each.names]
         return next((each.evaluated_alias or module for each in aliases if each.evaluated_name == module), module)
 
+    def end_of_imports(self) -> Node | None:
+        """The last of the imports at the top of the file."""
+        imports = [isinstance(each, cst.Import | cst.ImportFrom | cst.Try) for each in self.members(self.module)]
+        first = imports.index(True) if True in imports else len(imports)
+        last = imports.index(False, first) if False in imports[first:] else len(imports)
+        return self.members(self.module)[last - 1] if first < last else None
+
     def is_taken(self, name: str) -> bool:
-        return bool(m.findall(self.module, m.Name(name)))
+        return bool(self.find(self.module, m.Name(name)))
 
     # Where statements stand -------------------------------------------------------------------------------------------
 
@@ -164,22 +183,21 @@ class Code:
 
     def reads(self, node: Node) -> set[str]:
         """Variables that are mentioned: names, and attributes of them."""
-        return {self.text(each) for each in m.findall(node, m.Name() | m.Attribute(value=m.Name()))}
+        return {self.text(each) for each in self.find(node, m.Name() | m.Attribute(value=m.Name()))}
 
     def assigns(self, statement: Node) -> set[str]:
         """Variables that a statement, or one inside of it, gives a value or changes."""
         assigning = m.AssignTarget() | m.AugAssign() | m.AnnAssign() | m.For() | m.NamedExpr()
-        targets = [each.target for each in m.findall(statement, assigning)]  # type: ignore[attr-defined]
-        changes = m.findall(statement, m.Expr(value=m.Call(func=m.Attribute())))
-        methods: list[Node] = [each.value.func for each in changes]  # type: ignore[attr-defined]
+        targets = [each.target for each in self.find(statement, assigning)]
+        methods = [each.value.func for each in self.find(statement, m.Expr(value=m.Call(func=m.Attribute())))]
         targets += [each.value for each in methods if each.attr.value in _CHANGES or each.attr.value.endswith("_")]
-        return {name for each in targets for name in self.parts(each)}
+        return {name.partition("[")[0] for each in targets for name in self.parts(each)}
 
     def parts(self, node: Node) -> list[str]:
-        """What a tuple or list is made of, or the expression itself; without indices."""
+        """What a tuple or list is made of, or the expression itself."""
         if isinstance(node, cst.Tuple | cst.List):
             return [name for each in node.elements for name in self.parts(each.value)]
-        return [self.text(node.value if isinstance(node, cst.Subscript) else node)]
+        return [self.text(node)]
 
     def called(self, call: Node) -> str:
         """The last name of what is called: "step" of `self.optimizer.step()`."""

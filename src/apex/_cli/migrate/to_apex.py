@@ -142,7 +142,8 @@ class TorchToAmp:
         handled += [call.func.value for call in (*steps, *gone, *scales, *saves, *asks)]
         handled += self._without_parameter()
         for each in code.find(code.module, m.Name() | m.Attribute()):
-            is_name = code.is_value(each) and code.text(each) == scaler
+            is_held = "." in scaler and isinstance(each, cst.Attribute) and each.attr.value == scaler.rpartition(".")[2]
+            is_name = code.is_value(each) and (code.text(each) == scaler or is_held)
             if is_name and not any(each is other for other in handled):
                 code.refuse(each, "scaler-use", use=code.text(code.statement(each)).strip().splitlines()[0])
         clips = [call for call in code.calls if code.called(call).startswith("clip_grad")]

@@ -52,6 +52,9 @@ def _boost(code: Code, edits: Edits, call: Node) -> None:
             enabled, "argument", name="enabled", value=code.text(enabled.value), function="amp.initialize"
         )
     targets = code.parts(target)
+    taken = [name for name in ("booster", "Booster") if code.is_taken(name)]
+    if taken:
+        return code.refuse(call, "names-taken", names=" and ".join(taken))
     if len(targets) != len(texts) or any(isinstance(each, cst.List | cst.Tuple) for each in (model, *optimizer)):
         return code.refuse(call, "several-models")
     level = [code.text(given.pop("opt_level").value)] if "opt_level" in given else []

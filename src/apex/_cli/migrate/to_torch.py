@@ -143,9 +143,12 @@ class AmpToTorch:
         if state and not self._is_scaled:
             code.refuse(state[0].node, "no-loss-scale", level=self._level)
         steps = self._find_steps(backwards) if self._is_scaled else []
+        for other in code.method_calls("backward") if self._is_scaled else []:
+            if not self._is_alternative(other, backwards):
+                code.refuse(other, "several-losses")
         users = [*(each.statement for each in backwards), *steps, *(use.node for use in state)]
         scaler, is_global = self._scaler_name(statement, users)
-        if is_global and self._enabled:
+        if is_global and (self._enabled or code.end_of_imports() is None):
             code.refuse(call, "conditional", problem="the training loop is in another function")
         if self._dtype is not None:
             enabled = f", enabled={scaler}.is_enabled()" if self._enabled else ""
@@ -171,10 +174,7 @@ class AmpToTorch:
             arguments = ", ".join([f'"{self._device}"', *self._scaling, *filter(None, [flag])])
             made = [f"{scaler} = {self._torch}.amp.GradScaler({arguments})"]
         if is_global and made:
-            top = [
-                each for each in code.members(code.module) if isinstance(each, cst.Import | cst.ImportFrom | cst.Try)
-            ]
-            edits.after[top[-1]] = [f"\n{made.pop()}"]
+            edits.after[code.end_of_imports()] = [f"\n{made.pop()}"]
         if outermost is not None and made:
             edits.before[outermost] = [made.pop()]
         if outermost is not None and code.members(outermost.body) == [statement] and not outermost.orelse:
@@ -198,6 +198,16 @@ class AmpToTorch:
             test, outermost = code.text(holder.test), holder
             self._enabled.insert(0, f"({test})" if isinstance(holder.test, cst.BooleanOperation) else test)
         return outermost
+
+    def _is_alternative(self, call: Node, backwards: list[Backward]) -> bool:
+        """Whether a backward pass is a scaled one, or runs where the scaler is off and that one does not."""
+        code, statements = self._code, [each.statement for each in backwards]
+        for each in code.ancestors(call):
+            if each in statements:
+                return True
+            if isinstance(each, cst.If) and any(code.inside(statement, each) for statement in statements):
+                return bool({code.text(each.test), f"({code.text(each.test)})"} & set(self._enabled))
+        return False
 
     def _scaler_name(self, statement: Node, users: list[Node]) -> tuple[str, bool]:
         """The variable for the scaler, of the function, of `self` or, which the second result says, of the module."""
@@ -255,9 +265,8 @@ class AmpToTorch:
                     edits.after[code.statement(step)] = [f"{scaler}.update()"]
                     since = place + 1
         clips = [call for call in code.calls if code.called(call).startswith("clip_grad")]
-        reads = [
-            each for each in code.find(code.module, m.Attribute(attr=m.Name("grad"))) if code.text(each) != "torch.grad"
-        ]
+        reads = code.find(code.module, m.Attribute(attr=m.Name("grad")))
+        reads = [each for each in reads if not m.matches(code.parent(each), m.Call(func=each))]  # autograd.grad(...)
         unscaled = set()
         for node in sorted([*clips, *reads, *(use.node for use in self._uses["master_params"])], key=code.position):
             statement, block = self._unscale_place(node, backwards)
