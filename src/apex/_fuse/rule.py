@@ -106,7 +106,7 @@ def names_used(method: Any) -> tuple[str, ...]:
 def has_hooks(module: nn.Module) -> bool:
     """Whether something waits for this module to be called, so that it must be."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(map(len, hooks)) or "forward" in vars(module)
+    return any(map(len, hooks)) or "forward" in module.__dict__
 
 
 def random_input(module: nn.Module, *shape: int) -> Tensor:
