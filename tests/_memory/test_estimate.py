@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import apex
 from apex import optimizers
-from apex._memory.estimate import Memory, estimate, largest_batch
+from apex._memory.estimate import Memory, estimate, largest_batch, measure
 from apex._memory.storages import LiveStorages
 from apex._memory.tasks import Shape, parse_shape, task_of
 from apex._memory.training import OPT_LEVELS, Settings, trained
@@ -130,6 +130,23 @@ def test_masks_of_dropout_have_bytes() -> None:
         for p in (0.0, 0.5)
     ]
     assert kept[1] - kept[0] == 64 * 512
+
+
+def test_attention_with_dropout_keeps_no_scores() -> None:
+    kept = [
+        estimate(
+            task_of(lambda p=p: nn.TransformerEncoderLayer(32, 4, 32, p), [Shape((256, 32), torch.float32)]),
+            Settings(batch=256),
+        ).activations
+        for p in (0.0, 0.1)
+    ]
+    scores = 4 * 4 * 256**3
+    assert 0 < kept[1] - kept[0] < 0.1 * scores  # masks, and results of dropout, of the layer's own
+
+
+def test_measuring_several_processes_is_refused() -> None:
+    with pytest.raises(ValueError, match="one process is measured"):
+        measure(NETWORK, Settings(world=2), CPU)
 
 
 def test_checkpointing_keeps_less() -> None:

@@ -120,6 +120,8 @@ def estimate(task: Task, settings: Settings) -> Memory:
 
 def measure(task: Task, settings: Settings, device: torch.device) -> Measured:
     """What the same step takes on a GPU, measured in the third one."""
+    if settings.world > 1 or settings.zero:
+        raise ValueError("one process is measured, without ZeRO and with a world of 1")
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()  # of an earlier run, which would count as another's
     others = torch.cuda.memory_allocated(device)

@@ -228,6 +228,8 @@ class _AsOnGPUs(torch.overrides.TorchFunctionMode):
             return _cross_entropy(*args, **kwargs)
         if func is nn.functional.scaled_dot_product_attention and kwargs.get("dropout_p"):
             kwargs = {**kwargs, "dropout_p": 0.0}  # on the host the scores would be kept; on GPUs a seed is
+        if func is nn.functional.multi_head_attention_forward and not kwargs.get("need_weights", True):
+            args = (*args[:10], 0.0, *args[11:])  # the same
         return func(*args, **kwargs)
 
 
@@ -276,20 +278,13 @@ def make_optimizer(settings: Settings, model: nn.Module) -> Any:
             raise ValueError(f"optimizer={settings.optimizer!r}: {option!r} is not NAME=VALUE") from None
     params = [param for param in model.parameters() if param.requires_grad]
     if settings.zero:
-        options["process_group"] = parallel_state.get_data_parallel_group()
-    return optimizer_class(name, settings.zero)(params, **options)
-
-
-def optimizer_class(name: str, zero: bool) -> Any:
-    """The class that is called so; with `zero` the one that divides its state."""
-    if zero:
         if name != "FusedAdam":
             raise ValueError(f"optimizer={name!r} has no ZeRO counterpart that goes with apex.amp; FusedAdam has")
         from ..contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 
-        return DistributedFusedAdam
+        return DistributedFusedAdam(params, process_group=parallel_state.get_data_parallel_group(), **options)
     module, _, attribute = name.rpartition(":")
     known = [each for each in optimizers.__all__ if each != "FP16_Optimizer"]
     if not module and name not in known:
         raise ValueError(f"optimizer={name!r} is not known; use MODULE:CLASS or one of {', '.join(known)}")
-    return getattr(importlib.import_module(module) if module else optimizers, attribute)
+    return getattr(importlib.import_module(module) if module else optimizers, attribute)(params, **options)
