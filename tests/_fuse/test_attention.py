@@ -73,6 +73,8 @@ def test_other_calls_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ({"is_causal": True}, {"attn_mask": torch.zeros(S, S + 1)}, {"key_padding_mask": torch.zeros(1, S)}):
         with pytest.raises((RuntimeError, AssertionError)):
             module(x, x, x, need_weights=False, **wrong)
+    with pytest.raises((RuntimeError, AssertionError)):
+        module(x, y[:1], y[:1], need_weights=False)  # which would be broadcast
     with torch.no_grad():  # PyTorch's inference in one operator
         found, wanted = (each.eval()(x, x, x, need_weights=False) for each in (module, plain))
         torch.testing.assert_close(found, wanted)

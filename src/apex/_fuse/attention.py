@@ -31,7 +31,7 @@ def _added(mask: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> T
         return None
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)
-    return mask.to(dtype).view(shape)
+    return mask.to(dtype).reshape(shape)
 
 
 def _takes(module: Any, query: Tensor, key: Tensor, value: Tensor, masks: tuple[Any, Any], causal: bool) -> bool:
@@ -42,7 +42,8 @@ def _takes(module: Any, query: Tensor, key: Tensor, value: Tensor, masks: tuple[
     batch, queries, keys = query.shape[1 - module.batch_first], *(t.shape[module.batch_first] for t in (query, key))
     shapes = ((queries, keys), (batch * module.num_heads, queries, keys))
     return (
-        (others is None or others.shape in shapes)
+        key.shape[1 - module.batch_first] == batch
+        and (others is None or others.shape in shapes)
         and (padding is None or padding.shape == (batch, keys))
         and not (causal and others is None)  # which is an error
         and all(mask is None or mask.dtype == torch.bool or mask.is_floating_point() for mask in masks)
