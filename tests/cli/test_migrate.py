@@ -557,6 +557,19 @@ def test_models_that_are_wrapped_between_initialize_and_the_loop(tmp_path: Path)
     assert found.count("with torch.autocast") == 1
 
 
+def test_an_attribute_of_a_result_is_no_second_use(tmp_path: Path) -> None:
+    source = "from apex.logging import get_dist_logger\nget_dist_logger().info(1)\n"
+    assert rewritten(source, tmp_path, "torch", refused=("no-equivalent",)) == source
+
+
+def test_line_ends_stay(tmp_path: Path) -> None:
+    path = tmp_path / "windows.py"
+    path.write_bytes(SCRIPT.replace("\n", "\r\n").encode())
+    after = migrate(path, to="torch").after
+    assert b"GradScaler" in after
+    assert after.count(b"\n") == after.count(b"\r\n")
+
+
 def test_refused_amp_code_stays_whole_and_the_rest_changes(tmp_path: Path) -> None:
     source = "from apex.optimizers import FusedSGD\n" + with_options(", opt_level='O2'") + "FusedSGD(p, 0.1)\n"
     code = rewritten(source, tmp_path, "torch", refused=("opt-level",))

@@ -108,6 +108,8 @@ class Code:
         return found
 
     def _means(self, node: Node, packages: tuple[str, ...]) -> str | None:
+        if set(self.text(node)) & set("(["):  # an attribute of a result, which is not what was imported
+            return None
         names = sorted(each.name for each in self._names(node) if each.source.name == "IMPORT")
         return next((name for name in names if name.startswith(tuple(f"{each}." for each in packages))), None)
 
