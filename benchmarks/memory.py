@@ -3,7 +3,7 @@
     python benchmarks/memory.py --output benchmarks/results/nvidia_h200-memory.json
 
 A GPT of 12 layers, in PyTorch's modules and in those of apex, a network of ResNet-50's shape and a perceptron. Tests
-hold the bars of issue 24 on the same: 5% of the fixed state, 15% of the peak.
+hold 5% of the fixed state and 15% of the peak on the same.
 """
 
 from __future__ import annotations

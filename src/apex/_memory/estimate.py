@@ -21,7 +21,7 @@ MIB = 1 << 20
 # capability 9, else 8.125 MiB; and cuBLASLt has one of 1 MiB. Found on an H200 with PyTorch 2.11.
 _WORKSPACE, _WORKSPACE_OF_HOPPER = 17 * MIB + 256 * 1024, 65 * MIB
 # Beside what tensors take: the driver's context and kernels (767 MiB on an H200), and what the allocator loses to gaps:
-# 2 to 16% of the peak for a GPT and a perceptron, 18 to 24% for ResNet-50, while there was much memory left.
+# 1 to 22% of the peak in benchmarks/results/nvidia_h200-memory.json, 10% in the middle.
 CONTEXT, GAPS = 768 * MIB, 0.1
 
 
