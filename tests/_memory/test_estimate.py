@@ -172,6 +172,15 @@ def test_data_parallel_buckets_and_shards() -> None:
     assert not torch.distributed.is_initialized()
 
 
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings("O5", batch=2, world=4, zero=True)
+    expected = estimate(NETWORK, settings)
+    monkeypatch.setattr("apex.ops._library._triton_found", ["the triton package is not installed"])
+    found = estimate(NETWORK, settings)
+    assert found.state == expected.state
+    assert estimate(NETWORK, Settings("O5", batch=2, world=4)).buckets > 0
+
+
 def test_split_layers_and_stages() -> None:
     config = TransformerConfig(2, 64, 2, vocab_size=128, max_position_embeddings=16, hidden_dropout=0.1)
 

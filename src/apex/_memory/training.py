@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import amp, optimizers
 from ..amp._amp_state import _amp_state
-from ..ops import _library
+from ..ops import _device, _library
 from ..ops._host import HOST
 from ..transformer import parallel_state
 from .storages import LiveStorages, Owners
@@ -152,10 +152,10 @@ def trained(task: Task, settings: Settings, device: torch.device | None = None) 
             "command `apex memory`"
         )
     log = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback where shapes do not fit
-    level, kernels = log.level, device is None and _library.triton_problem() is None
+    level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with _as_planned() if kernels else contextlib.nullcontext(), warnings.catch_warnings():
+        with _as_planned() if device is None else contextlib.nullcontext(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             warnings.filterwarnings("ignore", message="Only .* of buckets are used")
             yield Training(task, settings, device)
@@ -169,7 +169,12 @@ def trained(task: Task, settings: Settings, device: torch.device | None = None) 
 
 
 def _as_planned() -> contextlib.AbstractContextManager[Any]:
-    """Ops on fake tensors allocate what their kernels need on a GPU: this machine's, or else an H200."""
+    """Ops on fake tensors allocate what their kernels need on a GPU: this machine's, or else an H200.
+
+    Without Triton they are PyTorch's operators.
+    """
+    if _library.triton_problem() is not None:
+        return _device.pretend(_device.INTERPRETER)
     from ..ops import _ahead
 
     return _ahead.planning([*_ahead.gpu_here().values(), _ahead.GPUS["sm_90"]][0], keep=False)
