@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,7 @@ class Code:
         self.spots: list[Spot] = []
         # By type: asking LibCST for nodes that match walks through the file each time, for half a second.
         self._nodes: dict[str, list[Node]] = {}
-        for node in self._parents:
+        for node in sorted(self._parents, key=self.position):
             self._nodes.setdefault(type(node).__name__, []).append(node)
         self.calls = self.find(self.module, m.Call())
         self.functions: dict[str, list[Node]] = {}
@@ -66,11 +67,12 @@ class Code:
     def find(self, node: Node, pattern: Any) -> list[Node]:
         """The node and those inside of it that match, in the order of the file."""
         kinds = {type(each).__name__ for each in getattr(pattern, "options", (pattern,))}
-        span = self._positions[node]
-        bounds = (span.start.line, span.start.column), (span.end.line, span.end.column)
-        found = [each for kind in kinds for each in self._nodes.get(kind, ())]
-        found = [each for each in found if bounds[0] <= self.position(each) <= bounds[1] and m.matches(each, pattern)]
-        return sorted((each for each in found if self.inside(each, node)), key=self.position)
+        end, found = self._positions[node].end, list[Node]()
+        for nodes in (self._nodes.get(kind, []) for kind in kinds):
+            first = bisect.bisect_left(nodes, self.position(node), key=self.position)
+            last = bisect.bisect_right(nodes, (end.line, end.column), key=self.position)
+            found += [each for each in nodes[first:last] if m.matches(each, pattern) and self.inside(each, node)]
+        return sorted(found, key=self.position)
 
     def position(self, node: Node) -> tuple[int, int]:
         start = self._positions[node].start

@@ -84,7 +84,12 @@ def migrate(path: Path, *, to: str, device: str = "cuda") -> Migrated:
     """What a file becomes; nothing is written."""
     source = path.read_bytes()
     result = Migrated(str(path), source, source)
-    if not any(word in source for word in (b"apex", b"autocast", b"GradScaler")):
+    words = {
+        "torch": (b"apex",),
+        "apex": (b"autocast", b"GradScaler"),
+        "booster": (b"apex", b"autocast", b"GradScaler"),
+    }
+    if not any(word in source for word in words[to]):
         return result
     try:
         code = Code(source)
