@@ -205,7 +205,8 @@ scaler.load_state_dict(checkpoint["scaler"])
 """
 
 PASSED_ON = """
-def train_one_epoch(model, optimizer, loader, scaler, epoch=0):
+def train(model, optimizer, loader, scaler, epoch=0):
+    model.train()  # not this function
     for x, y in loader:
         with autocast("cpu", dtype=torch.float16): loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
@@ -219,7 +220,7 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     scaler = GradScaler("cpu")
     for epoch in range(2):
-        train_one_epoch(model, optimizer, batches, scaler, epoch)
+        train(model, optimizer, batches, scaler, epoch)
 
 main()
 """
@@ -421,6 +422,12 @@ for x, y in data:
 GUARDED_BACKWARD = START.format("") + LOOP.format(
     "if scale:\n        " + SCALED.format("", "    ").replace("\n", "\n    ") + "\n    else: loss.backward()"
 )
+# Autocast in `evaluate` would have to ask a scaler that it cannot see.
+EVALUATION = (
+    "def train(model, optimizer, data):\n"
+    + textwrap.indent(SCRIPT.replace("model, opt", "if fp16: model, opt", 1), "    ")
+    + "def evaluate(model, x):\n    return model(x)\nevaluate(model, train(model, optimizer, data))\n"
+)
 FALLBACK = """\
 try:
     from apex.normalization import FusedLayerNorm as LN
@@ -459,6 +466,7 @@ REFUSED = [
     ("scale-loss-elsewhere", 2, "torch", START.format("")),
     ("conditional", 2, "torch", SCRIPT.replace("model, opt", "if ready(): model, opt", 1)),
     ("conditional", 2, "torch", with_options(", enabled=args.fp16, opt_level='O4'")),
+    ("conditional", 3, "torch", EVALUATION),
     ("several-losses", 2, "torch", with_options(", num_losses=2")),
     ("several-losses", 5, "torch", with_options("", ", loss_id=1")),
     (
@@ -560,6 +568,11 @@ def test_models_that_are_wrapped_between_initialize_and_the_loop(tmp_path: Path)
 def test_an_attribute_of_a_result_is_no_second_use(tmp_path: Path) -> None:
     source = "from apex.logging import get_dist_logger\nget_dist_logger().info(1)\n"
     assert rewritten(source, tmp_path, "torch", refused=("no-equivalent",)) == source
+
+
+def test_what_is_imported_is_not_imported_again(tmp_path: Path) -> None:
+    found = rewritten("import os, torch, torch.nn as nn\n" + SCRIPT, tmp_path, "torch")
+    assert found.count("import") == 1
 
 
 def test_line_ends_stay(tmp_path: Path) -> None:

@@ -208,6 +208,11 @@ class Code:
         func = call.func
         return func.attr.value if isinstance(func, cst.Attribute) else func.value if isinstance(func, cst.Name) else ""
 
+    def calls_of(self, function: Node) -> list[Node]:
+        """Calls of a function of this file, by its name, or of a method, by that of anything's attribute."""
+        kind = cst.Attribute if isinstance(self.parent(self.block(function)), cst.ClassDef) else cst.Name
+        return [each for each in self.calls if self.called(each) == function.name.value and isinstance(each.func, kind)]
+
     def method_calls(self, method: str, *receivers: str) -> list[Node]:
         """Calls `receiver.method(...)`, of anything if no receivers are given."""
         found = [call for call in self.calls if isinstance(call.func, cst.Attribute) and self.called(call) == method]

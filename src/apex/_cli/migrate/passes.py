@@ -113,7 +113,7 @@ class Forward:
             return True
         if function is None or function.name.value in seen:
             return False
-        callers = [call for call in code.calls if code.called(call) == function.name.value]
+        callers = code.calls_of(function)
         return bool(callers) and all(self.is_covered(each, (*seen, function.name.value)) for each in callers)
 
     def before(self, backward: Backward, start: Node) -> list[tuple[Node, Node]]:

@@ -155,7 +155,7 @@ class TorchToAmp:
         """Functions of this file that are given the scaler go without; returns the names that go."""
         code, handled = self._code, list[Node]()
         for function in (each for functions in code.functions.values() for each in functions):
-            calls = [call for call in code.calls if code.called(call) == function.name.value]
+            calls = code.calls_of(function)
             places = [
                 [code.text(arg.value) for arg in call.args].index(self._scaler)
                 for call in calls

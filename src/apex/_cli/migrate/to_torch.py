@@ -146,14 +146,16 @@ class AmpToTorch:
         for other in code.method_calls("backward") if self._is_scaled else []:
             if not self._is_alternative(other, backwards):
                 code.refuse(other, "several-losses")
+        wrapped = {} if self._dtype is None else self._cast(statement, backwards, steps)
         users = [*(each.statement for each in backwards), *steps, *(use.node for use in state)]
+        users += wrapped if self._enabled else []  # where the scaler is asked whether it is enabled
         scaler, is_global = self._scaler_name(statement, users)
         if is_global and (self._enabled or code.end_of_imports() is None):
-            code.refuse(call, "conditional", problem="the training loop is in another function")
+            code.refuse(call, "conditional", problem="a model runs in another function")
         if self._dtype is not None:
             enabled = f", enabled={scaler}.is_enabled()" if self._enabled else ""
             header = f'{self._torch}.autocast("{self._device}", dtype={self._torch}.{self._dtype}{enabled})'
-            self._cast(statement, backwards, steps, header)
+            edits.wrapped = {first: (last, header) for first, last in wrapped.items()}
         for each in backwards:
             loss = code.text(each.loss)
             plain = loss if isinstance(each.loss, cst.Name | cst.Attribute | cst.Subscript | cst.Call) else f"({loss})"
@@ -223,9 +225,9 @@ class AmpToTorch:
             return f"self.{name}", False
         return str(name), True
 
-    def _cast(self, start: Node, backwards: list[Backward], steps: list[Node], header: str) -> None:
-        """Puts what runs a model under autocast."""
-        code, edits, target = self._code, self._edits, start.targets[0].target
+    def _cast(self, start: Node, backwards: list[Backward], steps: list[Node]) -> dict[Node, Node]:
+        """What runs a model and belongs under autocast: first statements, and the last ones by them."""
+        code, wrapped, target = self._code, dict[Node, Node](), start.targets[0].target
         given = bound(start.value, INITIALIZE) or {}
         returned = target.elements[0].value if isinstance(target, cst.Tuple) and "optimizers" in given else target
         forward = Forward(code, {*code.parts(given["models"].value), *code.parts(returned)})
@@ -233,12 +235,13 @@ class AmpToTorch:
             runs = forward.before(each, start)
             if not runs or forward.runs_model(each.loss):
                 code.refuse(each.statement, "forward-elsewhere")
-            edits.wrapped |= {first: (last, header) for first, last in runs}
+            wrapped |= dict(runs)
         for call in filter(forward.is_call, code.calls):
             earlier = code.function(call) is code.function(start) and code.position(call) < code.position(start)
             if not earlier and not forward.is_covered(call):
                 first, last = forward.around(call, [*(each.statement for each in backwards), *steps])
-                edits.wrapped[first] = (last, header)
+                wrapped[first] = last
+        return wrapped
 
     def _find_steps(self, backwards: list[Backward]) -> list[Node]:
         """Steps of the optimizers of these losses."""
