@@ -428,6 +428,7 @@ EVALUATION = (
     + textwrap.indent(SCRIPT.replace("model, opt", "if fp16: model, opt", 1), "    ")
     + "def evaluate(model, x):\n    return model(x)\nevaluate(model, train(model, optimizer, data))\n"
 )
+SKIPPED_STEP = SCRIPT.replace("    opt", "    if clip_grad_norm_(model.parameters(), 1) > 9: continue\n    opt")
 FALLBACK = """\
 try:
     from apex.normalization import FusedLayerNorm as LN
@@ -495,6 +496,7 @@ REFUSED = [
     ("forward-elsewhere", 4, "torch", SCRIPT.replace("    loss = model(x)\n", "").replace("(loss,", "(model(x),")),
     ("step-elsewhere", 5, "torch", SCRIPT.replace("optimizer.step()", "opt.step()")),
     ("step-form", 7, "torch", SCRIPT.replace("optimizer.step()", "optimizer.step(closure)")),
+    ("gradients", 7, "torch", SKIPPED_STEP),
     ("gradients", 9, "torch", SCRIPT + "def clip(m):\n    return [p.grad for p in m.parameters()]\n"),
     (
         "gradients",

@@ -275,6 +275,10 @@ class AmpToTorch:
             statement, block = self._unscale_place(node, backwards)
             if statement is not None and block not in unscaled:
                 unscaled.add(block)
+                exits = code.find(block, m.Continue() | m.Break() | m.Return())
+                last = code.position(self._steps[block][-1])
+                if any(code.position(statement) < code.position(each) < last for each in exits):
+                    code.refuse(node, "gradients")  # without `update`, a second `unscale_` raises
                 stepped = dict.fromkeys(code.text(step.func.value) for step in self._steps[block])
                 edits.before[statement] = [f"{scaler}.unscale_({name})" for name in stepped]
 
