@@ -14,9 +14,9 @@ def tidied(before: cst.Module, module: cst.Module, packages: tuple[str, ...], ne
     """A rewritten module with `needed` imports, and without those from `packages` that it has no use for any more."""
     gone = (_names(before) - _names(module)) | {line.split()[-1] for line in needed}
     body = list(module.body)
-    lines = [each for line in body if m.matches(line, m.SimpleStatementLine()) for each in line.body]
+    lines = [each for line in body if isinstance(line, cst.SimpleStatementLine) for each in line.body]
     have = {module.code_for_node(each) for each in lines}
-    have |= {f"import {each.evaluated_name}" for line in lines if m.matches(line, m.Import()) for each in line.names}
+    have |= {f"import {each.evaluated_name}" for line in lines if isinstance(line, cst.Import) for each in line.names}
     place = next((place for place, line in enumerate(body) if _imports(line)), -1)
     if place < 0:
         place = sum(m.matches(line, m.SimpleStatementLine([m.Expr(m.SimpleString())])) for line in body[:1])
