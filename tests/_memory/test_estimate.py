@@ -44,6 +44,15 @@ class Network(nn.Module):
 
 
 NETWORK_INPUTS = [Shape((3, 8, 8), torch.float32)]
+
+
+class Largest(nn.Module):
+    """Returns integers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.argmax(-1)
+
+
 NETWORK = task_of(Network, NETWORK_INPUTS)
 
 
@@ -79,7 +88,8 @@ def test_state_is_that_of_real_objects_at_every_level(level: str) -> None:
 
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "FusedSGD,momentum=0.9", "torch.optim:AdamW"])
 def test_state_is_that_of_real_objects_for_every_optimizer(optimizer: str) -> None:
-    check_state(Settings("O2" if ":" not in optimizer else "O0", optimizer, batch=2))
+    found = check_state(Settings("O2" if ":" not in optimizer else "O0", optimizer, batch=2))
+    assert found.buckets >= 0  # AdamW's counts of steps are on the host
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])
@@ -215,6 +225,13 @@ def test_largest_batch() -> None:
     assert largest_batch(NETWORK, Settings(), 1) == 0
 
 
+def test_any_batch_fits_where_the_loss_has_its_own() -> None:
+    task = task_of(
+        lambda: (nn.Linear(8, 4), lambda model, _, device: model(torch.randn(2, 8, device=device)).sum()), ()
+    )
+    assert largest_batch(task, Settings(), 2 << 30) is None
+
+
 def test_public_function_leaves_nothing_behind() -> None:
     found = apex.estimate_memory(lambda: nn.Linear(8, 4), ["8"], opt_level="O1", batch=3)
     assert (found.parameters, found.gradients, found.state) == (144, 144, 288)
@@ -247,7 +264,11 @@ def test_numbers_that_are_read_are_zero() -> None:
         (lambda: nn.Linear(8, 4), ["8:float33"], {}, "float33"),
         (lambda: (nn.Linear(8, 4), chooses_rows), [], {}, "depends on values"),
         (lambda: (nn.Linear(8, 4), lambda *_: 1.0), [], {}, "one element.*float"),
+        (lambda: (nn.Linear(8, 4), 3), [], {}, "must be a function, not int"),
+        (lambda: nn.Sequential(nn.Linear(8, 4), Largest()), ["8"], {"batch": 2}, "no floating-point tensor"),
         (lambda: nn.Linear(8, 4), ["8"], {"opt_level": "O7"}, "'O7'"),
+        (lambda: nn.Linear(8, 4), ["8"], {"optimizer": "torch.optim:Best"}, "torch.optim:Best.*not MODULE:CLASS"),
+        (lambda: nn.Linear(8, 4), ["8"], {"optimizer": "no_such_module:Best"}, "not MODULE:CLASS"),
         (lambda: nn.Linear(8, 4), ["8"], {"optimizer": "Adam"}, "FusedAdam"),
         (lambda: nn.Linear(8, 4), ["8"], {"optimizer": "FusedSGD,momentum"}, "'momentum'"),
         (lambda: nn.Linear(8, 4), ["8"], {"batch": 0}, "batch=0"),

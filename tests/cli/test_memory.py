@@ -25,6 +25,8 @@ def loss(model, batch, device):
 
 def both():
     return network(), loss
+
+model = network()
 """
 
 
@@ -67,12 +69,42 @@ def test_hugging_face_config(tmp_path: Path) -> None:
     assert level["estimated"]["parameters"] == 4 * count
 
 
+def test_hugging_face_config_without_a_class_that_names_a_dtype(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": 50, "max_position_embeddings": 16}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes}))
+    assert CliRunner().invoke(app, ["memory", str(tmp_path), "--opt-level", "O2"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model_type":', "cannot be read"),
+        ('{"model_type": "vit", "architectures": ["ViTForImageClassification"]}', "takes pixel_values, not input_ids"),
+    ],
+)
+def test_wrong_hugging_face_configs(text: str, message: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(text)
+    result = CliRunner().invoke(app, ["memory", str(tmp_path)])
+    assert result.exit_code == 2
+    assert message in words(result.output)
+
+
+def test_a_file_is_found_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "random.py"  # the name of a module that is imported already
+    path.write_text(FACTORIES)
+    assert CliRunner().invoke(app, ["memory", f"{path}:both", "--opt-level", "O0"]).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["no.such.module:network"], "no.such.module"),
         (["nothing"], "neither MODULE:FACTORY nor"),
         (["{}:missing"], "no function or class 'missing'"),
+        (["{}:model"], "is a model, not a function"),
         (["{}:network"], "--input-shape"),
         (["{}:network", "--input-shape", "63"], "63"),
         (["{}:both", "--opt-level", "O9"], "'O9'"),

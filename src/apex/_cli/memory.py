@@ -90,6 +90,9 @@ def _print(rows: Sequence[tuple[Settings, Memory, int | None, Measured | None]],
         if rows[0][3] is not None:
             table.add_row(f"measured {name}", *(f"{getattr(real, name) / (1 << 20):.1f}" for *_, real in rows))
     if limit is not None:
-        table.add_row(f"largest batch in {limit / (1 << 30):.1f} GiB", *(str(fits) for _, _, fits, _ in rows))
+        table.add_row(
+            f"largest batch in {limit / (1 << 30):.1f} GiB",
+            *("any" if fits is None else str(fits) for _, _, fits, _ in rows),
+        )
     print_table(console, table)
     console.print(f"margin: {CONTEXT >> 20} MiB for the driver's context and {GAPS:.0%} of the peak for gaps")

@@ -140,8 +140,8 @@ def measure(task: Task, settings: Settings, device: torch.device) -> Measured:
         return Measured(**seen, peak=peak, reserved=torch.cuda.max_memory_reserved(device))
 
 
-def largest_batch(task: Task, settings: Settings, limit: int) -> int:
-    """The largest batch whose step fits into `limit` bytes, to within 1%; 0 if not even one row does."""
+def largest_batch(task: Task, settings: Settings, limit: int) -> int | None:
+    """The largest batch whose step fits into `limit` bytes, to within 1%; 0 if no row does, None if any do."""
 
     def needed(batch: int) -> int:
         return estimate(task, dataclasses.replace(settings, batch=batch)).total
@@ -152,6 +152,8 @@ def largest_batch(task: Task, settings: Settings, limit: int) -> int:
     while True:
         fits = max((batch for batch, total in known.items() if total <= limit), default=0)
         above = min((batch for batch, total in known.items() if total > limit), default=0)
+        if fits > first and fits >= first + limit - known[first]:
+            return None  # as many rows as bytes were left, so that the loss does not look at the size of a batch
         step = max(1, fits // 100)
         if above and above - fits <= step:
             return fits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +66,8 @@ def task_of(factory: Any, inputs: Sequence[Shape]) -> Task:
         model, loss = made if isinstance(made, tuple) else (made, None)
         if not isinstance(model, nn.Module):
             raise TypeError(f"the factory must return a torch.nn.Module, not {type(model).__name__}")
+        if loss is not None and not callable(loss):
+            raise TypeError(f"the loss that the factory returns must be a function, not {type(loss).__name__}")
         if loss is None and not inputs:
             raise ValueError("the factory returns no loss, so that --input-shape must say what the model's inputs are")
         return model, loss or (lambda model, batch, device: loss_of(model(*(i.make(batch, device) for i in inputs))))
@@ -78,6 +81,8 @@ def loss_of(output: Any) -> Tensor:
     if found is not None:
         return found
     floats = [t for t in _pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    if not floats:
+        raise TypeError("the model returns no loss and no floating-point tensor; let the factory return a loss as well")
     return sum((t.float().mean() for t in floats), start=torch.zeros((), dtype=torch.float32, device=floats[0].device))
 
 
@@ -87,13 +92,25 @@ def _factory(name: str, place: str, attribute: str) -> Any:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        module = importlib.import_module(path.stem if path.suffix == ".py" else place)
-    except ModuleNotFoundError as error:
+        module = _module_of(path) if path.suffix == ".py" else importlib.import_module(place)
+    except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ValueError(f"{name!r} cannot be imported: {error}") from error
     factory = getattr(module, attribute, None)
+    if isinstance(factory, nn.Module):
+        raise ValueError(f"{name!r} is a model, not a function or class that makes one")
     if not callable(factory):
         raise ValueError(f"{place} has no function or class {attribute!r}")
     return factory
+
+
+def _module_of(path: Path) -> Any:
+    """The module in a file, by its path: another may have its name already."""
+    spec = importlib.util.spec_from_file_location(str(path.resolve()), path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
 
 
 def _hugging_face(config: Path, inputs: Sequence[Shape]) -> Task:
@@ -101,7 +118,10 @@ def _hugging_face(config: Path, inputs: Sequence[Shape]) -> Task:
         import transformers
     except ModuleNotFoundError:
         raise ValueError(f"{config} needs the package transformers, which is not installed") from None
-    settings = transformers.AutoConfig.from_pretrained(str(config))
+    try:
+        settings = transformers.AutoConfig.from_pretrained(str(config))
+    except OSError as error:
+        raise ValueError(f"{config} cannot be read: {error}") from error
     words = inputs[0].sizes[0] if inputs else min(getattr(settings, "max_position_embeddings", _LONGEST), _LONGEST)
     name = next(iter(settings.architectures or ()), None)
     settings.use_cache = False
@@ -112,7 +132,11 @@ def _hugging_face(config: Path, inputs: Sequence[Shape]) -> Task:
 
     def make() -> tuple[nn.Module, Loss]:
         if name is not None and hasattr(transformers, name):
-            return getattr(transformers, name)(settings), loss
-        return transformers.AutoModelForCausalLM.from_config(settings), loss
+            model = getattr(transformers, name)(settings)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(settings)
+        if model.main_input_name != "input_ids":
+            raise ValueError(f"{config}: {type(model).__name__} takes {model.main_input_name}, not input_ids")
+        return model.float(), loss  # a config may name a dtype; amp casts
 
     return make

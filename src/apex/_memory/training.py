@@ -22,7 +22,7 @@ from ..amp._amp_state import _amp_state
 from ..ops import _device, _library
 from ..ops._host import HOST
 from ..transformer import parallel_state
-from .storages import LiveStorages, Owners
+from .storages import LiveStorages, Owners, is_fake
 
 OPT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -132,13 +132,13 @@ class Training:
         """Bytes of parameters, buffers, gradients, masters and optimizer state, and their sum in allocator's blocks."""
         owners, stash = Owners(), self.optimizer._amp_stash
         params = list(self.model.parameters())
-        masters = stash.all_fp32_from_fp16_params
+        masters, state = stash.all_fp32_from_fp16_params, tensors_in(dict(self.optimizer.state))
         found = {
             "parameters": owners.add(params),
             "buffers": owners.add(self.model.buffers()),
             "gradients": owners.add(param.grad for param in (*params, *masters)),
             "masters": owners.add(masters),
-            "state": owners.add(tensors_in(dict(self.optimizer.state))),
+            "state": owners.add(each for each in state if is_fake(each) or each.dim()),  # no counts on the host
         }
         return {**found, "rounded": owners.rounded}
 
@@ -292,4 +292,8 @@ def make_optimizer(settings: Settings, model: nn.Module) -> Any:
     known = [each for each in optimizers.__all__ if each != "FP16_Optimizer"]
     if not module and name not in known:
         raise ValueError(f"optimizer={name!r} is not known; use MODULE:CLASS or one of {', '.join(known)}")
-    return getattr(importlib.import_module(module) if module else optimizers, attribute)(params, **options)
+    try:
+        kind = getattr(importlib.import_module(module) if module else optimizers, attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"optimizer={name!r} is not MODULE:CLASS of something installed: {error}") from error
+    return kind(params, **options)
