@@ -66,6 +66,8 @@ def save_in_threads(folder: Path, sharded: bool, process: int, count: int) -> st
     """In each thread some steps that nobody else has, and after each step 0, which all have; returns what failed."""
     series = checkpoint.Series(folder, keep=None, sharded=sharded)
     failures: list[str] = []
+    # After a fork PyTorch makes its pool of threads again, where the first threads that need it fall over each other.
+    torch.set_num_threads(torch.get_num_threads())
 
     def work(thread: int) -> None:
         try:
