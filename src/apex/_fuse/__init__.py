@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import attention, language, norms, optimizers, stem, vision
+from . import attention, language, norms, optimizers, vision
 from .rule import RULES, FusedModule, Rule, compare, copied_arguments, replace, restore, unchanged_buffers
 
 __all__ = ["Looked", "Report", "fuse", "unfuse"]
 
-RULES += [*norms.RULES, *language.RULES, *vision.RULES, *stem.RULES, *attention.RULES]
+RULES += [*norms.RULES, *language.RULES, *vision.RULES, *attention.RULES]
 
 
 class Looked(NamedTuple):

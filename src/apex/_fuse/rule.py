@@ -34,17 +34,15 @@ class Rule(NamedTuple):
     `matches` says whether a module is of this kind and `reason` why it stays as it is ("" if it does not). `forward`
     makes the new forward method from the class of the module. `probe` gives a small input on which the replaced module
     is held against the original at once, for modules that are recognised by their looks; `settings` gives what the new
-    forward needs to know besides, which it finds as `self.fused_settings`. Where only a part of a forward changes,
-    `forward` gives methods by name, and `compared` the part as it was and as it is, as functions of module and input.
+    forward needs to know besides, which it finds as `self.fused_settings`.
     """
 
     name: str
     matches: Callable[[Any], bool]
     reason: Callable[[Any], str]
-    forward: Callable[[type], Callable[..., Any] | dict[str, Callable[..., Any]]]
+    forward: Callable[[type], Callable[..., Any]]
     probe: Callable[[Any], Tensor | None] = nothing
     settings: Callable[[Any], Any] = nothing
-    compared: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
 
 # All rules, in the order in which they are tried; the package fills it.
@@ -71,9 +69,7 @@ class FusedModule:
 def fused_class(original: Any, rule: Rule) -> type:
     """The subclass of `original` with the forward of `rule`; its name, by which other libraries know it, stays."""
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    names |= {"fused_from": original, "fused_rule": rule}
-    made = rule.forward(original)
-    names |= made if isinstance(made, dict) else {"forward": made}
+    names |= {"fused_from": original, "fused_rule": rule, "forward": rule.forward(original)}
     return type(original.__name__, (FusedModule, original), names)
 
 
@@ -124,8 +120,7 @@ def compare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     dtype's relative tolerance times the norm of what is right, plus the absolute one times the root of the size. The
     dtype is that of least precision among inputs and parameters.
     """
-    forwards = module.fused_rule.compared or (module.fused_from.forward, type(module).forward)
-    found = [_results(module, forward, args, kwargs) for forward in forwards]
+    found = [_results(module, forward, args, kwargs) for forward in (module.fused_from.forward, type(module).forward)]
     tensors = [*tree_leaves((args, kwargs)), *module.parameters()]
     dtypes = {t.dtype for t in tensors if isinstance(t, Tensor)} & set(TOLERANCES)
     rtol, atol = max([TOLERANCES[dtype] for dtype in dtypes], default=TOLERANCES[torch.float32])
