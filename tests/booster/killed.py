@@ -12,12 +12,8 @@ its own with what its ranks printed and the checkpoints of its cases; `ends.json
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import sys
-import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +26,7 @@ from apex.booster import Booster
 from apex.nn.lr_scheduler import LinearWarmupLR
 from tests.booster.problem import adam, net, train
 from tests.booster.process_checks import PLUGINS, needs_fsdp
+from tests.forked_ranks import die, start
 
 # What each killed run trains, plugin and precision, and the rank that dies.
 KILLED = {
@@ -41,11 +38,6 @@ EXACT = ("ddp", "zero 1", "zero 2", *(["fsdp", "gemini"] if needs_fsdp else []))
 RUNS = {"alive": 2, **dict.fromkeys(KILLED, 2), "resumed": 2, "exact": 2, "exact alone": 1, "exact in four": 4}
 SAVED, LAST = 2, 4
 EXACT_LAST = 3
-PATIENCE = timedelta(seconds=40)
-
-
-def die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_case(name: str, plugin: str, precision: str, folder: Path, victim: bool) -> None:
@@ -144,43 +136,14 @@ def run(name: str, folder: Path) -> None:
             train_case(name, plugin, precision, folder / case, name == case and victim == dist.get_rank())
 
 
-def start(names: list[str], folder: Path) -> dict[str, list[int]]:
-    """Every rank of every run in a process of its own; their exit codes."""
-    children = {}
-    for name in names:
-        (folder / name).mkdir(exist_ok=True)
-        for rank in range(RUNS[name]):
-            child = os.fork()
-            if not child:
-                os._exit(run_rank(name, folder / name, rank))
-            children[child] = name, rank
-    ends = {name: [0] * RUNS[name] for name in names}
-    for child, (name, rank) in children.items():
-        ends[name][rank] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return ends
-
-
-def run_rank(name: str, folder: Path, rank: int) -> int:
-    with open(folder / f"rank{rank}.txt", "w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-        try:
-            store = f"file://{folder}/store"
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RUNS[name], timeout=PATIENCE)
-            run(name, folder)
-        except BaseException:
-            traceback.print_exc(file=output)
-            return 1
-    return 0
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     place = Path(sys.argv[1])
-    ends = start(["alive", *KILLED, "exact"], place)
+    first = ("alive", *KILLED, "exact")
+    ends = start({name: RUNS[name] for name in first}, place, run)
     for case in KILLED:
         shutil.copytree(place / case / case, place / "resumed" / case)
     for case in ("exact alone", "exact in four"):
         shutil.copytree(place / "exact", place / case, ignore=shutil.ignore_patterns("store", "*.txt"))
-    ends |= start(["resumed", "exact alone", "exact in four"], place)
+    ends |= start({name: RUNS[name] for name in RUNS if name not in first}, place, run)
     (place / "ends.json").write_text(json.dumps(ends))

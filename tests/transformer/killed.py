@@ -8,12 +8,8 @@ ended, "resumed" goes on from the last checkpoint of one of them.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import sys
-import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +20,12 @@ from apex.checkpoint import Series
 from apex.checkpoint._split import SavePlanner
 from apex.transformer import checkpoint
 
+from ..forked_ranks import die, start
 from .small_gpt import Run, split
 
 # The rank that dies in each phase.
 VICTIMS = {"forward": 2, "backward": 1, "exchange": 3, "optimizer": 0, "save": 0, "save_elsewhere": 3}
 RANKS, SAVED, LAST = 4, 1, 3
-PATIENCE = timedelta(seconds=40)
-
-
-def die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def arm(phase: str, run: Run) -> None:
@@ -73,40 +65,10 @@ def train(name: str, folder: Path) -> None:
                 series.save(checkpoint.state_of(run.model, run.optimizer, data=data, **run.others()), run.step)
 
 
-def start(names: list[str], folder: Path) -> dict[str, list[int]]:
-    """Every rank of every run in a process of its own; their exit codes."""
-    children = {}
-    for name in names:
-        (folder / name).mkdir(exist_ok=True)
-        for rank in range(RANKS):
-            child = os.fork()
-            if not child:
-                os._exit(run_rank(name, folder / name, rank))
-            children[child] = name, rank
-    ends = {name: [0] * RANKS for name in names}
-    for child, (name, rank) in children.items():
-        ends[name][rank] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return ends
-
-
-def run_rank(name: str, folder: Path, rank: int) -> int:
-    with open(folder / f"rank{rank}.txt", "w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-        try:
-            store = f"file://{folder}/store"
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=PATIENCE)
-            train(name, folder)
-        except BaseException:
-            traceback.print_exc(file=output)
-            return 1
-    return 0
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     place = Path(sys.argv[1])
-    ends = start(["alive", *VICTIMS], place)
+    ends = start(dict.fromkeys(("alive", *VICTIMS), RANKS), place, train)
     shutil.copytree(place / "save" / "checkpoints", place / "resumed" / "checkpoints")
-    ends |= start(["resumed"], place)
+    ends |= start({"resumed": RANKS}, place, train)
     (place / "ends.json").write_text(json.dumps(ends))
