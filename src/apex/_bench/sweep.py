@@ -30,7 +30,8 @@ from .runner import _describe
 from .sweep_cases import FAMILIES, Draw, Passes
 
 # Calls of each round on the GPU alone and between events. The latter need a few until the host's caches know the code.
-ROUNDS, GPU_CALLS, EVENT_CALLS = 3, 4, 12
+ROUNDS, GPU_CALLS, EVENT_CALLS = 3, 4, 8
+SLOW_CALL = 2e3  # microseconds of the host above which a round has fewer: an optimizer of many tensors, one by one
 # A pass that is slower on the GPU is measured again: one in a hundred is so by chance, where a kernel takes 10 us.
 ROUNDS_WHERE_SLOWER = 12
 LIMIT = 1.05  # times PyTorch's time: above it a case counts as slower
@@ -103,17 +104,19 @@ def run_sweep(
     The file at `path` is written anew after every case, so that a run which is cut off loses none; `about` stands at
     its head.
     """
-    head = {**describe(device), **about}
+    head = json.dumps({**describe(device), **about})[:-1]
     passes: list[Pass] = []
+    lines: list[str] = []
     on_one_core = device.type == "cuda" and not all_cores and cores.may_be_chosen()
     for family, cases in itertools.groupby(drawn, key=lambda case: case[0]):
         begin, first = time.perf_counter(), len(passes)
         for _, name, make in cases:
             with cores.one_core() if on_one_core else contextlib.nullcontext():
-                passes += _measure(name, family, make, device)
-            lines = [json.dumps(each.as_json()) for each in passes]
+                found = _measure(name, family, make, device)
+            passes += found
+            lines += [json.dumps(each.as_json()) for each in found]
             with atomic_file(path, "w") as file:
-                file.write(",\n".join([json.dumps(head)[:-1], '"passes": [' + ",\n".join(lines) + "]}\n"]))
+                file.write(head + ',\n"passes": [' + ",\n".join(lines) + "]}\n")
         print_summary(family, passes[first:], time.perf_counter() - begin, console)
         console.print(f"results: {path}", markup=False)
     return int(any(each.error is not None for each in passes))
@@ -148,12 +151,13 @@ def compare(calls: Mapping[str, Call], device: torch.device, rounds: int) -> tup
     """Medians in microseconds of each call on the GPU alone (nothing on a CPU) and between events, taken in turns."""
     alone: dict[str, list[float]] = {name: [] for name in calls}
     whole: dict[str, list[float]] = {name: [] for name in calls}
-    delays = {name: timing.delay_cycles(_warm_up(call, device)) for name, call in calls.items()}
+    host = {name: _warm_up(call, device) for name, call in calls.items()}
     for _ in range(rounds):
         for name, call in calls.items():
             if device.type == "cuda":
-                alone[name] += timing.event_samples(call, GPU_CALLS, delays[name])
-                whole[name] += timing.event_samples(call, EVENT_CALLS)
+                fewer = 1 + int(host[name] / SLOW_CALL)
+                alone[name] += timing.event_samples(call, -(-GPU_CALLS // fewer), timing.delay_cycles(host[name]))
+                whole[name] += timing.event_samples(call, -(-EVENT_CALLS // fewer))
             else:
                 whole[name].append(_seconds(call) * 1e6)
     gpu, events = ({name: median(each) for name, each in samples.items() if each} for samples in (alone, whole))
