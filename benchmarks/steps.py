@@ -18,7 +18,10 @@ The result file is written after every column and every round, and keeps what it
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import queue
 import signal
 import statistics
 import subprocess
@@ -152,7 +155,8 @@ def compete(column: str, model: str, arguments: argparse.Namespace, prepare: Cal
 
 
 def kernels_of(run: Callable[[], Any], steps: int) -> dict[str, list[float]]:
-    """The kernels that take most of the GPU's time: how often each runs in a step, and microseconds of all its runs."""
+    """The kernels that take most of the GPU's time, behind the sums of all: how often each runs in a step, and
+    microseconds of all its runs."""
     from torch.profiler import ProfilerActivity, profile
 
     run()
@@ -165,8 +169,9 @@ def kernels_of(run: Callable[[], Any], steps: int) -> dict[str, list[float]]:
             counted = found.setdefault(event.name[:100], [0.0, 0.0])
             counted[0] += 1 / steps
             counted[1] += event.device_time / steps
-    ranked = sorted(found.items(), key=lambda item: -item[1][1])[:KERNELS]
-    return {name: [round(runs, 2), round(time_, 1)] for name, (runs, time_) in ranked}
+    ranked = sorted(found.items(), key=lambda item: -item[1][1])
+    all_of_them = ("all", [sum(column) for column in zip(*found.values(), strict=True)])
+    return {name: [round(runs, 2), round(time_, 1)] for name, (runs, time_) in (all_of_them, *ranked[:KERNELS])}
 
 
 class Column:
@@ -183,9 +188,20 @@ class Column:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            start_new_session=True,  # signals reach those that it compiles with too
         )
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
         self.rounds: list[float] = []
         self.figures: dict[str, Any] = {}
+
+    def _read(self) -> None:
+        """Queues what the process says, and None behind it: reading from a pipe has no time limit of its own."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                self._lines.put(line)
+        self._lines.put(None)
 
     @property
     def runs(self) -> bool:
@@ -193,36 +209,35 @@ class Column:
 
     def listen(self, deadline: float) -> dict[str, Any]:
         """What it says next, also noted in `figures`; an error where it says nothing before the deadline."""
-        assert self._process.stdout is not None
-        timer = threading.Timer(max(0.0, deadline - time.monotonic()), self._process.kill)
-        timer.start()
-        line = next((line for line in self._process.stdout if line.startswith("{")), None)
-        timer.cancel()
-        if line is None:
-            self._process.wait()
-            self._errors.seek(0)
-            late = time.monotonic() >= deadline
-            answer = {"error": "out of time" if late else self._errors.read()[-2000:]}
+        try:
+            line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            self.signal(signal.SIGKILL)
+            answer = {"error": "out of time"}
         else:
-            answer = json.loads(line)
+            self._errors.seek(0)
+            answer = {"error": self._errors.read()[-2000:]} if line is None else json.loads(line)
         self.figures |= answer
         return answer
 
     def run_round(self, deadline: float, what: str = "") -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{what}\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # of a process that has ended, which `listen` notes
+            self._process.stdin.write(f"{what}\n")
+            self._process.stdin.flush()
         answer = self.listen(deadline)
         if "milliseconds" in answer:
             self.rounds.append(round(answer["milliseconds"], 4))
             self.figures |= {"milliseconds": statistics.median(self.rounds), "rounds": self.rounds}
 
     def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.signal(signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # giving back a device's memory takes seconds at times
+            self._process.wait(5)
 
 
 def measure(arguments: argparse.Namespace, deadline: float, note: Callable[[str, dict[str, Any]], None]) -> None:

@@ -43,14 +43,15 @@ def test_a_compiled_step(steps: ModuleType) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-# What a column's process says: when it is warm, and after every round. One fails, one never says anything.
+# What a column's process says: when it is warm, and after every round. One fails, one never says anything, nor does the
+# process that it started, which has the same pipe.
 PROCESS = """
-import json, sys, time
+import json, subprocess, sys, time
 column = sys.argv[sys.argv.index("--child") + 1]
 if column == "O5+graph":
     raise SystemExit("no graph here")
 if column == "O5+compile":
-    time.sleep(60)
+    subprocess.run([sys.executable, "-S", "-c", "import time; time.sleep(20); open('waited', 'w')"], cwd=sys.path[0])
 print(json.dumps({"loss": 1.5}), flush=True)
 for number, _ in enumerate(sys.stdin):
     print(json.dumps({"milliseconds": 10.0 * number, "mebibytes": 7}), flush=True)
@@ -86,6 +87,7 @@ def test_the_result_file(
 def test_a_limit(steps: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A column that is not warm in time is named in the result file, and others are not started."""
     models = run(steps, tmp_path, monkeypatch, "--limit", "1", "--columns", "O5+compile", "O5")
+    assert not (tmp_path / "waited").exists()  # by the process that it started, which is ended with it
     assert models["gpt-6x384"]["columns"] == {"O5+compile": {"error": "out of time"}}
 
 
