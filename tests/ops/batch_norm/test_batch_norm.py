@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional
 
 from apex.ops import _library
@@ -414,12 +416,10 @@ def test_opcheck(route: Route) -> None:
     given, ops = (mean, variance, weight, bias), torch.ops.apex
     with _library.implementation(route.implementation):
         opcheck(route, ops.batch_norm_rank_statistics.default, (x, 1))
-        opcheck(route, ops.batch_norm_normalise.default, (x, z, *given, 1e-5, True, 1))
-        y = ops.batch_norm_normalise(x, z, *given, 1e-5, True, 1)
-        for output in (y, None):
-            opcheck(
-                route, ops.batch_norm_gradient_sums.default, (x, x, output, *given, 1e-5, True, 1, output is not None)
-            )
+        for running in ((mean.clone(), variance.clone()), (None, None)):
+            opcheck(route, ops.batch_norm_statistics.default, (x, *running, 0.1, 1))
+        for output in (z, None):
+            opcheck(route, ops.batch_norm_gradient_sums.default, (x, x, output, *given, 1e-5, True, 1))
             for sums in ((mean, variance), (torch.cat((mean, variance, mean[:1])), None)):
                 arguments = (x, x, output, *given, *sums, 0.5, 1e-5, True, True, 1)
                 opcheck(route, ops.batch_norm_input_gradient.default, arguments)
@@ -444,6 +444,24 @@ def test_compiled_without_graph_breaks(route: Route) -> None:
             results.append([output, *running, *torch.autograd.grad(output.sum(), leaves)])
     for actual, wanted in zip(*results, strict=True):
         assert_close(actual, wanted.double(), reduction=27)
+
+
+def test_what_torch_compile_sees() -> None:
+    """Statistics, gradient sums and the input's gradient are operators; what Inductor can join with others is not."""
+    graphs: list[list[str]] = []
+
+    def collect(graph: torch.fx.GraphModule, _: object) -> object:
+        inside = [node.args[0] if "functionalized" in str(node.target) else node.target for node in graph.graph.nodes]
+        graphs.append([str(each).split(".")[1] for each in inside if str(each).startswith("apex.")])
+        return make_boxed_func(graph)
+
+    x, z = (torch.randn(3, 6, 3, 3, requires_grad=True) for _ in range(2))
+    running = torch.zeros(6), torch.ones(6)
+    with _library.implementation("triton"):
+        torch._dynamo.reset()
+        compiled = torch.compile(batch_norm, fullgraph=True, backend=aot_autograd(fw_compiler=collect))
+        compiled(x, *running, z=z, relu=True).sum().backward()
+    assert graphs == [["batch_norm_statistics"], ["batch_norm_gradient_sums", "batch_norm_input_gradient"]]
 
 
 @pytest.mark.parametrize("route", routes())

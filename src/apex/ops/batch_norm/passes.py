@@ -50,7 +50,10 @@ def statistics(
     Nothing waits for the device.
     """
     running = (running_mean, running_var)
-    if exchange is None and launches(input):
+    if exchange is None and _takes_kernels(input):
+        if torch.compiler.is_compiling():
+            flags = (spec.momentum, spec.channel_dim)
+            return torch.ops.apex.batch_norm_statistics(input.detach(), *running, *flags)
         return launch_statistics(input, spec, *running)
     rank_stats = rank_statistics(input.detach(), spec.channel_dim)
     all_ranks = rank_stats[None] if exchange is None else exchange.gather(rank_stats)
@@ -147,13 +150,11 @@ def _statistics_launch(parts: int, channels: int, pitch: int, running: bool, ran
 
 
 def normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:
-    """The output, given mean and variance of every channel: those of a batch or running ones."""
-    if not _takes_kernels(input):
-        return reference.normalise(input, z, channels, spec)
-    if torch.compiler.is_compiling():
-        flags = (spec.eps, spec.relu, spec.channel_dim)
-        return torch.ops.apex.batch_norm_normalise(input, z, *channels, *flags)
-    return launch_normalise(input, z, channels, spec)
+    """The output, given mean and variance of every channel: those of a batch or running ones.
+
+    torch.compile sees PyTorch's operators: it joins them with what makes the addend, a norm of its own in a ResNet.
+    """
+    return (launch_normalise if launches(input) else reference.normalise)(input, z, channels, spec)
 
 
 def launch_normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:
@@ -208,9 +209,14 @@ def gradient_sums(
     if not _takes_kernels(input):
         dz, sum_dy, sum_dy_xhat = reference.gradient_sums(dy, input, output, channels, spec)
     elif torch.compiler.is_compiling():
-        flags = (spec.eps, spec.relu, spec.channel_dim, write_dz)
-        dz, sum_dy, sum_dy_xhat = torch.ops.apex.batch_norm_gradient_sums(dy, input, output, *channels, *flags)
-        dz = dz if write_dz else dy
+        dz = dy
+        if write_dz:
+            # In PyTorch's operators: they are joined with those that add up the gradients of the output's readers.
+            # as_strided makes Inductor keep the result, which it would compute again for everything that takes it.
+            dz = reference.masked(dy, input, output, channels, spec)
+            dz, output, spec = dz.as_strided(dz.shape, dz.stride()), None, reference.without_relu(spec)
+        flags = (spec.eps, spec.relu, spec.channel_dim)
+        sum_dy, sum_dy_xhat = torch.ops.apex.batch_norm_gradient_sums(dz, input, output, *channels, *flags)
     else:
         return launch_sums(laid_out(dy, input, output, channels, spec), spec, keep_dz, for_ranks)
     rank_stats = (
@@ -439,29 +445,30 @@ FAMILY = _library.register_family(
 
 
 # What torch.compile puts into a graph in place of launches. Results are laid out as PyTorch would lay out the input.
-def _normalise(input, z, mean, variance, weight, bias, eps, relu, channel_dim):  # type: ignore[no-untyped-def]
+def _statistics(input, running_mean, running_var, momentum, channel_dim):  # type: ignore[no-untyped-def]
+    return statistics(input, BatchNormSpec(momentum=momentum, channel_dim=channel_dim), running_mean, running_var)
+
+
+def _statistics_fake(input, *rest):  # type: ignore[no-untyped-def]
+    mean = input.new_empty(input.shape[rest[-1]], dtype=_library.compute_dtype(input))
+    return mean, torch.empty_like(mean)
+
+
+def _gradient_sums(dy, input, output, *rest):  # type: ignore[no-untyped-def]
+    *channels, eps, relu, channel_dim = rest
     spec = BatchNormSpec(eps, relu=relu, channel_dim=channel_dim)
-    channels = Channels(mean, variance, weight, bias)
-    return _like(torch.empty_like(input), normalise(input, z, channels, spec))
+    return gradient_sums(dy, input, output, Channels(*channels), spec)[1:3]
 
 
-def _gradient_sums(dy, input, output, mean, variance, weight, bias, eps, relu, channel_dim, write_dz):  # type: ignore[no-untyped-def]
-    spec = BatchNormSpec(eps, relu=relu, channel_dim=channel_dim)
-    channels = Channels(mean, variance, weight, bias)
-    dz, sum_dy, sum_dy_xhat, _ = gradient_sums(dy, input, output, channels, spec, keep_dz=write_dz)
-    return dy.new_empty(0) if dz is None else _like(torch.empty_like(input), dz), sum_dy, sum_dy_xhat
-
-
-def _gradient_sums_fake(dy, input, output, mean, variance, weight, bias, eps, relu, channel_dim, write_dz):  # type: ignore[no-untyped-def]
-    dz = torch.empty_like(input, dtype=dy.dtype) if write_dz else dy.new_empty(0)
+def _gradient_sums_fake(dy, input, output, mean, *_):  # type: ignore[no-untyped-def]
     sum_dy = torch.empty_like(mean, dtype=_library.compute_dtype(dy, input))
-    return dz, sum_dy, torch.empty_like(sum_dy)
+    return sum_dy, torch.empty_like(sum_dy)
 
 
-def _input_gradient(dy, input, output, mean, variance, weight, bias, sum_dy, sum_dy_xhat, inverse_count, *flags):  # type: ignore[no-untyped-def]
-    eps, training, relu, channel_dim = flags
+def _input_gradient(dy, input, output, *rest):  # type: ignore[no-untyped-def]
+    eps, training, relu, channel_dim = rest[-4:]
     spec = BatchNormSpec(eps, 0.0, training, relu, channel_dim)
-    channels, sums = Channels(mean, variance, weight, bias), GradientSums(sum_dy, sum_dy_xhat, inverse_count)
+    channels, sums = Channels(*rest[:4]), GradientSums(*rest[4:7])
     return _like(torch.empty_like(input), input_gradient(dy, input, output, channels, sums, spec))
 
 
@@ -471,14 +478,14 @@ _library.register_op(
     lambda input, channel_dim: input.new_empty(2 * input.shape[channel_dim] + 1, dtype=_library.compute_dtype(input)),
 )
 _library.register_op(
-    "batch_norm_normalise(Tensor input, Tensor? z, Tensor mean, Tensor variance, Tensor? weight, Tensor? bias, "
-    "float eps, bool relu, int channel_dim) -> Tensor",
-    _normalise,
-    lambda input, *_: torch.empty_like(input),
+    "batch_norm_statistics(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, "
+    "int channel_dim) -> (Tensor, Tensor)",
+    _statistics,
+    _statistics_fake,
 )
 _library.register_op(
     "batch_norm_gradient_sums(Tensor dy, Tensor input, Tensor? output, Tensor mean, Tensor variance, Tensor? weight, "
-    "Tensor? bias, float eps, bool relu, int channel_dim, bool write_dz) -> (Tensor, Tensor, Tensor)",
+    "Tensor? bias, float eps, bool relu, int channel_dim) -> (Tensor, Tensor)",
     _gradient_sums,
     _gradient_sums_fake,
 )

@@ -120,7 +120,7 @@ def gradient_sums(
 
     The mask is taken from `output`; None stands for that of a norm without an addend, which is computed again.
     """
-    dy = _masked(dy, input, output, channels, spec)
+    dy = masked(dy, input, output, channels, spec)
     dtype, channel_dim = compute_dtype(dy, input), spec.channel_dim
     wide, dimensions = dy.to(dtype), _other_dimensions(input, channel_dim)
     centred = input.to(dtype) - _spread(channels.mean, input, channel_dim, dtype)
@@ -132,7 +132,7 @@ def input_gradient(
     dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, sums: GradientSums, spec: BatchNormSpec
 ) -> Tensor:
     """The input's gradient."""
-    dy = _masked(dy, input, output, channels, spec)
+    dy = masked(dy, input, output, channels, spec)
     mean, variance, weight, _ = channels
     sum_dy, sum_dy_xhat, inverse_count = sums
     dtype, channel_dim = compute_dtype(dy, input, weight), spec.channel_dim
@@ -234,7 +234,7 @@ def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if parameter is None else parameter.to(dtype).contiguous()
 
 
-def _masked(dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:
+def masked(dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:
     """`dy` behind the ReLU mask, where there is ReLU."""
     if not spec.relu:
         return dy
