@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=10, help="steps before them, after which the loss is noted")
     parser.add_argument("--at-once", type=int, default=1, help="columns that warm up together")
     parser.add_argument(
-        "--kernels", action="store_true", help="note which kernels take the most time, as steps.py does"
+        "--kernels", nargs="*", default=[], choices=COLUMNS, help="columns whose kernels are noted, as in steps.py"
     )
     parser.add_argument("--limit", type=float, default=86400.0, help="seconds after which nothing more is measured")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])

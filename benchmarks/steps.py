@@ -264,8 +264,9 @@ def measure(arguments: argparse.Namespace, deadline: float, note: Callable[[str,
             others = [column for column in columns.values() if column not in mine]
             for column in others:
                 column.signal(signal.SIGSTOP)
-            for what in [""] * arguments.rounds + ["kernels"] * arguments.kernels:
-                for column in mine:
+            profiled = [columns[model, name] for name in arguments.columns if name in arguments.kernels]
+            for what, those in [("", mine)] * arguments.rounds + [("kernels", profiled)]:
+                for column in those:
                     if column.runs and time.monotonic() < deadline:
                         column.run_round(deadline, what)
                 tell(model)
@@ -325,7 +326,9 @@ def main() -> None:
         default=1,
         help="columns that warm up together: quicker, and noisier where torch.compile tunes",
     )
-    parser.add_argument("--kernels", action="store_true", help="also note which kernels take the GPU's time")
+    parser.add_argument(
+        "--kernels", nargs="*", default=[], choices=COLUMNS, help="columns whose kernels are noted, by the GPU's time"
+    )
     parser.add_argument("--limit", type=float, default=86400.0, help="seconds after which nothing more is measured")
     parser.add_argument("--warm-limit", type=float, default=86400.0, help="seconds that a model waits for slow columns")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
