@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from apex.ops.conv.bottleneck import conv_gradients, conv_relu, relu_gradient, times_scale
+from apex.ops.conv.bottleneck import conv_gradients, conv_relu, relu_gradient, scale_rows
 
 Tensors = Sequence[Tensor]
 
@@ -54,8 +54,14 @@ def _finished(raw: Tensor, inputs: Tensors) -> Tensor:
     return (raw * scale + bias).relu().to(raw.dtype)
 
 
+def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
+    scaled = torch.empty_like(weight)
+    scale_rows([weight], [scale], [scaled])
+    return scaled
+
+
 def _out2(out1: Tensor, inputs: Tensors, padding: tuple[int, int]) -> Tensor:
-    return conv_relu(out1, times_scale(inputs[2], inputs[5]), inputs[8].reshape(-1), padding)
+    return conv_relu(out1, _scaled(inputs[2], inputs[5]), inputs[8].reshape(-1), padding)
 
 
 def _within(tensor: Tensor, top: Tensor, bottom: Tensor) -> Tensor:
@@ -91,7 +97,7 @@ def forward_init(stride: int, inputs: Tensors) -> list[Tensor]:
 def forward_out1(stride: int, inputs: Tensors, outputs: Tensors) -> None:
     """The first convolution."""
     x, weight, scale, bias = (inputs[place] for place in (0, 1, 4, 7))
-    outputs[0].copy_(conv_relu(x[:, :, ::stride, ::stride], times_scale(weight, scale), bias.reshape(-1), _NONE))
+    outputs[0].copy_(conv_relu(x[:, :, ::stride, ::stride], _scaled(weight, scale), bias.reshape(-1), _NONE))
 
 
 @_stage
@@ -130,8 +136,8 @@ def forward_rest(stride: int, inputs: Tensors, outputs: Tensors) -> None:
     """The third convolution and the shortcut: y."""
     shortcut = inputs[0][:, :, ::stride, ::stride]
     if len(inputs) > 10:
-        shortcut = functional.conv2d(shortcut, times_scale(inputs[10], inputs[11]), inputs[12].reshape(-1))
-    scaled = times_scale(inputs[3], inputs[6])
+        shortcut = functional.conv2d(shortcut, _scaled(inputs[10], inputs[11]), inputs[12].reshape(-1))
+    scaled = _scaled(inputs[3], inputs[6])
     outputs[2].copy_(conv_relu(outputs[1], scaled, inputs[9].reshape(-1), _NONE, shortcut))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..._distributed.collectives import on_stream, wait_for
 from ...ops._checks import check_floats
-from ...ops._library import autocast_dtype, autocast_off, is_eager, once_differentiable, quick_apply
+from ...ops._library import autocast_dtype, autocast_off, eager_apply, is_eager, once_differentiable
 from ...ops.conv.bottleneck import (
     BottleneckResults,
     Exchange,
@@ -22,6 +22,7 @@ from ...ops.conv.bottleneck import (
     bottleneck_forward,
     bottleneck_reference,
     cast,
+    scales_and_biases,
 )
 
 
@@ -40,24 +41,21 @@ class FrozenBatchNorm2d(nn.Module):
     def get_scale_bias(self, nhwc: bool) -> list[Tensor]:
         """Scale and bias as [1, 1, 1, C] or [1, C, 1, 1], in the buffers' dtype."""
         shape = (1, 1, 1, -1) if nhwc else (1, -1, 1, 1)
-        return [values.view(shape) for (values,) in _scales_and_biases([self])]
+        return [values.view(shape) for (values,) in scales_and_biases(_buffers([self]))]
 
     def forward(self, x: Tensor) -> Tensor:
         scale, bias = self.get_scale_bias(False)
         return x * scale + bias
 
 
-def _scales_and_biases(norms: Sequence[nn.Module]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Those of each norm, [C], in the buffers' dtype; three launches for all of them."""
-    buffers = (norm._buffers.values() for norm in norms)  # four attributes of a module take 7 us
-    weights, biases, means, variances = map(list, zip(*buffers, strict=True))
-    scales = torch._foreach_div(weights, torch._foreach_sqrt(variances))
-    return scales, torch._foreach_addcmul(biases, means, scales, value=-1)
+def _buffers(norms: Sequence[nn.Module]) -> list[list[Any]]:
+    """Weight, bias, mean and variance of each norm; as attributes of a module four of them would take 7 us."""
+    return [list(norm._buffers.values()) for norm in norms]
 
 
 def _forward(ctx, nhwc, stride, scale, bias, exchange, overlap, x, conv):  # type: ignore[no-untyped-def]
     dtype = autocast_dtype(x) or x.dtype
-    x, *weights = (cast(_channels_second(each, nhwc), dtype) for each in (x, *conv))
+    x, *weights = [cast(_channels_second(each, nhwc), dtype) for each in (x, *conv)]
     with autocast_off(x):
         results = bottleneck_forward(x, weights, scale, bias, stride, exchange, overlap)
     ctx.save_for_backward(*results[:4], *results.scaled_weights, *scale)
@@ -94,7 +92,7 @@ class BottleneckFunction(torch.autograd.Function):
         return None, None, None, None, *_backward(ctx, grad_o)
 
 
-_bottleneck = quick_apply(BottleneckFunction)
+_bottleneck = eager_apply(BottleneckFunction)
 
 
 class SpatialBottleneckFunction(torch.autograd.Function):
@@ -198,7 +196,7 @@ class Bottleneck(nn.Module):
 
     def _scales_and_biases(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         if self.w_scale is None or self.w_bias is None:
-            return _scales_and_biases(self._norms())
+            return scales_and_biases(_buffers(self._norms()))
         weight, scale = next(self.bn1.buffers()), self.w_scale[0]
         if (weight.device, weight.dtype) != (scale.device, scale.dtype):
             raise RuntimeError(
@@ -217,7 +215,7 @@ class Bottleneck(nn.Module):
         kept = self.w_scale, self.w_bias = tuple([pair[place] for pair in pairs] for place in range(2))
 
         def renew() -> None:
-            for memories, values in zip(kept, _scales_and_biases(norms), strict=True):
+            for memories, values in zip(kept, scales_and_biases(_buffers(norms)), strict=True):
                 torch._foreach_copy_([memory.view(-1) for memory in memories], values)
 
         return renew

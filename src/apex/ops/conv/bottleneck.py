@@ -4,9 +4,9 @@
     out2 = relu(s2 conv3x3(out1) + b2)
     y    = relu(s3 conv1x1(out2) + b3 + shortcut),    shortcut = x or s4 conv1x1(x) + b4
 
-A scale of an output channel is a factor of its weights, so it is applied to these: one call of cuDNN does the rest of a
-line, and rounds once. A 1x1 convolution with a stride sees one of stride * stride pixels, so those are taken first;
-behind that nothing has a stride.
+A scale of an output channel is a factor of its weights, so it is applied to these: one call does the rest of a line,
+and rounds once. A 1x1 convolution with a stride sees one of stride * stride pixels, so those are taken first; behind
+that nothing has a stride, and with channels last it is a product of matrices, [pixels, C] by [C, C'].
 
 An image may be divided by rows among ranks. `exchange(images)` then starts to send the first and the last row to the
 ranks above and below; what it returns waits for theirs and gives (row above, row below), zeros at the outer edges.
@@ -15,15 +15,26 @@ ranks above and below; what it returns waits for theirs and gives (row above, ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .op import cudnn_does_it
+from .. import _library
+from ..dense.parts import activated_linear
+from .op import FAMILY, cudnn_does_it
 
 Exchange = Callable[[Tensor], Callable[[], tuple[Tensor, Tensor]]]
+
+kernels = _library.LazyModule(f"{__package__}.kernels")
+
+# Bound once: looking them up takes as long as a view.
+_threshold_backward = torch.ops.aten.threshold_backward.default
+_convolution_backward = torch.ops.aten.convolution_backward.default
+
+_MOST = 4  # norms and weights of a block
+_BLOCK = 512
 
 _ONE = (1, 1)
 _NO_PADDING, _PADDING, _PADDED_ROWS = (0, 0), (1, 1), (0, 1)
@@ -66,9 +77,8 @@ def bottleneck_forward(
     pixels = x[:, :, ::stride, ::stride] if stride > 1 else x
     if stride > 1 and x.is_contiguous(memory_format=torch.channels_last):
         pixels = pixels.contiguous(memory_format=torch.channels_last)
-    # One call, where three or four would take the host 10 us each.
-    products = torch._foreach_mul(list(weights), [scale.reshape(-1, 1, 1, 1) for scale in scales])
-    scaled = [cast(product, x.dtype) for product in products]
+    scaled = [torch.empty_like(each) for each in weights]
+    scale_rows(weights, scales, scaled)
     bias = [cast(each if each.dim() == 1 else each.reshape(-1), x.dtype) for each in biases]
     out1 = conv_relu(pixels, scaled[0], bias[0], _NO_PADDING)
     if exchange is None:
@@ -83,10 +93,11 @@ def bottleneck_forward(
         else:
             out1 = with_rows(out1, *neighbours())
             out2 = conv_relu(out1, scaled[1], bias[1], _PADDED_ROWS)
-    shortcut, last_bias = pixels, bias[2]
-    if len(weights) > 3:  # its bias is added with the other one: PyTorch's convolution would take a pass for it
-        shortcut, last_bias = functional.conv2d(pixels, scaled[3]), bias[2] + bias[3]
-    y = conv_relu(out2, scaled[2], last_bias, _NO_PADDING, shortcut)
+    shortcut = pixels
+    if len(weights) > 3:
+        conv = pointwise if takes_products(pixels) else functional.conv2d
+        shortcut = conv(pixels, scaled[3], bias[3])
+    y = conv_relu(out2, scaled[2], bias[2], _NO_PADDING, shortcut)
     return BottleneckResults(pixels, out1, out2, y, scaled)
 
 
@@ -108,10 +119,11 @@ def bottleneck_backward(
     of_out1 = of_x or of_weights[0]
     of_out2 = of_out1 or of_weights[1]
     of_scaled: list[Tensor | None] = [None] * len(scaled)
-    dz = relu_gradient(dy, y)
-    dx: Tensor | None = dz
-    dz1: Tensor | None = None
-    dout2, of_scaled[2] = conv_gradients(dz, out2, scaled[2], _NO_PADDING, (of_out2, of_weights[2]))
+    dz = relu_gradient(dy.contiguous(memory_format=torch.channels_last) if is_channels_last(y) else dy, y)
+    dx: Tensor | None = dz if of_x else None
+    if len(scaled) > 3:
+        dx, of_scaled[3] = pointwise_gradients(dz, pixels, scaled[3], (of_x, of_weights[3]))
+    dout2, of_scaled[2] = pointwise_gradients(dz, out2, scaled[2], (of_out2, of_weights[2]))
     if dout2 is not None:
         dz2 = relu_gradient(dout2, out2)
         if exchange is None:
@@ -122,19 +134,14 @@ def bottleneck_backward(
             padded = with_rows(dz2, *neighbours())
             dout1, _ = conv_gradients(padded, out1, scaled[1], _PADDING, (of_out1, False))
         if dout1 is not None:
-            own = slice(None) if exchange is None else slice(1, -1)
-            dz1 = relu_gradient(dout1[:, :, own], out1[:, :, own])
-            _, of_scaled[0] = conv_gradients(dz1, pixels, scaled[0], _NO_PADDING, (False, of_weights[0]))
-    if len(scaled) > 3:
-        dx, of_scaled[3] = conv_gradients(dz, pixels, scaled[3], _NO_PADDING, (of_x, of_weights[3]))
-    of_input = None
-    if dx is not None and dz1 is not None and of_x:
-        of_input = at_pixels(add_gradient(dx, dz1, scaled[0]), shape, stride)
+            if exchange is not None:
+                dout1, out1 = dout1[:, :, 1:-1], out1[:, :, 1:-1]
+            dz1 = relu_gradient(dout1, out1)
+            dx, of_scaled[0] = pointwise_gradients(dz1, pixels, scaled[0], (of_x, of_weights[0]), dx)
     found = [(each, scale) for each, scale in zip(of_scaled, scales, strict=True) if each is not None]
-    if found:
-        factors: Any = [scale.reshape(-1, 1, 1, 1) for _, scale in found]
-        torch._foreach_mul_([each for each, _ in found], factors)
-    return [of_input, *of_scaled]
+    gradients = [each for each, _ in found]
+    scale_rows(gradients, [scale for _, scale in found], gradients)
+    return [None if dx is None else at_pixels(dx, shape, stride), *of_scaled]
 
 
 def at_pixels(gradient: Tensor, shape: torch.Size, stride: int) -> Tensor:
@@ -147,9 +154,53 @@ def at_pixels(gradient: Tensor, shape: torch.Size, stride: int) -> Tensor:
     return whole
 
 
-def times_scale(weight: Tensor, scale: Tensor) -> Tensor:
-    """A weight with the scales of the output channels, rounded once."""
-    return cast(weight * scale.reshape(-1, 1, 1, 1), weight.dtype)
+def scales_and_biases(norms: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Scale and bias, [C], of each of up to four norms (weight, bias, mean, variance), in their dtype."""
+    weights, biases, means, variances = map(list, zip(*norms, strict=True))
+    if not kernels_take([*weights, *biases, *means, *variances]):
+        scales = list(torch._foreach_div(weights, torch._foreach_sqrt(variances)))
+        return scales, list(torch._foreach_addcmul(biases, means, scales, value=-1))
+    found = [torch.empty_like(each) for each in weights], [torch.empty_like(each) for each in biases]
+    tensors = [each for norm in zip(weights, biases, means, variances, *found, strict=True) for each in norm]
+    sizes = [each.numel() for each in weights]
+    absent = _MOST - len(sizes)
+    kernels.frozen_norms(
+        (-(-max(sizes) // _BLOCK), len(sizes)),
+        (*tensors, *[None] * (6 * absent)),
+        (*sizes, *[0] * absent),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return found
+
+
+def scale_rows(tensors: Sequence[Tensor], scales: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Fills targets with up to four weights times the scales of their output channels, rounded once."""
+    if not tensors:
+        return
+    if not kernels_take([*tensors, *scales, *targets]):
+        for tensor, scale, target in zip(tensors, scales, targets, strict=True):
+            target.copy_(tensor * scale.reshape(-1, 1, 1, 1))
+        return
+    sizes = [size for each in tensors for size in (each.shape[0], each.numel() // each.shape[0])]
+    absent = _MOST - len(tensors)
+    kernels.scaled_rows(
+        (max(sizes[::2]), len(tensors)),
+        (*[each for three in zip(tensors, scales, targets, strict=True) for each in three], *[None] * (3 * absent)),
+        (*sizes, *[0] * (2 * absent)),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+
+
+def kernels_take(tensors: Sequence[Tensor]) -> bool:
+    """Whether kernels are for tensors, which they read from end to end."""
+    device = tensors[0].device
+    return (
+        not torch.compiler.is_compiling()
+        and _library.runs_triton(FAMILY, tensors[0])
+        and all(each.device == device and (each.is_contiguous() or is_channels_last(each)) for each in tensors)
+    )
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -157,16 +208,58 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
+def takes_products(images: Tensor) -> bool:
+    """Whether 1x1 convolutions are products of matrices, which take half as long to call.
+
+    In float32 convolutions are quicker, by TensorFloat-32.
+    """
+    return images.dtype != torch.float32 and is_channels_last(images)
+
+
+def rows_of(images: Tensor) -> Tensor:
+    """[pixels, C]; a view where channels are last."""
+    channels = images.shape[1]
+    images = images.contiguous(memory_format=torch.channels_last)
+    return images.as_strided((images.numel() // channels, channels), (channels, 1))
+
+
+def images_of(rows: Tensor, like: Tensor) -> Tensor:
+    """[pixels, C] as images of the height and width of others."""
+    (n, _, height, width), channels = like.shape, rows.shape[1]
+    return rows.as_strided((n, channels, height, width), (height * width * channels, 1, width * channels, channels))
+
+
+def pointwise(images: Tensor, weight: Tensor, bias: Tensor, activation: str = "none") -> Tensor:
+    """A 1x1 convolution of images that `takes_products`."""
+    return images_of(activated_linear(rows_of(images), weight.flatten(1), bias, activation), images)
+
+
 def conv_relu(
     images: Tensor, weight: Tensor, bias: Tensor, padding: tuple[int, int], summand: Tensor | None = None
 ) -> Tensor:
     """relu(conv(images, weight) + bias + summand)."""
+    if summand is None and padding == _NO_PADDING and takes_products(images):
+        return pointwise(images, weight, bias, "relu")
     if cudnn_does_it(images, weight, bias):
         if summand is None:
             return torch.cudnn_convolution_relu(images, weight, bias, _ONE, padding, _ONE, 1)
         return torch.cudnn_convolution_add_relu(images, weight, summand, 1.0, bias, _ONE, padding, _ONE, 1)
     output = functional.conv2d(images, weight, bias, padding=padding)
     return (output if summand is None else output.add_(summand)).relu_()
+
+
+def pointwise_gradients(
+    dz: Tensor, images: Tensor, weight: Tensor, wanted: tuple[bool, bool], dx: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """`conv_gradients` of a 1x1 convolution; that of images is added to `dx`, which may be overwritten."""
+    if not takes_products(images):
+        found, dweight = conv_gradients(dz, images, weight, _NO_PADDING, wanted)
+        return found if found is None or dx is None else found.add_(dx), dweight
+    rows, matrix = rows_of(dz), weight.flatten(1)
+    dweight = rows.t().mm(rows_of(images)).view(weight.shape) if wanted[1] else None
+    if not wanted[0]:
+        return None, dweight
+    return images_of(rows.mm(matrix) if dx is None else rows_of(dx).addmm_(rows, matrix), dz), dweight
 
 
 def conv_gradients(
@@ -180,7 +273,7 @@ def conv_gradients(
     """Gradients of images and weight, where they are `wanted`."""
     if not any(wanted):
         return None, None
-    dx, dweight, _ = torch.ops.aten.convolution_backward.default(
+    dx, dweight, _ = _convolution_backward(
         dz, images, weight, None, (stride, stride), padding, _ONE, False, (0, 0), 1, (*wanted, False)
     )
     return dx if wanted[0] else None, dweight if wanted[1] else None
@@ -188,17 +281,7 @@ def conv_gradients(
 
 def relu_gradient(dy: Tensor, y: Tensor) -> Tensor:
     """The gradient before ReLU, from its result."""
-    return torch.ops.aten.threshold_backward.default(dy, y, 0)
-
-
-def add_gradient(dx: Tensor, dz: Tensor, weight: Tensor) -> Tensor:
-    """dx plus the gradient behind a 1x1 convolution; may overwrite dx."""
-    # A product of matrices then, which adds its result; in float32 convolutions are quicker, by TensorFloat-32.
-    if dx.dtype != torch.float32 and is_channels_last(dx) and is_channels_last(dz):
-        rows, gradients = (each.movedim(1, -1).view(-1, each.shape[1]) for each in (dx, dz))
-        rows.addmm_(gradients, weight.reshape(weight.shape[:2]))
-        return dx
-    return functional.conv_transpose2d(dz, weight).add_(dx)
+    return _threshold_backward(dy, y, 0)
 
 
 def is_channels_last(images: Tensor) -> bool:
