@@ -87,8 +87,8 @@ def test_a_tensor_without_memory_is_refused_also_after_others_were_launched(monk
     _import_norm_kernels()
     launched: list[tuple] = []
     prepared = _launch.PreparedLaunch(KERNELS["sum_partials"], (1,), (2,), (3,), num_warps=1, num_stages=1)
-    prepared._compiled[x.device, x.dtype, None] = (lambda *arguments: launched.append(arguments), (), 1)
-    monkeypatch.setattr(_launch, "current_device", lambda: None)
+    prepared._compiled[-1, x.dtype, None] = (lambda *arguments: launched.append(arguments), (), 1)
+    monkeypatch.setattr(_launch, "current_device", lambda: -1)
     monkeypatch.setattr(_launch, "current_stream", lambda index: 5)
     prepared((x, None), (0.5,))
     assert launched == [(1, 1, 1, 5, x.data_ptr(), 0, 2, 0.5, 3)]

@@ -117,14 +117,15 @@ class PreparedLaunch:
         self.num_warps = num_warps
         self.num_stages = num_stages
         self._head: tuple[int, ...] = grid + (1,) * (3 - len(grid))
-        # By device and dtypes: what launches the compiled kernel, its arguments between stream and tensors, and how
-        # many tensors were absent. For tensors that all start at a multiple of 16 bytes: Triton specialises on that.
+        # By the device's index and the dtypes: what launches the compiled kernel, its arguments between stream and
+        # tensors, and how many tensors were absent. For tensors that all start at a multiple of 16 bytes: Triton
+        # specialises on that.
         self._compiled: dict[tuple, tuple[Callable[..., None], tuple[Any, ...], int]] = {}
 
     def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
         """Launches the kernel on the current stream of the first tensor's device; None stands for an absent tensor."""
-        device = tensors[0].device  # type: ignore[union-attr]
-        key = (device, *[None if tensor is None else tensor.dtype for tensor in tensors])
+        index = tensors[0].get_device()  # type: ignore[union-attr]
+        key = (index, *[None if tensor is None else tensor.dtype for tensor in tensors])
         compiled = self._compiled.get(key)
         if compiled is None or _recorder is not None:
             # Of an integer, 1 for an eps, say, Triton would compile a kernel that takes no other number.
@@ -134,9 +135,8 @@ class PreparedLaunch:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         # Half the time of looking at them one by one.
         if math.gcd(_ALIGNMENT, *addresses) != _ALIGNMENT or addresses.count(0) != absent:
-            self._launch_plainly(device, tensors, tuple(map(float, floats)))
+            self._launch_plainly(tensors, tuple(map(float, floats)))
             return
-        index = device.index
         if current_device() != index:
             with torch.cuda.device(index):
                 self(tensors, floats)
@@ -144,19 +144,18 @@ class PreparedLaunch:
         run(*self._head, current_stream(index), *middle, *addresses, *self.sizes, *floats, *self.constants)
 
     def _launch_first(self, key: tuple, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
-        device = key[0]
+        device = tensors[0].device  # type: ignore[union-attr]
         if _recorder is not None:
             _recorder.append(Launch(self, device, tensors, floats))
             return
-        compiled = self._launch_plainly(device, tensors, floats)
+        compiled = self._launch_plainly(tensors, floats)
         aligned = all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
         if _RUN_IS_KNOWN and aligned and device.type == "cuda" and device.index is not None:
             absent = sum(tensor is None or not tensor.data_ptr() for tensor in tensors)
             self._compiled[key] = (*_launcher(compiled), absent)
 
-    def _launch_plainly(
-        self, device: torch.device, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]
-    ) -> Any:
+    def _launch_plainly(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> Any:
+        device: Any = tensors[0].device  # type: ignore[union-attr]
         function, tail = self.kernel.function, (*self.sizes, *floats, *self.constants)
         for tensor in tensors:
             if tensor is not None and not tensor.data_ptr() and tensor.numel():

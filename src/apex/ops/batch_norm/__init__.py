@@ -1,8 +1,8 @@
 """Batch norm, with an addend and ReLU behind it, over the inputs of one process or several."""
 
 from .op import average_factor, backward, batch_norm, batch_norm_with_statistics, check, forward, save, saved_gradients
-from .passes import FAMILY, Exchange, gradient_sums, input_gradient, normalise, rank_statistics, statistics
-from .reference import BatchNormSpec, BatchStatistics, Channels, GradientSums
+from .passes import FAMILY, gradient_sums, input_gradient, normalise, rank_statistics, statistics
+from .reference import BatchNormSpec, BatchStatistics, Channels, Exchange, GradientSums
 
 __all__ = [
     "FAMILY",

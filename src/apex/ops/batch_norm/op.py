@@ -13,24 +13,10 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_per_channel
-from . import config, reference, whole
-from .passes import (
-    FAMILY,
-    Backward,
-    Exchange,
-    gradient_sums,
-    input_gradient,
-    laid_out,
-    launch_input_gradient,
-    launch_normalise,
-    launch_statistics,
-    launch_sums,
-    launches,
-    normalise,
-    statistics,
-    values_per_channel,
-)
-from .reference import BatchNormSpec, BatchStatistics, Channels, GradientSums
+from . import config, reference
+from .kernel_passes import launch_backward, launch_forward
+from .passes import FAMILY, gradient_sums, input_gradient, launches, normalise, statistics, values_per_channel
+from .reference import BatchNormSpec, BatchStatistics, Channels, Exchange, GradientSums
 
 
 def batch_norm(
@@ -70,31 +56,23 @@ def batch_norm_with_statistics(
     """The same over the ranks of `exchange`; in training, where they are `wanted`, with the statistics of the batch."""
     check(input, running, z, spec)
     if exchange is None:
-        if not input.numel() or (spec.training and input.numel() == input.shape[spec.channel_dim]):
+        values = input.numel()
+        if not values or (spec.training and values == input.shape[spec.channel_dim]):
             return reference.norm(input, z, running, spec)
         if not runs_kernels(input, z, spec):
             return reference.torch_norm(input, z, running, spec, wanted and spec.training)
-    output, (mean, variance, weight, bias) = None, running
-    if exchange is None and not torch.compiler.is_compiling():
-        output, mean, variance = _launch_forward(input, z, running, spec)
-    elif spec.training:
+        if not torch.compiler.is_compiling():
+            output, mean, variance = launch_forward(input, z, running, spec)
+            if torch.is_grad_enabled():
+                output = _apply_eagerly(input, z, running[2], running[3], mean, variance, spec, None, (output,))
+            return output, BatchStatistics(mean, variance, False) if wanted and spec.training else None
+    mean, variance, weight, bias = running
+    if spec.training:
         mean, variance = statistics(input, spec, mean, variance, exchange)
     found = BatchStatistics(mean, variance, False) if spec.training else None
     if torch.is_grad_enabled():
-        return _apply_node(input, z, weight, bias, mean, variance, spec, exchange, (output,)), found
-    return normalise(input, z, Channels(mean, variance, weight, bias), spec) if output is None else output, found
-
-
-def _launch_forward(
-    input: Tensor, z: Tensor | None, running: Channels, spec: BatchNormSpec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, and the mean and variance that it was normalised by, of one process, by kernels."""
-    mean, variance, weight, bias = running
-    if spec.training:
-        if whole.fits(input, spec):
-            return whole.forward(input, z, running, spec)
-        mean, variance = launch_statistics(input, spec, mean, variance)
-    return launch_normalise(input, z, Channels(mean, variance, weight, bias), spec), mean, variance
+        return _apply_node(input, z, weight, bias, mean, variance, spec, exchange, (None,)), found
+    return normalise(input, z, Channels(mean, variance, weight, bias), spec), found
 
 
 def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpec) -> None:
@@ -161,7 +139,7 @@ def forward(
     """The output, and what it was normalised by, without autograd."""
     channels = running
     if exchange is None and launches(input):
-        output, mean, variance = _launch_forward(input, z, running, spec)
+        output, mean, variance = launch_forward(input, z, running, spec)
         return output, Channels(mean, variance, running.weight, running.bias)
     if spec.training:
         channels = Channels(
@@ -185,32 +163,19 @@ def backward(
 
     ReLU's mask is taken from `output`; None stands for that of a norm without an addend, which is computed again.
     """
-    given, for_ranks = None, exchange is not None
-    if not launches(input):
-        found = gradient_sums(dy, input, output, channels, spec, keep_dz=wants_z, for_ranks=for_ranks)
-    elif exchange is None and wants_input and whole.fits(input, spec):
-        return whole.backward(dy, input, output, channels, spec, wants_z)
-    else:
-        given = laid_out(dy, input, output, channels, spec)
-        found = launch_sums(given, spec, wants_z, for_ranks)
-    dz, sum_dy, sum_dy_xhat, rank_stats = found
+    if launches(input):
+        return launch_backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
+    given = (dy, input, output, channels, spec)
+    dz, sum_dy, sum_dy_xhat, rank_stats = gradient_sums(*given, keep_dz=wants_z, for_ranks=exchange is not None)
     sums = GradientSums(sum_dy, sum_dy_xhat, 1 / max(1, values_per_channel(input, spec.channel_dim)))
     if exchange is not None and rank_stats is not None:
-        if wants_input or exchange.averaged_ranks:  # else a rank's own sums are all that it needs
-            exchange.add_up(rank_stats)
-        if exchange.averaged_ranks:
-            sum_dy, sum_dy_xhat = (rank_stats[:-1] / exchange.averaged_ranks).chunk(2)
+        sum_dy, sum_dy_xhat = reference.over_ranks(exchange, rank_stats, sum_dy, sum_dy_xhat, wants_input)
         sums = GradientSums(rank_stats, None, 0.0)
     if not wants_input:
         return None, dz, sum_dy_xhat, sum_dy
     if dz is not None:  # the mask was applied: no need to ask the output again
         dy, output, spec = dz, None, reference.without_relu(spec)
-        given = given and Backward(given.x, dz, None, given.channels, given.geometry, given.device)
-    if given is None:
-        dx = input_gradient(dy, input, output, channels, sums, spec)
-    else:
-        dx = launch_input_gradient(given, sums, spec)
-    return dx, dz, sum_dy_xhat, sum_dy
+    return input_gradient(dy, input, output, channels, sums, spec), dz, sum_dy_xhat, sum_dy
 
 
 def save(
@@ -234,13 +199,12 @@ def saved_gradients(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> tuple[Tenso
 
     Autograd casts them to the dtypes of what they belong to.
     """
-    input, output, *given = ctx.saved_tensors
-    tensors = (dy, input, output, Channels(*given), ctx.spec)
-    found: tuple[Tensor | None, ...]
-    if torch.is_grad_enabled() and ctx.exchange is None:  # create_graph=True: they must be differentiable themselves
-        found = reference.gradients(*tensors)
+    input, output, mean, variance, weight, bias = ctx.saved_tensors
+    spec, exchange, channels = ctx.spec, ctx.exchange, Channels(mean, variance, weight, bias)
+    if exchange is None and torch.is_grad_enabled():  # create_graph=True: they must be differentiable themselves
+        found = reference.gradients(dy, input, output, channels, spec)
     else:
-        found = backward(*tensors, ctx.exchange, wants_input=wanted[0], wants_z=wanted[1])
+        found = backward(dy, input, output, channels, spec, exchange, wants_input=wanted[0], wants_z=wanted[1])
     return tuple([gradient if needed else None for gradient, needed in zip(found, wanted, strict=True)])
 
 
@@ -269,3 +233,4 @@ def _node_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 _node_gradients_once = _library.once_differentiable(_node_gradients)
 _apply_node = _library.quick_apply(BatchNormFunction)
+_apply_eagerly = _library.eager_apply(BatchNormFunction)

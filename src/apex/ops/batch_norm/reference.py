@@ -7,7 +7,7 @@ norm by PyTorch's own operator.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,11 @@ def without_relu(spec: BatchNormSpec) -> BatchNormSpec:
     return BatchNormSpec(spec.eps, spec.momentum, spec.training, False, spec.channel_dim)
 
 
+def evaluating(spec: BatchNormSpec) -> BatchNormSpec:
+    """The same by statistics that are given."""
+    return BatchNormSpec(spec.eps, spec.momentum, False, spec.relu, spec.channel_dim)
+
+
 class Channels(NamedTuple):
     """What the channels are normalised by: mean and biased variance, then, where there are any, weight and bias.
 
@@ -56,6 +61,20 @@ class BatchStatistics(NamedTuple):
     def inverse_deviation(self, eps: float) -> Tensor:
         """One over the standard deviation, eps added to the variance."""
         return self.spread if self.inverted else (self.spread + eps).rsqrt()
+
+
+class Exchange(Protocol):
+    """How the ranks of a group exchange rank statistics; None stands for a process by itself."""
+
+    @property
+    def averaged_ranks(self) -> int:
+        """The ranks over which gradients of weight and bias are averaged; 0 where they are those of this rank alone."""
+
+    def gather(self, rank_stats: Tensor) -> Tensor:
+        """The rank statistics of all ranks, [P, 2C + 1]."""
+
+    def add_up(self, rank_stats: Tensor) -> object:
+        """Makes rank statistics the sum of those of all ranks, in place."""
 
 
 class GradientSums(NamedTuple):
@@ -126,6 +145,18 @@ def gradient_sums(
     centred = input.to(dtype) - _spread(channels.mean, input, channel_dim, dtype)
     inverse_deviation = _scale(channels.variance, None, spec.eps, dtype)
     return dy, wide.sum(dimensions), (wide * centred).sum(dimensions) * inverse_deviation
+
+
+def over_ranks(
+    exchange: Exchange, rank_stats: Tensor, sum_dy: Tensor, sum_dy_xhat: Tensor, wants_input: bool
+) -> tuple[Tensor, Tensor]:
+    """Makes the rank statistics those of all ranks; the sums that are gradients of bias and weight."""
+    if wants_input or exchange.averaged_ranks:  # else a rank's own sums are all that it needs
+        exchange.add_up(rank_stats)
+    if not exchange.averaged_ranks:
+        return sum_dy, sum_dy_xhat
+    sum_dy, sum_dy_xhat = (rank_stats[:-1] / exchange.averaged_ranks).chunk(2)
+    return sum_dy, sum_dy_xhat
 
 
 def input_gradient(

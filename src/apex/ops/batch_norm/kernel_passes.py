@@ -1,0 +1,396 @@
+"""The kernels of a batch norm: passes over tensors that these take, without autograd.
+
+What sizes and flags decide is asked once per pass, of a launch rule, whose answers are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _library
+from .._device import DeviceFacts, facts, launch_rule
+from .._partial_sums import partial_sums
+from . import config, reference
+from .reference import BatchNormSpec, Channels, Exchange, GradientSums
+
+kernels = _library.LazyModule(f"{__package__}.kernels")
+kernels_whole = _library.LazyModule(f"{__package__}.kernels_whole")
+
+
+def dense(tensor: Tensor, channel_dim: int) -> tuple[Tensor, bool]:
+    """The tensor as the kernels take it, contiguous in one of the two layouts, and whether channels are last in it."""
+    if channel_dim == -1 or tensor.is_contiguous():
+        return tensor.contiguous(), channel_dim == -1
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor, True
+    if tensor.stride(1) == 1:
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1), True
+    return tensor.contiguous(), False
+
+
+def like(x: Tensor, tensor: Tensor | None) -> Any:
+    """`tensor` in the memory layout of the dense `x`, its own dtype kept."""
+    if tensor is None or tensor.stride() == x.stride():
+        return tensor
+    return torch.empty_like(x, dtype=tensor.dtype).copy_(tensor)
+
+
+def _contiguous(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.contiguous()
+
+
+def _geometry(shape: tuple[int, ...], channel_dim: int, last: bool) -> config.Geometry:
+    """How a dense tensor lies in memory."""
+    images, channels = shape[0], shape[channel_dim]
+    count = math.prod(shape) // channels
+    if last or count == images:
+        return config.Geometry(1, count, channels, True)
+    return config.Geometry(images, count // images, channels, False)
+
+
+# Forward --------------------------------------------------------------------------------------------------------------
+
+
+def launch_forward(
+    input: Tensor, z: Tensor | None, running: Channels, spec: BatchNormSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output of one process, and the mean and variance that it was normalised by."""
+    running_mean, running_var, weight, bias = running
+    eps, momentum, training, relu, channel_dim = spec
+    x, last = dense(input, channel_dim)
+    device = x.device
+    flags = (z is not None, weight is not None, bias is not None, relu)
+    given = (x.shape, channel_dim, last, x.dtype.itemsize, training, running_mean is not None)
+    launches = _forward_launches(*given, *flags, facts(device))
+    z, weight, bias = like(x, z), _contiguous(weight), _contiguous(bias)
+    mean, variance = old_mean, old_variance = _contiguous(running_mean), _contiguous(running_var)
+    y = torch.empty_like(x)
+    if training:
+        mean = torch.empty(launches.channels, dtype=torch.float32, device=device)
+        variance = torch.empty_like(mean)
+        if launches.whole is not None:
+            tensors = (x, z, weight, bias, old_mean, old_variance, mean, variance, y)
+            launches.whole(tensors, (eps, momentum))
+        else:
+            partials, _ = partial_sums(launches.partials, device, False)
+            launches.measure((x, partials))
+            launches.statistics((partials, mean, variance, old_mean, old_variance), (momentum,))
+        _write_back(running_mean, old_mean)
+        _write_back(running_var, old_variance)
+    if launches.apply is not None:
+        launches.apply((x, z, weight, bias, mean, variance, y), (eps,))
+    return y, mean, variance  # type: ignore[return-value]
+
+
+def _write_back(place: Tensor | None, contiguous: Tensor | None) -> None:
+    if place is not contiguous:
+        place.copy_(contiguous)  # type: ignore[union-attr, arg-type]
+
+
+class ForwardLaunches(NamedTuple):
+    """The kernels of a forward pass, which lack their tensors: `whole` alone, or the others, in this order."""
+
+    channels: int
+    partials: int = 0  # elements of memory for the statistics of parts
+    whole: Any = None
+    measure: Any = None
+    statistics: Any = None
+    apply: Any = None
+
+
+@launch_rule
+def _forward_launches(
+    shape: tuple[int, ...],
+    channel_dim: int,
+    last: bool,
+    itemsize: int,
+    training: bool,
+    running: bool,
+    has_z: bool,
+    has_weight: bool,
+    has_bias: bool,
+    relu: bool,
+    device: DeviceFacts,
+) -> ForwardLaunches:
+    geometry = _geometry(shape, channel_dim, last)
+    channels, flags = geometry.channels, (has_z, has_weight, has_bias, relu)
+    if training and config.held_whole(math.prod(shape), channels, geometry.last):
+        grid, sizes, constants = config.whole_tiling(geometry)
+        constants |= {"HAS_Z": has_z, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "RUNNING": running, "RELU": relu}
+        return ForwardLaunches(channels, whole=kernels_whole.batch_norm_whole.prepare(grid, sizes, **constants))
+    apply = _apply_launch(geometry, itemsize, *flags, device)
+    if not training:
+        return ForwardLaunches(channels, apply=apply)
+    measure, parts, pitch = _measure_launch(geometry, itemsize, device)
+    combine = _statistics_launch(parts, channels, pitch, running, False)
+    return ForwardLaunches(channels, parts * pitch, None, measure, combine, apply)
+
+
+def launch_statistics(
+    input: Tensor, spec: BatchNormSpec, running_mean: Tensor | None, running_var: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of every channel of one process, towards which running statistics move."""
+    return _combine(*_measure(input, spec.channel_dim), running_mean, running_var, spec.momentum)
+
+
+def launch_combine(
+    all_ranks: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
+) -> tuple[Tensor, Tensor]:
+    """The same of several processes, from their rank statistics, [P, 2C + 1]."""
+    ranks, pitch = all_ranks.shape
+    return _combine(all_ranks, ranks, pitch // 2, pitch, running_mean, running_var, momentum)
+
+
+def launch_rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
+    """[2C + 1]: means, sums of squared deviations and number of values per channel."""
+    partials, parts, channels, pitch = _measure(input, channel_dim)
+    rank_stats = torch.empty(2 * channels + 1, dtype=torch.float32, device=input.device)
+    _statistics_launch(parts, channels, pitch, False, True)((partials, rank_stats, None, None, None), (0.0,))
+    return rank_stats
+
+
+def _measure(input: Tensor, channel_dim: int) -> tuple[Tensor, int, int, int]:
+    """Statistics of parts of an input: `partials`, how many parts, the channels, and how far parts lie apart."""
+    x, last = dense(input, channel_dim)
+    geometry, device = _geometry(x.shape, channel_dim, last), x.device
+    launch, parts, pitch = _measure_launch(geometry, x.dtype.itemsize, facts(device))
+    partials, _ = partial_sums(parts * pitch, device, tickets=False)
+    launch((x, partials))
+    return partials, parts, geometry.channels, pitch
+
+
+@launch_rule
+def _measure_launch(geometry: config.Geometry, itemsize: int, device: DeviceFacts) -> tuple[Any, int, int]:
+    """The kernel that measures, the parts it makes, and how far these lie apart."""
+    pace = config.pace(*geometry, False, itemsize, device)
+    tiles = config.tiling(geometry, pace.elements)
+    programs = config.measure_programs(tiles.units, tiles.channel_blocks, device.multiprocessors, pace)
+    pitch = config.pitch(geometry.channels)
+    launch = kernels.batch_norm_measure.prepare(
+        (programs * tiles.channel_blocks,),
+        (*tiles.sizes, programs, pitch),
+        **tiles.constants,
+        UNROLL=pace.unroll,
+        num_warps=pace.num_warps,
+    )
+    return launch, programs, pitch
+
+
+def _combine(
+    partials: Tensor,
+    parts: int,
+    channels: int,
+    pitch: int,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of a whole from the statistics of its parts, towards which running ones move."""
+    mean = torch.empty(channels, dtype=torch.float32, device=partials.device)
+    variance = torch.empty_like(mean)
+    old_mean, old_variance = _contiguous(running_mean), _contiguous(running_var)
+    launch = _statistics_launch(parts, channels, pitch, running_mean is not None, False)
+    launch((partials, mean, variance, old_mean, old_variance), (momentum,))
+    _write_back(running_mean, old_mean)
+    _write_back(running_var, old_variance)
+    return mean, variance
+
+
+@launch_rule
+def _statistics_launch(parts: int, channels: int, pitch: int, running: bool, rank_stats: bool) -> Any:
+    part_block, channel_block = config.finish_block(parts)
+    return kernels.batch_norm_statistics.prepare(
+        (-(-channels // channel_block),),
+        (parts, channels, pitch),
+        RUNNING=running,
+        RANK_STATS=rank_stats,
+        P_BLOCK=part_block,
+        C_BLOCK=channel_block,
+        num_warps=config.FINISH_WARPS,
+    )
+
+
+def launch_normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:
+    """The output, given mean and variance of every channel."""
+    return launch_forward(input, z, channels, reference.evaluating(spec))[0]
+
+
+@launch_rule
+def _apply_launch(
+    geometry: config.Geometry,
+    itemsize: int,
+    has_z: bool,
+    has_weight: bool,
+    has_bias: bool,
+    relu: bool,
+    device: DeviceFacts,
+) -> Any:
+    chosen = config.apply_config(*geometry, False, itemsize, device)
+    tiles = config.tiling(geometry, chosen.elements)
+    return kernels.batch_norm_apply.prepare(
+        (tiles.units * tiles.channel_blocks,),
+        tiles.sizes,
+        HAS_Z=has_z,
+        HAS_WEIGHT=has_weight,
+        HAS_BIAS=has_bias,
+        RELU=relu,
+        **tiles.constants,
+        num_warps=chosen.num_warps,
+    )
+
+
+# Backward -------------------------------------------------------------------------------------------------------------
+
+
+def launch_backward(
+    dy: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    channels: Channels,
+    spec: BatchNormSpec,
+    exchange: Exchange | None,
+    wants_input: bool,
+    wants_z: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Gradients of input and addend (None where they are not wanted), weight and bias."""
+    eps, _, training, relu, channel_dim = spec
+    x, last = dense(input, channel_dim)
+    dy, output, parameters = like(x, dy), like(x, output), _parameters(channels)
+    device, write_dz, alone = x.device, wants_z and relu, exchange is None
+    flags = (parameters[0] is not None, parameters[1] is not None, _mask(relu, output), write_dz)
+    given = (x.shape, channel_dim, last, x.dtype.itemsize, dy.dtype.itemsize, training, wants_input, alone)
+    launches = _backward_launches(*given, *flags, facts(device))
+    sum_dy = torch.empty(launches.channels, dtype=torch.float32, device=device)
+    sum_dy_xhat = torch.empty_like(sum_dy)
+    dx, dz = torch.empty_like(x) if wants_input else None, torch.empty_like(dy) if write_dz else None
+    if launches.whole is not None:
+        launches.whole((x, dy, output, *parameters, sum_dy, sum_dy_xhat, dx, dz), (eps,))
+        return dx, dy if wants_z and not relu else dz, sum_dy_xhat, sum_dy
+    partials, _ = partial_sums(launches.partials, device, False)
+    launches.measure((x, dy, output, *parameters, dz, partials), (eps,))
+    rank_stats = None if alone else torch.empty(2 * launches.channels + 1, dtype=torch.float32, device=device)
+    launches.sums((partials, sum_dy, sum_dy_xhat, rank_stats), (launches.count,))
+    if dz is not None:  # the mask was applied: no need to ask the output again
+        dy, output = dz, None
+    sums: tuple[Tensor | None, ...] = (sum_dy, sum_dy_xhat)
+    if exchange is not None:
+        sum_dy, sum_dy_xhat = reference.over_ranks(exchange, rank_stats, sum_dy, sum_dy_xhat, wants_input)  # type: ignore[arg-type]
+        sums = (rank_stats, None)
+    if wants_input:
+        launches.apply((x, dy, output, *parameters, *sums, dx), (eps, 1 / launches.count))
+    return dx, dy if wants_z else None, sum_dy_xhat, sum_dy
+
+
+class BackwardLaunches(NamedTuple):
+    """The kernels of a backward pass, which lack their tensors: `whole` alone, or the others, in this order."""
+
+    channels: int
+    count: float  # values of a channel
+    partials: int = 0  # elements of memory for the sums of parts
+    whole: Any = None
+    measure: Any = None
+    sums: Any = None
+    apply: Any = None
+
+
+@launch_rule
+def _backward_launches(
+    shape: tuple[int, ...],
+    channel_dim: int,
+    last: bool,
+    itemsize: int,
+    dy_itemsize: int,
+    training: bool,
+    wants_input: bool,
+    alone: bool,
+    has_weight: bool,
+    has_bias: bool,
+    mask: int,
+    write_dz: bool,
+    device: DeviceFacts,
+) -> BackwardLaunches:
+    geometry = _geometry(shape, channel_dim, last)
+    channels, count = geometry.channels, geometry.images * geometry.positions
+    flags = {"HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "MASK": mask, "WRITE_DZ": write_dz}
+    if training and wants_input and alone and config.held_whole(math.prod(shape), channels, geometry.last):
+        grid, sizes, constants = config.whole_tiling(geometry)
+        whole = kernels_whole.batch_norm_whole_backward.prepare(grid, sizes, **flags, **constants)
+        return BackwardLaunches(channels, count, whole=whole)
+    pace = config.pace(*geometry, True, dy_itemsize, device)
+    tiles = config.tiling(geometry, pace.elements)
+    programs = config.measure_programs(tiles.units, tiles.channel_blocks, device.multiprocessors, pace)
+    measure = kernels.batch_norm_measure_backward.prepare(
+        (programs * tiles.channel_blocks,),
+        (*tiles.sizes, programs),
+        **flags,
+        **tiles.constants,
+        UNROLL=pace.unroll,
+        num_warps=pace.num_warps,
+    )
+    part_block, channel_block = config.finish_block(programs)
+    sums = kernels.batch_norm_sums.prepare(
+        (-(-channels // channel_block),),
+        (programs, channels),
+        RANK_STATS=not alone,
+        P_BLOCK=part_block,
+        C_BLOCK=channel_block,
+        num_warps=config.FINISH_WARPS,
+    )
+    mask = 0 if write_dz else mask
+    apply = _input_gradient_launch(geometry, itemsize, not alone, has_weight, has_bias, mask, training, device)
+    return BackwardLaunches(channels, count, programs * 2 * channels, None, measure, sums, apply)
+
+
+def launch_input_gradient(
+    dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, sums: GradientSums, spec: BatchNormSpec
+) -> Tensor:
+    """The input's gradient."""
+    x, last = dense(input, spec.channel_dim)
+    parameters, output = _parameters(channels), like(x, output)
+    flags = (sums.sum_dy_xhat is None, parameters[0] is not None, parameters[1] is not None, _mask(spec.relu, output))
+    geometry, dx = _geometry(x.shape, spec.channel_dim, last), torch.empty_like(x)
+    launch = _input_gradient_launch(geometry, x.dtype.itemsize, *flags, spec.training, facts(x.device))
+    sum_dy, sum_dy_xhat = sums.sum_dy.contiguous(), _contiguous(sums.sum_dy_xhat)
+    launch((x, like(x, dy), output, *parameters, sum_dy, sum_dy_xhat, dx), (spec.eps, sums.inverse_count))
+    return dx
+
+
+@launch_rule
+def _input_gradient_launch(
+    geometry: config.Geometry,
+    itemsize: int,
+    rank_stats: bool,
+    has_weight: bool,
+    has_bias: bool,
+    mask: int,
+    training: bool,
+    device: DeviceFacts,
+) -> Any:
+    chosen = config.apply_config(*geometry, True, itemsize, device)
+    tiles = config.tiling(geometry, chosen.elements)
+    return kernels.batch_norm_apply_backward.prepare(
+        (tiles.units * tiles.channel_blocks,),
+        tiles.sizes,
+        HAS_WEIGHT=has_weight,
+        HAS_BIAS=has_bias,
+        MASK=mask,
+        BATCH=training,
+        RANK_STATS=rank_stats,
+        **tiles.constants,
+        num_warps=chosen.num_warps,
+    )
+
+
+def _parameters(channels: Channels) -> tuple[Tensor | None, ...]:
+    """Weight, bias, mean and variance, in the order of the kernels."""
+    mean, variance, weight, bias = channels
+    return _contiguous(weight), _contiguous(bias), mean.contiguous(), variance.contiguous()
+
+
+def _mask(relu: bool, output: Tensor | None) -> int:
+    """Where kernels take ReLU's mask from: 0 there is none, 1 the input again, 2 the output."""
+    return 0 if not relu else 1 if output is None else 2
