@@ -9,7 +9,7 @@ INPUTS := pyproject.toml constraints.txt src/apex/_version.py
 # seconds, and its compiler for 4 more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: dist docs docs-serve demo test test-versions clients lint types format clean
+.PHONY: dist docs docs-serve demo test test-versions cross-compile campaign clients lint types format clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/apex demo
@@ -24,6 +24,10 @@ test: lint
 # The quick half of the tests on other versions of PyTorch and Python; downloads each PyTorch.
 test-versions:
 	$(PYTHON) tests/other_versions.py $(TESTS)
+
+# Every launch of every kernel for every GPU we name, where `make test` has all for one GPU of each vendor; five minutes.
+cross-compile: $(VENV)/.test-ready
+	$(BIN)/python -m pytest --every-launch tests/ops/test_cross_compile.py
 
 # What docs/reliability.md promises, tried at random for ten minutes or more; not part of `make test`.
 campaign: $(VENV)/.test-ready

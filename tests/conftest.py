@@ -29,6 +29,10 @@ if not GPU:
         devices.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-launch", action="store_true", help="compile every launch of a kernel for every GPU")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # The file that takes minutes first, so that of several processes none is left alone with it.
     items.sort(key=lambda item: item.path.name != "test_cross_compile.py")

@@ -1,6 +1,9 @@
 """Compiles every registered kernel, in the launch configurations it would really get, for GPUs that are not here.
 
-    python -m tests.ops.compile_kernels sm_90 sm_80 sm_100
+    python -m tests.ops.compile_kernels [--every-launch] sm_90 sm_80 sm_100
+
+For the first of a vendor's GPUs every launch is compiled. For its others, to which Triton lowers in nearly the same
+way, only those of `largest_of_each`, unless `--every-launch` asks for all.
 
 Launches go down to the assembly of GPUs: this shows what Triton or LLVM cannot lower there, and programs that need
 more shared memory than there is. One launch of every kernel is also optimised by LLVM and made a binary (by ptxas, or
@@ -25,6 +28,7 @@ import functools
 import gc
 import importlib
 import json
+import math
 import os
 import pkgutil
 import re
@@ -207,16 +211,39 @@ def record_all(target: Target) -> list[_launch.Launch]:
     return launches
 
 
-def compile_all(names: list[str]) -> dict[str, dict[str, Any]]:
-    """Compiles the different launches of each of the GPUs `names`."""
+def largest_of_each(launches: list[_launch.Launch]) -> list[_launch.Launch]:
+    """The launch with the largest blocks of every kernel and every kind of input that decides about instructions.
+
+    That is the dtype of the first tensor, a float8 among the others, and what is given by name: update rules and
+    activations that are inlined, precisions of matrix products.
+    """
+    largest: dict[tuple[Any, ...], tuple[int, _launch.Launch]] = {}
+    for launch in launches:
+        kernel, constants, dtypes, _, stages = _ahead.program(launch)
+        named = [constant for constant in constants if isinstance(constant, str)]
+        float8 = [dtype for dtype in dtypes if str(dtype).startswith("torch.float8")]
+        size = stages * math.prod(constant for constant in constants if isinstance(constant, int) and constant > 0)
+        key = kernel, dtypes[0], *named, *float8
+        if key not in largest or size > largest[key][0]:
+            largest[key] = size, launch
+    return [launch for _, launch in largest.values()]
+
+
+def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[str, Any]]:
+    """Compiles the different launches of each of the GPUs `names`, of a vendor's second and later ones only some."""
     programs: dict[tuple[Any, ...], Program] = {}
     reports: dict[str, dict[str, Any]] = {}
+    vendors: set[str] = set()
     for name in names:
         reports[name] = {"compiled": {}, "failures": []}
-        for launch in record_all(TARGETS[name]):
-            if name in NO_FLOAT8 and launch.prepared.kernel.name == "float8_cast":
-                continue
-            program = programs.setdefault((TARGETS[name].gpu.backend, *_ahead.program(launch)), Program(launch))
+        vendor, launches = TARGETS[name].gpu.backend, record_all(TARGETS[name])
+        if name in NO_FLOAT8:
+            launches = [launch for launch in launches if launch.prepared.kernel.name != "float8_cast"]
+        if vendor in vendors and not every_launch:
+            launches = largest_of_each(launches)
+        vendors.add(vendor)
+        for launch in launches:
+            program = programs.setdefault((vendor, *_ahead.program(launch)), Program(launch))
             program.names[name] = None
     gc.freeze()  # what was imported stays, and need not be searched for garbage
     seen: dict[str, set[str]] = {name: set() for name in names}
@@ -256,5 +283,6 @@ def _add_to_report(report: dict[str, Any], program: Program, target: Target, see
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):  # where Triton prints what ptxas refuses
-        reports = compile_all(sys.argv[1:])
+        every_launch = "--every-launch" in sys.argv
+        reports = compile_all([name for name in sys.argv[1:] if name in TARGETS], every_launch)
     json.dump(reports, sys.stdout)
