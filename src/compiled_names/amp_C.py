@@ -113,17 +113,7 @@ def multi_tensor_unscale_l2norm(
 
 
 def multi_tensor_sgd(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    wd: float,
-    momentum: float,
-    dampening: float,
-    lr: float,
-    nesterov: bool,
-    first_run: bool,
-    wd_after_momentum: bool,
-    scale: float,
+    chunk_size, noop_flag, tensor_lists, wd, momentum, dampening, lr, nesterov, first_run, wd_after_momentum, scale
 ) -> None:
     """[gradients, parameters, momentum] or these and [half-precision copies]; gradients times `scale`.
 
@@ -143,17 +133,7 @@ def multi_tensor_sgd(
 
 
 def multi_tensor_adam(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
+    chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay
 ) -> None:
     """[gradients, parameters, first moments, second moments]; mode 0 has decay in the gradient, 1 decoupled.
 
@@ -165,17 +145,7 @@ def multi_tensor_adam(
 
 
 def _adam_capturable(
-    noop_flag: Tensor,
-    named: tuple,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
+    noop_flag, named, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale
 ) -> None:
     hyper = adam_hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay, decoupled=bool(mode))
     noop = expect_flag(noop_flag)
@@ -183,18 +153,7 @@ def _adam_capturable(
 
 
 def multi_tensor_adam_capturable(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
+    chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale
 ) -> None:
     """As `multi_tensor_adam`, with numbers on the device; gradients are left multiplied by `inv_scale`.
 
@@ -206,18 +165,7 @@ def multi_tensor_adam_capturable(
 
 
 def multi_tensor_adam_capturable_master(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
+    chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale
 ) -> None:
     """As `multi_tensor_adam_capturable`, with a fifth list, [master weights], of which the parameters become a copy."""
     expect(tensor_lists, 5)
@@ -225,15 +173,7 @@ def multi_tensor_adam_capturable_master(
     _adam_capturable(noop_flag, named, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
 
 
-def multi_tensor_adagrad(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    epsilon: float,
-    mode: int,
-    weight_decay: float,
-) -> None:
+def multi_tensor_adagrad(chunk_size, noop_flag, tensor_lists, lr, epsilon, mode, weight_decay) -> None:
     """[gradients, parameters, sums of squares]; mode 0 has decay in the gradient, 1 decoupled."""
     expect(tensor_lists, 3)
     hyper = {"lr": number(lr), "eps": epsilon, "weight_decay": weight_decay, "decoupled": bool(mode)}
@@ -241,21 +181,9 @@ def multi_tensor_adagrad(
 
 
 def multi_tensor_novograd(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    grad_norms: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    norm_type: int,
-) -> None:
+    chunk_size, noop_flag, tensor_lists, grad_norms, lr, beta1, beta2, epsilon, step, bias_correction, weight_decay,
+    grad_averaging, mode, norm_type,
+) -> None:  # fmt: skip
     """[gradients, parameters, moments]; mode 0 has norm and decay inside the moment, 1 outside.
 
     `grad_norms` [tensors] is the moving average of gradient norms (norm_type 2, of their squares) and is updated; the
@@ -275,22 +203,9 @@ def multi_tensor_novograd(
 
 
 def multi_tensor_lamb(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    global_grad_norm: Tensor,
-    max_grad_norm: float,
-    use_nvlamb_python: bool | None = None,
-) -> None:
+    chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, bias_correction, weight_decay, grad_averaging,
+    mode, global_grad_norm, max_grad_norm, use_nvlamb_python=None,
+) -> None:  # fmt: skip
     """[gradients, parameters, first moments, second moments]; mode 0 has decay in the gradient, 1 decoupled.
 
     Gradients are divided by global_grad_norm / max_grad_norm where that is above 1. Without decay, only NVLAMB adapts
@@ -310,24 +225,9 @@ def multi_tensor_lamb(
 
 
 def multi_tensor_lamb_mp(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    global_grad_norm: Tensor,
-    max_grad_norm: Tensor,
-    use_nvlamb_python: bool | None,
-    found_inf: Tensor,
-    inv_scale: Tensor,
-) -> None:
+    chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, bias_correction, weight_decay, grad_averaging,
+    mode, global_grad_norm, max_grad_norm, use_nvlamb_python, found_inf, inv_scale,
+) -> None:  # fmt: skip
     """As `multi_tensor_lamb`, with numbers on the device and perhaps a fifth list, [half-precision copies].
 
     Gradients are multiplied by `inv_scale` too. Does nothing where the flag or `found_inf` is set.
@@ -347,17 +247,9 @@ def multi_tensor_lamb_mp(
 
 
 def multi_tensor_lamb_stage1_cuda(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    per_tensor_decay: Tensor,
-    step: int,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    global_grad_norm: Tensor,
-    max_global_grad_norm: float,
-) -> None:
+    chunk_size, noop_flag, tensor_lists, per_tensor_decay, step, beta1, beta2, epsilon, global_grad_norm,
+    max_global_grad_norm,
+) -> None:  # fmt: skip
     """[gradients, parameters, first moments, second moments, updates], the last written; `step` counts from 0."""
     expect(tensor_lists, 5)
     hyper = {"beta1": beta1, "beta2": beta2, "beta3": 1 - beta1, "eps": epsilon, "step": number(step) + 1}
@@ -372,15 +264,9 @@ def multi_tensor_lamb_stage1_cuda(
 
 
 def multi_tensor_lamb_stage2_cuda(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    per_tensor_param_norm: Tensor,
-    per_tensor_update_norm: Tensor,
-    lr: float,
-    weight_decay: float,
-    use_nvlamb_python: bool | None = None,
-) -> None:
+    chunk_size, noop_flag, tensor_lists, per_tensor_param_norm, per_tensor_update_norm, lr, weight_decay,
+    use_nvlamb_python=None,
+) -> None:  # fmt: skip
     """[parameters, updates]: the second half of the step, with the norms of both given."""
     expect(tensor_lists, 2)
     norms = per_tensor(
@@ -391,23 +277,9 @@ def multi_tensor_lamb_stage2_cuda(
 
 
 def multi_tensor_lars(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    grad_norms: Tensor,
-    param_norms: Tensor,
-    lr: float,
-    trust_coefficient: float,
-    epsilon: float,
-    weight_decay: float,
-    momentum: float,
-    dampening: float,
-    nesterov: bool,
-    first_run: bool,
-    wd_after_momentum: bool,
-    scale: float,
-    is_skipped: bool,
-) -> None:
+    chunk_size, noop_flag, tensor_lists, grad_norms, param_norms, lr, trust_coefficient, epsilon, weight_decay,
+    momentum, dampening, nesterov, first_run, wd_after_momentum, scale, is_skipped,
+) -> None:  # fmt: skip
     """[gradients, parameters, momentum] or these and [half-precision copies]; gradients times `scale`.
 
     The learning rate follows the norms unless `is_skipped`. Does nothing where the flag is set.

@@ -55,27 +55,9 @@ def _gradients(
 
 
 def bn_fwd_nhwc(
-    x: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_inv_var: Tensor,
-    minibatch_mean: Tensor,
-    minibatch_inv_var: Tensor,
-    ret_cta: Tensor,
-    momentum: float,
-    epsilon: float,
-    fuse_relu: bool,
-    my_data: Any,
-    pair_data: Any,
-    pair_data2: Any,
-    pair_data3: Any,
-    bn_group: int,
-    magic_tensor: Tensor,
-    occupancy: int,
-    grid_dim_x: int,
-    coop: bool,
-) -> Tensor:
+    x, scale, bias, running_mean, running_inv_var, minibatch_mean, minibatch_inv_var, ret_cta, momentum, epsilon,
+    fuse_relu, my_data, pair_data, pair_data2, pair_data3, bn_group, magic_tensor, occupancy, grid_dim_x, coop,
+) -> Tensor:  # fmt: skip
     """Batch norm, then ReLU with `fuse_relu`, in training."""
     spec = _spec(x, scale, momentum, epsilon, fuse_relu)
     running = (running_mean, running_inv_var)
@@ -83,16 +65,7 @@ def bn_fwd_nhwc(
 
 
 def bn_fwd_eval_nhwc(
-    x: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_inv_var: Tensor,
-    ret_cta: Tensor,
-    bn_group: int,
-    momentum: float,
-    epsilon: float,
-    fuse_relu: bool,
+    x, scale, bias, running_mean, running_inv_var, ret_cta, bn_group, momentum, epsilon, fuse_relu
 ) -> Tensor:
     """Batch norm by the running statistics, then ReLU with `fuse_relu`."""
     spec = _spec(x, scale, momentum, epsilon, fuse_relu, training=False)
@@ -100,28 +73,9 @@ def bn_fwd_eval_nhwc(
 
 
 def bn_bwd_nhwc(
-    x: Tensor,
-    dy: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_inv_var: Tensor,
-    minibatch_mean: Tensor,
-    minibatch_inv_var: Tensor,
-    ret_cta: Tensor,
-    momentum: float,
-    epsilon: float,
-    fuse_relu: bool,
-    my_data: Any,
-    pair_data: Any,
-    pair_data2: Any,
-    pair_data3: Any,
-    bn_group: int,
-    magic_tensor: Tensor,
-    occupancy: int,
-    grid_dim_x: int,
-    coop: bool,
-) -> list[Tensor]:
+    x, dy, scale, bias, running_mean, running_inv_var, minibatch_mean, minibatch_inv_var, ret_cta, momentum, epsilon,
+    fuse_relu, my_data, pair_data, pair_data2, pair_data3, bn_group, magic_tensor, occupancy, grid_dim_x, coop,
+) -> list[Tensor]:  # fmt: skip
     """[gradient of x, of scale, of bias]."""
     spec = _spec(x, scale, momentum, epsilon, fuse_relu)
     statistics = (minibatch_mean, minibatch_inv_var)
@@ -130,28 +84,9 @@ def bn_bwd_nhwc(
 
 
 def bn_addrelu_fwd_nhwc(
-    x: Tensor,
-    z: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_inv_var: Tensor,
-    minibatch_mean: Tensor,
-    minibatch_inv_var: Tensor,
-    bitmask: Tensor,
-    ret_cta: Tensor,
-    momentum: float,
-    epsilon: float,
-    my_data: Any,
-    pair_data: Any,
-    pair_data2: Any,
-    pair_data3: Any,
-    bn_group: int,
-    magic_tensor: Tensor,
-    occupancy: int,
-    grid_dim_x: int,
-    coop: bool,
-) -> Tensor:
+    x, z, scale, bias, running_mean, running_inv_var, minibatch_mean, minibatch_inv_var, bitmask, ret_cta, momentum,
+    epsilon, my_data, pair_data, pair_data2, pair_data3, bn_group, magic_tensor, occupancy, grid_dim_x, coop,
+) -> Tensor:  # fmt: skip
     """Batch norm, plus `z`, then ReLU, in training; ReLU's mask goes to `bitmask`, a bit per element."""
     spec = _spec(x, scale, momentum, epsilon, True)
     place = _mask_bytes(bitmask, x)
@@ -162,16 +97,7 @@ def bn_addrelu_fwd_nhwc(
 
 
 def bn_addrelu_fwd_eval_nhwc(
-    x: Tensor,
-    z: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_inv_var: Tensor,
-    ret_cta: Tensor,
-    bn_group: int,
-    momentum: float,
-    epsilon: float,
+    x, z, scale, bias, running_mean, running_inv_var, ret_cta, bn_group, momentum, epsilon
 ) -> Tensor:
     """Batch norm by the running statistics, plus `z`, then ReLU."""
     spec = _spec(x, scale, momentum, epsilon, True, training=False)
@@ -179,28 +105,9 @@ def bn_addrelu_fwd_eval_nhwc(
 
 
 def bn_addrelu_bwd_nhwc(
-    x: Tensor,
-    dy: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_inv_var: Tensor,
-    minibatch_mean: Tensor,
-    minibatch_inv_var: Tensor,
-    bitmask: Tensor,
-    ret_cta: Tensor,
-    momentum: float,
-    epsilon: float,
-    my_data: Any,
-    pair_data: Any,
-    pair_data2: Any,
-    pair_data3: Any,
-    bn_group: int,
-    magic_tensor: Tensor,
-    occupancy: int,
-    grid_dim_x: int,
-    coop: bool,
-) -> list[Tensor]:
+    x, dy, scale, bias, running_mean, running_inv_var, minibatch_mean, minibatch_inv_var, bitmask, ret_cta, momentum,
+    epsilon, my_data, pair_data, pair_data2, pair_data3, bn_group, magic_tensor, occupancy, grid_dim_x, coop,
+) -> list[Tensor]:  # fmt: skip
     """[gradient of x, of z, of scale, of bias]."""
     spec = _spec(x, scale, momentum, epsilon, True)
     flags = _unpack(_mask_bytes(bitmask, x), x.numel()).view(_channels_last(x, spec).shape)

@@ -6,8 +6,6 @@ Gradients of `scale` and `bias` are averages over them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from apex.ops import batch_norm
@@ -15,19 +13,9 @@ from apex.parallel._consecutive_groups import consecutive_exchange
 
 
 def forward(
-    x: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    minibatch_mean: Tensor,
-    minibatch_inv_var: Tensor,
-    momentum: float,
-    epsilon: float,
-    bn_group: int,
-    rank_id: int,
-    peer_buffers: Sequence[int],
-) -> Tensor:
+    x, scale, bias, running_mean, running_var, minibatch_mean, minibatch_inv_var, momentum, epsilon, bn_group, rank_id,
+    peer_buffers,
+) -> Tensor:  # fmt: skip
     """The output; moves the running statistics, and writes mean and one over the deviation of the batch."""
     exchange = consecutive_exchange("bn_group", bn_group)
     spec = batch_norm.BatchNormSpec(epsilon, momentum)
@@ -38,17 +26,7 @@ def forward(
     return output
 
 
-def backward(
-    x: Tensor,
-    dy: Tensor,
-    scale: Tensor,
-    minibatch_mean: Tensor,
-    minibatch_inv_var: Tensor,
-    epsilon: float,
-    bn_group: int,
-    rank_id: int,
-    peer_buffers: Sequence[int],
-) -> list[Tensor]:
+def backward(x, dy, scale, minibatch_mean, minibatch_inv_var, epsilon, bn_group, rank_id, peer_buffers) -> list[Tensor]:
     """[gradient of x, of scale, of bias]."""
     exchange = consecutive_exchange("bn_group", bn_group)
     channels = batch_norm.Channels(minibatch_mean, minibatch_inv_var.square().reciprocal() - epsilon, scale)

@@ -6,42 +6,18 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from apex.ops.multi_tensor import packed_floats, rules
-from apex.ops.multi_tensor.op import TensorLists, adam_hyper, expect, expect_flag, in_slots, update
+from apex.ops.multi_tensor.op import adam_hyper, expect, expect_flag, in_slots, update
 
 
-def _step(
-    named: tuple,
-    noop: Tensor | None,
-    grad_scale: Tensor,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int | Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
+def _step(named, noop, grad_scale, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay) -> None:
     hyper = adam_hyper(lr, beta1, beta2, eps, step, bias_correction, weight_decay, decoupled=bool(mode))
     update(rules.ADAM, named, hyper, (bool(mode), False), noop=noop, grad_scale=grad_scale)
 
 
 def multi_tensor_fused_adam(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    grad_scale: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
+    chunk_size, noop_flag, tensor_lists, grad_scale, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay
 ) -> None:
     """[parameters, first moments, second moments, gradients, copies]; the flag is not looked at."""
     expect(tensor_lists, 5)
@@ -50,18 +26,7 @@ def multi_tensor_fused_adam(
 
 
 def multi_tensor_fused_adam_capturable(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    grad_scale: Tensor,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
+    chunk_size, noop_flag, tensor_lists, grad_scale, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay
 ) -> None:
     """As `multi_tensor_fused_adam`, with numbers on the device; does nothing where the flag is set."""
     expect(tensor_lists, 5)
@@ -72,18 +37,7 @@ def multi_tensor_fused_adam_capturable(
 
 @torch.no_grad()
 def multi_tensor_fused_adam_with_param_remainders(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    grad_scale: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
+    chunk_size, noop_flag, tensor_lists, grad_scale, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay
 ) -> None:
     """[parameters, remainders, first moments, second moments, gradients, new parameters]; the flag is not looked at.
 

@@ -6,29 +6,17 @@ Both do nothing where the flag is set.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from apex.ops.multi_tensor import rules
-from apex.ops.multi_tensor.op import TensorLists, expect, expect_flag, in_slots, number, per_tensor, read_once, update
+from apex.ops.multi_tensor.op import expect, expect_flag, in_slots, number, per_tensor, read_once, update
 from apex.ops.multi_tensor.packed_floats import to_bytes
 
 
 def multi_tensor_lamb_compute_update_term(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    per_tensor_beta1: Tensor,
-    per_tensor_beta2: Tensor,
-    per_tensor_beta3: Tensor,
-    per_tensor_bias_correction: Tensor,
-    step: Tensor,
-    per_tensor_epsilon: Tensor,
-    mode: int,
-    per_tensor_decay: Tensor,
-    global_scale: Tensor,
-    global_grad_norm: Tensor,
-    max_grad_norm: float,
-) -> None:
+    chunk_size, noop_flag, tensor_lists, per_tensor_beta1, per_tensor_beta2, per_tensor_beta3,
+    per_tensor_bias_correction, step, per_tensor_epsilon, mode, per_tensor_decay, global_scale, global_grad_norm,
+    max_grad_norm,
+) -> None:  # fmt: skip
     """[gradients, parameters, first moments, second moments, updates], the last written.
 
     Gradients are divided by `global_scale`, and shortened where their norm over it is above a positive `max_grad_norm`.
@@ -75,17 +63,9 @@ def multi_tensor_lamb_compute_update_term(
 
 @torch.no_grad()
 def multi_tensor_lamb_update_weights(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    per_tensor_param_norm: Tensor,
-    per_tensor_update_norm: Tensor,
-    update_norm_offset: Tensor,
-    learning_rate: Tensor,
-    per_tensor_decay: Tensor,
-    global_grad_norm: Tensor,
-    use_nvlamb: bool,
-) -> None:
+    chunk_size, noop_flag, tensor_lists, per_tensor_param_norm, per_tensor_update_norm, update_norm_offset,
+    learning_rate, per_tensor_decay, global_grad_norm, use_nvlamb,
+) -> None:  # fmt: skip
     """[updates, parameters, copies of the parameters], which may be bytes, as 8-bit floats.
 
     The norm of update i is `per_tensor_update_norm[update_norm_offset[i]]`. Without NVLAMB, tensors without decay take

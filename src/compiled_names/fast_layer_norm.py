@@ -20,15 +20,7 @@ def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> list[Tenso
     return [output, mean, rsigma]
 
 
-def ln_bwd(
-    dz: Tensor,
-    x_or_z: Tensor,
-    mu_: Tensor | None,
-    rsigma: Tensor,
-    gamma: Tensor,
-    beta_: Tensor | None = None,
-    memory_efficient: bool = False,
-) -> list[Tensor]:
+def ln_bwd(dz, x_or_z, mu_, rsigma, gamma, beta_=None, memory_efficient=False) -> list[Tensor]:
     """[dx, dgamma, dbeta, dgamma_part, dbeta_part]."""
     (row_length,) = checked_shape(x_or_z, gamma.shape, gamma, beta_)
     if memory_efficient and beta_ is None:

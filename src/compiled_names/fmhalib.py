@@ -18,16 +18,7 @@ from apex.ops.attention import op_packed
 _ALIGNMENT = 16
 
 
-def fwd(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    p_dropout: float,
-    max_seq_len: int,
-    is_training: bool,
-    is_nl: bool,
-    zero_tensors: bool,
-    gen_: torch.Generator | None = None,
-) -> list[Tensor]:
+def fwd(qkv, cu_seqlens, p_dropout, max_seq_len, is_training, is_nl, zero_tensors, gen_=None) -> list[Tensor]:
     """[output, what `bwd` needs]. `is_nl`, upstream's choice of a kernel for few sequences, makes no difference."""
     dropout_p = p_dropout if is_training else 0.0
     op_packed.check(qkv, cu_seqlens, max_seq_len, dropout_p)
@@ -44,15 +35,7 @@ def fwd(
         return [output, torch.cat([_bytes(part) for part in (seed, statistics, output)])]
 
 
-def bwd(
-    dout: Tensor,
-    qkv: Tensor,
-    softmax: Tensor,
-    cu_seqlens: Tensor,
-    p_dropout: float,
-    max_seq_len: int,
-    zero_tensors: bool,
-) -> list[Tensor]:
+def bwd(dout, qkv, softmax, cu_seqlens, p_dropout, max_seq_len, zero_tensors) -> list[Tensor]:
     """[gradient of qkv, `softmax`], which is what `fwd` returned and stays as it is."""
     op_packed.check(qkv, cu_seqlens, max_seq_len, p_dropout)
     total, _, heads, head_dim = qkv.shape
@@ -77,15 +60,7 @@ def bwd(
     return [dqkv, softmax]
 
 
-def bwd_nl(
-    dout: Tensor,
-    qkv: Tensor,
-    softmax: Tensor,
-    cu_seqlens: Tensor,
-    p_dropout: float,
-    max_seq_len: int,
-    zero_tensors: bool,
-) -> list[Tensor]:
+def bwd_nl(dout, qkv, softmax, cu_seqlens, p_dropout, max_seq_len, zero_tensors) -> list[Tensor]:
     """As `bwd`; third, the gradients of keys and values [total, 1, 2, heads, head size], upstream's partial sums."""
     dqkv, softmax = bwd(dout, qkv, softmax, cu_seqlens, p_dropout, max_seq_len, zero_tensors)
     return [dqkv, softmax, dqkv[:, None, 1:]]

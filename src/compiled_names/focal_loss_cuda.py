@@ -9,13 +9,7 @@ from apex.ops.focal_loss import check, loss_and_gradient_of_sum
 
 
 def forward(
-    cls_output: Tensor,
-    cls_targets_at_level: Tensor,
-    num_positives_sum: Tensor,
-    num_real_classes: int,
-    alpha: float,
-    gamma: float,
-    smoothing_factor: float,
+    cls_output, cls_targets_at_level, num_positives_sum, num_real_classes, alpha, gamma, smoothing_factor
 ) -> list[Tensor]:
     """The loss, and the gradient of the scores before it is divided by the number of positives."""
     check(cls_output, cls_targets_at_level, num_positives_sum, num_real_classes)

@@ -47,40 +47,14 @@ def strided_check_finite(overflow_flag: Tensor, p_copy: Tensor, stride: int, cle
     overflow_flag.copy_(bad if clear_overflow_first else torch.maximum(overflow_flag, bad))
 
 
-def adam(
-    p: Tensor,
-    p_copy: Tensor,
-    m: Tensor,
-    v: Tensor,
-    g: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    grad_scale: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    decay: float,
-) -> None:
+def adam(p, p_copy, m, v, g, lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction, decay) -> None:
     """One step of one parameter, a copy of which goes to `p_copy`."""
     hyper = adam_hyper(lr, beta1, beta2, eps, step, bias_correction, decay, scale=number(grad_scale))
     _step(rules.EARLY_ADAM, (p, g, m, v), p_copy if p_copy.numel() else None, hyper, mode)
 
 
 def adam_mt(
-    chunk_size: int,
-    overflow_flag: Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    grad_scale: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    decay: float,
+    chunk_size, overflow_flag, tensor_lists, lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction, decay
 ) -> None:
     """[parameters, first moments, second moments, gradients] or these and [copies]; the flag is not looked at."""
     expect(tensor_lists, 4, 5)
@@ -90,22 +64,7 @@ def adam_mt(
 
 
 @torch.no_grad()
-def reversible_adam(
-    p: Tensor,
-    p_copy: Tensor,
-    m: Tensor,
-    v: Tensor,
-    g: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    grad_scale: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    decay: float,
-) -> None:
+def reversible_adam(p, p_copy, m, v, g, lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction, decay) -> None:
     """As `adam`; elements whose gradient is not finite stay, and make the copy's first element infinite."""
     hyper = adam_hyper(lr, beta1, beta2, eps, step, bias_correction, decay, scale=number(grad_scale))
     in_bytes = p_copy.dtype == torch.uint8
@@ -121,20 +80,7 @@ def reversible_adam(
 
 
 def maybe_adam_undo(
-    overflow_flag: Tensor,
-    p: Tensor,
-    m: Tensor,
-    v: Tensor,
-    g: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    grad_scale: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    decay: float,
+    overflow_flag, p, m, v, g, lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction, decay
 ) -> None:
     """Takes a step of `reversible_adam` back where the flag is set (or there is none), but for rounding."""
     hyper = adam_hyper(lr, beta1, beta2, eps, step, bias_correction, decay, scale=number(grad_scale))

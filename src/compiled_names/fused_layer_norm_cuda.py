@@ -7,24 +7,14 @@ Statistics are one float32 per row (float64 for float64 inputs). `input_or_outpu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from apex.ops._checks import check_gradient
 from apex.ops.norm import NORM, checked_shape, joined_statistics
 
 
-def _forward(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    epsilon: float,
-    subtract_mean: bool,
-    out_dtype: torch.dtype,
-) -> list[Tensor]:
+def _forward(input, normalized_shape, gamma, beta, epsilon, subtract_mean, out_dtype) -> list[Tensor]:
     row_length = math.prod(checked_shape(input, normalized_shape, gamma, beta))
     settings = (row_length, epsilon, subtract_mean, False, out_dtype, input.dtype)
     output, statistics = NORM.run(input, gamma, beta, *settings)
@@ -33,16 +23,7 @@ def _forward(
 
 
 def _backward(
-    dout: Tensor,
-    mean: Tensor | None,
-    invvar: Tensor,
-    input_or_output: Tensor,
-    normalized_shape: Sequence[int],
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    epsilon: float,
-    memory_efficient: bool,
-    subtract_mean: bool,
+    dout, mean, invvar, input_or_output, normalized_shape, gamma, beta, epsilon, memory_efficient, subtract_mean
 ) -> list[Tensor]:
     row_length = math.prod(checked_shape(input_or_output, normalized_shape, gamma, beta))
     statistics = joined_statistics(mean, invvar, input_or_output, row_length, subtract_mean, memory_efficient)

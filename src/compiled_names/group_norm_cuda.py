@@ -21,17 +21,7 @@ def forward(
     return [output, statistics.flatten()]
 
 
-def backward(
-    grad_output: Tensor,
-    sums: Tensor,
-    input: Tensor,
-    groups: int,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    passes: int,
-    with_swish: bool,
-) -> list[Tensor | None]:
+def backward(grad_output, sums, input, groups, weight, bias, eps, passes, with_swish) -> list[Tensor | None]:
     """[gradient of input, of weight, of bias]."""
     check(input, groups, weight, bias, "")
     statistics = sums.view(-1, groups, 2)

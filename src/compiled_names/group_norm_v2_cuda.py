@@ -11,16 +11,7 @@ from apex.ops.group_norm import group_norm_backward, group_norm_forward
 from apex.ops.group_norm.op import check
 
 
-def gn(
-    x: Tensor,
-    w: Tensor,
-    b: Tensor,
-    eps: float,
-    silu: bool,
-    num_groups: int,
-    mean_var_out: Tensor | None = None,
-    sm_margin: int = 0,
-) -> Tensor:
+def gn(x, w, b, eps, silu, num_groups, mean_var_out=None, sm_margin=0) -> Tensor:
     """The output; mean and variance of every group, [N, G, 2], go to `mean_var_out` if it is given."""
     check(x, num_groups, w, b, "")
     if mean_var_out is not None and mean_var_out.numel() != x.shape[0] * num_groups * 2:
@@ -32,15 +23,7 @@ def gn(
 
 
 def gn_bwd(
-    grad_output: Tensor,
-    x: Tensor,
-    w: Tensor,
-    b: Tensor,
-    mean_var: Tensor,
-    eps: float,
-    silu: bool,
-    num_groups: int,
-    sm_margin: int = 0,
+    grad_output, x, w, b, mean_var, eps, silu, num_groups, sm_margin=0
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, w and b."""
     check(x, num_groups, w, b, "")

@@ -59,28 +59,12 @@ def batchnorm_forward(
     return normalise(input, None, _channels(mean, inv_std, weight, shift), _FIRST)
 
 
-def batchnorm_forward_c_last(
-    input: Tensor,
-    z: Tensor | None,
-    mean: Tensor,
-    inv_std: Tensor,
-    weight: Tensor | None,
-    shift: Tensor | None,
-    fuse_relu: bool,
-) -> Tensor:
+def batchnorm_forward_c_last(input, z, mean, inv_std, weight, shift, fuse_relu) -> Tensor:
     """The output plus `z`, then ReLU with `fuse_relu`."""
     return normalise(input, z, _channels(mean, inv_std, weight, shift), _LAST._replace(relu=fuse_relu))
 
 
-def reduce_bn(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    inv_std: Tensor,
-    weight: Tensor | None,
-    *,
-    spec: BatchNormSpec = _FIRST,
-) -> list[Tensor]:
+def reduce_bn(grad_output, input, mean, inv_std, weight, *, spec=_FIRST) -> list[Tensor]:
     """[sum of the gradient, sum of it times (input - mean), gradient of weight, of bias]; empty without a weight."""
     _, sum_dy, sum_dy_xhat, _ = gradient_sums(grad_output, input, None, _channels(mean, inv_std, weight), spec)
     if weight is None:
@@ -93,18 +77,7 @@ def reduce_bn_c_last(*arguments: Any, **named: Any) -> list[Tensor]:
     return reduce_bn(*arguments, **named, spec=_LAST)
 
 
-def batchnorm_backward(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    inv_std: Tensor,
-    weight: Tensor | None,
-    sum_dy: Tensor,
-    sum_dy_xmu: Tensor,
-    count: Tensor,
-    *,
-    spec: BatchNormSpec = _FIRST,
-) -> Tensor:
+def batchnorm_backward(grad_output, input, mean, inv_std, weight, sum_dy, sum_dy_xmu, count, *, spec=_FIRST) -> Tensor:
     """The gradient of the input, given the sums over all processes and how many values each of them has."""
     total = count.sum().clamp(min=1)
     means = GradientSums(sum_dy / total, sum_dy_xmu * inv_std / total, 1.0)
@@ -116,15 +89,7 @@ def batchnorm_backward_c_last(*arguments: Any, **named: Any) -> Tensor:
     return batchnorm_backward(*arguments, **named, spec=_LAST)
 
 
-def relu_bw_c_last(
-    grad_output: Tensor,
-    input: Tensor,
-    z: Tensor | None,
-    mean: Tensor,
-    inv_std: Tensor,
-    weight: Tensor | None,
-    shift: Tensor | None,
-) -> Tensor:
+def relu_bw_c_last(grad_output, input, z, mean, inv_std, weight, shift) -> Tensor:
     """The gradient behind the mask of ReLU, which follows the norm and the addend `z`."""
     output = normalise(input, z, _channels(mean, inv_std, weight, shift), _LAST._replace(relu=True))
     return torch.where(output > 0, grad_output, 0)

@@ -8,18 +8,7 @@ from apex.ops import transducer as ops
 
 
 def forward(
-    f: Tensor,
-    g: Tensor,
-    fLen: Tensor,
-    gLen: Tensor,
-    batchOffset: Tensor,
-    packedBatch: int,
-    opt: int,
-    packOutput: bool,
-    relu: bool,
-    dropout: bool,
-    dropoutProb: float,
-    tileSize: int,
+    f, g, fLen, gLen, batchOffset, packedBatch, opt, packOutput, relu, dropout, dropoutProb, tileSize
 ) -> list[Tensor]:
     """h, and with ReLU or dropout a byte per element: 1 where it passed."""
     if opt not in (0, 1):
@@ -31,16 +20,7 @@ def forward(
 
 
 # `in` is a word of Python: upstream's name of the first argument cannot be written here.
-def backward(
-    input: list[Tensor],
-    fLen: Tensor,
-    gLen: Tensor,
-    batchOffset: Tensor,
-    maxFLen: int,
-    maxGLen: int,
-    packOutput: bool,
-    scale: float,
-) -> list[Tensor]:
+def backward(input, fLen, gLen, batchOffset, maxFLen, maxGLen, packOutput, scale) -> list[Tensor]:
     """Gradients of f and g from [the gradient of h] or [the gradient of h, the mask], in its dtype."""
     dh, mask = input[0], input[1] if len(input) > 1 else None
     offset = batchOffset if packOutput else None

@@ -7,17 +7,7 @@ from torch import Tensor
 from apex.ops import transducer as ops
 
 
-def forward(
-    x: Tensor,
-    label: Tensor,
-    fLen: Tensor,
-    yLen: Tensor,
-    batchOffset: Tensor,
-    maxFLen: int,
-    blankIdx: int,
-    opt: int,
-    packedInput: bool,
-) -> list[Tensor]:
+def forward(x, label, fLen, yLen, batchOffset, maxFLen, blankIdx, opt, packedInput) -> list[Tensor]:
     """alpha, beta (float32, or float64 for float64) and the losses."""
     if opt not in (-1, 0, 1):
         raise ValueError(f"opt={opt} must be -1, 0 or 1")
@@ -30,19 +20,7 @@ def forward(
 
 
 def backward(
-    x: Tensor,
-    lossGrad: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    fLen: Tensor,
-    yLen: Tensor,
-    label: Tensor,
-    batchOffset: Tensor,
-    maxFLen: int,
-    blankIdx: int,
-    opt: int,
-    fuseSoftmaxBackward: bool,
-    packedInput: bool,
+    x, lossGrad, alpha, beta, fLen, yLen, label, batchOffset, maxFLen, blankIdx, opt, fuseSoftmaxBackward, packedInput
 ) -> Tensor:
     """The gradient of the logits behind x, or (not fuseSoftmaxBackward) of the log-probabilities x themselves."""
     offset = batchOffset if packedInput else None

@@ -53,15 +53,11 @@ def LSTM(
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
 
 
+# The others take the same arguments.
+
+
 def GRU(
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
+    input_size, hidden_size, num_layers, bias=True, batch_first=False, dropout=0, bidirectional=False, output_size=None
 ) -> Network:
     """Gated recurrent units. `output_size`, if given, must be `hidden_size`: gates mix new and old outputs."""
     if output_size not in (None, hidden_size):
@@ -74,14 +70,7 @@ def GRU(
 
 
 def ReLU(
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
+    input_size, hidden_size, num_layers, bias=True, batch_first=False, dropout=0, bidirectional=False, output_size=None
 ) -> Network:
     """The plain recurrent network with max(x, 0); `output_size` as in `LSTM`."""
     cell = RNNCell(1, input_size, hidden_size, RNNReLUCell, 1, bias, output_size)
@@ -89,14 +78,7 @@ def ReLU(
 
 
 def Tanh(
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
+    input_size, hidden_size, num_layers, bias=True, batch_first=False, dropout=0, bidirectional=False, output_size=None
 ) -> Network:
     """The plain recurrent network with tanh; `output_size` as in `LSTM`."""
     cell = RNNCell(1, input_size, hidden_size, RNNTanhCell, 1, bias, output_size)
@@ -104,14 +86,7 @@ def Tanh(
 
 
 def mLSTM(
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
+    input_size, hidden_size, num_layers, bias=True, batch_first=False, dropout=0, bidirectional=False, output_size=None
 ) -> Network:
     """Multiplicative LSTM (https://arxiv.org/abs/1609.07959); `output_size` as in `LSTM`."""
     cell = mLSTMRNNCell(input_size, hidden_size, bias=bias, output_size=output_size)
