@@ -103,16 +103,8 @@ class PolynomialWarmupLR(_WarmupLR):
 class PolynomialLR(PolynomialWarmupLR):
     """The same without a warm-up."""
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_steps: int,
-        end_lr: float = 0.0001,
-        power: float = 1.0,
-        last_epoch: int = -1,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(optimizer, total_steps, 0, end_lr, power, last_epoch)
+    def __init__(self, optimizer: Any, total_steps: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optimizer, total_steps, 0, *args, **kwargs)
 
 
 class ConstantWarmupLR(_WarmupLR):

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
 from ._base import FusedOptimizer, LossScaling, adam_hyperparameters, compiled_function, run_closure
 from ._buckets import Bucket
+
+
+class AdamOptions(TypedDict, total=False):
+    """The options of `FusedOptimizer` that upstream's Adam does not have."""
+
+    stochastic_rounding: bool
+    materialize_master_grads: bool
 
 
 class FusedAdam(FusedOptimizer):
@@ -17,7 +25,7 @@ class FusedAdam(FusedOptimizer):
 
     The same numbers as `torch.optim.AdamW` and `torch.optim.Adam`, whose state dicts it loads and which load its own.
     Takes `torch.amp.GradScaler` without waiting for the device. See `FusedOptimizer` for the options after
-    `set_grad_none`.
+    `set_grad_none`, and for those by keyword.
     """
 
     def __init__(
@@ -33,23 +41,13 @@ class FusedAdam(FusedOptimizer):
         set_grad_none: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
-        *,
-        stochastic_rounding: bool = False,
-        materialize_master_grads: bool = True,
+        **options: Unpack[AdamOptions],
     ) -> None:
-        defaults = dict(
-            lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad
-        )
+        defaults: dict[str, Any] = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps)
+        defaults |= dict(weight_decay=weight_decay, amsgrad=amsgrad)
         self.adam_w_mode = 1 if adam_w_mode else 0
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
-            materialize_master_grads=materialize_master_grads,
-            set_grad_none=set_grad_none,
-        )
+        more = {"set_grad_none": set_grad_none, "capturable": capturable, "master_weights": master_weights}
+        super().__init__(params, defaults, **more, **options)
 
     def step(  # type: ignore[override]
         self,

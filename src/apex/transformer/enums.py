@@ -2,22 +2,7 @@
 
 import enum
 
-
-class LayerType(enum.Enum):
-    encoder = 1
-    decoder = 2
-
-
-class AttnType(enum.Enum):
-    self_attn = 1
-    cross_attn = 2
-
-
-class AttnMaskType(enum.Enum):
-    padding = 1
-    causal = 2
-
-
-class ModelType(enum.Enum):
-    encoder_or_decoder = 1
-    encoder_and_decoder = 2
+LayerType = enum.Enum("LayerType", ["encoder", "decoder"])
+AttnType = enum.Enum("AttnType", ["self_attn", "cross_attn"])
+AttnMaskType = enum.Enum("AttnMaskType", ["padding", "causal"])
+ModelType = enum.Enum("ModelType", ["encoder_or_decoder", "encoder_and_decoder"])

@@ -20,25 +20,13 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a split model: an overflow in one process skips the step in all.
 
     What was found is added up on the device, over the model-parallel group and over the replicas, whose optimizer may
-    have divided the gradients among them (ZeRO). Nobody waits for the device unless the optimizer wants to know.
+    have divided the gradients among them (ZeRO). Nobody waits for the device unless the optimizer wants to know. The
+    arguments are PyTorch's without the device: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval` and
+    `enabled`.
     """
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        super().__init__(
-            parameter_device().type,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(parameter_device().type, *args, **kwargs)
 
     def _check_scale_growth_tracker(self, funcname: str) -> Any:
         """Makes the scale in a pipeline stage that has no loss, and so has called `scale` for nothing."""

@@ -16,34 +16,22 @@ from ...normalization import MixedFusedLayerNorm as OrigMixedFusedLayerNorm
 __all__ = ["FastLayerNorm", "FusedLayerNorm", "MixedFusedLayerNorm"]
 
 
-def _note_sequence_parallel(module: torch.nn.Module, enabled: bool) -> None:
-    module.sequence_parallel_enabled = enabled  # type: ignore[assignment]
-    for parameter in module.parameters(recurse=False):
-        parameter.sequence_parallel_enabled = enabled  # type: ignore[attr-defined]
+class _SequenceParallel(torch.nn.Module):
+    """Notes `sequence_parallel_enabled` on a norm and its parameters; other arguments are those of the norm."""
+
+    def __init__(self, *args: Any, sequence_parallel_enabled: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        for parameter in self.parameters(recurse=False):
+            parameter.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
 
 
-class FusedLayerNorm(OrigFusedLayerNorm):
+class FusedLayerNorm(_SequenceParallel, OrigFusedLayerNorm):
     """`apex.normalization.FusedLayerNorm` that notes `sequence_parallel_enabled` on itself and its parameters."""
 
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        *,
-        sequence_parallel_enabled: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
-        _note_sequence_parallel(self, sequence_parallel_enabled)
 
-
-class MixedFusedLayerNorm(OrigMixedFusedLayerNorm):
+class MixedFusedLayerNorm(_SequenceParallel, OrigMixedFusedLayerNorm):
     """The same of the norm whose output has the weight's dtype."""
-
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
-        enabled = kwargs.pop("sequence_parallel_enabled", False)
-        super().__init__(normalized_shape, eps, **kwargs)
-        _note_sequence_parallel(self, enabled)
 
 
 class FastLayerNorm(FusedLayerNorm):

@@ -11,8 +11,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -32,23 +31,56 @@ from .utils import get_kth_microbatch, get_model_type, get_num_microbatches
 Shapes = Callable[[int], "list[tuple[int, ...]] | None"]
 
 
-@dataclass
+class StepOptions(TypedDict, total=False):
+    """What the functions of `schedules` take by keyword. Each says what it uses; the rest has no effect there.
+
+    - `tensor_shape`: the shape of a microbatch between stages, checked where it is given and found out where it is not;
+      an encoder's where there is a decoder, too, with `decoder_sequence_length` for the decoder's. With
+      `sequence_parallel_enabled` each rank has its part of the sequence.
+    - `dtype`: float16 or bfloat16 turns autocast on, unless `disable_autocast`. `grad_scaler` scales the loss.
+    - `deallocate_pipeline_outputs`: gives back the memory of outputs once they are sent.
+    - `custom_sync_context_handler`: a context in which gradients are not reduced; `custom_grad_sync_func` is called
+      after it. Modules in DistributedDataParallel need neither.
+    - `num_micro_batches_with_partial_activation_checkpoints`: of as many microbatches as a stage has under way, how
+      many it checkpoints only in part; `forward_step_func` gets a third argument, False for these.
+
+    Messages never wait for a whole device: the last four, and others of upstream's, change nothing anywhere.
+    """
+
+    tensor_shape: Sequence[int] | None
+    decoder_sequence_length: int | None
+    sequence_parallel_enabled: bool
+    dtype: torch.dtype | None
+    disable_autocast: bool
+    grad_scaler: Any
+    deallocate_pipeline_outputs: bool
+    custom_sync_context_handler: Callable[[], Any] | None
+    custom_grad_sync_func: Callable[..., Any] | None
+    custom_param_sync_func: Callable[[list[Tensor]], Any] | None
+    num_micro_batches_with_partial_activation_checkpoints: int | None
+    async_comm: bool
+    sync_batch_comm: bool
+    overlap_p2p_comm: bool
+    batch_p2p_comm: bool
+
+
 class Options:
-    """What the functions of `schedules` are told, as far as passes and messages need it.
+    """What passes and messages need of what a schedule was told.
 
     `shapes` has the shapes that a stage sends, where they are known beforehand. Of as many microbatches as a stage has
     under way, `partial_checkpoints` are checkpointed only in part. `param_sync` is called with the parameters of a
     chunk before it and the chunk before it are first used.
     """
 
-    forward_only: bool
-    dtype: torch.dtype | None = None
-    grad_scaler: Any = None
-    disable_autocast: bool = False
-    deallocate: bool = False
-    shapes: Shapes | None = None
-    partial_checkpoints: int | None = None
-    param_sync: Callable[[list[Tensor]], Any] | None = None
+    def __init__(self, forward_only: bool, given: StepOptions, shapes: Shapes | None = None) -> None:
+        self.forward_only = forward_only
+        self.dtype = given.get("dtype")
+        self.grad_scaler = given.get("grad_scaler")
+        self.disable_autocast = given.get("disable_autocast", False)
+        self.deallocate = given.get("deallocate_pipeline_outputs", False)
+        self.shapes = shapes
+        self.partial_checkpoints: int | None = None
+        self.param_sync: Callable[[list[Tensor]], Any] | None = None
 
 
 class Step:

@@ -16,6 +16,7 @@ from .p2p_communication import FutureTensor
 from .utils import get_model_type, get_num_microbatches, unwrap_model
 
 Batch = Any  # a tensor, tensors in a list or tuple, or None where a stage needs none
+Model = nn.Module | list[nn.Module]  # a stage, or the list of a rank's chunks
 LossFunc = Callable[[Tensor], tuple[Tensor, Any]]
 FwdStepFunc = Callable[..., tuple[Tensor, LossFunc]]
 Tensors = Any  # a tensor, None, or a list of these

@@ -2,17 +2,17 @@
 
 The schedules run on lists of messages (`_execute.py`); these nine functions are for schedules of one's own. Every
 tensor is preceded by its shape and dtype, which the receiver compares with what it expects. With `async_comm` they
-return FutureTensors, with `overlap_p2p_comm` also a list of what to wait for. The options in `_UNUSED` are accepted and
-change nothing: nothing here waits for a whole device, and tensors are never cut into parts on the way.
+return FutureTensors, with `overlap_p2p_comm` also a list of what to wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import parallel_state
 from .._groups.device import parameter_device
@@ -33,6 +33,22 @@ __all__ = [
 
 Shape: TypeAlias = "Sequence[int] | None"
 Dtype: TypeAlias = "torch.dtype | None"
+
+
+class Options(TypedDict, total=False):
+    """Options of all exchanges by keyword; `overlap_p2p_comm` only of those in which the pipeline is a ring.
+
+    Without `dtype` it is the one that the sender announces. The last four are accepted and change nothing: nothing here
+    waits for a whole device, and tensors are never cut into parts on the way.
+    """
+
+    dtype: Dtype
+    async_comm: bool
+    overlap_p2p_comm: bool
+    sequence_parallel_enabled: bool
+    sync_batch_comm: bool
+    batch_p2p_comm: bool
+    timers: Any
 
 
 class FutureTensor:
@@ -107,32 +123,28 @@ class _Arrival:
 
 
 def _communicate(
-    send_next: Tensor | None,
-    send_prev: Tensor | None,
-    recv_prev: bool,
-    recv_next: bool,
-    tensor_shape: Shape,
-    dtype: Dtype,
-    async_comm: bool = False,
-    overlap: bool = False,
+    tensor_shape: Shape, options: Options, sent: tuple[Tensor | None, Tensor | None], received: tuple[bool, bool]
 ) -> tuple[Any, Any, list[Any]]:
     """What comes from the stage before and from the next one, None where nothing was asked for, and what to wait for.
 
-    Everything is started at once. With `async_comm` both are FutureTensors, with `overlap` tensors to be waited for.
+    `sent` goes to the next stage and to the one before; `received` says whether something comes from the one before and
+    from the next. Everything is started at once. With `async_comm` both are FutureTensors, with `overlap_p2p_comm`
+    tensors to be waited for.
     """
+    async_comm = options.get("async_comm", False)
     link = Link(parallel_state.get_pipeline_model_parallel_group())
     handles: list[Any] = []
-    for tensor, forward in ((send_next, True), (send_prev, False)):
+    for tensor, forward in zip(sent, (True, False), strict=True):
         if tensor is not None:
             rank, tag, words = _neighbour(forward, True)
             handles.append(link.announce([kind_of(tensor)], tensor.device, rank, tag, words))
             handles.append(link.send(tensor, rank, tag + 1, words))
     arrivals = [
-        _Arrival(link, forward, tensor_shape, dtype) if wanted else None
-        for wanted, forward in ((recv_prev, True), (recv_next, False))
+        _Arrival(link, forward, tensor_shape, options.get("dtype")) if wanted else None
+        for wanted, forward in zip(received, (True, False), strict=True)
     ]
     link.flush()
-    if async_comm or overlap:
+    if async_comm or options.get("overlap_p2p_comm", False):
         futures = [None if arrival is None else arrival.future() for arrival in arrivals]
         handles += [arrival for arrival in arrivals if arrival is not None]
         _kept_until_sent(handles)
@@ -155,108 +167,83 @@ def _kept_until_sent(handles: list[Any]) -> None:
         _being_sent.pop(0).wait()
 
 
-_UNUSED = {"sequence_parallel_enabled", "sync_batch_comm", "batch_p2p_comm", "timers"}
+def _overlaps(options: Options) -> bool:
+    """Whether the caller of an exchange in a ring waits for tensors itself."""
+    _check_names(options, Options.__annotations__.keys())
+    return options.get("overlap_p2p_comm", False)
 
 
-def _check_unused(unused: dict[str, Any]) -> None:
-    unknown = sorted(unused.keys() - _UNUSED)
+def _check_names(options: Options, known: Set[str]) -> None:
+    unknown = sorted(options.keys() - known)
     if unknown:
         raise TypeError(f"got unexpected keyword arguments {', '.join(unknown)}")
 
 
-def _first(unused: dict[str, Any]) -> bool:
-    _check_unused(unused)
+def _first(options: Options) -> bool:
+    _check_names(options, Options.__annotations__.keys() - {"overlap_p2p_comm"})
     return parallel_state.is_pipeline_first_stage()
 
 
-def _last(unused: dict[str, Any]) -> bool:
-    _check_unused(unused)
+def _last(options: Options) -> bool:
+    _check_names(options, Options.__annotations__.keys() - {"overlap_p2p_comm"})
     return parallel_state.is_pipeline_last_stage()
 
 
 def recv_forward(
-    tensor_shape: Shape,
-    override_scatter_gather_tensors_in_pipeline: bool = False,
-    dtype: Dtype = None,
-    async_comm: bool = False,
-    **unused: Any,
+    tensor_shape: Shape, override_scatter_gather_tensors_in_pipeline: bool = False, **options: Unpack[Options]
 ) -> Any:
     """The input from the stage before; None in the first stage."""
-    return None if _first(unused) else _communicate(None, None, True, False, tensor_shape, dtype, async_comm)[0]
+    return None if _first(options) else _communicate(tensor_shape, options, (None, None), (True, False))[0]
 
 
-def recv_backward(tensor_shape: Shape, dtype: Dtype = None, async_comm: bool = False, **unused: Any) -> Any:
+def recv_backward(tensor_shape: Shape = None, **options: Unpack[Options]) -> Any:
     """The gradient from the next stage; None in the last stage."""
-    return None if _last(unused) else _communicate(None, None, False, True, tensor_shape, dtype, async_comm)[1]
+    return None if _last(options) else _communicate(tensor_shape, options, (None, None), (False, True))[1]
 
 
 def send_forward(
     output_tensor: Tensor,
     override_scatter_gather_tensors_in_pipeline: bool = False,
     tensor_shape: Shape = None,
-    dtype: Dtype = None,
-    async_comm: bool = False,
-    **unused: Any,
+    **options: Unpack[Options],
 ) -> None:
     """Sends the output to the next stage; nothing in the last stage."""
-    if not _last(unused):
-        _communicate(output_tensor, None, False, False, tensor_shape, dtype, async_comm)
+    if not _last(options):
+        _communicate(tensor_shape, options, (output_tensor, None), (False, False))
 
 
-def send_backward(
-    input_tensor_grad: Tensor, tensor_shape: Shape = None, dtype: Dtype = None, async_comm: bool = False, **unused: Any
-) -> None:
+def send_backward(input_tensor_grad: Tensor, tensor_shape: Shape = None, **options: Unpack[Options]) -> None:
     """Sends the gradient of the input to the stage before; nothing in the first stage."""
-    if not _first(unused):
-        _communicate(None, input_tensor_grad, False, False, tensor_shape, dtype, async_comm)
+    if not _first(options):
+        _communicate(tensor_shape, options, (None, input_tensor_grad), (False, False))
 
 
-def send_forward_recv_backward(
-    output_tensor: Tensor, tensor_shape: Shape, dtype: Dtype = None, async_comm: bool = False, **unused: Any
-) -> Any:
+def send_forward_recv_backward(output_tensor: Tensor, tensor_shape: Shape, **options: Unpack[Options]) -> Any:
     """Sends the output to the next stage and returns the gradient from there; None in the last stage."""
-    return None if _last(unused) else _communicate(output_tensor, None, False, True, tensor_shape, dtype, async_comm)[1]
+    return None if _last(options) else _communicate(tensor_shape, options, (output_tensor, None), (False, True))[1]
 
 
-def send_backward_recv_forward(
-    input_tensor_grad: Tensor, tensor_shape: Shape, dtype: Dtype = None, async_comm: bool = False, **unused: Any
-) -> Any:
+def send_backward_recv_forward(input_tensor_grad: Tensor, tensor_shape: Shape, **options: Unpack[Options]) -> Any:
     """Sends the gradient of the input to the stage before and returns an input from there; None in the first stage."""
-    if _first(unused):
-        return None
-    return _communicate(None, input_tensor_grad, True, False, tensor_shape, dtype, async_comm)[0]
+    return None if _first(options) else _communicate(tensor_shape, options, (None, input_tensor_grad), (True, False))[0]
 
 
 def send_forward_recv_forward(
-    output_tensor: Tensor | None,
-    recv_prev: bool,
-    tensor_shape: Shape,
-    dtype: Dtype = None,
-    async_comm: bool = False,
-    overlap_p2p_comm: bool = False,
-    **unused: Any,
+    output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, **options: Unpack[Options]
 ) -> Any:
     """Sends an output to the next stage and returns an input from the stage before; the pipeline is a ring."""
-    _check_unused(unused)
-    exchange = (output_tensor, None, recv_prev, False, tensor_shape, dtype, async_comm, overlap_p2p_comm)
-    found, _, handles = _communicate(*exchange)
-    return (found, handles) if overlap_p2p_comm else found
+    overlaps = _overlaps(options)
+    found, _, handles = _communicate(tensor_shape, options, (output_tensor, None), (recv_prev, False))
+    return (found, handles) if overlaps else found
 
 
 def send_backward_recv_backward(
-    input_tensor_grad: Tensor | None,
-    recv_next: bool,
-    tensor_shape: Shape,
-    dtype: Dtype = None,
-    async_comm: bool = False,
-    overlap_p2p_comm: bool = False,
-    **unused: Any,
+    input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, **options: Unpack[Options]
 ) -> Any:
     """Sends a gradient to the stage before and returns one from the next stage; the pipeline is a ring."""
-    _check_unused(unused)
-    exchange = (None, input_tensor_grad, False, recv_next, tensor_shape, dtype, async_comm, overlap_p2p_comm)
-    _, found, handles = _communicate(*exchange)
-    return (found, handles) if overlap_p2p_comm else found
+    overlaps = _overlaps(options)
+    _, found, handles = _communicate(tensor_shape, options, (None, input_tensor_grad), (False, recv_next))
+    return (found, handles) if overlaps else found
 
 
 def send_forward_backward_recv_forward_backward(
@@ -265,13 +252,10 @@ def send_forward_backward_recv_forward_backward(
     recv_prev: bool,
     recv_next: bool,
     tensor_shape: Shape,
-    dtype: Dtype = None,
-    async_comm: bool = False,
-    overlap_p2p_comm: bool = False,
-    **unused: Any,
+    **options: Unpack[Options],
 ) -> Any:
     """All four at once: an output and a gradient are sent, an input and a gradient are returned."""
-    _check_unused(unused)
-    exchange = (output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape, dtype)
-    before, after, handles = _communicate(*exchange, async_comm, overlap_p2p_comm)
-    return (before, after, handles) if overlap_p2p_comm else (before, after)
+    overlaps = _overlaps(options)
+    sent, received = (output_tensor, input_tensor_grad), (recv_prev, recv_next)
+    before, after, handles = _communicate(tensor_shape, options, sent, received)
+    return (before, after, handles) if overlaps else (before, after)

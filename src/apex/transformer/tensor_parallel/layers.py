@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import init
 from torch.nn.parameter import Parameter
+from typing_extensions import Unpack
 
 from ..._autocast_utils import _cast_if_autocast_enabled
 from ..._distributed import exchange
@@ -308,18 +309,33 @@ def linear_with_grad_accumulation_and_async_allreduce_in16bit(
     return LinearWithGradAccumulationAndAsyncCommunication.apply(input, weight, bias, *settings, True)
 
 
-class _ParallelLinear(_SplitWeight):
-    """What both linear layers have."""
+class LinearOptions(TypedDict, total=False):
+    """Options of both linear layers by keyword, with the defaults that `_ParallelLinear` has."""
 
-    def _settings(
+    params_dtype: torch.dtype
+    use_cpu_initialization: bool
+    gradient_accumulation_fusion: bool
+    sequence_parallel_enabled: bool
+    accumulation_in_fp16: bool | None
+
+
+class _ParallelLinear(_SplitWeight):
+    """What both linear layers have; `split` is the dimension of the weight that is divided over the ranks."""
+
+    def __init__(
         self,
+        split: int,
         input_size: int,
         output_size: int,
+        initialization: tuple[Init, int, bool],
         skip_bias_add: bool,
-        gradient_accumulation_fusion: bool,
-        sequence_parallel_enabled: bool,
-        accumulation_in_fp16: bool | None,
+        params_dtype: torch.dtype = torch.float32,
+        use_cpu_initialization: bool = False,
+        gradient_accumulation_fusion: bool = False,
+        sequence_parallel_enabled: bool = False,
+        accumulation_in_fp16: bool | None = None,
     ) -> None:
+        super().__init__()
         self.input_size = input_size
         self.output_size = output_size
         self.skip_bias_add = skip_bias_add
@@ -337,6 +353,9 @@ class _ParallelLinear(_SplitWeight):
                 stacklevel=3,
             )
             self.sequence_parallel_enabled = False
+        init_method, stride, keep_master_weight = initialization
+        making = (params_dtype, use_cpu_initialization, keep_master_weight)
+        self._make_weight(output_size, input_size, split, init_method, stride, *making)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -358,41 +377,19 @@ class ColumnParallelLinear(_ParallelLinear):
         skip_bias_add: bool = False,
         *,
         no_async_tensor_model_parallel_allreduce: bool = False,
-        params_dtype: torch.dtype = torch.float32,
-        use_cpu_initialization: bool = False,
-        gradient_accumulation_fusion: bool = False,
-        sequence_parallel_enabled: bool = False,
-        accumulation_in_fp16: bool | None = None,
+        **options: Unpack[LinearOptions],
     ) -> None:
-        super().__init__()
-        self._settings(
-            input_size,
-            output_size,
-            skip_bias_add,
-            gradient_accumulation_fusion,
-            sequence_parallel_enabled,
-            accumulation_in_fp16,
-        )
-        self.gather_output = gather_output
-        self.async_tensor_model_parallel_allreduce = (
-            not no_async_tensor_model_parallel_allreduce and self.tensor_model_parallel_size > 1
-        )
-        if self.async_tensor_model_parallel_allreduce and self.sequence_parallel_enabled:
+        overlaps = not no_async_tensor_model_parallel_allreduce and get_tensor_model_parallel_world_size() > 1
+        if overlaps and options.get("sequence_parallel_enabled", False):
             raise RuntimeError(
                 "`async_tensor_model_parallel_allreduce` and `sequence_parallel_enabled` cannot be enabled at the same "
                 "time."
             )
+        initialization = (init_method, stride, keep_master_weight_for_test)
+        super().__init__(0, input_size, output_size, initialization, skip_bias_add, **options)
+        self.gather_output = gather_output
+        self.async_tensor_model_parallel_allreduce = overlaps
         self.output_size_per_partition = divide(output_size, self.tensor_model_parallel_size)
-        self._make_weight(
-            output_size,
-            input_size,
-            0,
-            init_method,
-            stride,
-            params_dtype,
-            use_cpu_initialization,
-            keep_master_weight_for_test,
-        )
         self._make_bias(self.output_size_per_partition, bias)
         if self.bias is not None:
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
@@ -434,36 +431,14 @@ class RowParallelLinear(_ParallelLinear):
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
-        *,
-        params_dtype: torch.dtype = torch.float32,
-        use_cpu_initialization: bool = False,
-        gradient_accumulation_fusion: bool = False,
-        sequence_parallel_enabled: bool = False,
-        accumulation_in_fp16: bool | None = None,
+        **options: Unpack[LinearOptions],
     ) -> None:
-        super().__init__()
-        if sequence_parallel_enabled and not input_is_parallel:
+        if options.get("sequence_parallel_enabled", False) and not input_is_parallel:
             raise RuntimeError("To enable `sequence_parallel_enabled`, `input_is_parallel` must be `True`")
-        self._settings(
-            input_size,
-            output_size,
-            skip_bias_add,
-            gradient_accumulation_fusion,
-            sequence_parallel_enabled,
-            accumulation_in_fp16,
-        )
+        initialization = (init_method, stride, keep_master_weight_for_test)
+        super().__init__(1, input_size, output_size, initialization, skip_bias_add, **options)
         self.input_is_parallel = input_is_parallel
         self.input_size_per_partition = divide(input_size, self.tensor_model_parallel_size)
-        self._make_weight(
-            output_size,
-            input_size,
-            1,
-            init_method,
-            stride,
-            params_dtype,
-            use_cpu_initialization,
-            keep_master_weight_for_test,
-        )
         self._make_bias(output_size, bias)
         if self.bias is not None:
             self.bias.sequence_parallel_enabled = self.sequence_parallel_enabled  # type: ignore[attr-defined]

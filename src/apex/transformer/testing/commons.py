@@ -61,9 +61,14 @@ class MyLayer(nn.Module):
 
 
 class _Stage(nn.Module):
-    """A stage of a pipeline: its input is what `set_input_tensor` gave it, or the argument if that is None."""
+    """A stage of a pipeline: its input is what `set_input_tensor` gave it, or the argument if that is None.
 
-    def __init__(self, pre_process: bool, post_process: bool) -> None:
+    `build_model` says with `add_encoder` and `add_decoder` which part of a model it wants; these have but one.
+    """
+
+    def __init__(
+        self, pre_process: bool, post_process: bool, *, add_encoder: bool = False, add_decoder: bool = False
+    ) -> None:
         super().__init__()
         self.pre_process = pre_process
         self.post_process = post_process
@@ -82,16 +87,8 @@ class _Stage(nn.Module):
 class MyModel(_Stage):
     """A stage of one linear layer."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        pre_process: bool = False,
-        post_process: bool = False,
-        *,
-        add_encoder: bool = False,
-        add_decoder: bool = False,
-    ) -> None:
-        super().__init__(pre_process, post_process)
+    def __init__(self, hidden_size: int, pre_process: bool = False, post_process: bool = False, **parts: bool) -> None:
+        super().__init__(pre_process, post_process, **parts)
         self.layer = MyLayer(hidden_size, pre_process, post_process)
 
     def forward(self, x: Tensor | None) -> Tensor:
@@ -109,10 +106,9 @@ class ToyParallelMLP(_Stage):
         post_process: bool = False,
         *,
         sequence_parallel_enabled: bool = False,
-        add_encoder: bool = False,
-        add_decoder: bool = False,
+        **parts: bool,
     ) -> None:
-        super().__init__(pre_process, post_process)
+        super().__init__(pre_process, post_process, **parts)
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.dense_h_to_4h = ColumnParallelLinear(
             hidden_size,
@@ -136,36 +132,14 @@ class ToyParallelMLP(_Stage):
         return self.dense_4h_to_h(self.activation_func(hidden + bias))[0]
 
 
-def model_provider_func(
-    hidden_size: int,
-    pre_process: bool,
-    post_process: bool,
-    *,
-    add_encoder: bool = False,
-    add_decoder: bool = False,
-) -> MyModel:
+def model_provider_func(hidden_size: int, pre_process: bool, post_process: bool, **parts: bool) -> MyModel:
     """A MyModel, as schedules ask for a stage."""
-    return MyModel(hidden_size, pre_process, post_process, add_encoder=add_encoder, add_decoder=add_decoder)
+    return MyModel(hidden_size, pre_process, post_process, **parts)
 
 
-def mlp_provider_func(
-    hidden_size: int,
-    pre_process: bool,
-    post_process: bool,
-    *,
-    add_encoder: bool = False,
-    add_decoder: bool = False,
-    sequence_parallel_enabled: bool = False,
-) -> ToyParallelMLP:
-    """A ToyParallelMLP, as schedules ask for a stage."""
-    return ToyParallelMLP(
-        hidden_size,
-        pre_process,
-        post_process,
-        sequence_parallel_enabled=sequence_parallel_enabled,
-        add_encoder=add_encoder,
-        add_decoder=add_decoder,
-    )
+def mlp_provider_func(hidden_size: int, pre_process: bool, post_process: bool, **parts: bool) -> ToyParallelMLP:
+    """A ToyParallelMLP, as schedules ask for a stage; `sequence_parallel_enabled` as there."""
+    return ToyParallelMLP(hidden_size, pre_process, post_process, **parts)
 
 
 def process_batch(batch: Any) -> Any:

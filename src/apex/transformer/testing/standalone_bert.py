@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,11 @@ from ..tensor_parallel.layers import set_tensor_model_parallel_attributes
 from ..utils import divide
 from . import global_vars
 from .standalone_transformer_lm import (
+    LanguageModelStage,
     TransformerConfig,
-    TransformerLanguageModel,
-    config_from_args,
     get_linear_layer,
     init_method_normal,
     parallel_lm_logits,
-    stage_layers,
 )
 
 __all__ = ["BertLMHead", "BertModel", "bert_extended_attention_mask", "bert_model_provider"]
@@ -56,49 +54,24 @@ class BertLMHead(nn.Module):
         return parallel_lm_logits(x, weight, parallel_output, self.bias, config=self.config)
 
 
-class BertModel(nn.Module):
+class BertModel(LanguageModelStage):
     """Words to logits or losses, and with `add_binary_head` to two logits of each sequence.
 
-    Other arguments are those of `standalone_gpt.GPTModel`.
+    Other arguments are those of `LanguageModelStage`, from `parallel_output` on.
     """
 
-    def __init__(
-        self,
-        num_tokentypes: int = 2,
-        add_binary_head: bool = True,
-        parallel_output: bool = True,
-        pre_process: bool = True,
-        post_process: bool = True,
-        cpu_offload: bool = False,
-        *,
-        config: TransformerConfig | None = None,
-        layers: range | None = None,
-        folded: bool = False,
-    ) -> None:
-        super().__init__()
-        self.config = config = config_from_args() if config is None else config
-        self.parallel_output, self.cpu_offload = parallel_output, cpu_offload
-        self.pre_process, self.post_process = pre_process, post_process
-        self.language_model = TransformerLanguageModel(
-            config,
-            stage_layers(config, folded) if layers is None else layers,
-            AttnMaskType.padding,
-            num_tokentypes,
-            add_binary_head,
-            pre_process,
-            post_process,
-        )
+    attn_mask_type = AttnMaskType.padding
+
+    def __init__(self, num_tokentypes: int = 2, add_binary_head: bool = True, *args: bool, **options: Any) -> None:
+        super().__init__(num_tokentypes, *args, add_pooler=add_binary_head, **options)
+        config = self.config
         self.lm_head: BertLMHead | None = None
         self.binary_head: nn.Linear | None = None
-        if post_process:
+        if self.post_process:
             self.lm_head = BertLMHead(config)
             if add_binary_head:
                 init_method = init_method_normal(config.init_method_std, config.generator(config.num_layers + 2))
                 self.binary_head = get_linear_layer(config.hidden_size, 2, init_method).to(config.params_dtype)
-
-    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
-        """What the stage before has sent, alone or as the first of a list."""
-        self.language_model.set_input_tensor(input_tensor)
 
     def forward(
         self,
@@ -112,7 +85,7 @@ class BertModel(nn.Module):
         It is the logits [b, s, words], or with `lm_labels` the losses [b, s], and the logits [b, 2] of the binary head
         or None.
         """
-        with torch.autograd.graph.save_on_cpu() if self.cpu_offload else contextlib.nullcontext():
+        with self._offloading():
             mask = bert_extended_attention_mask(attention_mask)
             x = self.language_model(bert_model_input, None, mask, tokentype_ids)
             if self.lm_head is None:
@@ -133,12 +106,9 @@ def bert_model_provider(
     post_process: bool = True,
     cpu_offload: bool = False,
     *,
-    config: TransformerConfig | None = None,
     add_binary_head: bool | None = None,
-    folded: bool = False,
+    **stage: Any,
 ) -> BertModel:
     """A stage of BERT, as `build_model` asks for it, with a binary head if Megatron's command line says so."""
     binary = global_vars.get_args().bert_binary_head if add_binary_head is None else add_binary_head
-    return BertModel(
-        2 if binary else 0, binary, True, pre_process, post_process, cpu_offload, config=config, folded=folded
-    )
+    return BertModel(2 if binary else 0, binary, True, pre_process, post_process, cpu_offload, **stage)

@@ -2,61 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...contrib.xentropy import linear_cross_entropy
 from .. import parallel_state
 from ..enums import AttnMaskType
 from ..tensor_parallel import vocab_parallel_cross_entropy
-from .standalone_transformer_lm import (
-    TransformerConfig,
-    TransformerLanguageModel,
-    config_from_args,
-    parallel_lm_logits,
-    stage_layers,
-)
+from .standalone_transformer_lm import LanguageModelStage, parallel_lm_logits
 
 __all__ = ["GPTModel", "gpt_model_provider"]
 
 
-class GPTModel(nn.Module):
-    """Words to logits or losses; a stage of it takes and returns [sequence, batch, hidden] instead.
+class GPTModel(LanguageModelStage):
+    """Words to logits or losses; a stage of it takes and returns [sequence, batch, hidden] instead."""
 
-    Without `config` it is what Megatron's command line says. `layers` are the numbers of the layers to have, by default
-    those of this rank's place in the pipeline. `cpu_offload` keeps what the backward pass needs on the host.
-    """
-
-    def __init__(
-        self,
-        num_tokentypes: int = 0,
-        parallel_output: bool = True,
-        pre_process: bool = True,
-        post_process: bool = True,
-        cpu_offload: bool = False,
-        *,
-        config: TransformerConfig | None = None,
-        layers: range | None = None,
-        folded: bool = False,
-    ) -> None:
-        super().__init__()
-        self.config = config_from_args() if config is None else config
-        self.parallel_output, self.cpu_offload = parallel_output, cpu_offload
-        self.pre_process, self.post_process = pre_process, post_process
-        self.language_model = TransformerLanguageModel(
-            self.config,
-            stage_layers(self.config, folded) if layers is None else layers,
-            AttnMaskType.causal,
-            num_tokentypes,
-            pre_process=pre_process,
-            post_process=post_process,
-        )
-
-    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
-        """What the stage before has sent, alone or as the first of a list."""
-        self.language_model.set_input_tensor(input_tensor)
+    attn_mask_type = AttnMaskType.causal
 
     def forward(
         self,
@@ -76,7 +38,7 @@ class GPTModel(nn.Module):
         """
         if reduction not in ("none", "mean"):
             raise ValueError(f'reduction must be "none" or "mean", got {reduction!r}')
-        with torch.autograd.graph.save_on_cpu() if self.cpu_offload else contextlib.nullcontext():
+        with self._offloading():
             x = self.language_model(
                 input_ids, position_ids, attention_mask, tokentype_ids, checkpoint_activations_micro_batch
             )
@@ -95,12 +57,7 @@ class GPTModel(nn.Module):
 
 
 def gpt_model_provider(
-    pre_process: bool = True,
-    post_process: bool = True,
-    cpu_offload: bool = False,
-    *,
-    config: TransformerConfig | None = None,
-    folded: bool = False,
+    pre_process: bool = True, post_process: bool = True, cpu_offload: bool = False, **stage: Any
 ) -> GPTModel:
     """A stage of GPT, as `build_model` asks for it; `folded=True` with its `placement="v"`."""
-    return GPTModel(0, True, pre_process, post_process, cpu_offload, config=config, folded=folded)
+    return GPTModel(0, True, pre_process, post_process, cpu_offload, **stage)

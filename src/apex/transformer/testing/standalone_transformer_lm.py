@@ -33,6 +33,7 @@ from ._config import TransformerConfig, config_from_args, stage_layers
 __all__ = [
     "CoreAttention",
     "Embedding",
+    "LanguageModelStage",
     "ParallelAttention",
     "ParallelMLP",
     "ParallelTransformer",
@@ -384,6 +385,45 @@ class TransformerLanguageModel(nn.Module):
         if x is None:
             raise RuntimeError("a stage without an embedding needs set_input_tensor before it is called")
         return self.encoder(x, attention_mask, checkpoint_activations_micro_batch)
+
+
+class LanguageModelStage(nn.Module):
+    """What a whole GPT or BERT and a stage of one have in common.
+
+    Without `config` it is what Megatron's command line says. `layers` are the numbers of the layers to have, by default
+    those of this rank's place in the pipeline. `cpu_offload` keeps what the backward pass needs on the host.
+    """
+
+    attn_mask_type: AttnMaskType
+
+    def __init__(
+        self,
+        num_tokentypes: int = 0,
+        parallel_output: bool = True,
+        pre_process: bool = True,
+        post_process: bool = True,
+        cpu_offload: bool = False,
+        *,
+        config: TransformerConfig | None = None,
+        layers: range | None = None,
+        folded: bool = False,
+        add_pooler: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config_from_args() if config is None else config
+        self.parallel_output, self.cpu_offload = parallel_output, cpu_offload
+        self.pre_process, self.post_process = pre_process, post_process
+        layers = stage_layers(self.config, folded) if layers is None else layers
+        self.language_model = TransformerLanguageModel(
+            self.config, layers, self.attn_mask_type, num_tokentypes, add_pooler, pre_process, post_process
+        )
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
+        """What the stage before has sent, alone or as the first of a list."""
+        self.language_model.set_input_tensor(input_tensor)
+
+    def _offloading(self) -> contextlib.AbstractContextManager:
+        return torch.autograd.graph.save_on_cpu() if self.cpu_offload else contextlib.nullcontext()
 
 
 def parallel_lm_logits(

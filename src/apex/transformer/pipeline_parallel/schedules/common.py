@@ -14,7 +14,16 @@ from ...layers import FastLayerNorm, FusedLayerNorm, MixedFusedLayerNorm
 from ...log_util import get_transformer_logger
 from ...tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from .._schedule import Placement
-from .._steps import Batch, FwdStepFunc, LossFunc, backward_step, custom_backward, forward_step, free_output_tensor
+from .._steps import (
+    Batch,
+    FwdStepFunc,
+    LossFunc,
+    Model,
+    backward_step,
+    custom_backward,
+    forward_step,
+    free_output_tensor,
+)
 from ..utils import listify_model
 
 logger = get_transformer_logger(__name__)
@@ -23,6 +32,7 @@ __all__ = [
     "Batch",
     "FwdStepFunc",
     "LossFunc",
+    "Model",
     "backward_step",
     "build_model",
     "custom_backward",
@@ -108,7 +118,7 @@ def _report_parameters(model: list[nn.Module], pipeline: int) -> None:
 
 
 def _get_params_for_weight_decay_optimization(
-    model: nn.Module | list[nn.Module], *, no_weight_decay_modules: Sequence[type] | None = None
+    model: Model, *, no_weight_decay_modules: Sequence[type] | None = None
 ) -> list[dict[str, Any]]:
     """Two groups for an optimizer: parameters that decay, and biases and layer norms, which do not."""
     without = tuple(no_weight_decay_modules or (FusedLayerNorm, MixedFusedLayerNorm, FastLayerNorm, nn.LayerNorm))

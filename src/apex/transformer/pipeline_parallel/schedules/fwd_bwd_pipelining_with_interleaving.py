@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ... import parallel_state
-from .._execute import Options, Step
+from .._execute import Options, Step, StepOptions
 from .._gradient_sync import GradientSync
 from ..utils import listify_model
-from .common import Batch, FwdStepFunc
+from .common import Batch, FwdStepFunc, Model
 
 __all__ = ["_forward_backward_pipelining_with_interleaving"]
 
@@ -20,24 +19,10 @@ __all__ = ["_forward_backward_pipelining_with_interleaving"]
 def _forward_backward_pipelining_with_interleaving(
     forward_step_func: FwdStepFunc,
     batch: Batch,
-    model: list[nn.Module],
+    model: Model,
     *,
     forward_only: bool,
-    tensor_shape: Sequence[int] | None = None,
-    dtype: torch.dtype | None = None,
-    grad_scaler: Any = None,
-    disable_autocast: bool = False,
-    deallocate_pipeline_outputs: bool = False,
-    async_comm: bool = False,
-    sequence_parallel_enabled: bool = False,
-    custom_sync_context_handler: Callable[[], Any] | None = None,
-    custom_grad_sync_func: Callable[[list[Tensor]], Any] | None = None,
-    custom_param_sync_func: Callable[[list[Tensor]], Any] | None = None,
-    sync_batch_comm: bool = True,
-    num_micro_batches_with_partial_activation_checkpoints: int | None = None,
-    overlap_p2p_comm: bool = False,
-    batch_p2p_comm: bool = True,
-    **kwargs: Any,
+    **options: Unpack[StepOptions],
 ) -> list[Any]:
     """Runs all microbatches through the pipeline; in the last stage, what `loss_func` returned beside each loss.
 
@@ -45,23 +30,24 @@ def _forward_backward_pipelining_with_interleaving(
     `custom_sync_context_handler()` is a context in which gradients are not reduced. It is left for the last backward
     pass of each chunk; with `custom_grad_sync_func` after it, to call that with the chunk's parameters.
     `custom_param_sync_func` is called with the parameters of each chunk before the chunk before it is first used.
-    Everything else is as in the schedule without interleaving.
+    Everything else is as `StepOptions` says.
     """
     chunks = listify_model(model)
-    shapes = same_shapes(tensor_shape, sequence_parallel_enabled)
-    options = Options(forward_only, dtype, grad_scaler, disable_autocast, deallocate_pipeline_outputs, shapes)
-    options.partial_checkpoints = num_micro_batches_with_partial_activation_checkpoints
-    options.param_sync = custom_param_sync_func
-    sync = GradientSync(chunks, custom_sync_context_handler, custom_grad_sync_func, per_chunk=True)
-    return Step("interleaved", forward_step_func, batch, chunks, options, sync).run()
+    sync = GradientSync(
+        chunks, options.get("custom_sync_context_handler"), options.get("custom_grad_sync_func"), per_chunk=True
+    )
+    chosen = Options(forward_only, options, same_shapes(options))
+    chosen.partial_checkpoints = options.get("num_micro_batches_with_partial_activation_checkpoints")
+    chosen.param_sync = options.get("custom_param_sync_func")
+    return Step("interleaved", forward_step_func, batch, chunks, chosen, sync).run()
 
 
-def same_shapes(
-    tensor_shape: Sequence[int] | None, sequence_parallel_enabled: bool
-) -> Callable[[int], list[tuple[int, ...]]] | None:
+def same_shapes(options: StepOptions) -> Callable[[int], list[tuple[int, ...]]] | None:
     """The shape that every stage sends, where the caller has said it."""
+    tensor_shape = options.get("tensor_shape")
     if tensor_shape is None:
         return None
     length, *others = tensor_shape
-    parts = parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel_enabled else 1
+    splits = options.get("sequence_parallel_enabled", False)
+    parts = parallel_state.get_tensor_model_parallel_world_size() if splits else 1
     return lambda stage: [(length // parts, *others)]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import nn
+from typing_extensions import Unpack
 
 from ... import parallel_state
 from ...enums import ModelType
-from .._execute import Options, Step
+from .._execute import Options, Step, StepOptions
 from .._gradient_sync import GradientSync
 from ..utils import get_model_type, listify_model
-from .common import Batch, FwdStepFunc
+from .common import Batch, FwdStepFunc, Model
 
 __all__ = ["forward_backward_pipelining_without_interleaving", "get_tensor_shapes"]
 
@@ -48,49 +47,33 @@ def get_tensor_shapes(
 def forward_backward_pipelining_without_interleaving(
     forward_step_func: FwdStepFunc,
     batch: Batch,
-    model: nn.Module | list[nn.Module],
+    model: Model,
     *,
     forward_only: bool,
-    tensor_shape: Sequence[int] | None = None,
-    decoder_sequence_length: int | None = None,
-    dtype: torch.dtype | None = None,
-    grad_scaler: Any = None,
-    disable_autocast: bool = False,
-    deallocate_pipeline_outputs: bool = False,
-    async_comm: bool = False,
-    sequence_parallel_enabled: bool = False,
-    custom_sync_context_handler: Callable[[], Any] | None = None,
-    custom_grad_sync_func: Callable[[], Any] | None = None,
-    sync_batch_comm: bool = True,
-    num_micro_batches_with_partial_activation_checkpoints: int | None = None,
-    **kwargs: Any,
+    **options: Unpack[StepOptions],
 ) -> list[Any]:
     """Runs all microbatches through the pipeline; in the last stage, what `loss_func` returned beside each loss.
 
-    - `tensor_shape`: the shape of a microbatch between stages, checked where it is given and found out where it is not.
-    - `deallocate_pipeline_outputs`: gives back the memory of outputs once they are sent.
-    - `custom_sync_context_handler`: a context in which gradients are not reduced. It is left before the last backward
-      pass in the first stage, after all passes in others, where `custom_grad_sync_func()` is called then.
-      Modules in DistributedDataParallel need none.
-    - `num_micro_batches_with_partial_activation_checkpoints`: of as many microbatches as a stage has under way, how
-      many it checkpoints only in part; `forward_step_func` gets a third argument, False for these.
-
-    Messages never wait for a whole device; `async_comm` and `sync_batch_comm` change nothing.
+    `custom_sync_context_handler` is left before the last backward pass in the first stage, after all passes in others,
+    where `custom_grad_sync_func()` is called then. See `StepOptions` for the others, all of which count here but
+    `custom_param_sync_func`.
     """
     chunks = listify_model(model)
     if len(chunks) != 1:
         raise RuntimeError(f"`model` must be one module, got a list of {len(chunks)}: use the interleaved schedule")
-    shapes = None
+    tensor_shape, shapes = options.get("tensor_shape"), None
     if tensor_shape is not None:
         shapes = functools.partial(
             get_tensor_shapes,
             model_type=get_model_type(chunks[0]),
             tensor_shape=tensor_shape,
-            decoder_sequence_length=decoder_sequence_length,
-            sequence_parallel_enabled=sequence_parallel_enabled,
+            decoder_sequence_length=options.get("decoder_sequence_length"),
+            sequence_parallel_enabled=options.get("sequence_parallel_enabled", False),
         )
-    options = Options(forward_only, dtype, grad_scaler, disable_autocast, deallocate_pipeline_outputs, shapes)
-    options.partial_checkpoints = num_micro_batches_with_partial_activation_checkpoints
+    chosen = Options(forward_only, options, shapes)
+    chosen.partial_checkpoints = options.get("num_micro_batches_with_partial_activation_checkpoints")
     first = parallel_state.get_pipeline_model_parallel_rank() == 0
-    sync = GradientSync(chunks, custom_sync_context_handler, custom_grad_sync_func, early=first)
-    return Step("1f1b", forward_step_func, batch, chunks, options, sync).run()
+    sync = GradientSync(
+        chunks, options.get("custom_sync_context_handler"), options.get("custom_grad_sync_func"), early=first
+    )
+    return Step("1f1b", forward_step_func, batch, chunks, chosen, sync).run()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ...enums import ModelType
-from .._execute import Options, Step
+from .._execute import Options, Step, StepOptions
 from .._gradient_sync import GradientSync
 from ..utils import get_model_type, listify_model
-from .common import Batch, FwdStepFunc
+from .common import Batch, FwdStepFunc, Model
 from .fwd_bwd_pipelining_with_interleaving import same_shapes
 
 __all__ = ["forward_backward_zero_bubble"]
@@ -21,19 +19,10 @@ __all__ = ["forward_backward_zero_bubble"]
 def forward_backward_zero_bubble(
     forward_step_func: FwdStepFunc,
     batch: Batch,
-    model: nn.Module | list[nn.Module],
+    model: Model,
     *,
     forward_only: bool,
-    tensor_shape: Sequence[int] | None = None,
-    dtype: torch.dtype | None = None,
-    grad_scaler: Any = None,
-    disable_autocast: bool = False,
-    deallocate_pipeline_outputs: bool = False,
-    sequence_parallel_enabled: bool = False,
-    custom_sync_context_handler: Callable[[], Any] | None = None,
-    custom_grad_sync_func: Callable[[list[Tensor]], Any] | None = None,
-    custom_param_sync_func: Callable[[list[Tensor]], Any] | None = None,
-    **kwargs: Any,
+    **options: Unpack[StepOptions],
 ) -> list[Any]:
     """As the interleaved schedule, with ZB-H1 where the model is one chunk per rank and ZB-V where it is two.
 
@@ -43,9 +32,10 @@ def forward_backward_zero_bubble(
     chunks = listify_model(model)
     if get_model_type(chunks[0]) == ModelType.encoder_and_decoder:
         raise ValueError("zero-bubble schedules are for models of one encoder or decoder: use the 1F1B schedule")
-    shapes = same_shapes(tensor_shape, sequence_parallel_enabled)
-    options = Options(forward_only, dtype, grad_scaler, disable_autocast, deallocate_pipeline_outputs, shapes)
-    options.param_sync = custom_param_sync_func
-    sync = GradientSync(chunks, custom_sync_context_handler, custom_grad_sync_func, per_chunk=True)
+    sync = GradientSync(
+        chunks, options.get("custom_sync_context_handler"), options.get("custom_grad_sync_func"), per_chunk=True
+    )
+    chosen = Options(forward_only, options, same_shapes(options))
+    chosen.param_sync = options.get("custom_param_sync_func")
     name = "zb_h1" if len(chunks) == 1 else "zb_v"
-    return Step(name, forward_step_func, batch, chunks, options, sync).run()
+    return Step(name, forward_step_func, batch, chunks, chosen, sync).run()
