@@ -105,13 +105,9 @@ def self_attn_forward(
     return [packed, core.probabilities, core.dropped, kept, core.context, outputs]
 
 
-def self_attn_backward(
-    heads, output_grads, matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights,
-    output_weights, dropout_mask, dropout_prob,
-):  # fmt: skip
-    """[input_grads, input_weight_grads, output_weight_grads]"""
-    saved = matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights, output_weights
-    return _self_backward(heads, output_grads, *saved, dropout_mask, dropout_prob, biases=False)
+def self_attn_backward(*arguments):
+    """[input_grads, input_weight_grads, output_weight_grads]; arguments are those of `_self_backward` but the last."""
+    return _self_backward(*arguments, biases=False)
 
 
 def self_attn_bias_forward(
@@ -125,13 +121,9 @@ def self_attn_bias_forward(
     return [packed, core.probabilities, core.dropped, kept, core.context, outputs]
 
 
-def self_attn_bias_backward(
-    heads, output_grads, matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights,
-    output_weights, dropout_mask, dropout_prob,
-):  # fmt: skip
-    """[input_grads, input_weight_grads, output_weight_grads, input_bias_grads, output_bias_grads]"""
-    saved = matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights, output_weights
-    return _self_backward(heads, output_grads, *saved, dropout_mask, dropout_prob, biases=True)
+def self_attn_bias_backward(*arguments):
+    """As `self_attn_backward`, and [input_bias_grads, output_bias_grads] behind."""
+    return _self_backward(*arguments, biases=True)
 
 
 def self_attn_bias_additive_mask_forward(

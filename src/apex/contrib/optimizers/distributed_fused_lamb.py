@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._distributed.collectives import all_reduce
 from ..._env import processes_on_machine
-from ...optimizers._base import run_closure
+from ...optimizers._base import adam_hyperparameters, run_closure
 from ...optimizers._buckets import check_parameter
 from ...optimizers._checks import check_options
 from ._lamb import state as states
@@ -328,19 +328,8 @@ class DistributedFusedLAMB(DividedOptimizer):
     def _take_step(self, loss_scale: float | Tensor | None) -> None:
         count = self._steps.next(self._overflow_buf)
         rate = self._common_rate()
-        hyper = [
-            {
-                "lr": group["lr"] if rate is None else rate,
-                "beta1": group["betas"][0],
-                "beta2": group["betas"][1],
-                "eps": group["eps"],
-                "weight_decay": group["weight_decay"],
-                "step": count,
-                "bias_correction": bool(group["bias_correction"]),
-                "grad_averaging": bool(group["grad_averaging"]),
-            }
-            for group in self.param_groups
-        ]
+        groups = self.param_groups if rate is None else [{**group, "lr": rate} for group in self.param_groups]
+        hyper = [adam_hyperparameters(group, count, grad_averaging=bool(group["grad_averaging"])) for group in groups]
         scaled = [bool(self._use_nvlamb or group["weight_decay"]) for group in self.param_groups]
         self._updates()(hyper, (bool(self._adam_w_mode),), scaled, self._overflow_buf, self._factor(loss_scale))
 
