@@ -240,6 +240,7 @@ def sync_handlers(rank: int) -> None:
 
 
 def partial_checkpoints(rank: int) -> None:
+    """Upstream's rule: of a window of warm-up + 1 passes, over all chunks of a rank, the first ones are partial."""
     ranks = dist.get_world_size()
     given: list[bool] = []
 
@@ -247,12 +248,18 @@ def partial_checkpoints(rank: int) -> None:
         given.append(checkpoint)
         return step_function(batch, model)
 
-    with pipeline(ranks, None):
-        set_microbatches(4)
-        options = {"forward_only": False, "num_micro_batches_with_partial_activation_checkpoints": 1}
-        STEPS["1f1b"](step, batch_of(4), parts_of("1f1b", 1, 1), **options)
-        under_way = min(ranks - rank - 1, 4) + 1
-        assert given == [index % under_way >= 1 for index in range(4)]
+    # All passes are a warm-up where interleaved schedules have as many microbatches as ranks.
+    warmups = [("1f1b", 1, 4, ranks - rank - 1), ("interleaved", 2, ranks, 2 * ranks)]
+    warmups.append(("interleaved", 2, 2 * ranks, 2 * (ranks - rank - 1) + ranks))
+    for name, chunks, microbatches, warmup in warmups:
+        for partial in (1, 3):
+            with pipeline(ranks, chunks if chunks > 1 else None):
+                set_microbatches(microbatches)
+                options = {"forward_only": False, "num_micro_batches_with_partial_activation_checkpoints": partial}
+                given.clear()
+                STEPS[name](step, batch_of(microbatches), parts_of(name, chunks, 1), **options)
+            expected = [index % (warmup + 1) >= partial for index in range(microbatches * chunks)]
+            assert given == expected, (name, microbatches, partial)
 
 
 def exchanges(rank: int) -> None:

@@ -67,9 +67,9 @@ class StepOptions(TypedDict, total=False):
 class Options:
     """What passes and messages need of what a schedule was told.
 
-    `shapes` has the shapes that a stage sends, where they are known beforehand. Of as many microbatches as a stage has
-    under way, `partial_checkpoints` are checkpointed only in part. `param_sync` is called with the parameters of a
-    chunk before it and the chunk before it are first used.
+    `shapes` has the shapes that a stage sends, where they are known beforehand. Of as many forward passes as a rank has
+    under way, over all its chunks, `partial_checkpoints` are checkpointed only in part. `param_sync` is called with the
+    parameters of a chunk before it and the chunk before it are first used.
     """
 
     def __init__(self, forward_only: bool, given: StepOptions, shapes: Shapes | None = None) -> None:
@@ -103,6 +103,7 @@ class Step:
         self.actions = actions[self.rank]
         passes = (action.kind for action in self.actions if action.kind in _PASSES)
         self.under_way = len(list(itertools.takewhile(lambda kind: kind is Kind.FORWARD, passes)))
+        self.forwards = itertools.count()
         self.forward_step_func, self.batch, self.model = forward_step_func, batch, model
         self.options, self.sync = options, sync
         self.model_type: ModelType = get_model_type(model[0])
@@ -184,7 +185,7 @@ class Step:
             self.losses,
             self.options.dtype,
             self.options.disable_autocast,
-            None if partial is None else microbatch % self.under_way >= partial,
+            None if partial is None else next(self.forwards) % self.under_way >= partial,
             last_stage=stage == self.placement.stages - 1,
             num_microbatches=self.microbatches,
         )

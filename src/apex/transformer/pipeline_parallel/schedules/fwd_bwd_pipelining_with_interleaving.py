@@ -30,7 +30,8 @@ def _forward_backward_pipelining_with_interleaving(
     `custom_sync_context_handler()` is a context in which gradients are not reduced. It is left for the last backward
     pass of each chunk; with `custom_grad_sync_func` after it, to call that with the chunk's parameters.
     `custom_param_sync_func` is called with the parameters of each chunk before the chunk before it is first used.
-    Everything else is as `StepOptions` says.
+    `num_micro_batches_with_partial_activation_checkpoints` counts a microbatch once for each chunk. Everything else
+    is as `StepOptions` says.
     """
     chunks = listify_model(model)
     sync = GradientSync(
