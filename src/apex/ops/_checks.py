@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._library import PLAIN
+
 
 def check_tensors(**arguments: Any) -> None:
     """Raises for the first argument, given by name, that is no tensor."""
@@ -56,7 +58,7 @@ def check_per_channel(input: Tensor, channels: int, **parameters: Tensor | None)
     for name, parameter in parameters.items():
         if parameter is None:
             continue
-        if not isinstance(parameter, Tensor):
+        if type(parameter) not in PLAIN and not isinstance(parameter, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(parameter).__name__}")
         if parameter.shape != shape:
             raise ValueError(

@@ -58,7 +58,7 @@ _kept_rules: list[Any] = []
 
 
 def launch_rule(rule: Callable[..., _Answer]) -> functools._lru_cache_wrapper[_Answer]:
-    """Keeps the answers of a rule, a function of a few numbers and a device's facts.
+    """Keeps the answers of a rule, a function of a few numbers and a device or its facts.
 
     A rule takes the host 1 to 5 us, as long as a launch.
     """
@@ -68,7 +68,7 @@ def launch_rule(rule: Callable[..., _Answer]) -> functools._lru_cache_wrapper[_A
 
 
 def forget_launches() -> None:
-    """Lets every rule answer anew, where something that rules look at has changed: the tuned launches."""
+    """Lets every rule answer anew, where something that rules look at has changed: tuned launches, or the device."""
     for rule in _kept_rules:
         rule.cache_clear()
 
@@ -122,7 +122,9 @@ def pretend(other: DeviceFacts) -> Iterator[None]:
     """Lets launch rules plan for another device, for compiling kernels where that device is absent."""
     global _pretended
     previous, _pretended = _pretended, other
+    forget_launches()
     try:
         yield
     finally:
         _pretended = previous
+        forget_launches()

@@ -72,6 +72,7 @@ class OpFamily:
 FAMILIES: dict[str, OpFamily] = {}
 
 _META = torch.device("meta")
+_is_tracing, _are_functorch_transforms_active = torch._C._is_tracing, torch._C._are_functorch_transforms_active
 
 _requested: _env.Implementation = _env.requested_implementation()
 _choices: dict[tuple[str, torch.device, torch.dtype], Choice] = {}
@@ -208,7 +209,7 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
 
 def sees_operators_only() -> bool:
     """Whether torch.jit.trace, torch.func or a forward-mode derivative is at work, which see operators alone."""
-    return torch._C._is_tracing() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _is_tracing() or _are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def is_stand_in(tensor: torch.Tensor) -> bool:

@@ -111,8 +111,8 @@ class Op:
         self._saved_places = [] if save else [names.index(name) for name in self.saves]
         self._gradients_lead = self.gradients == tuple(self.arguments[: len(self.gradients)])
         self._padding = (None,) * (len(self.arguments) - len(self.gradients))
-        self._node = _library.eager_apply(_node_of(self, self.run))
-        self._launching_node = _library.eager_apply(_node_of(self, self._launch))
+        self._node = _library.eager_apply(_node_of(self, self.run, self.backward_from_saved))
+        self._launching_node = _library.eager_apply(_node_of(self, self._launch, self._backward_as_launched))
         self._same_layout = frozenset(same_layout)
         self._register(schema, fake, backward_fake or self._like_saved)
         family.ops.append(self)
@@ -177,7 +177,8 @@ class Op:
 
     def _launch(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         try:
-            return _as_tuple(self._forward(*_contiguous(arguments, self._loose)))
+            results = self._forward(*_contiguous(arguments, self._loose))
+            return results if type(results) is tuple else _as_tuple(results)
         except Exception as error:
             if not _tuned.give_up(self.family.name, error):
                 raise
@@ -187,13 +188,17 @@ class Op:
         """The gradients that are wanted, None for the others, without autograd."""
         tensors = (*gradients, *saved)
         if self._fit(tensors, len(tensors)) and tensors[0].numel():
-            try:
-                return _as_tuple(self._backward(*_contiguous(tensors, self._loose_backward), *settings, wanted))
-            except Exception as error:
-                if not _tuned.give_up(self.family.name, error):
-                    raise
-            return self.run_backward(gradients, saved, settings, wanted)
+            return self._launch_backward(tensors, settings, wanted)
         return self.run_reference_backward(gradients, saved, settings, wanted)
+
+    def _launch_backward(self, tensors: Values, settings: Values, wanted: Sequence[bool]) -> Found:
+        try:
+            found = self._backward(*_contiguous(tensors, self._loose_backward), *settings, wanted)
+            return found if type(found) is tuple else _as_tuple(found)
+        except Exception as error:
+            if not _tuned.give_up(self.family.name, error):
+                raise
+        return self._launch_backward(tensors, settings, wanted)
 
     def run_reference_backward(
         self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]
@@ -208,7 +213,7 @@ class Op:
         """Keeps what the backward pass needs; returns the outputs."""
         ctx.save_for_backward(*self._save(arguments, results))
         ctx.settings = arguments[self.tensors :]
-        return self._public(results)
+        return results[0] if self._outputs == 1 else results[: self._outputs]
 
     def forward_and_save(self, ctx: Any, *arguments: Any) -> Any:
         """The forward of an autograd Function with a name of its own, whose first arguments are this op's tensors."""
@@ -219,14 +224,25 @@ class Op:
     ) -> tuple[Tensor | None, ...]:
         """The backward of such a Function: one gradient for each of `gradients`, None where it is not wanted."""
         if wanted is None:
-            needed = ctx.needs_input_grad
-            wanted = [needed[place] for place in self._gradient_places]
+            wanted = self._wanted(ctx.needs_input_grad)
         compute = self.run_backward
         if torch.compiler.is_compiling():
             compute = self.run_or_trace_backward
         elif torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
             compute = self.second_derivative
         return compute(gradients, ctx.saved_tensors, ctx.settings, wanted)
+
+    def _backward_as_launched(self, ctx: Any, *gradients: Tensor) -> Found:
+        """The same where kernels took the arguments, so that they take what was saved: only gradients are asked."""
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and self._fit(gradients, self._outputs):
+            return self._launch_backward(
+                (*gradients, *ctx.saved_tensors), ctx.settings, self._wanted(ctx.needs_input_grad)
+            )
+        return self.backward_from_saved(ctx, *gradients)
+
+    def _wanted(self, needed: tuple[bool, ...]) -> Sequence[bool]:
+        """Of each of `gradients`, whether autograd needs it."""
+        return needed[: len(self.gradients)] if self._gradients_lead else [needed[i] for i in self._gradient_places]
 
     def run_or_trace_backward(
         self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]
@@ -338,8 +354,9 @@ class Op:
             ctx.mark_non_differentiable(*results[count:])
 
         def op_backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-            wanted = [ctx.needs_input_grad[place] for place in self._gradient_places]
-            found = _as_tuple(self._library_backward(*gradients[:count], *ctx.saved_tensors, *ctx.settings, wanted))
+            wanted = self._wanted(ctx.needs_input_grad)
+            given = (*gradients[:count], *ctx.saved_tensors, *ctx.settings)
+            found = _as_tuple(self._library_backward(*given, list(wanted)))
             return self._in_schema_order([g if needed else None for g, needed in zip(found, wanted, strict=True)])
 
         def backward_implementation(*arguments):  # type: ignore[no-untyped-def]
@@ -412,14 +429,14 @@ class Op:
         return max(TOLERANCES[actual.dtype]) * float(exact.detach().abs().max()) if self._sums_rounded_products else 0.0
 
 
-def _node_of(op: Op, run: Callable[..., tuple]) -> type[torch.autograd.Function]:
-    """The node of eager autograd, whose results are those of `run`."""
+def _node_of(op: Op, run: Callable[..., tuple], differentiate: Callable[..., Found]) -> type[torch.autograd.Function]:
+    """The node of eager autograd, whose results are those of `run`, its gradients those of `differentiate`."""
 
     def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
         return op.save(ctx, arguments, run(*arguments))
 
     def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-        return op._in_schema_order(op.backward_from_saved(ctx, *gradients))
+        return op._in_schema_order(differentiate(ctx, *gradients))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}
     # The name in errors and profiles: PyTorch takes it when the class is made.

@@ -64,8 +64,8 @@ def launch_forward(
     x, last = dense(input, channel_dim)
     device = x.device
     flags = (z is not None, weight is not None, bias is not None, relu)
-    given = (x.shape, channel_dim, last, x.dtype.itemsize, training, running_mean is not None)
-    launches = _forward_launches(*given, *flags, facts(device))
+    given = (x.shape, channel_dim, last, x.dtype, training, running_mean is not None)
+    launches = _forward_launches(*given, *flags, device)
     z, weight, bias = like(x, z), _contiguous(weight), _contiguous(bias)
     mean, variance = old_mean, old_variance = _contiguous(running_mean), _contiguous(running_var)
     y = torch.empty_like(x)
@@ -107,14 +107,14 @@ def _forward_launches(
     shape: tuple[int, ...],
     channel_dim: int,
     last: bool,
-    itemsize: int,
+    dtype: torch.dtype,
     training: bool,
     running: bool,
     has_z: bool,
     has_weight: bool,
     has_bias: bool,
     relu: bool,
-    device: DeviceFacts,
+    device: torch.device,
 ) -> ForwardLaunches:
     geometry = _geometry(shape, channel_dim, last)
     channels, flags = geometry.channels, (has_z, has_weight, has_bias, relu)
@@ -122,10 +122,11 @@ def _forward_launches(
         grid, sizes, constants = config.whole_tiling(geometry)
         constants |= {"HAS_Z": has_z, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "RUNNING": running, "RELU": relu}
         return ForwardLaunches(channels, whole=kernels_whole.batch_norm_whole.prepare(grid, sizes, **constants))
-    apply = _apply_launch(geometry, itemsize, *flags, device)
+    here, itemsize = facts(device), dtype.itemsize
+    apply = _apply_launch(geometry, itemsize, *flags, here)
     if not training:
         return ForwardLaunches(channels, apply=apply)
-    measure, parts, pitch = _measure_launch(geometry, itemsize, device)
+    measure, parts, pitch = _measure_launch(geometry, itemsize, here)
     combine = _statistics_launch(parts, channels, pitch, running, False)
     return ForwardLaunches(channels, parts * pitch, None, measure, combine, apply)
 
@@ -262,8 +263,8 @@ def launch_backward(
     dy, output, parameters = like(x, dy), like(x, output), _parameters(channels)
     device, write_dz, alone = x.device, wants_z and relu, exchange is None
     flags = (parameters[0] is not None, parameters[1] is not None, _mask(relu, output), write_dz)
-    given = (x.shape, channel_dim, last, x.dtype.itemsize, dy.dtype.itemsize, training, wants_input, alone)
-    launches = _backward_launches(*given, *flags, facts(device))
+    given = (x.shape, channel_dim, last, x.dtype, dy.dtype, training, wants_input, alone)
+    launches = _backward_launches(*given, *flags, device)
     sum_dy = torch.empty(launches.channels, dtype=torch.float32, device=device)
     sum_dy_xhat = torch.empty_like(sum_dy)
     dx, dz = torch.empty_like(x) if wants_input else None, torch.empty_like(dy) if write_dz else None
@@ -302,8 +303,8 @@ def _backward_launches(
     shape: tuple[int, ...],
     channel_dim: int,
     last: bool,
-    itemsize: int,
-    dy_itemsize: int,
+    dtype: torch.dtype,
+    dy_dtype: torch.dtype,
     training: bool,
     wants_input: bool,
     alone: bool,
@@ -311,7 +312,7 @@ def _backward_launches(
     has_bias: bool,
     mask: int,
     write_dz: bool,
-    device: DeviceFacts,
+    device: torch.device,
 ) -> BackwardLaunches:
     geometry = _geometry(shape, channel_dim, last)
     channels, count = geometry.channels, geometry.images * geometry.positions
@@ -320,9 +321,10 @@ def _backward_launches(
         grid, sizes, constants = config.whole_tiling(geometry)
         whole = kernels_whole.batch_norm_whole_backward.prepare(grid, sizes, **flags, **constants)
         return BackwardLaunches(channels, count, whole=whole)
-    pace = config.pace(*geometry, True, dy_itemsize, device)
+    here = facts(device)
+    pace = config.pace(*geometry, True, dy_dtype.itemsize, here)
     tiles = config.tiling(geometry, pace.elements)
-    programs = config.measure_programs(tiles.units, tiles.channel_blocks, device.multiprocessors, pace)
+    programs = config.measure_programs(tiles.units, tiles.channel_blocks, here.multiprocessors, pace)
     measure = kernels.batch_norm_measure_backward.prepare(
         (programs * tiles.channel_blocks,),
         (*tiles.sizes, programs),
@@ -340,8 +342,8 @@ def _backward_launches(
         C_BLOCK=channel_block,
         num_warps=config.FINISH_WARPS,
     )
-    mask = 0 if write_dz else mask
-    apply = _input_gradient_launch(geometry, itemsize, not alone, has_weight, has_bias, mask, training, device)
+    parameters = (has_weight, has_bias, 0 if write_dz else mask)
+    apply = _input_gradient_launch(geometry, dtype.itemsize, not alone, *parameters, training, here)
     return BackwardLaunches(channels, count, programs * 2 * channels, None, measure, sums, apply)
 
 

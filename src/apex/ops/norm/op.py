@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
-from .._device import DeviceFacts, facts, launch_rule
+from .._device import facts, launch_rule
 from .._op import Op
 from .._partial_sums import partial_sums
 from . import config, reference
@@ -124,7 +124,7 @@ def checked_shape(
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
-        if not isinstance(parameter, Tensor):
+        if type(parameter) not in _library.PLAIN and not isinstance(parameter, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(parameter).__name__}")
         if parameter.shape != shape:
             raise ValueError(f"{name} has shape {list(parameter.shape)}, expected normalized_shape={list(shape)}")
@@ -167,12 +167,10 @@ def launch_forward(input: Tensor, weight: Tensor | None, bias: Tensor | None, *s
     """Output and statistics, as `reference.forward`."""
     row_length, eps, subtract_mean, _, out_dtype, input_dtype = settings
     rows, device = input.numel() // row_length, input.device
-    output = torch.empty_like(input, dtype=out_dtype)
+    output = torch.empty_like(input) if out_dtype is input_dtype else torch.empty_like(input, dtype=out_dtype)
     statistics = torch.empty(1 + subtract_mean, rows, dtype=torch.float32, device=device)
-    parameters = (weight is not None, bias is not None)
-    launch = _forward_launch(
-        rows, row_length, input_dtype.itemsize, out_dtype.itemsize, subtract_mean, *parameters, facts(device)
-    )
+    flags = (subtract_mean, weight is not None, bias is not None)
+    launch = _forward_launch(rows, row_length, input_dtype, out_dtype, *flags, device)
     launch((input, weight, bias, output, statistics), (eps,))
     return output, statistics
 
@@ -181,15 +179,15 @@ def launch_forward(input: Tensor, weight: Tensor | None, bias: Tensor | None, *s
 def _forward_launch(
     rows: int,
     row_length: int,
-    itemsize: int,
-    out_itemsize: int,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
     subtract_mean: bool,
     has_weight: bool,
     has_bias: bool,
-    device: DeviceFacts,
+    device: torch.device,
 ) -> Any:
     """The forward kernel for these sizes, which lacks its tensors and eps."""
-    chosen = config.forward_config(rows, row_length, itemsize, subtract_mean, device)
+    chosen = config.forward_config(rows, row_length, dtype.itemsize, subtract_mean, facts(device))
     flags: dict[str, Any] = {"ALIGN": math.gcd(16, row_length), "SUBTRACT_MEAN": subtract_mean}
     flags |= {"HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "BLOCK": chosen.block, "num_warps": chosen.num_warps}
     if chosen.rows_per_program:
@@ -204,7 +202,7 @@ def _forward_launch(
         (rows,),
         (row_length,),
         FULL=row_length % chosen.block == 0,
-        STREAM=rows * row_length * out_itemsize >= config.STREAMED,
+        STREAM=rows * row_length * out_dtype.itemsize >= config.STREAMED,
         **flags,
     )
 
@@ -216,15 +214,15 @@ def launch_backward(
     row_length, _, subtract_mean, from_output, _, input_dtype, wanted = settings
     rows, device = saved.numel() // row_length, saved.device
     param_grads = weight is not None and (wanted[1] or wanted[2])
-    flags = (subtract_mean, from_output, weight is not None, bias is not None, param_grads)
-    launches = _backward_launches(rows, row_length, saved.dtype.itemsize, flags, facts(device))
-    dx = torch.empty_like(saved, dtype=input_dtype)
+    dtype, flags = saved.dtype, (subtract_mean, from_output, weight is not None, bias is not None, param_grads)
+    launches = _backward_launches(rows, row_length, dtype, flags, device)
+    dx = torch.empty_like(saved) if dtype is input_dtype else torch.empty_like(saved, dtype=input_dtype)
     partials = tickets = dweight = dbias = None
     if param_grads:
         dweight = torch.empty_like(weight)  # type: ignore[arg-type]
         dbias = torch.empty_like(bias) if bias is not None else None
         partials, tickets = partial_sums(launches.partials, device)
-    given, limit = (dy, saved, weight, bias, statistics), (math.sqrt(row_length),)
+    given, limit = (dy, saved, weight, bias, statistics), launches.limit
     if launches.kind == "rows":
         launches.main((*given, dx, partials, tickets, dweight, dbias), limit)
     elif launches.kind == "columns":
@@ -243,6 +241,7 @@ class BackwardLaunches(NamedTuple):
 
     kind: str
     partials: int  # elements of memory for partial sums of the gradients of weight and bias
+    limit: tuple[float]  # the most that a normalised value can be
     main: Any
     row_means: Any = None  # before the main one
     sums: Any = None  # of the partial sums, after it
@@ -250,10 +249,11 @@ class BackwardLaunches(NamedTuple):
 
 @launch_rule
 def _backward_launches(
-    rows: int, row_length: int, itemsize: int, flags: tuple[bool, ...], device: DeviceFacts
+    rows: int, row_length: int, dtype: torch.dtype, flags: tuple[bool, ...], device: torch.device
 ) -> BackwardLaunches:
     subtract_mean, from_output, has_weight, has_bias, param_grads = flags
-    chosen = config.backward_config(rows, row_length, itemsize, has_bias and param_grads, device)
+    here = facts(device)
+    chosen = config.backward_config(rows, row_length, dtype.itemsize, has_bias and param_grads, here)
     group = chosen.group if param_grads else 0
     partials = chosen.programs + -(-chosen.programs // group) if group else chosen.programs
     sizes, align = (rows, row_length), math.gcd(16, row_length)
@@ -287,7 +287,7 @@ def _backward_launches(
             sizes,
             FULL=row_length == chosen.block,
             STAGES=chosen.num_stages,
-            NVIDIA=device.backend == "cuda",
+            NVIDIA=here.backend == "cuda",
             **main,
         )
     else:
@@ -307,7 +307,8 @@ def _backward_launches(
             BLOCK=16,
             num_warps=4,
         )
-    return BackwardLaunches(chosen.kind, partials * row_length * (1 + has_bias), launch, row_means, sums)
+    elements, limit = partials * row_length * (1 + has_bias), (math.sqrt(row_length),)
+    return BackwardLaunches(chosen.kind, elements, limit, launch, row_means, sums)
 
 
 def _save(arguments: tuple, results: tuple) -> tuple:
