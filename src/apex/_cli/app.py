@@ -60,10 +60,7 @@ def doctor(
     raise typer.Exit(1 if report.broken else 0)
 
 
-class _Model(str, Enum):
-    gpt = "gpt"
-    conv = "conv"
-    all = "all"
+_Model = Enum("_Model", {"gpt": "gpt", "conv": "conv", "all": "all"}, type=str)
 
 
 @app.command(rich_help_panel="Try")
@@ -300,10 +297,7 @@ def jit_module(
     typer.echo("\n".join(f"wrote {path}" for path in paths))
 
 
-class _Target(str, Enum):
-    torch = "torch"
-    apex = "apex"
-    booster = "booster"
+_Target = Enum("_Target", {"torch": "torch", "apex": "apex", "booster": "booster"}, type=str)
 
 
 @app.command(rich_help_panel="Port")

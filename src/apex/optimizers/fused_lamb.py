@@ -1,16 +1,22 @@
-"""FusedLAMB: LAMB in three passes over all parameters, eleven reads or writes of an element in all."""
+"""FusedLAMB: LAMB in three passes over all parameters, eleven reads or writes of an element in all.
+
+FusedMixedPrecisionLamb is the same with its step count and learning rate on the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ..ops._host import HOST
 from ..ops.multi_tensor import lamb_step, rules
-from ._base import FusedOptimizer, LossScaling, Options, adam_hyperparameters, compiled_function
-from ._buckets import Bucket
+from ._base import FusedOptimizer, LossScaling, Options, adam_hyperparameters, compiled_function, run_closure
+from ._buckets import MASTER, Bucket
+from ._checks import check_options, check_step
 from ._norms import clipped_together
 
 
@@ -74,3 +80,96 @@ class FusedLAMB(FusedOptimizer):
             bucket.lists.apply(rules.LAMB_UNSCALED, hyper, flags, seed=seed, **scaling.arguments)
             return
         lamb_step(bucket.lists, hyper, flags, seed=seed, **scaling.arguments)
+
+
+class FusedMixedPrecisionLamb(FusedLAMB):
+    """`FusedLAMB` for CUDA graphs and loss scaling: no step waits for the device, or needs to hear from the host.
+
+    Parameters of `reduced_precision_dtype` get float32 masters at their first step, which are saved with the state
+    (the original loses them). `lr` and `step` of a group are tensors on the device of its parameters: schedulers fill
+    them in place, and `step` (int32 [1]) does not count steps that an overflow prevented.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        step: int | Tensor = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+        *,
+        master_weights: bool = False,
+    ) -> None:
+        check_options({"lr": lr})
+        check_step("step", step)
+        self.reduced_precision_dtype = reduced_precision_dtype
+        self._initial_step = int(step)
+        super().__init__(
+            params,
+            _number(lr, torch.float32, None),
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adam_w_mode,
+            grad_averaging,
+            True,
+            max_grad_norm,
+            use_nvlamb,
+            master_weights=master_weights,
+            capturable=True,
+        )
+        self.defaults["step"] = torch.tensor([self._initial_step], dtype=torch.int32, device=HOST)
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, **scaler: Any
+    ) -> Any:
+        """One optimization step; returns the closure's loss. Takes a `torch.amp.GradScaler` as `grad_scaler`."""
+        loss = run_closure(closure)
+        self._step(self._loss_scaling(**scaler))
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; it gets a learning rate and a step count of its own, on its device."""
+        super().add_param_group(param_group)
+        self._move_numbers(self.param_groups[-1])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` of this class or of `FusedLAMB` returned."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            self._move_numbers(group)
+
+    @property
+    def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
+        """The float32 masters, by group, None for parameters without; nothing before the first step."""
+        if not self.state:
+            return []
+        return [{"params": [self.state[p].get(MASTER) for p in group["params"]]} for group in self.param_groups]
+
+    def _move_numbers(self, group: dict[str, Any]) -> None:
+        device = group["params"][0].device if group["params"] else None
+        group["lr"] = _number(group["lr"], torch.float32, device)
+        group["step"] = _number(group.get("step", self._initial_step), torch.int32, device).reshape(1)
+
+    def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
+        state = self.state[param]
+        if param.dtype == self.reduced_precision_dtype and MASTER not in state:
+            state[MASTER] = param.detach().to(torch.float32, copy=True)
+        return super()._prepare(param, group, names)
+
+
+def _number(value: float | Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """A tensor of its own, so that groups that started with the same default can go apart; None: wherever it is."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, dtype, copy=True)
+    return torch.tensor(value, dtype=dtype, device=HOST if device is None else device)

@@ -1,4 +1,4 @@
-"""NpuFusedAdam: Adam on combined parameters and gradients."""
+"""NpuFusedAdam and NpuFusedAdamW: Adam and AdamW on combined parameters and gradients."""
 
 from __future__ import annotations
 
@@ -42,3 +42,21 @@ class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):
 
     def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         super()._update(group, bucket, self._step_of(bucket, step), scaling, seed)
+
+
+class NpuFusedAdamW(NpuFusedAdam):
+    """The numbers of `torch.optim.AdamW`, with which state dicts are interchangeable."""
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

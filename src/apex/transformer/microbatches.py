@@ -119,13 +119,10 @@ class RampupBatchsizeNumMicroBatches(NumMicroBatchesCalculator):
             f"expected global batch size interval ({growth}) to be divisible by global batch size increment "
             f"({batch_size_increment})"
         )
-        self.micro_batch_size = micro_batch_size
-        self.data_parallel_size = data_parallel_size
+        self.micro_batch_size, self.data_parallel_size = micro_batch_size, data_parallel_size
         self.micro_batch_times_data_parallel_size = micro_batch_size * data_parallel_size
-        self.start_batch_size = start_batch_size
-        self.batch_size_increment = batch_size_increment
-        self.ramup_samples = ramup_samples
-        self.global_batch_size = global_batch_size
+        self.start_batch_size, self.global_batch_size = start_batch_size, global_batch_size
+        self.batch_size_increment, self.ramup_samples = batch_size_increment, ramup_samples
         steps = growth // batch_size_increment
         self.rampup_samples_per_increment = ramup_samples / steps if steps else 0.0
         self.update(0, False)

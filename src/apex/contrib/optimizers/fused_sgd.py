@@ -12,7 +12,7 @@ from torch.optim.optimizer import required
 from ...ops.multi_tensor import rules
 from ...ops.multi_tensor.op import number, update
 from ...optimizers._checks import check_nesterov, check_options
-from ...optimizers._momentum import momentum_dtype
+from ...optimizers.fused_sgd import momentum_dtype
 from ._explicit_grads import ExplicitGradsOptimizer, Member
 
 _NAMES = ("params", "grads", "momentum_buffer", "", "", "output_params")

@@ -336,8 +336,7 @@ class _ParallelLinear(_SplitWeight):
         accumulation_in_fp16: bool | None = None,
     ) -> None:
         super().__init__()
-        self.input_size = input_size
-        self.output_size = output_size
+        self.input_size, self.output_size = input_size, output_size
         self.skip_bias_add = skip_bias_add
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.sequence_parallel_enabled = sequence_parallel_enabled
