@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import optimizer as _hooks_of_all
+from typing_extensions import Unpack
 
 from ..ops import _recording
 from ..ops._host import HOST
@@ -154,39 +155,26 @@ class FusedOptimizer(torch.optim.Optimizer):
     _model_params: Mapping[Tensor, Tensor] = MappingProxyType({})
     _takes_model_grads = False
     _wrote_models = False
-    # Here, too, because optimizers of earlier versions are unpickled.
+    # The options where they are not given.
+    master_weights = stochastic_rounding = capturable = False
     materialize_master_grads = True
+    # Here, too, because optimizers of earlier versions are unpickled.
     most_recent_scale: float | Tensor = 1.0
     scale_set_by_backward = False
 
     def __init__(
-        self,
-        params: Any,
-        defaults: dict[str, Any],
-        *,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        capturable: bool = False,
-        materialize_master_grads: bool = True,
-        set_grad_none: bool = True,
+        self, params: Any, defaults: dict[str, Any], *, set_grad_none: bool = True, **options: Unpack[Options]
     ) -> None:
-        flags = dict(
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            capturable=capturable,
-            materialize_master_grads=materialize_master_grads,
-        )
-        self._check_options({**defaults, **flags, "set_grad_none": set_grad_none})
-        if stochastic_rounding and master_weights:
+        if unknown := options.keys() - Options.__annotations__.keys():
+            raise TypeError(f"{type(self).__name__} got unexpected keyword arguments: {', '.join(sorted(unknown))}")
+        self._check_options({**defaults, **options, "set_grad_none": set_grad_none})
+        vars(self).update(options)
+        if self.stochastic_rounding and self.master_weights:
             raise ValueError("stochastic_rounding rounds parameters that have no master copy; master_weights makes one")
-        if stochastic_rounding and capturable:
+        if self.stochastic_rounding and self.capturable:
             raise ValueError(
                 "stochastic_rounding needs a new seed from the host at every step; capturable forbids that"
             )
-        self.master_weights = master_weights
-        self.stochastic_rounding = stochastic_rounding
-        self.capturable = capturable
-        self.materialize_master_grads = materialize_master_grads
         self.set_grad_none = set_grad_none
         self._group_buckets: dict[int, GroupBuckets] = {}
         # The values of `state` when buckets were made last. A user may replace one at any time: every step compares.

@@ -22,38 +22,25 @@ _SEED = 2024
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of models and batches."""
+    """Arguments of a model, and of its training."""
 
-    gpt: dict[str, int]
-    gpt_batch: int
-    gpt_learning_rate: float
-    conv: dict[str, int]
-    conv_side: int
-    conv_batch: int
-    conv_learning_rate: float
+    model: dict[str, int]
+    batch: int
+    learning_rate: float
 
 
 # Many CPUs have no half-precision arithmetic and do some 25 million multiplications per second in it (measured on a
 # Neoverse-N1, all matrix products and convolutions backward), a thousandth of their speed in float32.
-_SMALL = Sizes(
-    gpt={"alphabet": 4, "context": 16, "width": 16, "heads": 2, "layers": 1},
-    gpt_batch=12,
-    gpt_learning_rate=3e-2,
-    conv={"kinds": 4, "channels": 8, "stages": 2},
-    conv_side=8,
-    conv_batch=32,
-    conv_learning_rate=1e-1,
-)
+_SMALL = {
+    "gpt": Sizes({"alphabet": 4, "context": 16, "width": 16, "heads": 2, "layers": 1}, batch=12, learning_rate=3e-2),
+    "conv": Sizes({"kinds": 4, "channels": 8, "stages": 2}, batch=32, learning_rate=1e-1),
+}
 # Large enough that a GPU, and not the launching of kernels, takes most of the time of a step in float32.
-_LARGE = Sizes(
-    gpt={"alphabet": 8, "context": 256, "width": 512, "heads": 8, "layers": 6},
-    gpt_batch=32,
-    gpt_learning_rate=1e-3,
-    conv={"kinds": 8, "channels": 64, "stages": 4},
-    conv_side=128,
-    conv_batch=128,
-    conv_learning_rate=1e-1,
-)
+_LARGE = {
+    "gpt": Sizes({"alphabet": 8, "context": 256, "width": 512, "heads": 8, "layers": 6}, batch=32, learning_rate=1e-3),
+    "conv": Sizes({"kinds": 8, "channels": 64, "stages": 4}, batch=128, learning_rate=1e-1),
+}
+_SMALL_PICTURE, _LARGE_PICTURE = 8, 128  # pixels in a row
 
 
 @dataclass
@@ -81,34 +68,36 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 def make_task(name: str, steps: int, device: torch.device) -> Task:
     """The task of one of MODELS for `steps` steps on `device`."""
-    sizes = _SMALL if device.type == "cpu" else _LARGE
+    sizes = (_SMALL if device.type == "cpu" else _LARGE)[name]
     return {"gpt": _gpt, "conv": _conv}[name](sizes, steps, device)
 
 
 def _gpt(sizes: Sizes, steps: int, device: torch.device) -> Task:
-    language = Language(sizes.gpt["alphabet"], sizes.gpt["context"], sizes.gpt_batch, _SEED)
+    model = sizes.model
+    language = Language(model["alphabet"], model["context"], sizes.batch, _SEED)
     batches = list(itertools.islice(language.batches(), steps))
     return Task(
         "gpt",
-        partial(Gpt, **sizes.gpt),
-        partial(FusedAdam, lr=sizes.gpt_learning_rate),
-        f"width {sizes.gpt['width']}, layers {sizes.gpt['layers']}, FusedLayerNorm, FusedAdam; "
-        f"{sizes.gpt_batch} x {sizes.gpt['context']} characters per step",
+        partial(Gpt, **model),
+        partial(FusedAdam, lr=sizes.learning_rate),
+        f"width {model['width']}, layers {model['layers']}, FusedLayerNorm, FusedAdam; "
+        f"{sizes.batch} x {model['context']} characters per step",
         _moved(batches, device),
         language.lowest_loss(batches),
     )
 
 
 def _conv(sizes: Sizes, steps: int, device: torch.device) -> Task:
-    pictures = Pictures(sizes.conv["kinds"], sizes.conv_side, sizes.conv_batch, _SEED)
+    model, side = sizes.model, _SMALL_PICTURE if device.type == "cpu" else _LARGE_PICTURE
+    pictures = Pictures(model["kinds"], side, sizes.batch, _SEED)
     batches = list(itertools.islice(pictures.batches(), steps))
-    optimizer: Any = partial(FusedSGD, lr=sizes.conv_learning_rate, momentum=0.9)
+    optimizer: Any = partial(FusedSGD, lr=sizes.learning_rate, momentum=0.9)
     return Task(
         "conv",
-        partial(ConvNet, **sizes.conv),
+        partial(ConvNet, **model),
         optimizer,
-        f"stages {sizes.conv['stages']}, channels from {sizes.conv['channels']}, BatchNorm2d, FusedSGD; "
-        f"{sizes.conv_batch} pictures of {sizes.conv_side} x {sizes.conv_side} per step",
+        f"stages {model['stages']}, channels from {model['channels']}, BatchNorm2d, FusedSGD; "
+        f"{sizes.batch} pictures of {side} x {side} per step",
         _moved(batches, device),
     )
 

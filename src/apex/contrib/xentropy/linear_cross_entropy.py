@@ -26,11 +26,8 @@ class LinearCrossEntropyLoss(nn.Module):
         chunk_rows: int | None = None,
     ) -> None:
         super().__init__()
-        self.label_smoothing = label_smoothing
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-        self.accumulation_dtype = accumulation_dtype
-        self.chunk_rows = chunk_rows
+        self.label_smoothing, self.ignore_index, self.reduction = label_smoothing, ignore_index, reduction
+        self.accumulation_dtype, self.chunk_rows = accumulation_dtype, chunk_rows
 
     def forward(self, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear_cross_entropy(

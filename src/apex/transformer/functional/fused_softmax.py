@@ -19,19 +19,6 @@ from ...ops._checks import check_floats, check_optional_tensors
 from ...ops.softmax import SoftmaxSpec
 from ..enums import AttnMaskType
 
-__all__ = [
-    "FusedScaleMaskSoftmax",
-    "GenericFusedScaleMaskSoftmax",
-    "GenericScaledMaskedSoftmax",
-    "ScaledMaskedSoftmax",
-    "ScaledSoftmax",
-    "ScaledUpperTriangMaskedSoftmax",
-    "generic_scaled_masked_softmax",
-    "scaled_masked_softmax",
-    "scaled_softmax",
-    "scaled_upper_triang_masked_softmax",
-]
-
 
 def _forward(ctx: Any, inputs: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:
     check_floats(inputs=inputs)
