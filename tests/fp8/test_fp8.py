@@ -30,8 +30,8 @@ def network(device: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def rounded(matrix: torch.Tensor, rows: bool, dtype: torch.dtype) -> torch.Tensor:
     """The nearest numbers of a format under a scale per matrix, or per row, in float64."""
     amax = matrix.abs().amax(1, keepdim=True) if rows else matrix.abs().amax()
-    inverse = amax.float() * (1 / torch.finfo(dtype).max)
-    return (matrix.float() * inverse.reciprocal()).to(dtype).double() * inverse.double()
+    limit = torch.full_like(amax.float(), torch.finfo(dtype).max)
+    return (matrix.float() * (limit / amax)).to(dtype).double() * (amax / limit).double()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -54,6 +54,15 @@ def test_products_are_of_rounded_matrices(scaling, device):
         torch.testing.assert_close(found.detach().double(), exact, rtol=2**-7, atol=2**-8 * float(exact.abs().max()))
     torch.testing.assert_close(bias.grad, dy.float().sum((0, 1)), rtol=1e-2, atol=1e-2)
     assert (output.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("scaling", DYNAMIC)
+def test_emulated_products_are_rounded_once_under_autocast(scaling):
+    torch.manual_seed(1)
+    input, weight = torch.randn(32, 64, dtype=torch.bfloat16), torch.randn(48, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fp8.linear(input, weight, scaling=scaling)
+    assert torch.equal(found, fp8.linear(input, weight, scaling=scaling))
 
 
 @pytest.mark.parametrize("shape", [(15, 64), (0, 64), (3, 5, 64)])

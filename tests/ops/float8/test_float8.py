@@ -111,6 +111,15 @@ def test_products_are_those_of_the_rounded_numbers(by_row, route):
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3 * float(exact.abs().max()))
 
 
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_scales_are_rounded_once(dtype):
+    """So that they are too large as often as too small, whatever number of bfloat16 is the largest magnitude."""
+    amax, limit = torch.arange(128, 256).to(torch.bfloat16), torch.finfo(dtype).max
+    inverse, scale = reference.scales_of(amax, dtype)
+    assert torch.equal(scale, (limit / amax.double()).float())
+    assert torch.equal(inverse, (amax.double() / limit).float())
+
+
 def test_a_cpu_has_no_float8():
     assert "cpu" in float8.obstacle(torch.device("cpu"))
     assert float8.formats(torch.device("cpu")) == FORMATS

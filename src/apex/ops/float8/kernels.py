@@ -20,8 +20,8 @@ def _magnitude(x):
 def _scales(bits, LIMIT: tl.constexpr):
     """The inverse scale for a largest magnitude, and the scale; NaN for NaN."""
     amax = bits.to(tl.float32, bitcast=True)
-    inverse = tl.where(amax < 1e-12, 1e-12, amax) * (1.0 / LIMIT)
-    return inverse, tl.div_rn(1.0, inverse)
+    amax = tl.where(amax < 1e-12, 1e-12, amax)
+    return tl.div_rn(amax, LIMIT), tl.div_rn(LIMIT, amax)
 
 
 @triton.jit

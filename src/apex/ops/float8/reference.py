@@ -9,21 +9,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import _library
+
 # A matrix of zeros, or of subnormal numbers, gets a finite scale.
 SMALLEST_AMAX = 1e-12
 
 
-def inverse_scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse scale for the largest magnitudes `amax`, in float32."""
-    # A product with the inverse: PyTorch divides by numbers so on GPUs, and not on CPUs.
-    return amax.float().clamp(min=SMALLEST_AMAX) * (1.0 / torch.finfo(dtype).max)
+def scales_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The inverse scale and the scale for the largest magnitudes `amax`, in float32."""
+    amax = amax.float().clamp(min=SMALLEST_AMAX)
+    # Quotients of tensors, because those are rounded once. With 1 / 448, which float32 has as a larger number, scales
+    # come out too small: numbers of bfloat16 that are halfway between two of float8 all went to the smaller one.
+    limit = torch.full_like(amax, torch.finfo(dtype).max)
+    return amax / limit, limit / amax
 
 
 def cast(input: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`input` in float8 and its inverse scale; `amax` has one element, or one for each row as a column."""
-    inverse = inverse_scale_of(amax, dtype)
+    inverse, scale = scales_of(amax, dtype)
     limit = torch.finfo(dtype).max
-    return (input.float() * inverse.reciprocal()).clamp(-limit, limit).to(dtype), inverse
+    return (input.float() * scale).clamp(-limit, limit).to(dtype), inverse
 
 
 def amax(input: Tensor, by_row: bool) -> Tensor:
@@ -47,5 +52,6 @@ def cast_both(input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype) -> 
 
 def product(left: Tensor, right: Tensor, left_inverse: Tensor, right_inverse: Tensor, dtype: torch.dtype) -> Tensor:
     """`left` @ `right`.T of float8 matrices, multiplied by their inverse scales: products in float32, rounded once."""
-    exact = left.float() @ right.float().t()
+    with _library.autocast_off(left):
+        exact = left.float() @ right.float().t()
     return (exact * left_inverse * right_inverse.reshape(1, -1)).to(dtype)
