@@ -7,9 +7,10 @@ Every column trains the same network from the same weights on the same batches: 
 Columns compile side by side, `--at-once` of them, and are timed alone. "everything" adds fused optimizer, norm, loss
 and the captured step.
 
-`--curve STEPS` trains a small GPT on bytes of Python's library instead, from several seeds, and notes the losses. There
-nothing is compiled or captured: that would take longer than the steps. Every column of a seed has the same weights at
-the start and sees the same bytes; how far two seeds are apart in bfloat16 says what of a difference is chance.
+`--curve STEPS` trains a small GPT on the bytes of PyTorch's Python files instead, from several seeds, and notes the
+losses. The steps are captured, but not compiled: that would take longer than the steps. Every column of a seed has the
+same weights at the start and sees the same bytes. In "bf16 perturbed" a millionth was added to each weight: how far it
+is from "bf16" says what of a difference is chance.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import math
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -47,15 +47,22 @@ COLUMNS = (
     "apex tensorwise everything",
     "apex rowwise everything",
 )
+CURVES = ("bf16", "bf16 perturbed", "torchao tensorwise", "torchao rowwise", "apex tensorwise", "apex rowwise")
 
 
-def prepare(column: str, device: str, size: dict[str, int], seed: int = 0, compiles: bool = True) -> tuple[Any, Any]:
-    """A training step that takes tokens and returns the loss, and the optimizer."""
+def prepare(column: str, device: str, size: dict[str, int], seed: int = 0, curve: bool = False) -> tuple[Any, Any]:
+    """A training step that takes tokens and returns the loss, and the optimizer; for a `curve`, as GPTs are trained."""
     everything = column.endswith("everything")
     torch.manual_seed(seed)
     network: Any = GPT(size["depth"], size["width"], size["vocabulary"], size["length"], fused=everything).to(device)
     scaling = next((name for name in fp8.SCALINGS if name in column), None)
     options: dict[str, Any] = {"lr": size["lr"] * 1e-6, "weight_decay": 0.01}
+    if curve:
+        options |= {"weight_decay": 0.1, "betas": (0.9, 0.95), "capturable": device == "cuda"}
+    if column == "bf16 perturbed":
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.add_(1e-6 * torch.randn_like(parameter))
     if everything:
         # Nothing clips gradients here: they may stay in bfloat16.
         optimizer: Any = FusedAdam(network.parameters(), **options, adam_w_mode=True, materialize_master_grads=False)
@@ -71,7 +78,7 @@ def prepare(column: str, device: str, size: dict[str, int], seed: int = 0, compi
 
         convert_to_float8_training(network.blocks, config=Float8LinearConfig.from_recipe_name(scaling))
     how: dict[str, Any] = {"backend": "aot_eager"} if device == "cpu" else {}
-    compiled = torch.compile(network, fullgraph=True, **how) if compiles else network
+    compiled = network if curve else torch.compile(network, fullgraph=True, **how)
 
     def step(tokens: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -83,26 +90,28 @@ def prepare(column: str, device: str, size: dict[str, int], seed: int = 0, compi
             with torch.autocast(device, dtype=torch.bfloat16):
                 loss = compiled(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
+        if curve:
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         return loss.detach()
 
-    return (graphs.capture(step) if everything and compiles else step), optimizer
+    return (graphs.capture(step) if everything or curve else step), optimizer
 
 
 def train_curve(column: str, device: str, size: dict[str, int], seed: int, steps: int) -> list[float]:
-    """The mean loss of every `WINDOW` steps; the learning rate goes up for 50 steps and down along a cosine."""
-    step, optimizer = prepare(column, device, size, seed, compiles=False)
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    """The mean loss of every `WINDOW` steps; the learning rate goes up for 100 steps and down along a cosine."""
+    step, optimizer = prepare(column, device, size, seed, curve=True)
+    files = sorted(Path(torch.__file__).parent.rglob("*.py"))
     data = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).to(device)
     generator = torch.Generator().manual_seed(seed)
     span = torch.arange(size["length"] + 1, device=device)
     losses = []
     for index in range(steps):
-        rate = min(1.0, (index + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * index / steps))
+        rate = min((index + 1) / 100, 0.55 + 0.45 * math.cos(math.pi * index / steps))
         for group in optimizer.param_groups:
             group["lr"] = size["lr"] * 1e-6 * rate
         first = torch.randint(len(data) - size["length"] - 1, (size["batch"], 1), generator=generator)
-        losses.append(step(data[first.to(device) + span].long()))
+        losses.append(step(data[first.to(device) + span].long()).clone())
     return [round(statistics.fmean(part), 4) for part in torch.stack(losses).view(-1, WINDOW).tolist()]
 
 
@@ -171,7 +180,7 @@ def sizes(arguments: argparse.Namespace) -> dict[str, int]:
     if arguments.tiny:
         return {"depth": 2, "width": 64, "vocabulary": 256, "length": 32, "batch": 2, "lr": 300}
     if arguments.curve:
-        return {"depth": 4, "width": 512, "vocabulary": 256, "length": 256, "batch": 16, "lr": 600}
+        return {"depth": 6, "width": 512, "vocabulary": 256, "length": 256, "batch": 64, "lr": 1000}
     return {"depth": 6, "width": 4096, "vocabulary": 32000, "length": 2048, "batch": 4, "lr": 100}
 
 
@@ -199,7 +208,7 @@ def listen(process: Any, errors: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
+    parser.add_argument("--columns", nargs="+", choices=sorted({*COLUMNS, *CURVES}), help="all of them by default")
     parser.add_argument("--steps", type=int, default=5, help="steps per round")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--at-once", type=int, default=2, help="columns that compile together; they share the memory")
@@ -215,14 +224,15 @@ def main() -> None:
     if arguments.child:
         child(arguments.child, arguments)
         return
+    columns = arguments.columns or list(CURVES if arguments.curve else COLUMNS)
     deadline = time.monotonic() + arguments.limit
     device = torch.device(arguments.device)
     path = arguments.output or RESULTS / f"{device_stem(device_name(device))}-fp8.json"
     key, results = ("curve" if arguments.curve else "steps"), dict[str, dict[str, Any]]()
-    for first in range(0, len(arguments.columns), arguments.at_once):
+    for first in range(0, len(columns), arguments.at_once):
         if time.monotonic() > deadline:
             break
-        running = {name: start(name, arguments) for name in arguments.columns[first : first + arguments.at_once]}
+        running = {name: start(name, arguments) for name in columns[first : first + arguments.at_once]}
         # A line of each when it is warm, or has trained the first seed; then its times, one column after the other, or
         # its other seeds.
         for turn in range(arguments.seeds if arguments.curve else 2):

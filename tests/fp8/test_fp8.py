@@ -260,10 +260,15 @@ def test_two_processes(name: str, found: dict[str, str]) -> None:
 @GPU
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")
 @pytest.mark.parametrize("scaling", DYNAMIC)
-def test_compiled_and_captured(scaling):
-    """Products on the GPU, compiled by Inductor, against the same in eager mode."""
+def test_compiled_by_inductor(scaling, monkeypatch):
+    """Products on the GPU, compiled by Inductor, against the same in eager mode: bit for bit.
+
+    As it is, Inductor does not round what it fuses to bfloat16. The largest magnitude, and with it the scale, is then
+    that of wider numbers, and some go to the next number of float8: 4% of a gradient's norm here.
+    """
     if reason := float8.obstacle(torch.device("cuda")):
         pytest.skip(reason)
+    monkeypatch.setattr("torch._inductor.config.emulate_precision_casts", True)
     results = []
     for compiled in (False, True):
         model = network("cuda", torch.bfloat16)
@@ -274,9 +279,7 @@ def test_compiled_and_captured(scaling):
         y.float().square().sum().backward()
         results.append([y.detach(), *(p.grad for p in model.parameters())])
     for eager, traced in zip(*results, strict=True):
-        # Inductor does not round what it fuses to bfloat16, so a hundredth of the gradients goes to the next number of
-        # e5m2, an eighth to a quarter away.
-        assert float((traced.float() - eager.float()).norm() / eager.float().norm()) < 0.05
+        assert torch.equal(traced, eager)
 
 
 @GPU

@@ -51,6 +51,19 @@ def test_copies_have_the_bits_of_pytorchs(shape, dtype, by_row, route):
         assert (error <= steps * (input.double().abs() + smallest) * 1.001).all()
 
 
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("by_row", [False, True], ids=["tensorwise", "rowwise"])
+def test_numbers_halfway_between_two(by_row, route):
+    """With 5.25 as the largest magnitude a third of all numbers of bfloat16 are: one bit of the scale decides them."""
+    input = (torch.arange(-168, 168).view(16, 21) / 32).to(route.device, torch.bfloat16)
+    input[:, 0] = 5.25
+    with _library.implementation(route.implementation):
+        found = cast(input, by_row, torch.float8_e4m3fn)
+    expected = reference.cast_both(input, reference.amax(input, by_row), by_row, torch.float8_e4m3fn)
+    assert torch.equal(found[0].float(), expected[0].float())
+    assert torch.equal(found[1].float(), expected[1].float())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="sizes for a GPU")
 @pytest.mark.parametrize("by_row", [False, True], ids=["tensorwise", "rowwise"])
