@@ -92,11 +92,7 @@ def _full_columns(implementations: list[str]) -> list[Column]:
 
 
 def _narrow_columns() -> list[Column]:
-    return [
-        _time_column(OURS),
-        Column("best peer us", _best_time),
-        Column("ours/best", _ratio),
-    ]
+    return [_time_column(OURS), Column("best peer us", _best_time), Column("ours/best", _ratio)]
 
 
 def _time_column(implementation: str) -> Column:

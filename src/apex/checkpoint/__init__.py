@@ -6,13 +6,4 @@ from ._files import DamagedCheckpoint, load, save, verify
 from ._series import Series, latest
 from ._sharded import load_sharded, save_sharded
 
-__all__ = [
-    "DamagedCheckpoint",
-    "Series",
-    "latest",
-    "load",
-    "load_sharded",
-    "save",
-    "save_sharded",
-    "verify",
-]
+__all__ = ["DamagedCheckpoint", "Series", "latest", "load", "load_sharded", "save", "save_sharded", "verify"]

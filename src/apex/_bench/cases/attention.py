@@ -126,10 +126,7 @@ class Packed:
         def ours(qkv: Tensor, bounds: Tensor) -> Tensor:
             return FMHAFun.apply(qkv, bounds, self.dropout, self.length, True, False)
 
-        makers: dict[str, Maker] = {
-            OURS: lambda: ours,
-            "sdpa": lambda: self._by_hand(device),
-        }
+        makers: dict[str, Maker] = {OURS: lambda: ours, "sdpa": lambda: self._by_hand(device)}
         known = importlib.util.find_spec("torch.nn.attention.varlen") is not None
         # PyTorch's own has neither dropout nor float32.
         if all_peers and known and not self.dropout and self.dtype != torch.float32:

@@ -129,11 +129,7 @@ def record_script(script: Path, arguments: Sequence[str]) -> list[tuple[Question
 
 
 def tune(
-    questions: Sequence[tuple[Question, Any]],
-    device: torch.device,
-    seconds: float,
-    output: Path,
-    messages: Console,
+    questions: Sequence[tuple[Question, Any]], device: torch.device, seconds: float, output: Path, messages: Console
 ) -> tuple[list[Search], bool]:
     """Searches, and writes the table anew with every entry found; whether it was interrupted is the second result."""
     outcomes: list[Search] = []

@@ -4,15 +4,7 @@ import torch
 
 MODULE = torch
 
-CONVOLUTIONS = [
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "conv_tbc",
-]
+CONVOLUTIONS = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc"]
 
 FP16_FUNCS = [
     *CONVOLUTIONS,

@@ -16,10 +16,7 @@ from .fused_sgd import FusedSGD
 __all__ = ["DistributedFusedAdam", "DistributedFusedLAMB", "FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"]
 
 # Imported at first use: they need torch.distributed.
-_LATER = {
-    "DistributedFusedAdam": "distributed_fused_adam",
-    "DistributedFusedLAMB": "distributed_fused_lamb",
-}
+_LATER = {"DistributedFusedAdam": "distributed_fused_adam", "DistributedFusedLAMB": "distributed_fused_lamb"}
 
 
 def __getattr__(name: str) -> Any:

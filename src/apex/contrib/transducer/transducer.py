@@ -54,21 +54,10 @@ class TransducerJoint(torch.nn.Module):
         """
         if self.pack_output and (batch_offset is None or packed_batch == 0):
             raise ValueError("pack_output=True needs batch_offset and packed_batch")
-        return TransducerJointFunc.apply(
-            f,
-            g,
-            f_len,
-            g_len,
-            self.pack_output,
-            self.relu,
-            self.dropout and self.training,
-            batch_offset if self.pack_output else self.dummy_batch_offset,
-            packed_batch,
-            self.opt,
-            self.fwd_tile_size,
-            self.dropout_prob,
-            self.mask_probe,
-        )
+        flags = (self.pack_output, self.relu, self.dropout and self.training)
+        packing = (batch_offset if self.pack_output else self.dummy_batch_offset, packed_batch)
+        settings = (self.opt, self.fwd_tile_size, self.dropout_prob, self.mask_probe)
+        return TransducerJointFunc.apply(f, g, f_len, g_len, *flags, *packing, *settings)
 
 
 class TransducerLoss(torch.nn.Module):
@@ -118,20 +107,8 @@ class TransducerLossFunc(torch.autograd.Function):
     """The autograd node behind `TransducerLoss`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx,
-        x,
-        label,
-        f_len,
-        y_len,
-        batch_offset,
-        max_f_len,
-        blank_idx,
-        fuse_softmax_backward,
-        debug_list,
-        opt,
-        packed_input,
-    ):
+    def forward(ctx, x, label, f_len, y_len, batch_offset, max_f_len, blank_idx, *settings):  # type: ignore[override]
+        _fuse_softmax_backward, debug_list, _opt, packed_input = settings
         wants_scores = debug_list is not None and len(debug_list) == 0
         offset = batch_offset if packed_input else None
         sizes = integer("max_f_len", max_f_len), integer("blank_idx", blank_idx)
@@ -153,22 +130,8 @@ class TransducerJointFunc(torch.autograd.Function):
     """The autograd node behind `TransducerJoint`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx,
-        f,
-        g,
-        f_len,
-        g_len,
-        pack_output,
-        relu,
-        dropout,
-        batch_offset,
-        packed_batch,
-        opt,
-        fwd_tile_size,
-        dropout_prob,
-        mask_probe,
-    ):
+    def forward(ctx, f, g, f_len, g_len, pack_output, relu, dropout, *settings):  # type: ignore[override]
+        batch_offset, packed_batch, _opt, _fwd_tile_size, dropout_prob, mask_probe = settings
         wants_mask = mask_probe is not None and bool(relu or dropout)
         offset, rows = batch_offset if pack_output else None, integer("packed_batch", packed_batch)
         probability = float(dropout_prob) if dropout else 0.0

@@ -4,10 +4,4 @@ from . import p2p_communication, utils
 from .schedules import forward_backward_zero_bubble, get_forward_backward_func
 from .schedules.common import build_model
 
-__all__ = [
-    "build_model",
-    "forward_backward_zero_bubble",
-    "get_forward_backward_func",
-    "p2p_communication",
-    "utils",
-]
+__all__ = ["build_model", "forward_backward_zero_bubble", "get_forward_backward_func", "p2p_communication", "utils"]

@@ -119,10 +119,7 @@ class ToyParallelMLP(_Stage):
             sequence_parallel_enabled=sequence_parallel_enabled,
         )
         self.dense_4h_to_h = RowParallelLinear(
-            4 * hidden_size,
-            hidden_size,
-            input_is_parallel=True,
-            sequence_parallel_enabled=sequence_parallel_enabled,
+            4 * hidden_size, hidden_size, input_is_parallel=True, sequence_parallel_enabled=sequence_parallel_enabled
         )
         self.activation_func = nn.GELU()
 

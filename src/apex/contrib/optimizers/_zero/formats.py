@@ -110,10 +110,7 @@ def shards_of_ranks(optimizer: Any, on_root: bool) -> dict[str, Any] | None:
     found = gather_objects(stream.getvalue(), groups.distributed, groups.ranks)
     if found is None or (not groups.is_one and torch.distributed.get_rank() != groups.root):
         return None
-    return {
-        "gathered_states": [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in found],
-        "format": 1,
-    }
+    return {"gathered_states": [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in found], "format": 1}
 
 
 def _unpacked(optimizer: Any, packed: Tensor) -> dict[str, Any]:

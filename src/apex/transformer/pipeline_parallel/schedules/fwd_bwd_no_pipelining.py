@@ -16,12 +16,7 @@ __all__ = ["forward_backward_no_pipelining"]
 
 
 def forward_backward_no_pipelining(
-    forward_step_func: FwdStepFunc,
-    batch: Batch,
-    model: Model,
-    *,
-    forward_only: bool,
-    **options: Unpack[StepOptions],
+    forward_step_func: FwdStepFunc, batch: Batch, model: Model, *, forward_only: bool, **options: Unpack[StepOptions]
 ) -> list[Any]:
     """Runs all microbatches of `batch`; what `loss_func` returned beside each loss.
 

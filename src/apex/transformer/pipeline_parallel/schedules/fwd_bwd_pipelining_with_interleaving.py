@@ -17,12 +17,7 @@ __all__ = ["_forward_backward_pipelining_with_interleaving"]
 
 
 def _forward_backward_pipelining_with_interleaving(
-    forward_step_func: FwdStepFunc,
-    batch: Batch,
-    model: Model,
-    *,
-    forward_only: bool,
-    **options: Unpack[StepOptions],
+    forward_step_func: FwdStepFunc, batch: Batch, model: Model, *, forward_only: bool, **options: Unpack[StepOptions]
 ) -> list[Any]:
     """Runs all microbatches through the pipeline; in the last stage, what `loss_func` returned beside each loss.
 

@@ -45,12 +45,7 @@ def get_tensor_shapes(
 
 
 def forward_backward_pipelining_without_interleaving(
-    forward_step_func: FwdStepFunc,
-    batch: Batch,
-    model: Model,
-    *,
-    forward_only: bool,
-    **options: Unpack[StepOptions],
+    forward_step_func: FwdStepFunc, batch: Batch, model: Model, *, forward_only: bool, **options: Unpack[StepOptions]
 ) -> list[Any]:
     """Runs all microbatches through the pipeline; in the last stage, what `loss_func` returned beside each loss.
 

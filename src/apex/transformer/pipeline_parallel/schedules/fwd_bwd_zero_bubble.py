@@ -17,12 +17,7 @@ __all__ = ["forward_backward_zero_bubble"]
 
 
 def forward_backward_zero_bubble(
-    forward_step_func: FwdStepFunc,
-    batch: Batch,
-    model: Model,
-    *,
-    forward_only: bool,
-    **options: Unpack[StepOptions],
+    forward_step_func: FwdStepFunc, batch: Batch, model: Model, *, forward_only: bool, **options: Unpack[StepOptions]
 ) -> list[Any]:
     """As the interleaved schedule, with ZB-H1 where the model is one chunk per rank and ZB-V where it is two.
 
