@@ -70,6 +70,12 @@ def test_hyperparameters_are_checked(name: str) -> None:
         assert len(optimizer.param_groups) == 1
 
 
+@every_class
+def test_unknown_options_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match="nonsense"):
+        make(name, nonsense=1)
+
+
 def test_usable_hyperparameters_of_unusual_types() -> None:
     numpy = pytest.importorskip("numpy")
     for lr in (1, torch.tensor(0.1), torch.tensor([0.1]), numpy.float32(0.1)):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from apex.transformer.enums import ModelType
-from apex.transformer.pipeline_parallel import get_forward_backward_func, schedules, utils
+from apex.transformer.pipeline_parallel import get_forward_backward_func, p2p_communication, schedules, utils
 from apex.transformer.pipeline_parallel._split_backward import backward_input
 from apex.transformer.pipeline_parallel._timers import _Timers
 from apex.transformer.pipeline_parallel.schedules import common
@@ -150,3 +150,12 @@ def test_backward_pass_in_two_parts() -> None:
     assert torch.equal(parted.grad, whole.grad)
     for param, one in zip(model.parameters(), expected, strict=True):
         assert torch.equal(param.grad, one)
+
+
+def test_exchanges_refuse_options_that_they_do_not_have() -> None:
+    with pytest.raises(TypeError, match="nonsense"):
+        p2p_communication.recv_forward((2, 3), nonsense=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="overlap_p2p_comm"):  # nobody could wait for it
+        p2p_communication.recv_backward((2, 3), overlap_p2p_comm=True)
+    with pytest.raises(TypeError, match="nonsense"):
+        p2p_communication.send_forward_recv_forward(None, True, (2, 3), nonsense=True)  # type: ignore[call-arg]
