@@ -77,21 +77,9 @@ def _self_backward(
     heads, output_grads, matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights,
     output_weights, dropout_mask, dropout_prob, biases: bool,
 ) -> list[Tensor]:  # fmt: skip
-    gradients = explicit.self_backward(
-        output_grads,
-        inputs,
-        input_weights,
-        output_weights,
-        input_lin_results,
-        matmul2_results,
-        softmax_results,
-        dropout_results,
-        dropout_mask,
-        int(heads),
-        _scale(inputs, heads),
-        float(dropout_prob),
-        biases,
-    )
+    saved = input_lin_results, matmul2_results, softmax_results, dropout_results, dropout_mask
+    settings = int(heads), _scale(inputs, heads), float(dropout_prob), biases
+    gradients = explicit.self_backward(output_grads, inputs, input_weights, output_weights, *saved, *settings)
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -232,24 +220,10 @@ def encdec_multihead_attn_backward(
     inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, dropout_mask, dropout_prob,
 ):  # fmt: skip
     """[input_q_grads, input_kv_grads, input_weight_q_grads, input_weight_kv_grads, output_weight_grads]"""
-    gradients = explicit.encdec_backward(
-        output_grads,
-        inputs_q,
-        inputs_kv,
-        input_weights_q,
-        input_weights_kv,
-        output_weights,
-        input_lin_q_results,
-        input_lin_kv_results,
-        matmul2_results,
-        softmax_results,
-        dropout_results,
-        dropout_mask,
-        int(heads),
-        _scale(inputs_q, heads),
-        float(dropout_prob),
-        biases=False,
-    )
+    given = inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights
+    saved = input_lin_q_results, input_lin_kv_results, matmul2_results, softmax_results, dropout_results, dropout_mask
+    settings = int(heads), _scale(inputs_q, heads), float(dropout_prob)
+    gradients = explicit.encdec_backward(output_grads, *given, *saved, *settings, biases=False)
     return [gradient for gradient in gradients if gradient is not None]
 
 

@@ -112,22 +112,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         check_step("step", step)
         self.reduced_precision_dtype = reduced_precision_dtype
         self._initial_step = int(step)
-        super().__init__(
-            params,
-            _number(lr, torch.float32, None),
-            bias_correction,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            adam_w_mode,
-            grad_averaging,
-            True,
-            max_grad_norm,
-            use_nvlamb,
-            master_weights=master_weights,
-            capturable=True,
-        )
+        adam = (_number(lr, torch.float32, None), bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
+        lamb: dict[str, Any] = dict(grad_averaging=grad_averaging, max_grad_norm=max_grad_norm, use_nvlamb=use_nvlamb)
+        super().__init__(params, *adam, **lamb, master_weights=master_weights, capturable=True)
         self.defaults["step"] = torch.tensor([self._initial_step], dtype=torch.int32, device=HOST)
 
     def step(  # type: ignore[override]

@@ -34,16 +34,8 @@ class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):
         amsgrad: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            adam_w_mode=self._decoupled,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            **options,
-        )
+        numbers: dict[str, Any] = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, **numbers, amsgrad=amsgrad, adam_w_mode=self._decoupled, **options)
 
     def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         super()._update(group, bucket, self._step_of(bucket, step), scaling, seed)

@@ -130,16 +130,9 @@ def _converted_norm(
         return module
     if isinstance(module, torch.nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         raise ValueError(f"{module} does not know its channels yet; pass it an input before it is converted")
-    norm = SyncBatchNorm(
-        module.num_features,
-        module.eps,
-        module.momentum,
-        module.affine,
-        module.track_running_stats,
-        process_group,
-        channel_last,
-        bool(getattr(module, "fuse_relu", False)),
-    )
+    settings = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+    fuse_relu = bool(getattr(module, "fuse_relu", False))
+    norm = SyncBatchNorm(*settings, process_group, channel_last, fuse_relu)
     for name, parameter in module._parameters.items():
         norm.register_parameter(name, parameter)
     for name, buffer in module._buffers.items():

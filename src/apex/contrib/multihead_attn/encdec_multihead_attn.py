@@ -89,20 +89,11 @@ class EncdecMultiheadAttn(MultiheadAttnBase):
                 query, key, *norm, *weights, heads=self.num_heads, mask=mask, dropout=dropout
             )
             return outputs, None
-        outputs = encdec_attn_func(
-            attn_mask is not None,
-            is_training,
-            self.num_heads,
-            self.scaling,
-            query if self.lyr_nrm is None else self.lyr_nrm(query),
-            key,
-            *weights,
-            self.in_proj_bias_q,
-            self.in_proj_bias_kv,
-            self.out_proj_bias,
-            None if mask is None else mask.as_tensor(len(query), len(key), query.device),
-            self.dropout,
-        )
+        inputs = query if self.lyr_nrm is None else self.lyr_nrm(query), key
+        biases = self.in_proj_bias_q, self.in_proj_bias_kv, self.out_proj_bias
+        tensor = None if mask is None else mask.as_tensor(len(query), len(key), query.device)
+        settings = attn_mask is not None, is_training, self.num_heads, self.scaling
+        outputs = encdec_attn_func(*settings, *inputs, *weights, *biases, tensor, self.dropout)
         if self.include_norm_add:
             outputs = multihead.dropout_add(outputs, query, dropout)
         return outputs, None

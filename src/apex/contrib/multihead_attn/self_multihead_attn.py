@@ -119,17 +119,8 @@ class SelfMultiheadAttn(MultiheadAttnBase):
             return outputs, None
         inputs = query if self.lyr_nrm is None else self.lyr_nrm(query)
         tensor = None if mask is None else mask.as_tensor(len(query), len(query), query.device)
-        outputs = self_attn_func(
-            attn_mask is not None,
-            is_training,
-            self.num_heads,
-            self.scaling,
-            inputs,
-            *parameters,
-            tensor,
-            self.mask_additive,
-            self.dropout,
-        )
+        settings = attn_mask is not None, is_training, self.num_heads, self.scaling
+        outputs = self_attn_func(*settings, inputs, *parameters, tensor, self.mask_additive, self.dropout)
         if self.include_norm_add:
             outputs = multihead.dropout_add(outputs, query, dropout)
         return outputs, None

@@ -102,29 +102,22 @@ class TransformerConfig:
         ).to(self.params_dtype)
 
 
+# What Megatron's command line and the configuration call alike.
+_SAME_NAMES = """
+num_layers hidden_size num_attention_heads max_position_embeddings ffn_hidden_size kv_channels layernorm_epsilon
+hidden_dropout attention_dropout init_method_std seed params_dtype sequence_parallel gradient_accumulation_fusion
+recompute_num_layers distribute_saved_activations
+"""
+
+
 def config_from_args(args: Any = None) -> TransformerConfig:
     """The model that Megatron's command line describes; `args.padded_vocab_size` must have been set."""
     args = global_vars.get_args() if args is None else args
     return TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
         vocab_size=args.padded_vocab_size,
-        max_position_embeddings=args.max_position_embeddings,
-        ffn_hidden_size=args.ffn_hidden_size,
-        kv_channels=args.kv_channels,
-        layernorm_epsilon=args.layernorm_epsilon,
-        hidden_dropout=args.hidden_dropout,
-        attention_dropout=args.attention_dropout,
-        init_method_std=args.init_method_std,
-        seed=args.seed,
-        params_dtype=args.params_dtype,
-        sequence_parallel=args.sequence_parallel,
-        gradient_accumulation_fusion=args.gradient_accumulation_fusion,
         recompute=args.recompute_granularity,
         recompute_method=args.recompute_method or "uniform",
-        recompute_num_layers=args.recompute_num_layers,
-        distribute_saved_activations=args.distribute_saved_activations,
+        **{name: getattr(args, name) for name in _SAME_NAMES.split()},
     )
 
 
