@@ -165,7 +165,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, params: Any, defaults: dict[str, Any], *, set_grad_none: bool = True, **options: Unpack[Options]
     ) -> None:
-        if unknown := options.keys() - Options.__annotations__.keys():
+        if unknown := options.keys() - Options.__optional_keys__:
             raise TypeError(f"{type(self).__name__} got unexpected keyword arguments: {', '.join(sorted(unknown))}")
         self._check_options({**defaults, **options, "set_grad_none": set_grad_none})
         vars(self).update(options)

@@ -169,7 +169,7 @@ def _kept_until_sent(handles: list[Any]) -> None:
 
 def _overlaps(options: Options) -> bool:
     """Whether the caller of an exchange in a ring waits for tensors itself."""
-    _check_names(options, Options.__annotations__.keys())
+    _check_names(options, Options.__optional_keys__)
     return options.get("overlap_p2p_comm", False)
 
 
@@ -180,12 +180,12 @@ def _check_names(options: Options, known: Set[str]) -> None:
 
 
 def _first(options: Options) -> bool:
-    _check_names(options, Options.__annotations__.keys() - {"overlap_p2p_comm"})
+    _check_names(options, Options.__optional_keys__ - {"overlap_p2p_comm"})
     return parallel_state.is_pipeline_first_stage()
 
 
 def _last(options: Options) -> bool:
-    _check_names(options, Options.__annotations__.keys() - {"overlap_p2p_comm"})
+    _check_names(options, Options.__optional_keys__ - {"overlap_p2p_comm"})
     return parallel_state.is_pipeline_last_stage()
 
 
