@@ -18,6 +18,7 @@ from apex.contrib.xentropy import linear_cross_entropy
 from apex.fused_bias_swiglu import fused_bias_swiglu
 from apex.fused_dense import FusedDenseGeluDense
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
+from apex.ops.max_pool import max_pool2d
 from apex.ops.rope import rotary_embedding_pair
 
 Batch = tuple[Tensor, ...]
@@ -149,12 +150,19 @@ class Llama(nn.Module):
         return token_loss(self.norm(x), self.head.weight, targets, self.fused)
 
 
+class MaxPool(nn.MaxPool2d):
+    """PyTorch's module with the operator of apex."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return max_pool2d(x, self.kernel_size, self.stride, self.padding)
+
+
 class Classifier(nn.Module):
     """A network of ResNet-50's shape and its loss."""
 
     def __init__(self, fused: bool, first: int = 64) -> None:
         super().__init__()
-        self.layers = resnet50(fused_norm if fused else NormReLU, first)
+        self.layers = resnet50(fused_norm, first, MaxPool) if fused else resnet50(NormReLU, first)
 
     def forward(self, images: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.layers(images).float(), targets)
