@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from apex.ops.conv.bottleneck import conv_gradients, conv_relu, relu_gradient, scale_rows
+from apex.ops.conv.bottleneck import conv_relu, relu_gradient
+from apex.ops.conv.op import Pair, conv_gradients
 
 Tensors = Sequence[Tensor]
 
@@ -55,13 +56,13 @@ def _finished(raw: Tensor, inputs: Tensors) -> Tensor:
 
 
 def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
-    scaled = torch.empty_like(weight)
-    scale_rows([weight], [scale], [scaled])
-    return scaled
+    return (weight * scale.reshape(-1, 1, 1, 1)).to(weight.dtype)
 
 
-def _out2(out1: Tensor, inputs: Tensors, padding: tuple[int, int]) -> Tensor:
-    return conv_relu(out1, _scaled(inputs[2], inputs[5]), inputs[8].reshape(-1), padding)
+def _conv_relu(images: Tensor, inputs: Tensors, number: int, padding: Pair, summand: Tensor | None = None) -> Tensor:
+    """The first, second or third convolution with all that follows it."""
+    scaled = _scaled(inputs[number], inputs[number + 3])
+    return conv_relu(images, scaled, inputs[number + 6].reshape(-1), padding, summand)
 
 
 def _within(tensor: Tensor, top: Tensor, bottom: Tensor) -> Tensor:
@@ -75,11 +76,11 @@ def _before(gradient: Tensor, output: Tensor, scale: Tensor) -> Tensor:
     return relu_gradient(gradient, output) * scale.reshape(1, -1, 1, 1)
 
 
-def _data_gradient(dz: Tensor, like: Tensor, weight: Tensor, padding: tuple[int, int], stride: int = 1) -> Any:
+def _data_gradient(dz: Tensor, like: Tensor, weight: Tensor, padding: Pair, stride: int = 1) -> Any:
     return conv_gradients(dz, like, weight, padding, (True, False), stride)[0]
 
 
-def _weight_gradient(dz: Tensor, images: Tensor, weight: Tensor, padding: tuple[int, int], stride: int = 1) -> Any:
+def _weight_gradient(dz: Tensor, images: Tensor, weight: Tensor, padding: Pair, stride: int = 1) -> Any:
     return conv_gradients(dz, images, weight, padding, (False, True), stride)[1]
 
 
@@ -96,14 +97,13 @@ def forward_init(stride: int, inputs: Tensors) -> list[Tensor]:
 @_stage
 def forward_out1(stride: int, inputs: Tensors, outputs: Tensors) -> None:
     """The first convolution."""
-    x, weight, scale, bias = (inputs[place] for place in (0, 1, 4, 7))
-    outputs[0].copy_(conv_relu(x[:, :, ::stride, ::stride], _scaled(weight, scale), bias.reshape(-1), _NONE))
+    outputs[0].copy_(_conv_relu(inputs[0][:, :, ::stride, ::stride], inputs, 1, _NONE))
 
 
 @_stage
 def forward_out2(stride: int, inputs: Tensors, outputs: Tensors) -> None:
     """The second one, with zeros around."""
-    outputs[1].copy_(_out2(outputs[0], inputs, _BOTH))
+    outputs[1].copy_(_conv_relu(outputs[0], inputs, 2, _BOTH))
 
 
 @_stage
@@ -116,7 +116,7 @@ def forward_out2_mask(stride: int, inputs: Tensors, outputs: Tensors, top: Tenso
 @_stage
 def forward_out2_halo(fat_halo: Tensor, inputs: Tensors) -> Tensor:
     """The row of out2 in the middle of three rows of out1."""
-    return _out2(fat_halo, inputs, _COLUMNS)
+    return _conv_relu(fat_halo, inputs, 2, _COLUMNS)
 
 
 @_stage
@@ -128,7 +128,7 @@ def forward_out2_halo_corr(halo: Tensor, inputs: Tensors, w1by3: Tensor, part: T
 @_stage
 def forward_out2_pad(stride: int, inputs: Tensors, outputs: Tensors, out1_pad: Tensor) -> None:
     """out2 from out1 with a row of each neighbour."""
-    outputs[1].copy_(_out2(out1_pad, inputs, _COLUMNS))
+    outputs[1].copy_(_conv_relu(out1_pad, inputs, 2, _COLUMNS))
 
 
 @_stage
@@ -136,9 +136,9 @@ def forward_rest(stride: int, inputs: Tensors, outputs: Tensors) -> None:
     """The third convolution and the shortcut: y."""
     shortcut = inputs[0][:, :, ::stride, ::stride]
     if len(inputs) > 10:
-        shortcut = functional.conv2d(shortcut, _scaled(inputs[10], inputs[11]), inputs[12].reshape(-1))
-    scaled = _scaled(inputs[3], inputs[6])
-    outputs[2].copy_(conv_relu(outputs[1], scaled, inputs[9].reshape(-1), _NONE, shortcut))
+        w4, s4, b4 = inputs[10:]
+        shortcut = functional.conv2d(shortcut, _scaled(w4, s4), b4.reshape(-1))
+    outputs[2].copy_(_conv_relu(outputs[1], inputs, 3, _NONE, shortcut))
 
 
 def forward(nhwc: bool, stride: int, inputs: Tensors) -> list[Tensor]:

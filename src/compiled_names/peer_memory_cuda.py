@@ -102,13 +102,15 @@ def push_pull_halos_1d(
 ) -> None:
     """Sends the `in` halos to the neighbours and fills the `out` halos with theirs, or with zeros.
 
-    The `in` transfer buffers are this rank's of a PeerMemoryPool, the `out` ones the neighbours'. Any batch is taken,
-    and both edges may be zero.
+    The `in` transfer buffers are this rank's of a PeerMemoryPool, the `out` ones the neighbours'.
     """
     if not all(hasattr(each, "peer") for each in (top_in_transfer, top_out_transfer, btm_out_transfer)):
         raise ValueError("the transfer buffers are not of PeerMemoryPool.allocate_peer_tensors")
-    top = top_in_halo, top_in_transfer, top_out_transfer, top_out_halo
-    btm = btm_in_halo, btm_in_transfer, btm_out_transfer, btm_out_halo
-    others = [side[2].peer[1] for side, zero in ((top, top_zero), (btm, btm_zero)) if not zero]  # type: ignore[attr-defined]
-    memory = top_in_transfer.peer[0]  # type: ignore[attr-defined]
-    push_pull(top_out_halo if top_zero else top, btm_out_halo if btm_zero else btm, memory, others)
+    memory, _ = top_in_transfer.peer  # type: ignore[attr-defined]
+    top = -1 if top_zero else top_out_transfer.peer[1]  # type: ignore[attr-defined]
+    btm = -1 if btm_zero else btm_out_transfer.peer[1]  # type: ignore[attr-defined]
+    push_pull(
+        memory,
+        (top_in_halo, top_in_transfer, top_out_transfer, top_out_halo, top),
+        (btm_in_halo, btm_in_transfer, btm_out_transfer, btm_out_halo, btm),
+    )

@@ -34,9 +34,8 @@ def run_compare(
     found, tensors = comparison.first, comparison.rows
     if as_json:  # which has no infinity
         rows = [{name: None if value == math.inf else value for name, value in vars(row).items()} for row in tensors]
-        print_json_document(
-            {"first": None if found is None else rows[tensors.index(found)], **vars(comparison), "rows": rows}
-        )
+        first_row = None if found is None else rows[tensors.index(found)]
+        print_json_document({"first": first_row, **vars(comparison), "rows": rows})
         return int(found is not None)
     _print_table(console, comparison, show_all)
     for which, keys in (("first", comparison.only_in_first), ("second", comparison.only_in_second)):
@@ -80,12 +79,11 @@ def draw(comparison: Comparison, path: Path) -> str | None:
     axes = figure.subplots()
     floor = 1e-12
     for kind, marker in (("forward", "o"), ("backward", "v"), ("parameter", "x")):
-        rows = [row for row in comparison.rows if row.kind == kind]
-        if rows:
-            errors = [min(max(row.error, floor), 1e4) for row in rows]
-            axes.semilogy([row.order for row in rows], errors, marker, markersize=4, label=kind)
-    orders = [row.order for row in comparison.rows]
-    axes.semilogy(orders, [max(row.tolerance, floor) for row in comparison.rows], "--", color="grey", label="allowed")
+        points = [(row.order, min(max(row.error, floor), 1e4)) for row in comparison.rows if row.kind == kind]
+        if points:
+            axes.semilogy(*zip(*points, strict=True), marker, markersize=4, label=kind)
+    allowed = [(row.order, max(row.tolerance, floor)) for row in comparison.rows]
+    axes.semilogy(*zip(*allowed, strict=True), "--", color="grey", label="allowed")
     first = comparison.first
     if first is not None:
         axes.axvline(first.order, color="red", linewidth=1)

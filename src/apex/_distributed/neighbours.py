@@ -26,10 +26,7 @@ def group_of(ranks: Sequence[int]) -> Any:
 
 
 def exchange_by_messages(sent: Sequence[Tensor], received: Sequence[Tensor], ranks: Sequence[int], group: Any) -> None:
-    """Sends a halo to the rank on the left and one to that on the right, and fills `received` with theirs.
-
-    A rank of -1 is an outer edge: nothing is sent, and zeros are received.
-    """
+    """Sends a halo to each of two ranks (-1: an outer edge, zeros come), and fills `received` with theirs."""
     what = f"the exchange of halos with ranks {', '.join(str(rank) for rank in ranks if rank >= 0)}"
     through_host = group is not None and dist.get_backend(group) == dist.Backend.GLOO and not on_host(sent[0])
     if group is not None:

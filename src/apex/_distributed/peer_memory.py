@@ -25,10 +25,8 @@ from .neighbours import group_of
 
 logger = logging.getLogger("apex.peer_memory")
 
-# Where a file stays in memory, on Linux.
-_MEMORY_FOLDER = Path("/dev/shm")
-# Bytes of the description of a piece of memory that another process opens.
-ADDRESS_BYTES = 1024
+_MEMORY_FOLDER = Path("/dev/shm")  # where a file stays in memory, on Linux
+ADDRESS_BYTES = 1024  # of the description of a piece of memory that another process opens
 
 
 class PeerMemory:
@@ -80,8 +78,8 @@ class PeerMemory:
 
             self._own = _symmetric_memory.empty(self.size, dtype=torch.uint8, device=device).zero_()
             self._handle = _symmetric_memory.rendezvous(self._own, self.group)
-            for index in range(len(self.ranks)):
-                memories.append(self._handle.get_buffer(index, (self.size,), torch.uint8))
+            places = range(len(self.ranks))
+            memories = [self._handle.get_buffer(place, (self.size,), torch.uint8) for place in places]
         except (ImportError, RuntimeError, TypeError, AttributeError) as error:
             problem = f"{type(error).__name__}: {error}"
         problems = [each for each in self._all(problem) if each is not None]
@@ -98,10 +96,7 @@ class PeerMemory:
         return [memory[offset : offset + count] for memory in self.memories]
 
     def meet(self, others: Sequence[int]) -> None:
-        """Waits, on a GPU its queue, until the ranks at these places have come here too: then all was written.
-
-        On the host by messages, which order writes to memory as well.
-        """
+        """Waits, on a GPU its queue, until the ranks at these places have come here too: then all was written."""
         others = list(dict.fromkeys(others))  # in a ring of two, one rank is on both sides
         if self._handle is not None:
             for other in others:
@@ -109,6 +104,7 @@ class PeerMemory:
             for other in others:
                 self._handle.wait_signal(other)
             return
+        # Messages order writes to memory as well.
         tokens = [torch.zeros(1, dtype=torch.uint8, device=HOST) for _ in range(2 * len(others))]
         kinds = [dist.isend, dist.irecv] * len(others)
         ranks = [self.ranks[other] for other in others for _ in range(2)]

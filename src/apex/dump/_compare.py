@@ -16,7 +16,7 @@ from .dump import import_h5py
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2}
 _COARSEST = 0.5  # of dtypes that are coarser still, such as float8
 
-Key = tuple[str, str, str, int]
+Key = tuple[str, str, str, int]  # module, kind, dataset and number of the call
 Dump = str | os.PathLike[str]
 
 
@@ -44,10 +44,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All tensors that both dumps have, in the order of execution, and those that only one has.
-
-    The latter as module, kind, dataset and number of the call.
-    """
+    """All tensors that both dumps have, in the order of execution, and the keys of those that only one has."""
 
     rows: list[Difference]
     only_in_first: list[Key]
@@ -70,17 +67,16 @@ def compare(first: Dump, second: Dump | Sequence[Dump], *, tolerance: float | No
         raise ValueError(f"tolerance must not be negative, got {tolerance}")
     if isinstance(second, (str, os.PathLike)):
         second = sorted(glob.glob(os.fspath(second))) or [second]
-    expected, (found, *others) = _read(first), [_read(file) for file in second]
-    rows: list[Difference] = []
-    allowed = 0.0
+    expected, parts = _read(first), [_read(file) for file in second]
+    found, rows, allowed = parts[0], [], 0.0
     for key, (order, layer, values, dtype) in expected.items():
         if key in found:
-            module, kind, _, _ = key
-            other = _joined([found[key][2], *(part[key][2] for part in others)], kind)
+            module, kind, *_ = key
             dtypes = (dtype, found[key][3])
             allowed = max(allowed, *(TOLERANCES.get(name, _COARSEST if "float" in name else 0.0) for name in dtypes))
+            errors = _errors(values, _joined([part[key][2] for part in parts], kind))
             limit = allowed if tolerance is None else tolerance
-            rows.append(Difference(order, module, layer, kind, dtypes, *_errors(values, other), limit))
+            rows.append(Difference(order, module, layer, kind, dtypes, *errors, limit))
     if not rows:
         raise ValueError(f"{os.fspath(first)} and {os.fspath(second[0])} have no module in common: other models?")
     return Comparison(rows, [k for k in expected if k not in found], [k for k in found if k not in expected])

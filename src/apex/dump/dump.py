@@ -16,17 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["HDF5FileOperation", "HookerAndDumper"]
-
 
 def import_h5py() -> Any:
     """The package that reads and writes HDF5 files."""
     try:
         import h5py
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "apex.dump needs h5py, which is not installed; pip install 'apex[dump]'", name="h5py"
-        ) from error
+        error.msg = "apex.dump needs h5py, which is not installed; pip install 'apex[dump]'"
+        raise
     return h5py
 
 
@@ -36,8 +33,7 @@ class HDF5FileOperation:
     def __init__(self, file_path: str, is_cover: bool = True) -> None:
         self.file_path = str(file_path)
         if is_cover:
-            with import_h5py().File(self.file_path, "w"):
-                pass
+            import_h5py().File(self.file_path, "w").close()
 
     def read_data(self) -> None:
         """Prints the names, dtypes and shapes of everything in the file."""
@@ -66,30 +62,19 @@ class HDF5FileOperation:
 
 
 class HookerAndDumper:
-    """Records steps of a model, each in a file whose name is `file_path`, the epoch and the step.
-
-        dumper = HookerAndDumper("dumps/O2-")
-        if (epoch, step) == (0, 3):
-            dumper.register_hooks(model, epoch, step)
-        ...  # forward and backward pass
-        dumper.remove_hooks()
+    """Records steps of a model, from `register_hooks` to `remove_hooks`, each in a file that begins with `file_path`.
 
     `inputs` also records what modules are given. Modules are changed in no way, and may work in place.
     """
 
     def __init__(self, file_path: str = "", *, inputs: bool = False) -> None:
-        self.prefix = str(file_path)
-        self.file_path = self.prefix
+        self.prefix = self.file_path = str(file_path)
         self.inputs = inputs
         self.handles: list[Any] = []
         self._names: dict[nn.Module, str] = {}
-        self._count = 0
 
     def register_hooks(self, model: nn.Module, epoch: int, step: int, *, loss_scale: float = 1.0) -> str:
-        """Records from now on; returns the file's path. `loss_scale` is what the loss is multiplied by.
-
-        Where several processes train together each writes a file of its own, with its rank in the name.
-        """
+        """Records from now on; returns the file's path, with the rank of one of several processes in its name."""
         if self.handles:
             raise RuntimeError(f"{self.file_path} is still being written; call remove_hooks() first")
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -101,14 +86,14 @@ class HookerAndDumper:
         self.handles += [module.register_forward_hook(self.forward_hook_fn) for module in self._names]
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                hook = functools.partial(self._parameter_hook, name)
+                hook = functools.partial(lambda name, leaf: self._write(name, "parameter", grad=leaf.grad), name)
                 self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
         return self.file_path
 
     def forward_hook_fn(self, module: nn.Module, input: Any, output: Any) -> None:
         """Records a module's output, and has the gradient of it recorded when it is computed."""
         inputs = {"feat_input": input} if self.inputs else {}
-        self._write(module._get_name(), self._names.get(module, ""), "forward", feat_output=output, **inputs)
+        self._write(module, "forward", feat_output=output, **inputs)
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 # Of the tensor and not of the module: PyTorch's hooks of modules refuse what works in place.
@@ -116,18 +101,16 @@ class HookerAndDumper:
 
     def backward_hook_fn(self, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
         """Records the gradient of a module's output."""
-        name = self._names.get(module, "")
-        self._write(module._get_name(), name, "backward", grad_output=grad_output, grad_input=grad_input)
+        self._write(module, "backward", grad_output=grad_output, grad_input=grad_input)
 
-    def _parameter_hook(self, name: str, parameter: Tensor) -> None:
-        self._write("Parameter", name, "parameter", grad=parameter.grad)
-
-    def _write(self, layer: str, module: str, kind: str, **data: Any) -> None:
-        """One record, whose gradients are multiplied by the loss scale."""
-        scale = 1.0 if kind == "forward" else self._loss_scale
-        for name, tensors in data.items():
-            attributes = {"module": module, "kind": kind, "loss_scale": scale}
-            self._file.write_data(f"{self._count:04d}_{layer}", name, tensors, attributes)
+    def _write(self, source: nn.Module | str, kind: str, **data: Any) -> None:
+        """A record of a module, or of a parameter by its name, whose gradients are multiplied by the loss scale."""
+        name, layer = source, "Parameter"
+        if isinstance(source, nn.Module):
+            name, layer = self._names.get(source, ""), source._get_name()
+        attributes = {"module": name, "kind": kind, "loss_scale": 1.0 if kind == "forward" else self._loss_scale}
+        for dataset, tensors in data.items():
+            self._file.write_data(f"{self._count:04d}_{layer}", dataset, tensors, attributes)
         self._count += 1
 
     def remove_hooks(self) -> None:

@@ -13,8 +13,8 @@ from .builder import (
     MissingCUDAException,
     OpBuilder,
     get_default_compute_capabilities,
+    lazy_attributes,
 )
-from .lazy import lazy_attributes
 
 __apex__ = True
 

@@ -1,16 +1,4 @@
-"""Builders of C++, CUDA and HIP extensions: a subclass names its sources, `load()` compiles and imports them.
-
-class ToyBuilder(CPUOpBuilder):
-    NAME = "toy"
-
-    def absolute_name(self):
-        return self.NAME
-
-    def sources(self):
-        return ["toy.cpp"]
-
-toy = ToyBuilder().load()
-"""
+"""Builders of C++, CUDA and HIP extensions: a subclass names its sources, `load()` compiles and imports them."""
 
 from __future__ import annotations
 
@@ -23,7 +11,7 @@ import subprocess
 import tempfile
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -222,10 +210,7 @@ class CUDAOpBuilder(OpBuilder):
         return ["-O3", *args]
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
-        """nvcc's flags for GPUs: those of `TORCH_CUDA_ARCH_LIST`, else of the argument, else usual ones.
-
-        A list such as "8.0;9.0+PTX"; `filter_ccs` may take entries away.
-        """
+        """nvcc's flags for GPUs: of `TORCH_CUDA_ARCH_LIST`, else of a list such as "8.0;9.0+PTX", else usual ones."""
         wanted = _env.cuda_architectures() or cross_compile_archs or get_default_compute_capabilities()
         flags = []
         for major, minor in self.filter_ccs(wanted.replace(" ", ";").strip(";").split(";")):
@@ -259,3 +244,21 @@ class CPUOpBuilder(CUDAOpBuilder):
     """An extension of C++ sources."""
 
     INCLUDE_FLAG = "APEX_BUILD_CPP_OPS"
+
+
+def lazy_attributes(builder: type[OpBuilder]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` for a module that compiles the extension of `builder` when something is asked for."""
+
+    def get_attribute(name: str) -> Any:
+        if name.startswith("_"):  # tools that look at modules compile nothing
+            raise AttributeError(f"{builder.NAME} has no attribute {name!r}")
+        try:
+            module = builder().load(verbose=False)
+        except Exception as error:
+            raise ImportError(f"{builder.NAME} cannot be loaded: {error}", name=builder.NAME) from error
+        return getattr(module, name)
+
+    def list_attributes() -> list[str]:
+        return dir(builder().load(verbose=False))
+
+    return get_attribute, list_attributes

@@ -1,9 +1,6 @@
 """Compiling kernels ahead of time, for GPUs that need not be here, into the cache that Triton looks into at run time.
 
-with planning(GPUS["sm_90"]) as launches:
-    layer_norm(torch.empty(16384, 4096, dtype=torch.bfloat16, device="meta"), (4096,))
-for launch in launches:
-    compile_launch(launch, GPUS["sm_90"])
+`planning` collects the launches of calls, `compile_launch` compiles one of them.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ from . import _library
 from ._device import DeviceFacts, facts, pretend
 from ._launch import Launch, recording
 
-KIB = 1024
-
 
 @dataclass(frozen=True)
 class GPU:
@@ -41,7 +36,7 @@ class GPU:
 
 
 def _gpu(backend: str, architecture: Any, warp_size: int, multiprocessors: int, shared_kib: int) -> GPU:
-    known = DeviceFacts(str(architecture), backend, multiprocessors, warp_size, shared_kib * KIB)
+    known = DeviceFacts(str(architecture), backend, multiprocessors, warp_size, shared_kib * 1024)
     return GPU(GPUTarget(backend, architecture, warp_size), known)
 
 
@@ -73,16 +68,14 @@ def planning(gpu: GPU, keep: bool = True) -> Iterator[MutableSequence[Launch]]:
         yield launches
 
 
-def _plain(constant: Any) -> Any:
-    """A constant that compares; of a function its name, because Triton wraps update rules for every list anew."""
-    return f"{constant.fn.__module__}.{constant.fn.__qualname__}" if hasattr(constant, "fn") else constant
-
-
 def program(launch: Launch) -> tuple[Any, ...]:
     """What Triton makes a program of, but for which of a launch's integers are multiples of 16."""
     prepared = launch.prepared
     dtypes = tuple(None if tensor is None else tensor.dtype for tensor in launch.tensors)
-    return prepared.kernel.name, tuple(map(_plain, prepared.constants)), dtypes, prepared.num_warps, prepared.num_stages
+    # Of a function its name, because Triton wraps update rules for every list anew.
+    names = ((each, getattr(each, "fn", None)) for each in prepared.constants)
+    constants = tuple(each if fn is None else f"{fn.__module__}.{fn.__qualname__}" for each, fn in names)
+    return prepared.kernel.name, constants, dtypes, prepared.num_warps, prepared.num_stages
 
 
 def program_key(launch: Launch) -> tuple[Any, ...]:
@@ -103,9 +96,8 @@ def hash_triton() -> None:
 def compile_launch(launch: Launch, gpu: GPU) -> Any:
     """Triton's compiled program: out of its cache if it is there, else written to it.
 
-    For processes that launch nothing, because Triton gets a driver here that says which GPU it is for and no more.
-    Triton derives the key of its cache from the arguments as at run time, with tensors of the device "meta" in place of
-    a GPU's.
+    For processes that launch nothing: Triton gets a driver that says which GPU it is for and no more. The key in its
+    cache comes from the arguments as at run time, with tensors of the device "meta" in place of a GPU's.
     """
     prepared = launch.prepared
     arguments = (*launch.tensors, *prepared.sizes, *launch.floats, *prepared.constants)
@@ -125,19 +117,20 @@ def entry_of(compiled: Any) -> str:
     return os.path.basename(get_cache_manager(compiled.hash).cache_dir)
 
 
-def compile_launcher(compiled: Any = None) -> None:
-    """Compiles the C code by which Triton launches an NVIDIA kernel, into the same cache; without one, its own start.
+def compile_launcher(compiled: Any) -> None:
+    """Compiles the C code by which Triton starts, and launches an NVIDIA kernel, into the same cache.
 
-    From Triton 3.7 on only the latter exists. Needs `linkable_driver`; the code cannot be loaded where there is no
+    From Triton 3.7 on only the former exists. Needs `linkable_driver`; the code cannot be loaded where there is no
     driver, but it is written.
     """
-    from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
+    from triton.backends.nvidia import driver as nvidia
 
     log = logging.getLogger("triton.runtime.build")  # warns of code in the cache that cannot be loaded
     before, log.level = log.level, logging.ERROR
     try:
-        with contextlib.suppress(ImportError, AttributeError):
-            CudaUtils() if compiled is None else CudaLauncher(compiled.src, compiled.metadata)
+        for make in (nvidia.CudaUtils, lambda: nvidia.CudaLauncher(compiled.src, compiled.metadata)):
+            with contextlib.suppress(ImportError, AttributeError):
+                make()
     finally:
         log.level = before
 

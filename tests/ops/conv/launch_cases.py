@@ -1,18 +1,14 @@
-"""Launches of the kernels behind a convolution and of a bottleneck's to compile for every GPU."""
+"""Launches of the kernel behind a convolution to compile for every GPU."""
 
 from __future__ import annotations
 
 import torch
 
-from apex.ops.conv.bottleneck import scale_rows, scales_and_biases
 from apex.ops.conv.op import launch_epilogue
 
 
 def record() -> None:
-    """Collects (under `recording`) launches with every flag, without scale and mask, and with a mask alone.
-
-    Then the scales of three norms and of four, and as many weights times these.
-    """
+    """Collects (under `recording`) launches with every flag, without scale and mask, and with a mask alone."""
     for dtype, flags in ((torch.float16, True), (torch.float32, False)):
         values = torch.empty(2, 8, 16, 256, dtype=dtype, device="meta").movedim(-1, 1)
         bias = torch.empty(256, dtype=dtype, device="meta")
@@ -20,8 +16,3 @@ def record() -> None:
         launch_epilogue(values, bias if flags else None, bias, mask)
         if mask is not None:
             launch_epilogue(values, None, None, mask)
-        norms = [[torch.empty(size, dtype=dtype, device="meta") for _ in range(4)] for size in (64, 64, 256, 256)]
-        scales, _ = scales_and_biases(norms if flags else norms[:3])
-        shapes = ((64, 256, 1, 1), (64, 64, 3, 3), (256, 64, 1, 1), (256, 256, 1, 1))[: len(scales)]
-        weights = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
-        scale_rows(weights, scales, weights)

@@ -37,6 +37,8 @@ class Row:
     seconds: float = 0.0
 
 
+_ahead = _library.LazyModule("apex.ops._ahead")  # it needs Triton
+
 # Programs to compile, which worker processes, being forks, find by number: the first row that needs it, GPU, launch.
 _tasks: list[tuple[Row, Any, Any]] = []
 
@@ -52,11 +54,9 @@ def run_build(
     as_json: bool = False,
     list_only: bool = False,
 ) -> int:
-    """Compiles the kernels of `names` (see `parse_call`) into Triton's cache and returns an exit status.
+    """Compiles the kernels of `names` (see `parse_call`) and returns an exit status: 0, or 1 where one did not compile.
 
-    `gpus` are names of `apex.ops._ahead.GPUS`, by default the GPU here. `cache` is the folder (default: Triton's own);
-    `installed_at` is the path under which the machines of a job will see it, if not the same. The status is 0, or 1
-    where a kernel did not compile. A request that cannot be met is a `typer.BadParameter`.
+    `installed_at` is the path under which the machines of a job will see the folder `cache`, if not the same.
     """
     console, messages = make_console(), make_console(stderr=True)
     if list_only:
@@ -110,8 +110,6 @@ def build(
 
 def _plan(calls: Sequence[Call], gpus: Sequence[str]) -> list[Row]:
     """Fills `_tasks` with the programs that the calls need, each once."""
-    from ...ops import _ahead
-
     known = _ahead.GPUS if gpus else _ahead.gpu_here()
     unknown = [name for name in gpus if name not in known]
     if unknown or not known:
@@ -148,28 +146,24 @@ def _plan(calls: Sequence[Call], gpus: Sequence[str]) -> list[Row]:
 
 def _compile(folder: Path, jobs: int) -> list[str]:
     """Compiles `_tasks` and notes it in their rows; returns what failed."""
-    from ...ops import _ahead
-
     messages = make_console(stderr=True)
     shown: dict[str, Any] = {"console": messages, "disable": not messages.is_terminal, "transient": True}
     before = {entry.name for entry in folder.iterdir()}
     failures: list[str] = []
-    kinds: dict[Any, int | None] = {}  # a program for each list of argument types
     _ahead.hash_triton()
-    with contextlib.ExitStack() as stack:
-        if any(gpu.target.backend == "cuda" for _, gpu, _ in _tasks):
-            if shutil.which("cc"):
-                stack.enter_context(_ahead.linkable_driver())
-                kinds[None] = None
-            else:
-                messages.print("no C compiler (cc) is here: machines will compile Triton's launchers themselves")
-        context = multiprocessing.get_context("fork")
-        pool = stack.enter_context(ProcessPoolExecutor(min(jobs, len(_tasks)), context, _ignore_output))
-        futures = [pool.submit(_compile_task, number) for number in range(len(_tasks))]
+    has_compiler = shutil.which("cc") is not None
+    if not has_compiler and any(gpu.target.backend == "cuda" for _, gpu, _ in _tasks):
+        messages.print("no C compiler (cc) is here: machines will compile Triton's launchers themselves")
+    context = multiprocessing.get_context("fork")
+    with (
+        _ahead.linkable_driver() if has_compiler else contextlib.nullcontext(),
+        ProcessPoolExecutor(min(jobs, len(_tasks)), context, _ignore_output) as pool,
+    ):
+        futures = [pool.submit(_compile_task, number, has_compiler) for number in range(len(_tasks))]
         for number, future in enumerate(track(futures, "kernels", **shown)):
-            row, gpu, launch = _tasks[number]
+            row, _, launch = _tasks[number]
             try:
-                entry, kind, seconds = future.result()
+                entry, seconds = future.result()
             except Exception as error:
                 kernel = launch.prepared.kernel.name
                 failures.append(f"{kernel} of {row.call} for {row.gpu}: {type(error).__name__}: {error}")
@@ -177,11 +171,6 @@ def _compile(folder: Path, jobs: int) -> list[str]:
             row.found += entry in before
             row.compiled += entry not in before
             row.seconds += seconds
-            if kinds and gpu.target.backend == "cuda":
-                kinds.setdefault(kind, number)
-        launchers = [pool.submit(_compile_launcher, number) for number in kinds.values()]
-        for launcher in track(launchers, "launchers", **shown):
-            launcher.result()
     return failures
 
 
@@ -190,19 +179,14 @@ def _ignore_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _compile_task(number: int) -> tuple[str, tuple[str, ...], float]:
-    """In a worker: the folder of the cache that holds the program, the types of its arguments, seconds."""
-    from ...ops import _ahead
-
+def _compile_task(number: int, has_compiler: bool) -> tuple[str, float]:
+    """In a worker: compiles a program and its launcher; the folder of the cache that holds it, and seconds."""
     start = time.perf_counter()
-    compiled = _ahead.compile_launch(_tasks[number][2], _tasks[number][1])
-    return _ahead.entry_of(compiled), tuple(map(str, compiled.src.signature.values())), time.perf_counter() - start
-
-
-def _compile_launcher(number: int | None) -> None:
-    from ...ops import _ahead
-
-    _ahead.compile_launcher(None if number is None else _ahead.compile_launch(_tasks[number][2], _tasks[number][1]))
+    _, gpu, launch = _tasks[number]
+    compiled = _ahead.compile_launch(launch, gpu)
+    if has_compiler and gpu.target.backend == "cuda":
+        _ahead.compile_launcher(compiled)
+    return _ahead.entry_of(compiled), time.perf_counter() - start
 
 
 def _move(folder: Path, installed_at: Path) -> None:

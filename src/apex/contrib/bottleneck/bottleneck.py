@@ -1,7 +1,6 @@
-"""Bottleneck and SpatialBottleneck: ResNet's block with frozen batch norms, one Function for each direction.
+"""Bottleneck and SpatialBottleneck: ResNet's block with frozen batch norms as one node of autograd.
 
-The stride is that of the first 1x1 convolution, as in the first ResNet. Images are [N, C, H, W], best in channels_last;
-with `explicit_nhwc` they are [N, H, W, C], and so are the weights in checkpoints.
+Images are [N, C, H, W], best in channels_last; with `explicit_nhwc` they, and weights in checkpoints, are [N, H, W, C].
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from ..._distributed.collectives import on_stream, wait_for
 from ...ops._checks import check_floats
 from ...ops._library import autocast_dtype, autocast_off, eager_apply, is_eager, once_differentiable
 from ...ops.conv.bottleneck import (
-    BottleneckResults,
     Exchange,
     bottleneck_backward,
     bottleneck_forward,
@@ -27,10 +25,7 @@ from ...ops.conv.bottleneck import (
 
 
 class FrozenBatchNorm2d(nn.Module):
-    """x * scale + bias with scale = weight / sqrt(running_var), without an epsilon, and bias - running_mean * scale.
-
-    All four are buffers; nothing of them is trained.
-    """
+    """(x - running_mean) * scale + bias with scale = weight / sqrt(running_var), without an epsilon; all buffers."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -41,42 +36,29 @@ class FrozenBatchNorm2d(nn.Module):
     def get_scale_bias(self, nhwc: bool) -> list[Tensor]:
         """Scale and bias as [1, 1, 1, C] or [1, C, 1, 1], in the buffers' dtype."""
         shape = (1, 1, 1, -1) if nhwc else (1, -1, 1, 1)
-        return [values.view(shape) for (values,) in scales_and_biases(_buffers([self]))]
+        return [values.view(shape) for (values,) in scales_and_biases([self._buffers.values()])]
 
     def forward(self, x: Tensor) -> Tensor:
         scale, bias = self.get_scale_bias(False)
         return x * scale + bias
 
 
-def _buffers(norms: Sequence[nn.Module]) -> list[list[Any]]:
-    """Weight, bias, mean and variance of each norm; as attributes of a module four of them would take 7 us."""
-    return [list(norm._buffers.values()) for norm in norms]
-
-
-def _forward(ctx, nhwc, stride, scale, bias, exchange, overlap, x, conv):  # type: ignore[no-untyped-def]
+def _forward(ctx, nhwc, stride, scale, bias, x, conv, exchange=None, overlap=False):  # type: ignore[no-untyped-def]
     dtype = autocast_dtype(x) or x.dtype
     x, *weights = [cast(_channels_second(each, nhwc), dtype) for each in (x, *conv)]
     with autocast_off(x):
-        results = bottleneck_forward(x, weights, scale, bias, stride, exchange, overlap)
-    ctx.save_for_backward(*results[:4], *results.scaled_weights, *scale)
-    ctx.nhwc, ctx.stride, ctx.exchange, ctx.shape, ctx.count = nhwc, stride, exchange, x.shape, len(conv)
-    return results.y.movedim(1, -1) if nhwc else results.y
-
-
-def _backward(ctx: Any, grad_o: Tensor) -> list[Tensor | None]:
-    """Gradients of x and of the weights."""
-    pixels, out1, out2, y, *others = ctx.saved_tensors
-    count = ctx.count
-    results = BottleneckResults(pixels, out1, out2, y, others[:count])
-    wanted = ctx.needs_input_grad[-1 - count :]
-    dy = _channels_second(grad_o, ctx.nhwc)
-    with autocast_off(dy):
-        gradients = bottleneck_backward(dy, results, others[count:], ctx.shape, ctx.stride, wanted, ctx.exchange)
-    return [each.movedim(1, -1) if ctx.nhwc and each is not None else each for each in gradients]
+        y, saved = bottleneck_forward(x, weights, scale, bias, stride, exchange, overlap)
+    ctx.save_for_backward(*saved)
+    ctx.nhwc, ctx.stride, ctx.exchange, ctx.shape, ctx.count = nhwc, stride, exchange, x.shape, 1 + len(conv)
+    return _channels_last(y, nhwc)
 
 
 def _channels_second(tensor: Tensor, nhwc: bool) -> Tensor:
     return tensor.movedim(-1, 1) if nhwc else tensor
+
+
+def _channels_last(tensor: Tensor, nhwc: bool) -> Tensor:
+    return tensor.movedim(1, -1) if nhwc else tensor
 
 
 class BottleneckFunction(torch.autograd.Function):
@@ -84,23 +66,25 @@ class BottleneckFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, nhwc, stride_1x1, scale, bias, x, *conv):  # type: ignore[override]
-        return _forward(ctx, nhwc, stride_1x1, scale, bias, None, False, x, conv)
+        return _forward(ctx, nhwc, stride_1x1, scale, bias, x, conv)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_o):  # type: ignore[override]
-        return None, None, None, None, *_backward(ctx, grad_o)
+        wanted = ctx.needs_input_grad[-ctx.count :]
+        dy = _channels_second(grad_o, ctx.nhwc)
+        with autocast_off(dy):
+            gradients = bottleneck_backward(dy, ctx.saved_tensors, ctx.shape, ctx.stride, wanted, ctx.exchange)
+        gradients = [each if each is None else _channels_last(each, ctx.nhwc) for each in gradients]
+        return *[None] * (len(ctx.needs_input_grad) - ctx.count), *gradients
 
 
 _bottleneck = eager_apply(BottleneckFunction)
 
 
-class SpatialBottleneckFunction(torch.autograd.Function):
-    """A block of images divided by rows, for upstream's arguments.
-
-    spatial_group_size, spatial_group_rank, spatial_communicator, spatial_halo_exchanger, spatial_method,
-    use_delay_kernel, explicit_nhwc, stride_1x1, scale, bias, thresholdTop, thresholdBottom, x, *conv; of these the
-    communicator, use_delay_kernel and the thresholds are not needed.
+class SpatialBottleneckFunction(BottleneckFunction):
+    """A block of images divided by rows, for upstream's arguments: those of `spatial_parallel_args`, explicit_nhwc,
+    stride_1x1, scale, bias, thresholdTop and thresholdBottom, which are not needed, x, *conv.
     """
 
     @staticmethod
@@ -113,21 +97,16 @@ class SpatialBottleneckFunction(torch.autograd.Function):
                 f"{stride}"
             )
         exchange = None if size == 1 else _exchange_by(exchanger, nhwc)
-        return _forward(ctx, nhwc, stride, scale, bias, exchange, method != 2, x, conv)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_o):  # type: ignore[override]
-        return *[None] * 12, *_backward(ctx, grad_o)
+        return _forward(ctx, nhwc, stride, scale, bias, x, conv, exchange, method != 2)
 
 
 def _exchange_by(exchanger: Any, nhwc: bool) -> Exchange:
     """An exchange of rows on the exchanger's first stream, which later work of the current one waits for."""
 
     def exchange(images: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-        rows = [images[:, :, :1], images[:, :, -1:]]
+        rows = [_channels_last(each, nhwc) for each in (images[:, :, :1], images[:, :, -1:])]
         with on_stream(exchanger.stream1):
-            found = exchanger.left_right_halo_exchange(*(each.movedim(1, -1) if nhwc else each for each in rows))
+            found = exchanger.left_right_halo_exchange(*rows)
 
         def wait() -> tuple[Tensor, Tensor]:
             wait_for(exchanger.stream1)
@@ -143,7 +122,7 @@ class Bottleneck(nn.Module):
     """relu(norm(conv1x1(relu(norm(conv3x3(relu(norm(conv1x1(x)))))))) + shortcut), norms frozen, the stride in front.
 
     The shortcut is x, or a 1x1 convolution and a norm where stride or channels change. `use_cudnn` is accepted and
-    changes nothing: one fused path serves every device, dtype and layout.
+    changes nothing: one path serves every device, dtype and layout. `SpatialBottleneck` has `spatial_parallel_args`.
     """
 
     def __init__(
@@ -157,6 +136,7 @@ class Bottleneck(nn.Module):
         norm_func: Any = None,
         use_cudnn: bool = False,
         explicit_nhwc: bool = False,
+        spatial_parallel_args: tuple | None = None,
     ) -> None:
         super().__init__()
         if groups != 1 or dilation != 1 or norm_func is not None:
@@ -166,6 +146,15 @@ class Bottleneck(nn.Module):
             )
         if stride < 1:
             raise ValueError(f"stride={stride}: at least 1 is needed")
+        self.spatial_parallel_args = spatial_parallel_args or (1, 0, None, None, 0, False)
+        size, rank, _, exchanger, method, _ = self.spatial_parallel_args
+        if not 0 <= rank < size:
+            raise ValueError(f"spatial_parallel_args: rank {rank} is not one of a group of {size}")
+        if size > 1 and (exchanger is None or method not in (1, 2, 3)):
+            raise ValueError(
+                f"spatial_parallel_args: {size} ranks need a halo exchanger and method 1, 2 or 3, got {exchanger} "
+                f"and {method}"
+            )
         self.downsample = None
         if stride != 1 or in_channels != out_channels:
             shortcut = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
@@ -196,7 +185,8 @@ class Bottleneck(nn.Module):
 
     def _scales_and_biases(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         if self.w_scale is None or self.w_bias is None:
-            return scales_and_biases(_buffers(self._norms()))
+            # Four attributes of a module would take 7 us.
+            return scales_and_biases([norm._buffers.values() for norm in self._norms()])
         weight, scale = next(self.bn1.buffers()), self.w_scale[0]
         if (weight.device, weight.dtype) != (scale.device, scale.dtype):
             raise RuntimeError(
@@ -206,36 +196,32 @@ class Bottleneck(nn.Module):
         return self.w_scale, self.w_bias
 
     def get_scale_bias_callable(self) -> Callable[[], None]:
-        """Computes scales and biases once, and returns what renews them in place.
-
-        From now on `forward` takes them as they are, so that a captured graph reads the same memory.
-        """
+        """Has `forward` take scales and biases as they are now, for graphs; returns what renews them in place."""
         norms = self._norms()
         pairs = [norm.get_scale_bias(self.explicit_nhwc) for norm in norms]
         kept = self.w_scale, self.w_bias = tuple([pair[place] for pair in pairs] for place in range(2))
 
         def renew() -> None:
-            for memories, values in zip(kept, scales_and_biases(_buffers(norms)), strict=True):
+            found = scales_and_biases([norm._buffers.values() for norm in norms])
+            for memories, values in zip(kept, found, strict=True):
                 torch._foreach_copy_([memory.view(-1) for memory in memories], values)
 
         return renew
 
-    def _check(self, x: Tensor) -> None:
-        check_floats(x=x)
-        channels = self.conv1.in_channels
-        if x.dim() != 4 or x.shape[-1 if self.explicit_nhwc else 1] != channels:
-            layout = "[N, H, W, C]" if self.explicit_nhwc else "[N, C, H, W]"
-            raise ValueError(f"x has shape {list(x.shape)}, expected {layout} with {channels} channels")
-
     def forward(self, x: Tensor) -> Tensor:
-        self._check(x)
+        check_floats(x=x)
+        nhwc, stride, channels, weights = self.explicit_nhwc, self.stride, self.conv1.in_channels, self.w_conv
+        if x.dim() != 4 or x.shape[-1 if nhwc else 1] != channels:
+            layout = "[N, H, W, C]" if nhwc else "[N, C, H, W]"
+            raise ValueError(f"x has shape {list(x.shape)}, expected {layout} with {channels} channels")
         scales, biases = self._scales_and_biases()
-        weights = self.w_conv
+        if self.spatial_parallel_args[0] > 1:
+            options = (*self.spatial_parallel_args, nhwc, stride, scales, biases, None, None)
+            return SpatialBottleneckFunction.apply(*options, x, *weights)
         if is_eager(x):
-            return _bottleneck(self.explicit_nhwc, self.stride, scales, biases, x, *weights)
-        images, *weights = (_channels_second(each, self.explicit_nhwc) for each in (x, *weights))
-        y = bottleneck_reference(images, weights, scales, biases, self.stride)
-        return y.movedim(1, -1) if self.explicit_nhwc else y
+            return _bottleneck(nhwc, stride, scales, biases, x, *weights)
+        images, *weights = (_channels_second(each, nhwc) for each in (x, *weights))
+        return _channels_last(bottleneck_reference(images, weights, scales, biases, stride), nhwc)
 
 
 class SpatialBottleneck(Bottleneck):
@@ -246,37 +232,3 @@ class SpatialBottleneck(Bottleneck):
     waits and computes it once; results are alike. Weight gradients are those of this rank's rows: sum them over ranks.
     The communicator and use_delay_kernel are accepted and not needed.
     """
-
-    def __init__(
-        self,
-        in_channels: int,
-        bottleneck_channels: int,
-        out_channels: int,
-        stride: int = 1,
-        groups: int = 1,
-        dilation: int = 1,
-        norm_func: Any = None,
-        use_cudnn: bool = False,
-        explicit_nhwc: bool = False,
-        spatial_parallel_args: tuple | None = None,
-    ) -> None:
-        sizes = (in_channels, bottleneck_channels, out_channels, stride, groups, dilation)
-        super().__init__(*sizes, norm_func, use_cudnn, explicit_nhwc)
-        self.spatial_parallel_args = (1, 0, None, None, 0, False)
-        if spatial_parallel_args is not None:
-            size, rank, _, exchanger, method, _ = spatial_parallel_args
-            if not 0 <= rank < size:
-                raise ValueError(f"spatial_parallel_args: rank {rank} is not one of a group of {size}")
-            if size > 1 and (exchanger is None or method not in (1, 2, 3)):
-                raise ValueError(
-                    f"spatial_parallel_args: {size} ranks need a halo exchanger and method 1, 2 or 3, got {exchanger} "
-                    f"and {method}"
-                )
-            self.spatial_parallel_args = spatial_parallel_args
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.spatial_parallel_args[0] == 1:
-            return super().forward(x)
-        self._check(x)
-        options = (*self.spatial_parallel_args, self.explicit_nhwc, self.stride, *self._scales_and_biases(), None, None)
-        return SpatialBottleneckFunction.apply(*options, x, *self.w_conv)

@@ -24,10 +24,7 @@ def _stream() -> Any:
 
 
 class HaloExchanger:
-    """What all of them have: `ranks` from top to bottom, and this one's place among them.
-
-    The neighbours' ranks are -1 at the outer edges, where zeros are received.
-    """
+    """What all have: `ranks` from top to bottom; the neighbours' are -1 at the outer edges, from which zeros come."""
 
     def __init__(self, ranks: Sequence[int], rank_in_group: int) -> None:
         size = len(ranks)
@@ -83,22 +80,16 @@ class HaloExchangerAllGather(HaloExchanger):
 
     def __init__(self, ranks: Sequence[int], rank_in_group: int, comm: Any) -> None:
         super().__init__(ranks, rank_in_group)
-        self.comm = comm
         if comm is not None and dist.get_process_group_ranks(comm) != self.ranks:
             raise ValueError(f"comm has ranks {dist.get_process_group_ranks(comm)}, expected ranks={self.ranks}")
-        if comm is None:
-            self.comm = group_of(ranks)
+        self.comm = group_of(ranks) if comm is None else comm
 
     def _exchange(self, sent: tuple[Tensor, Tensor], received: tuple[Tensor, Tensor]) -> None:
-        place = self.rank_in_group
-        everything = exchange.gather(torch.stack(sent), self.comm, "halos") if self.group_size > 1 else None
-        for target, zero, found in zip(
-            received, (self.left_zero, self.right_zero), (2 * place - 1, 2 * place + 2), strict=True
-        ):
-            if zero or everything is None:
-                target.zero_()
-            else:
-                target.copy_(everything[found])
+        outer = torch.zeros_like(sent[0])
+        all_sent = exchange.gather(torch.stack(sent), self.comm, "halos") if self.group_size > 1 else sent
+        halos = [outer, *all_sent, outer]  # those to the left and right of rank 0, of rank 1, ...
+        received[0].copy_(halos[2 * self.rank_in_group])
+        received[1].copy_(halos[2 * self.rank_in_group + 3])
 
 
 class HaloExchangerSendRecv(HaloExchanger):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -19,11 +20,10 @@ __all__ = ["GDSFile"]
 logger = logging.getLogger("apex.gpu_direct_storage")
 
 _MODES = ("r", "w", "rn", "wn")
-# Bytes of the pinned buffer through which tensors of a device go without cuFile.
-_BUFFER = 64 << 20
+_BUFFER = 64 << 20  # bytes of the pinned buffer through which tensors of a device go without cuFile
 
 
-class GDSFile:
+class GDSFile(contextlib.AbstractContextManager):
     """A file for raw bytes of whole tensors, from its beginning; a context manager.
 
     Modes "r" and "w" use cuFile for tensors on a GPU, "rn" and "wn" never. Where cuFile is not to be had, `reason` says
@@ -38,9 +38,6 @@ class GDSFile:
         self._direct: Any = None
         flags = os.O_RDONLY if mode.startswith("r") else os.O_RDWR | os.O_CREAT | os.O_TRUNC
         self._descriptor: int | None = os.open(self.filename, flags, 0o666)
-
-    def __enter__(self) -> GDSFile:
-        return self
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
@@ -90,8 +87,7 @@ class GDSFile:
             return False
         try:
             if self._direct is None:
-                flags = os.O_RDONLY if self.mode == "r" else os.O_RDWR
-                self._direct = torch.cuda.gds.GdsFile(self.filename, flags)
+                self._direct = torch.cuda.gds.GdsFile(self.filename, os.O_RDONLY if self.mode == "r" else os.O_RDWR)
             torch.accelerator.current_stream(whole.device).synchronize()
             getattr(self._direct, call)(whole.untyped_storage())
         except (AttributeError, OSError, RuntimeError) as error:
@@ -105,13 +101,11 @@ class GDSFile:
         assert self._descriptor is not None
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         values = whole.reshape(-1).view(torch.uint8)
-        length = max(1, min(_BUFFER, values.numel()))
-        buffer = None
-        if not on_host(values):
-            buffer = torch.empty(length, dtype=torch.uint8, device=HOST, pin_memory=True)
+        length, through = max(1, min(_BUFFER, values.numel())), not on_host(values)
+        buffer = torch.empty(length if through else 0, dtype=torch.uint8, device=HOST, pin_memory=through)
         for piece in values.split(length):
-            part = piece if buffer is None else buffer[: piece.numel()]
-            if call is os.writev and part is not piece:
+            part = buffer[: piece.numel()] if through else piece
+            if call is os.writev and through:
                 part.copy_(piece)
             done, view = 0, (ctypes.c_char * part.numel()).from_address(part.data_ptr())
             while done < part.numel():  # the system may do a part at a time
@@ -119,7 +113,7 @@ class GDSFile:
                 if not count:
                     raise EOFError(f"{self.filename} ended {part.numel() - done} bytes before the tensor was full")
                 done += count
-            if call is not os.writev and part is not piece:
+            if call is os.readv and through:
                 piece.copy_(part)
 
 

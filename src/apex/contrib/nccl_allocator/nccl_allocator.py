@@ -1,10 +1,4 @@
-"""NCCL's memory by PyTorch's own allocator and memory pools; without NCCL everything here does nothing.
-
-nccl_allocator.init()  # before init_process_group
-pool = nccl_allocator.create_nccl_mem_pool()
-with nccl_allocator.nccl_mem(pool):
-    buffer = torch.empty(...)
-"""
+"""NCCL's memory by PyTorch's own allocator and memory pools; without NCCL everything here does nothing."""
 
 from __future__ import annotations
 
@@ -56,10 +50,8 @@ def get_nccl_allocator() -> Any:
 def create_nccl_mem_pool(symmetric: bool | None = None) -> Any:
     """A torch.cuda.MemPool of NCCL's memory; None, for which `nccl_mem` does nothing, without NCCL."""
     allocator = get_nccl_allocator()
-    if allocator is None:
-        return None
-    if symmetric is None:
-        return torch.cuda.MemPool(allocator)
+    if allocator is None or symmetric is None:
+        return None if allocator is None else torch.cuda.MemPool(allocator)
     # NVIDIA's PyTorch and the official one do not agree on the name, and other versions have neither.
     for name in ("symmetric", "symm_mem"):
         if name in get_func_args(torch.cuda.MemPool):

@@ -20,8 +20,7 @@ __all__ = [
     "left_right_halo_exchange_inplace",
 ]
 
-# By handle; never freed, like upstream's.
-_groups: list[Any] = []
+_groups: list[Any] = []  # by handle; never freed, like upstream's
 
 
 def get_unique_nccl_id(n: int) -> Tensor:

@@ -12,8 +12,7 @@ from torch import Tensor
 from ..._distributed.neighbours import exchange_by_messages
 from ..._distributed.peer_memory import PeerMemory
 
-# Bytes that sizes and places are rounded up to.
-_ALIGNMENT = 256
+_ALIGNMENT = 256  # bytes that sizes and places are rounded up to
 
 
 def _aligned(size: int) -> int:
@@ -64,10 +63,7 @@ class PeerMemoryPool:
         return tensors
 
     def exchange_halos(self, sent: Sequence[Tensor], received: Sequence[Tensor], neighbours: Sequence[int]) -> None:
-        """Sends halos to the peers on the left and right, by their places, and fills `received` with theirs.
-
-        A place of -1 is an outer edge, from which zeros come. What it takes of the dynamic part is free again after it.
-        """
+        """Sends halos to the peers at two places (-1: an outer edge, zeros come), and fills `received` with theirs."""
         if self.memory.problem is not None:
             ranks = [place if place < 0 else self.peer_ranks[place] for place in neighbours]
             exchange_by_messages(sent, received, ranks, self.memory.group)
@@ -78,13 +74,12 @@ class PeerMemoryPool:
             buffers = [self.allocate_peer_tensors(each.shape, each.dtype, False, True) for each in sent]
         finally:
             self.dynamic_offset = start
-        left, right = neighbours
-        left_buffer, right_buffer = buffers
+        left, right = buffers
+        own = self.peer_rank
         push_pull(
-            (sent[0], left_buffer[self.peer_rank], right_buffer[left], received[0]) if left >= 0 else received[0],
-            (sent[1], right_buffer[self.peer_rank], left_buffer[right], received[1]) if right >= 0 else received[1],
             self.memory,
-            [place for place in neighbours if place >= 0],
+            (sent[0], left[own], right[neighbours[0]], received[0], neighbours[0]),
+            (sent[1], right[own], left[neighbours[1]], received[1], neighbours[1]),
         )
 
 
@@ -98,20 +93,16 @@ def laid_out(memory: Tensor, shape: Sequence[int], dtype: torch.dtype, channels_
     return memory.view(dtype).view(n, h, w, c).movedim(-1, 1)
 
 
-def push_pull(
-    left: tuple[Tensor, ...] | Tensor, right: tuple[Tensor, ...] | Tensor, memory: PeerMemory, others: Sequence[int]
-) -> None:
+def push_pull(memory: PeerMemory, *sides: tuple[Tensor, Tensor, Tensor, Tensor, int]) -> None:
     """Writes halos into the neighbours' buffers, meets these, and reads what they have written here.
 
-    A side is (halo to send, buffer here, buffer there, halo to fill), or, at an outer edge, the halo to fill with 0.
+    A side is (halo to send, buffer here, buffer there, halo to fill, the peer's place or, at an outer edge, -1).
     """
-    inner = [side for side in (left, right) if isinstance(side, tuple)]
-    for sent, _, there, _ in inner:
-        there.copy_(sent)
+    others = [place for *_, place in sides if place >= 0]
+    for sent, _, there, _, place in sides:
+        if place >= 0:
+            there.copy_(sent)
     memory.meet(others)
-    for _, here, _, received in inner:
-        received.copy_(here)
-    for side in (left, right):
-        if isinstance(side, Tensor):
-            side.zero_()
+    for _, here, _, received, place in sides:
+        received.copy_(here) if place >= 0 else received.zero_()
     memory.meet(others)  # the buffers have been read, and may be written again

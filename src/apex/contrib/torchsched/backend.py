@@ -1,4 +1,4 @@
-"""The backend that splits the gradients of convolutions."""
+"""The backend that splits the gradients of convolutions, and the choice of a default one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo import list_backends, lookup_backend, register_backend
 
 _SCHEMES = ("dwb", "wbd")
+_torch_compile = torch.compile
 
 
 def get_backend(backend: str = "torch", scheme: str = "dwb") -> Callable:
@@ -21,8 +23,6 @@ def get_backend(backend: str = "torch", scheme: str = "dwb") -> Callable:
     if scheme not in _SCHEMES:
         raise ValueError(f"scheme={scheme!r}: one of {', '.join(_SCHEMES)} is needed")
     if backend == "torch":
-        from torch._dynamo import lookup_backend
-
         return lookup_backend("inductor")
     return functools.partial(_compile, scheme)
 
@@ -55,3 +55,25 @@ def split_convolution_backward(
                 grad_output, input, weight, bias_sizes, *geometry, alone
             )[place]
     return tuple(found)
+
+
+@register_backend
+def torchsched(model_: Any, example_inputs_: Any, **options: Any) -> Callable:
+    """The backend, for torch.compile(backend="torchsched"); `options` are those of Inductor's compile_fx."""
+    return get_backend("torchsched", "dwb")(model_, example_inputs_, **options)
+
+
+def set_default_backend(backend: str) -> None:
+    """Has torch.compile use this backend where none is named; "inductor" gives PyTorch's own function back."""
+    known = list_backends(exclude_tags=())
+    if backend not in known:
+        raise ValueError(f"backend={backend!r} is not known; {', '.join(known)} are")
+    if backend == "inductor":
+        torch.compile = _torch_compile
+        return
+
+    @functools.wraps(_torch_compile)
+    def compile_by_default(*args: Any, **kwargs: Any) -> Any:
+        return _torch_compile(*args, **{"backend": backend, **kwargs})
+
+    torch.compile = compile_by_default

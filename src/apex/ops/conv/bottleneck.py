@@ -14,40 +14,20 @@ ranks above and below; what it returns waits for theirs and gives (row above, ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .. import _library
 from ..dense.parts import activated_linear
-from .op import FAMILY, cudnn_does_it
+from .op import Pair, conv_gradients, cudnn_does_it
 
 Exchange = Callable[[Tensor], Callable[[], tuple[Tensor, Tensor]]]
 
-kernels = _library.LazyModule(f"{__package__}.kernels")
-
-# Bound once: looking them up takes as long as a view.
-_threshold_backward = torch.ops.aten.threshold_backward.default
-_convolution_backward = torch.ops.aten.convolution_backward.default
-
-_MOST = 4  # norms and weights of a block
-_BLOCK = 512
-
+_threshold_backward = torch.ops.aten.threshold_backward.default  # looking it up takes as long as a view
 _ONE = (1, 1)
 _NO_PADDING, _PADDING, _PADDED_ROWS = (0, 0), (1, 1), (0, 1)
-
-
-class BottleneckResults(NamedTuple):
-    """What the backward pass needs; `pixels` are those of x that the stride leaves, `out1` has the neighbours' rows."""
-
-    pixels: Tensor
-    out1: Tensor
-    out2: Tensor
-    y: Tensor
-    scaled_weights: Sequence[Tensor]
 
 
 def bottleneck_reference(
@@ -69,16 +49,16 @@ def bottleneck_forward(
     stride: int,
     exchange: Exchange | None = None,
     overlap: bool = False,
-) -> BottleneckResults:
-    """All results, without autograd.
+) -> tuple[Tensor, list[Tensor]]:
+    """y, and what the backward pass needs, without autograd.
 
     With `overlap` the 3x3 convolution does not wait for the neighbours: its first and last row are computed anew.
     """
     pixels = x[:, :, ::stride, ::stride] if stride > 1 else x
     if stride > 1 and x.is_contiguous(memory_format=torch.channels_last):
         pixels = pixels.contiguous(memory_format=torch.channels_last)
-    scaled = [torch.empty_like(each) for each in weights]
-    scale_rows(weights, scales, scaled)
+    factors = [each.reshape(-1, 1, 1, 1) for each in scales]
+    scaled = [cast(each, x.dtype) for each in torch._foreach_mul(list(weights), factors)]
     bias = [cast(each if each.dim() == 1 else each.reshape(-1), x.dtype) for each in biases]
     out1 = conv_relu(pixels, scaled[0], bias[0], _NO_PADDING)
     if exchange is None:
@@ -98,13 +78,12 @@ def bottleneck_forward(
         conv = pointwise if takes_products(pixels) else functional.conv2d
         shortcut = conv(pixels, scaled[3], bias[3])
     y = conv_relu(out2, scaled[2], bias[2], _NO_PADDING, shortcut)
-    return BottleneckResults(pixels, out1, out2, y, scaled)
+    return y, [pixels, out1, out2, y, *scaled, *factors]
 
 
 def bottleneck_backward(
     dy: Tensor,
-    results: BottleneckResults,
-    scales: Sequence[Tensor],
+    saved: Sequence[Tensor],
     shape: torch.Size,
     stride: int,
     wanted: Sequence[bool],
@@ -112,9 +91,10 @@ def bottleneck_backward(
 ) -> list[Tensor | None]:
     """Gradients of x, of `shape`, and of the weights, where they are `wanted`; weights' are sums over this rank's rows.
 
-    Ranks that exchange rows must all ask for a gradient below `out2`, or none.
+    `saved` is the forward pass's. Ranks that exchange rows must all ask for a gradient below `out2`, or none.
     """
-    pixels, out1, out2, y, scaled = results
+    pixels, out1, out2, y, *others = saved  # out1 with the neighbours' rows
+    scaled, factors = others[: len(others) // 2], others[len(others) // 2 :]
     of_x, of_weights = wanted[0], wanted[1:]
     of_out1 = of_x or of_weights[0]
     of_out2 = of_out1 or of_weights[1]
@@ -138,9 +118,9 @@ def bottleneck_backward(
                 dout1, out1 = dout1[:, :, 1:-1], out1[:, :, 1:-1]
             dz1 = relu_gradient(dout1, out1)
             dx, of_scaled[0] = pointwise_gradients(dz1, pixels, scaled[0], (of_x, of_weights[0]), dx)
-    found = [(each, scale) for each, scale in zip(of_scaled, scales, strict=True) if each is not None]
-    gradients = [each for each, _ in found]
-    scale_rows(gradients, [scale for _, scale in found], gradients)
+    found = [pair for pair in zip(of_scaled, factors, strict=True) if pair[0] is not None]
+    if found:
+        torch._foreach_mul_(*map(list, zip(*found, strict=True)))
     return [None if dx is None else at_pixels(dx, shape, stride), *of_scaled]
 
 
@@ -154,53 +134,13 @@ def at_pixels(gradient: Tensor, shape: torch.Size, stride: int) -> Tensor:
     return whole
 
 
-def scales_and_biases(norms: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    """Scale and bias, [C], of each of up to four norms (weight, bias, mean, variance), in their dtype."""
-    weights, biases, means, variances = map(list, zip(*norms, strict=True))
-    if not kernels_take([*weights, *biases, *means, *variances]):
-        scales = list(torch._foreach_div(weights, torch._foreach_sqrt(variances)))
-        return scales, list(torch._foreach_addcmul(biases, means, scales, value=-1))
-    found = [torch.empty_like(each) for each in weights], [torch.empty_like(each) for each in biases]
-    tensors = [each for norm in zip(weights, biases, means, variances, *found, strict=True) for each in norm]
-    sizes = [each.numel() for each in weights]
-    absent = _MOST - len(sizes)
-    kernels.frozen_norms(
-        (-(-max(sizes) // _BLOCK), len(sizes)),
-        (*tensors, *[None] * (6 * absent)),
-        (*sizes, *[0] * absent),
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
-    return found
-
-
-def scale_rows(tensors: Sequence[Tensor], scales: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Fills targets with up to four weights times the scales of their output channels, rounded once."""
-    if not tensors:
-        return
-    if not kernels_take([*tensors, *scales, *targets]):
-        for tensor, scale, target in zip(tensors, scales, targets, strict=True):
-            target.copy_(tensor * scale.reshape(-1, 1, 1, 1))
-        return
-    sizes = [size for each in tensors for size in (each.shape[0], each.numel() // each.shape[0])]
-    absent = _MOST - len(tensors)
-    kernels.scaled_rows(
-        (max(sizes[::2]), len(tensors)),
-        (*[each for three in zip(tensors, scales, targets, strict=True) for each in three], *[None] * (3 * absent)),
-        (*sizes, *[0] * (2 * absent)),
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
-
-
-def kernels_take(tensors: Sequence[Tensor]) -> bool:
-    """Whether kernels are for tensors, which they read from end to end."""
-    device = tensors[0].device
-    return (
-        not torch.compiler.is_compiling()
-        and _library.runs_triton(FAMILY, tensors[0])
-        and all(each.device == device and (each.is_contiguous() or is_channels_last(each)) for each in tensors)
-    )
+def scales_and_biases(norms: Sequence[Iterable]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Scale and bias, [C], of each norm (weight, bias, mean, variance), in their dtype; four launches for all."""
+    kinds = list(zip(*norms, strict=True))
+    sizes = [each.numel() for each in kinds[0]]
+    weight, bias, mean, variance = torch.cat([each for kind in kinds for each in kind]).view(4, -1).unbind()
+    scale = weight / variance.sqrt()
+    return scale.split(sizes), torch.addcmul(bias, mean, scale, value=-1).split(sizes)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -209,10 +149,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def takes_products(images: Tensor) -> bool:
-    """Whether 1x1 convolutions are products of matrices, which take half as long to call.
-
-    In float32 convolutions are quicker, by TensorFloat-32.
-    """
+    """Whether 1x1 convolutions are products of matrices, half as long to call; float32 has TensorFloat-32 otherwise."""
     return images.dtype != torch.float32 and is_channels_last(images)
 
 
@@ -234,9 +171,7 @@ def pointwise(images: Tensor, weight: Tensor, bias: Tensor, activation: str = "n
     return images_of(activated_linear(rows_of(images), weight.flatten(1), bias, activation), images)
 
 
-def conv_relu(
-    images: Tensor, weight: Tensor, bias: Tensor, padding: tuple[int, int], summand: Tensor | None = None
-) -> Tensor:
+def conv_relu(images: Tensor, weight: Tensor, bias: Tensor, padding: Pair, summand: Tensor | None = None) -> Tensor:
     """relu(conv(images, weight) + bias + summand)."""
     if summand is None and padding == _NO_PADDING and takes_products(images):
         return pointwise(images, weight, bias, "relu")
@@ -260,23 +195,6 @@ def pointwise_gradients(
     if not wanted[0]:
         return None, dweight
     return images_of(rows.mm(matrix) if dx is None else rows_of(dx).addmm_(rows, matrix), dz), dweight
-
-
-def conv_gradients(
-    dz: Tensor,
-    images: Tensor,
-    weight: Tensor,
-    padding: tuple[int, int],
-    wanted: tuple[bool, bool],
-    stride: int = 1,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of images and weight, where they are `wanted`."""
-    if not any(wanted):
-        return None, None
-    dx, dweight, _ = _convolution_backward(
-        dz, images, weight, None, (stride, stride), padding, _ONE, False, (0, 0), 1, (*wanted, False)
-    )
-    return dx if wanted[0] else None, dweight if wanted[1] else None
 
 
 def relu_gradient(dy: Tensor, y: Tensor) -> Tensor:

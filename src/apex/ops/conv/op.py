@@ -19,6 +19,9 @@ from ..dense.parts import activation_backward, launch_activation_backward, takes
 kernels = _library.LazyModule(f"{__package__}.kernels")
 
 _BLOCK = 1024
+_convolution_backward = torch.ops.aten.convolution_backward.default  # looking it up takes as long as a view
+
+Pair = tuple[int, int]
 
 
 class ConvSpec(NamedTuple):
@@ -87,7 +90,7 @@ def conv_bias_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias [C], the first two where they are `wanted`."""
     dbias = _bias_gradient(dy) if bias_grad else None
-    return *_conv_gradients(dy, input, weight, spec, wanted), dbias
+    return *_spec_gradients(dy, input, weight, spec, wanted), dbias
 
 
 def conv_bias_relu_gradients(
@@ -105,10 +108,10 @@ def conv_bias_relu_gradients(
         raise ValueError(f"the gradient has shape {list(dy.shape)}, the output {list(output.shape)}")
     dz, dbias = _relu_backward(dy, output, bias_grad)
     if scale is None:
-        return *_conv_gradients(dz, input, weight, spec, wanted), dbias
+        return *_spec_gradients(dz, input, weight, spec, wanted), dbias
     # A factor of a channel of the output is one of its weights: far fewer numbers to multiply.
     factor = scale.reshape(-1, 1, 1, 1)
-    dx, dweight = _conv_gradients(dz, input, weight * factor, spec, wanted)
+    dx, dweight = _spec_gradients(dz, input, weight * factor, spec, wanted)
     return dx, None if dweight is None else dweight * factor, dbias
 
 
@@ -127,17 +130,22 @@ def _relu_backward(dy: Tensor, output: Tensor, bias_grad: bool) -> tuple[Tensor,
     return dz.view(output.movedim(1, -1).shape).movedim(-1, 1), dbias
 
 
-def _conv_gradients(
+def conv_gradients(
+    dz: Tensor, images: Tensor, weight: Tensor, padding: Pair, wanted: tuple[bool, bool], stride: int = 1
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of images and weight, where they are `wanted`."""
+    if not any(wanted):
+        return None, None
+    dx, dweight, _ = _convolution_backward(
+        dz, images, weight, None, (stride, stride), padding, (1, 1), False, (0, 0), 1, (*wanted, False)
+    )
+    return dx if wanted[0] else None, dweight if wanted[1] else None
+
+
+def _spec_gradients(
     dz: Tensor, input: Tensor, weight: Tensor, spec: ConvSpec, wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    of_input, of_weight = wanted
-    if not (of_input or of_weight):
-        return None, None
-    padding, stride = spec
-    dx, dweight, _ = torch.ops.aten.convolution_backward.default(
-        dz, input, weight, None, (stride, stride), (padding, padding), (1, 1), False, (0, 0), 1, (*wanted, False)
-    )
-    return dx if of_input else None, dweight if of_weight else None
+    return conv_gradients(dz, input, weight, (spec.padding, spec.padding), wanted, spec.stride)
 
 
 def _bias_gradient(dz: Tensor) -> Tensor:
