@@ -56,25 +56,11 @@ def _sum_rows(rows, number, column, columns, ROWS: tl.constexpr):
 @kernel
 @triton.jit
 def activation_backward(
-    dy,
-    saved,
-    dz,
-    active,
-    partials,
-    tickets,
-    dbias,
-    rows,
-    columns,
-    rows_per_program,
-    ALIGN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BIAS_GRAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    FULL: tl.constexpr,
-    FINISH: tl.constexpr,
-):
+    dy, saved, dz, active, partials, tickets, dbias,
+    rows, columns, rows_per_program,
+    ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, BIAS_GRAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, FULL: tl.constexpr, FINISH: tl.constexpr,
+):  # fmt: skip
     """The gradient before an activation, and sums of it over the rows that a program walks: the bias gradient.
 
     `saved` is the activation's output, for gelu its input. `dz` may be `dy`. `active`, or None, becomes gelu's output.
@@ -140,19 +126,11 @@ def sum_groups(partials, dbias, groups, columns, GROUPS: tl.constexpr, BLOCK: tl
 @kernel
 @triton.jit
 def accumulate_weight_gradient(
-    d_output,
-    input,
-    d_weight,
-    rows,
-    outs,
-    ins,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BAND: tl.constexpr,
-    FULL: tl.constexpr,
+    d_output, input, d_weight,
+    rows, outs, ins,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BAND: tl.constexpr, FULL: tl.constexpr,
     WIDEN: tl.constexpr,
-):
+):  # fmt: skip
     """d_weight[outs, ins] += d_output[rows, outs]^T input[rows, ins], for a PyTorch that has no such product.
 
     Tiles are walked in bands of BAND tile rows, so that programs of one wave share what they read. FULL: nothing needs

@@ -27,23 +27,10 @@ def _log1p(x):
 
 @triton.jit
 def _block(
-    logits,
-    targets,
-    grad,
-    base,
-    total,
-    scale,
-    alpha,
-    gamma,
-    half_smoothing,
-    CLASSES: tl.constexpr,
-    REAL: tl.constexpr,
-    SQUARE: tl.constexpr,
-    WANT_GRAD: tl.constexpr,
-    GROUPS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    logits, targets, grad, base, total, scale, alpha, gamma, half_smoothing,
+    CLASSES: tl.constexpr, REAL: tl.constexpr, SQUARE: tl.constexpr, WANT_GRAD: tl.constexpr, GROUPS: tl.constexpr,
+    VECTOR: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """The losses of one block that begins at element `base`; stores its gradient where that is wanted.
 
     The arithmetic is the limit, not the memory, so what is the same for a group of VECTOR elements is computed once.
@@ -97,24 +84,11 @@ def _block(
 @kernel
 @triton.jit
 def focal_loss_pass(
-    logits,
-    targets,
-    grad,
-    partials,
-    grad_loss,
-    num_positives,
-    total,
-    alpha,
-    gamma,
-    half_smoothing,
-    CLASSES: tl.constexpr,
-    REAL: tl.constexpr,
-    SQUARE: tl.constexpr,
-    WANT_LOSS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    FULL: tl.constexpr,
-):
+    logits, targets, grad, partials, grad_loss, num_positives,
+    total, alpha, gamma, half_smoothing,
+    CLASSES: tl.constexpr, REAL: tl.constexpr, SQUARE: tl.constexpr, WANT_LOSS: tl.constexpr, GROUPS: tl.constexpr,
+    VECTOR: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
     """Every block that is this program's turn: its losses with WANT_LOSS, else its gradient.
 
     FULL: the blocks divide the elements; if they do not, the last program takes what remains.
@@ -127,45 +101,17 @@ def focal_loss_pass(
     losses = tl.zeros([GROUPS, VECTOR], tl.float32)
     for block in tl.range(program, total // (GROUPS * VECTOR), tl.num_programs(0)):
         found = _block(
-            logits,
-            targets,
-            grad,
-            block * size,
-            total,
-            scale,
-            alpha,
-            gamma,
-            half_smoothing,
-            CLASSES,
-            REAL,
-            SQUARE,
-            not WANT_LOSS,
-            GROUPS,
-            VECTOR,
-            False,
-        )
+            logits, targets, grad, block * size, total, scale, alpha, gamma, half_smoothing,
+            CLASSES, REAL, SQUARE, not WANT_LOSS, GROUPS, VECTOR, False,
+        )  # fmt: skip
         if WANT_LOSS:
             losses += found
     if not FULL:
         if program == tl.num_programs(0) - 1:
             found = _block(
-                logits,
-                targets,
-                grad,
-                total // (GROUPS * VECTOR) * size,
-                total,
-                scale,
-                alpha,
-                gamma,
-                half_smoothing,
-                CLASSES,
-                REAL,
-                SQUARE,
-                not WANT_LOSS,
-                GROUPS,
-                VECTOR,
-                True,
-            )
+                logits, targets, grad, total // (GROUPS * VECTOR) * size, total, scale, alpha, gamma, half_smoothing,
+                CLASSES, REAL, SQUARE, not WANT_LOSS, GROUPS, VECTOR, True,
+            )  # fmt: skip
             if WANT_LOSS:
                 losses += found
     if WANT_LOSS:

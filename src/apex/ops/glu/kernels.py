@@ -38,19 +38,11 @@ def _activation(x, KIND: tl.constexpr):
 @kernel
 @triton.jit
 def glu_forward(
-    input,
-    bias,
-    output,
-    rows,
-    width,
-    column_blocks,
-    ALIGN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    input, bias, output,
+    rows, width, column_blocks,
+    ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     FULL: tl.constexpr,
-):
+):  # fmt: skip
     """One tile per program."""
     width = width // ALIGN * ALIGN
     program = tl.program_id(0)
@@ -72,24 +64,11 @@ def glu_forward(
 @kernel
 @triton.jit
 def glu_backward(
-    dy,
-    input,
-    bias,
-    dinput,
-    partials,
-    rows,
-    width,
-    column_blocks,
-    groups,
-    ALIGN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BIAS_GRAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy, input, bias, dinput, partials,
+    rows, width, column_blocks, groups,
+    ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """A block of columns per program, walking down every `groups`-th tile; its sums of columns go to `partials`."""
     width = width // ALIGN * ALIGN
     program = tl.program_id(0)

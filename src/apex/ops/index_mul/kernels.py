@@ -17,19 +17,10 @@ from .._launch import kernel
 @kernel
 @triton.jit
 def index_mul_forward(
-    in1,
-    in2,
-    index,
-    out,
-    count,
-    in1_rows,
-    width,
-    column_blocks,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
-):
+    in1, in2, index, out,
+    count, in1_rows, width, column_blocks,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
     """A tile of ROWS x BLOCK per program. FULL: no row or column needs a mask."""
     width = width // ALIGN * ALIGN
     program = tl.program_id(0)
@@ -64,29 +55,11 @@ def _flush(total, current, ended, first, end, chunk, offsets, grad1, partials, c
 @kernel
 @triton.jit
 def index_mul_backward(
-    grad_out,
-    in1,
-    in2,
-    grad_grad1,
-    grad_grad2,
-    keys,
-    order,
-    offsets,
-    grad1,
-    grad2,
-    grad_grad_out,
-    partials,
-    count,
-    in1_rows,
-    width,
-    column_blocks,
-    ALIGN: tl.constexpr,
-    NEED2: tl.constexpr,
-    TWICE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    STEPS: tl.constexpr,
+    grad_out, in1, in2, grad_grad1, grad_grad2, keys, order, offsets, grad1, grad2, grad_grad_out, partials,
+    count, in1_rows, width, column_blocks,
+    ALIGN: tl.constexpr, NEED2: tl.constexpr, TWICE: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """CHUNKS chunks of sorted positions per program, side by side.
 
     grad2 = in1[index] * grad_out unless NEED2 is false, and grad1 sums grad_out * in2. TWICE: the derivative of that,
@@ -139,19 +112,10 @@ def index_mul_backward(
 @kernel
 @triton.jit
 def index_mul_finish(
-    keys,
-    offsets,
-    partials,
-    grad1,
-    count,
-    in1_rows,
-    width,
-    column_blocks,
-    ALIGN: tl.constexpr,
-    STEPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    keys, offsets, partials, grad1,
+    count, in1_rows, width, column_blocks,
+    ALIGN: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Zero for ROWS rows of in1 where no index names them, then the sum of the row that a chunk begins but not ends."""
     width = width // ALIGN * ALIGN
     program = tl.program_id(0) // column_blocks

@@ -85,16 +85,10 @@ def apply_rule(
         if tl.load(noop) != 0:
             return
     program, tensor, q0, q1, q2, q3 = walk(
-        (table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts),
-        programs,
-        (s0, s1, s2, s3, s4, s5, s6, s7),
-        seed,
-        RULE,
-        TYPES,
-        CONSTANTS,
-        BLOCK,
-        BLOCKS,
-    )
+        (table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts), programs,
+        (s0, s1, s2, s3, s4, s5, s6, s7), seed,
+        RULE, TYPES, CONSTANTS, BLOCK, BLOCKS,
+    )  # fmt: skip
     QUANTITIES: tl.constexpr = CONSTANTS[5]
     if QUANTITIES > 0:
         _leave(partials, program, (q0, q1, q2, q3), overflow, CONSTANTS)
@@ -110,14 +104,7 @@ def apply_rule(
         if is_last_block(tickets + tensor, stop - start):
             for quantity in tl.static_range(QUANTITIES):
                 reduce_rows(
-                    (partials, grad_scale, out + tensor * FINISH[3] + quantity, factor),
-                    (limit, margin, share),
-                    start,
-                    stop,
-                    quantity,
-                    QUANTITIES,
-                    MAXIMUM,
-                    FINISH[1],
-                    FINISH[2],
-                    FINISH[4],
-                )
+                    (partials, grad_scale, out + tensor * FINISH[3] + quantity, factor), (limit, margin, share),
+                    start, stop, quantity,
+                    QUANTITIES, MAXIMUM, FINISH[1], FINISH[2], FINISH[4],
+                )  # fmt: skip

@@ -106,19 +106,9 @@ def _measure(terms, before, mask, MAXIMUM: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _block(
-    tensors,
-    numbers,
-    seed,
-    tensor,
-    offset,
-    size,
-    found,
-    RULE: tl.constexpr,
-    TYPES: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    tensors, numbers, seed, tensor, offset, size, found,
+    RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """The rule on one block; what was found before and in it."""
     FLAGS: tl.constexpr = CONSTANTS[0]
     ON_DEVICE: tl.constexpr = CONSTANTS[1]
@@ -227,18 +217,9 @@ def _block(
 
 @triton.jit
 def _block_or_end(
-    tensors,
-    numbers,
-    seed,
-    tensor,
-    offset,
-    size,
-    found,
-    RULE: tl.constexpr,
-    TYPES: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tensors, numbers, seed, tensor, offset, size, found,
+    RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     # Loads under a mask are not vectorised, which costs 60% on large tensors: only a tensor's last block has one.
     if offset + BLOCK <= size:
         q0, q1, q2, q3 = _block(
@@ -253,16 +234,9 @@ def _block_or_end(
 
 @triton.jit
 def walk(
-    tensors,
-    programs,
-    numbers,
-    seed,
-    RULE: tl.constexpr,
-    TYPES: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    tensors, programs, numbers, seed,
+    RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """What this program has to do; its number, the number of its tensor, and what it measured."""
     ROWS: tl.constexpr = CONSTANTS[7]
     program = tl.program_id(0).to(tl.int64)

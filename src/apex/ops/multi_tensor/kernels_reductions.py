@@ -24,17 +24,9 @@ def _largest(values):
 
 @triton.jit
 def reduce_rows(
-    tensors,
-    numbers,
-    start,
-    stop,
-    quantity,
-    QUANTITIES: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    ROOT: tl.constexpr,
-    AVERAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tensors, numbers, start, stop, quantity,
+    QUANTITIES: tl.constexpr, MAXIMUM: tl.constexpr, ROOT: tl.constexpr, AVERAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """What `reduce_partials` does to rows `start` to `stop`; they may have been stored by the same launch."""
     partials, grad_scale, at, factor = tensors
     limit, margin, share = numbers
@@ -69,22 +61,11 @@ def reduce_rows(
 @kernel
 @triton.jit
 def reduce_partials(
-    partials,
-    bounds,
-    noop,
-    grad_scale,
-    out,
-    factor,
-    limit,
-    margin,
-    share,
-    QUANTITIES: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROOT: tl.constexpr,
-    AVERAGE: tl.constexpr,
+    partials, bounds, noop, grad_scale, out, factor,
+    limit, margin, share,
+    QUANTITIES: tl.constexpr, MAXIMUM: tl.constexpr, COLUMNS: tl.constexpr, ROOT: tl.constexpr, AVERAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Sums (or maxima, or roots of sums) of rows `bounds[i]` to `bounds[i + 1]` of `partials` into `out[i]`.
 
     Program (i, q) takes quantity q; `out` has COLUMNS columns. With AVERAGE it moves what is there towards the sum by
@@ -97,17 +78,10 @@ def reduce_partials(
     index = tl.program_id(0)
     quantity = tl.program_id(1)
     reduce_rows(
-        (partials, grad_scale, out + index * COLUMNS + quantity, factor),
-        (limit, margin, share),
-        tl.load(bounds + index),
-        tl.load(bounds + index + 1),
-        quantity,
-        QUANTITIES,
-        MAXIMUM,
-        ROOT,
-        AVERAGE,
-        BLOCK,
-    )
+        (partials, grad_scale, out + index * COLUMNS + quantity, factor), (limit, margin, share),
+        tl.load(bounds + index), tl.load(bounds + index + 1), quantity,
+        QUANTITIES, MAXIMUM, ROOT, AVERAGE, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -123,18 +97,7 @@ def _parallel(pu, pp, eps):
 
 @kernel
 @triton.jit
-def project_rows(
-    sums,
-    bounds,
-    thresholds,
-    decay_on_device,
-    whole,
-    eps,
-    delta,
-    decay,
-    ratio,
-    BLOCK: tl.constexpr,
-):
+def project_rows(sums, bounds, thresholds, decay_on_device, whole, eps, delta, decay, ratio, BLOCK: tl.constexpr):
     """AdamP's decision for each tensor: which part of its rows leaves the step, and how much they decay.
 
     sums             float32 [rows, 4]     of each row, p * g, g * g, p * p and p * step

@@ -42,17 +42,9 @@ def _look_up(table, table_across, offset, known, chunk, POSITIONS: tl.constexpr)
 
 @triton.jit
 def _rotate(
-    input,
-    output,
-    tables,
-    sizes,
-    first_program,
-    own_sizes,
-    strides,
-    out_strides,
-    CHANNELS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    input, output, tables, sizes, first_program, own_sizes, strides, out_strides,
+    CHANNELS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Rotates one tile of a tensor whose programs begin with `first_program`."""
     cosines, sines, cosines_across, sines_across, cu_seqlens = tables
     tokens, table_rows, sequences_or_width, search_steps = sizes
@@ -164,29 +156,11 @@ def _rotate(
 @kernel
 @triton.jit
 def rope(
-    input,
-    output,
-    cosines,
-    sines,
-    cosines_across,
-    sines_across,
-    cu_seqlens,
-    tokens,
-    table_rows,
-    sequences_or_width,
-    search_steps,
-    batch,
-    heads,
-    token_stride,
-    batch_stride,
-    head_stride,
-    channel_stride,
-    out_token_stride,
-    out_batch_stride,
-    out_head_stride,
-    CHANNELS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    input, output, cosines, sines, cosines_across, sines_across, cu_seqlens,
+    tokens, table_rows, sequences_or_width, search_steps, batch, heads,
+    token_stride, batch_stride, head_stride, channel_stride, out_token_stride, out_batch_stride, out_head_stride,
+    CHANNELS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """One tensor."""
     tables = (cosines, sines, cosines_across, sines_across, cu_seqlens)
     sizes = (tokens, table_rows, sequences_or_width, search_steps)
@@ -198,42 +172,14 @@ def rope(
 @kernel
 @triton.jit
 def rope_pair(
-    query,
-    key,
-    query_output,
-    key_output,
-    cosines,
-    sines,
-    cosines_across,
-    sines_across,
-    cu_seqlens,
-    tokens,
-    table_rows,
-    sequences_or_width,
-    search_steps,
-    query_programs,
-    query_batch,
-    query_heads,
-    query_token_stride,
-    query_batch_stride,
-    query_head_stride,
-    query_channel_stride,
-    query_out_token_stride,
-    query_out_batch_stride,
-    query_out_head_stride,
-    key_batch,
-    key_heads,
-    key_token_stride,
-    key_batch_stride,
-    key_head_stride,
-    key_channel_stride,
-    key_out_token_stride,
-    key_out_batch_stride,
-    key_out_head_stride,
-    CHANNELS: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-):
+    query, key, query_output, key_output, cosines, sines, cosines_across, sines_across, cu_seqlens,
+    tokens, table_rows, sequences_or_width, search_steps, query_programs,
+    query_batch, query_heads, query_token_stride, query_batch_stride, query_head_stride, query_channel_stride,
+    query_out_token_stride, query_out_batch_stride, query_out_head_stride,
+    key_batch, key_heads, key_token_stride, key_batch_stride, key_head_stride, key_channel_stride,
+    key_out_token_stride, key_out_batch_stride, key_out_head_stride,
+    CHANNELS: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+):  # fmt: skip
     """A query by the first `query_programs` programs, a key by the others."""
     tables = (cosines, sines, cosines_across, sines_across, cu_seqlens)
     sizes = (tokens, table_rows, sequences_or_width, search_steps)

@@ -70,24 +70,9 @@ def _slope(x, position, label, log_sum, scale, own, others):
 
 @triton.jit
 def _write_gradient(
-    source,
-    target,
-    source_start,
-    target_start,
-    classes,
-    label,
-    counted,
-    log_sum,
-    scale,
-    smoothing,
-    first,
-    step,
-    EDGES: tl.constexpr,
-    SAME_STRIDE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    source, target, source_start, target_start, classes, label, counted, log_sum, scale, smoothing, first, step,
+    EDGES: tl.constexpr, SAME_STRIDE: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """Writes a row's gradient: the blocks `first`, `first + step`, ... and with block 0 the edges.
 
     Only `counted` rows are read; the gradient of the others, padding, is zero whatever their logits are.
@@ -129,23 +114,11 @@ def _write_gradient(
 @kernel
 @triton.jit
 def xentropy_forward(
-    logits,
-    labels,
-    losses,
-    log_sums,
-    row_scale,
-    row_stride,
-    classes,
-    padding_idx,
-    scale_stride,
-    smoothing,
-    SMOOTHED: tl.constexpr,
-    EDGES: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
+    logits, labels, losses, log_sums, row_scale,
+    row_stride, classes, padding_idx, scale_stride, smoothing,
+    SMOOTHED: tl.constexpr, EDGES: tl.constexpr, GRADIENT: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr,
     VECTOR: tl.constexpr,
-):
+):  # fmt: skip
     """The loss of each row and the logarithm of its sum of exponentials; one program per row.
 
     Both are zero for padding, which is not read. GRADIENT: puts the gradient of the loss, times the row's scale if
@@ -194,93 +167,40 @@ def xentropy_forward(
             scale = tl.load(row_scale + row * scale_stride).to(tl.float32)
         tl.debug_barrier()  # every thread has read its part of the row before another overwrites it
         _write_gradient(
-            logits,
-            logits,
-            row_start,
-            row_start,
-            classes,
-            label,
-            counted,
-            log_sum,
-            scale,
-            smoothing,
-            0,
-            1,
-            EDGES,
-            True,
-            GROUPS,
-            LANES,
-            VECTOR,
-        )
+            logits, logits, row_start, row_start, classes, label, counted, log_sum, scale, smoothing, 0, 1,
+            EDGES, True, GROUPS, LANES, VECTOR,
+        )  # fmt: skip
 
 
 @kernel
 @triton.jit
 def xentropy_backward(
-    loss_gradient,
-    logits,
-    log_sums,
-    labels,
-    gradient,
-    splits,
-    row_stride,
-    classes,
-    padding_idx,
-    loss_stride,
-    smoothing,
-    EDGES: tl.constexpr,
-    SAME_STRIDE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    loss_gradient, logits, log_sums, labels, gradient,
+    splits, row_stride, classes, padding_idx, loss_stride, smoothing,
+    EDGES: tl.constexpr, SAME_STRIDE: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """The gradient of the logits, `classes` elements per row; `splits` neighbouring programs share a row.
 
     `loss_stride` is 0 for a gradient of the losses that is the same for all rows, else 1.
     """
     row = (tl.program_id(0) // splits).to(tl.int64)
     label = tl.load(labels + row)
+    log_sum = tl.load(log_sums + row).to(tl.float32)
+    scale = tl.load(loss_gradient + row * loss_stride).to(tl.float32)
     _write_gradient(
-        logits,
-        gradient,
-        row * row_stride,
-        row * classes,
-        classes,
-        label,
-        label != padding_idx,
-        tl.load(log_sums + row).to(tl.float32),
-        tl.load(loss_gradient + row * loss_stride).to(tl.float32),
-        smoothing,
-        tl.program_id(0) % splits,
-        splits,
-        EDGES,
-        SAME_STRIDE,
-        GROUPS,
-        LANES,
-        VECTOR,
-    )
+        logits, gradient, row * row_stride, row * classes, classes, label, label != padding_idx, log_sum, scale,
+        smoothing, tl.program_id(0) % splits, splits,
+        EDGES, SAME_STRIDE, GROUPS, LANES, VECTOR,
+    )  # fmt: skip
 
 
 @kernel
 @triton.jit
 def xentropy_short_rows(
-    logits,
-    labels,
-    losses,
-    log_sums,
-    gradient,
-    rows,
-    row_stride,
-    classes,
-    padding_idx,
-    loss_stride,
-    smoothing,
-    BACKWARD: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MULTIPLE: tl.constexpr,
-):
+    logits, labels, losses, log_sums, gradient,
+    rows, row_stride, classes, padding_idx, loss_stride, smoothing,
+    BACKWARD: tl.constexpr, SMOOTHED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MULTIPLE: tl.constexpr,
+):  # fmt: skip
     """Both passes for few classes: ROWS whole rows per program, held in registers.
 
     BACKWARD: reads `log_sums`, and the gradient of the losses in place of `losses`; writes `gradient`. The number of
