@@ -30,7 +30,7 @@ def _silu_gradient(dy, z):
 
 
 @triton.jit
-def _aligned(positions, channels, LAST: tl.constexpr, ALIGN: tl.constexpr):
+def aligned(positions, channels, LAST: tl.constexpr, ALIGN: tl.constexpr):
     """The same numbers, one of them known to be a multiple of ALIGN."""
     if LAST:
         channels = channels // ALIGN * ALIGN
@@ -43,7 +43,7 @@ def _aligned(positions, channels, LAST: tl.constexpr, ALIGN: tl.constexpr):
 def _tile(positions, channels, chunks, LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr):
     """This program's tile: its image, first position, channels [C_BLOCK] and those that exist, and for its elements
     [R, C_BLOCK] which exist and where they lie; 64 bits for where the tile begins, 32 within."""
-    positions, channels = _aligned(positions, channels, LAST, ALIGN)
+    positions, channels = aligned(positions, channels, LAST, ALIGN)
     program = tl.program_id(0)
     image = program // chunks
     first = (program % chunks) * R
@@ -70,7 +70,7 @@ def _statistics(statistics, image, groups, channel, inside, eps, D: tl.constexpr
 
 
 @triton.jit
-def _finish(normalised, weight, bias, SILU: tl.constexpr):
+def finish(normalised, weight, bias, SILU: tl.constexpr):
     z = normalised * weight + bias
     if SILU:
         z = z / (1.0 + tl.exp(-z))
@@ -88,19 +88,52 @@ def _parameter(pointer, channel, mask, PRESENT: tl.constexpr, absent: tl.constex
 
 
 @triton.jit
-def _add_up(
-    scratch,
-    tickets,
-    dweight,
-    dbias,
-    images,
-    channels,
-    groups,
-    D: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    D_BLOCK: tl.constexpr,
+def parameters(weight, bias, channel, mask, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Weights and biases of channels."""
+    scale = _parameter(weight, channel, mask, HAS_WEIGHT, 1.0)
+    return scale, _parameter(bias, channel, mask, HAS_BIAS, 0.0)
+
+
+@triton.jit
+def gradient_and_xhat(x, dy, offset, mask, mean, factor, scale, shift, SILU: tl.constexpr):
+    """The gradient before SiLU, zero outside of `mask`, and the normalised input; what is not used is not computed."""
+    values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
+    gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
+    xhat = (values - mean) * factor
+    if SILU:
+        gradient = _silu_gradient(gradient, xhat * scale + shift)
+    return gradient, xhat
+
+
+@triton.jit
+def _store_parameter_gradients(
+    dweight, dbias, sum_dy, sum_dy_xhat, channel, mask, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
+    if HAS_WEIGHT:
+        tl.store(dweight + channel, sum_dy_xhat.to(dweight.dtype.element_ty), mask)
+    if HAS_BIAS:
+        tl.store(dbias + channel, sum_dy.to(dbias.dtype.element_ty), mask)
+
+
+@triton.jit
+def _sum_pairs(pairs, count, channels, column, inside, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums over `count` pairs of rows of `channels` elements each: of the first rows, and of the second."""
+    sum_dy = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sum_dy_xhat = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        mask = (row < count) & inside[None, :]
+        found = pairs + row.to(tl.int64) * 2 * channels + column[None, :]
+        sum_dy += tl.load(found, mask, other=0.0)
+        sum_dy_xhat += tl.load(found + channels, mask, other=0.0)
+    return tl.sum(sum_dy, 0), tl.sum(sum_dy_xhat, 0)
+
+
+@triton.jit
+def add_up(
+    scratch, tickets, dweight, dbias, images, channels, groups,
+    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, D_BLOCK: tl.constexpr,
+):  # fmt: skip
     """The end of a kernel with a program per group of an image, each of which has filled its place in the first part of
     `scratch`: the last program of a group sums over the images."""
     group = tl.program_id(0) % groups
@@ -112,35 +145,20 @@ def _add_up(
             found = scratch + tl.cast(image, tl.int64) * 2 * channels + group * D + within
             sum_dy += tl.load(found, within < D, other=0.0, cache_modifier=".cg")
             sum_dy_xhat += tl.load(found + channels, within < D, other=0.0, cache_modifier=".cg")
-        if HAS_WEIGHT:
-            tl.store(dweight + group * D + within, sum_dy_xhat.to(dweight.dtype.element_ty), within < D)
-        if HAS_BIAS:
-            tl.store(dbias + group * D + within, sum_dy.to(dbias.dtype.element_ty), within < D)
+        channel = group * D + within
+        _store_parameter_gradients(dweight, dbias, sum_dy, sum_dy_xhat, channel, within < D, HAS_WEIGHT, HAS_BIAS)
 
 
 @kernel
 @triton.jit
 def group_norm_forward_small(
-    x,
-    weight,
-    bias,
-    y,
-    statistics,
-    positions,
-    channels,
-    groups,
-    eps,
-    D: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    S_BLOCK: tl.constexpr,
-    D_BLOCK: tl.constexpr,
-):
+    x, weight, bias, y, statistics,
+    positions, channels, groups, eps,
+    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
+    ALIGN: tl.constexpr, S_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per group of an image."""
-    positions, channels = _aligned(positions, channels, LAST, ALIGN)
+    positions, channels = aligned(positions, channels, LAST, ALIGN)
     program = tl.program_id(0)
     group = program % groups
     row = tl.arange(0, S_BLOCK)[:, None]
@@ -156,25 +174,18 @@ def group_norm_forward_small(
     tl.store(statistics + program * 2, mean)
     tl.store(statistics + program * 2 + 1, variance)
     channel = group * D + column
-    scale = _parameter(weight, channel, column < D, HAS_WEIGHT, 1.0)
-    shift = _parameter(bias, channel, column < D, HAS_BIAS, 0.0)
-    result = _finish(centred * tl.rsqrt(variance + eps), scale, shift, SILU)
+    scale, shift = parameters(weight, bias, channel, column < D, HAS_WEIGHT, HAS_BIAS)
+    result = finish(centred * tl.rsqrt(variance + eps), scale, shift, SILU)
     tl.store(y + offset, result.to(y.dtype.element_ty), mask)
 
 
 @kernel
 @triton.jit
 def group_norm_measure(
-    x,
-    partials,
-    positions,
-    channels,
-    chunks,
-    LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
+    x, partials,
+    positions, channels, chunks,
+    LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Mean and sum of squared deviations of every channel of a tile; `partials` is [N, chunks, 2, C]."""
     _image, first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
@@ -188,17 +199,10 @@ def group_norm_measure(
 @kernel
 @triton.jit
 def group_norm_statistics(
-    partials,
-    statistics,
-    positions,
-    channels,
-    groups,
-    chunks,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    CHUNK_BLOCK: tl.constexpr,
-    D_BLOCK: tl.constexpr,
-):
+    partials, statistics,
+    positions, channels, groups, chunks,
+    D: tl.constexpr, R: tl.constexpr, CHUNK_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Mean and variance of a group from those of its channels in every chunk; one program per group of an image.
 
     In two passes, the second around the mean that the first has found: as exact as reading the input twice.
@@ -230,69 +234,33 @@ def group_norm_statistics(
 @kernel
 @triton.jit
 def group_norm_apply(
-    x,
-    weight,
-    bias,
-    statistics,
-    y,
-    positions,
-    channels,
-    groups,
-    chunks,
-    eps,
-    D: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
+    x, weight, bias, statistics, y,
+    positions, channels, groups, chunks, eps,
+    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
+    ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+):  # fmt: skip
     """The output of one tile."""
     image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
-    scale = _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
-    shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
-    result = _finish((values - mean[None, :]) * factor[None, :], scale[None, :], shift[None, :], SILU)
+    scale, shift = parameters(weight, bias, channel, inside, HAS_WEIGHT, HAS_BIAS)
+    result = finish((values - mean[None, :]) * factor[None, :], scale[None, :], shift[None, :], SILU)
     tl.store(y + offset, result.to(y.dtype.element_ty), mask)
 
 
 @kernel
 @triton.jit
 def group_norm_backward_small(
-    x,
-    dy,
-    weight,
-    bias,
-    statistics,
-    dx,
-    scratch,
-    tickets,
-    dweight,
-    dbias,
-    images,
-    positions,
-    channels,
-    groups,
-    eps,
-    D: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    S_BLOCK: tl.constexpr,
-    D_BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ADD_UP: tl.constexpr,
-):
+    x, dy, weight, bias, statistics, dx, scratch, tickets, dweight, dbias,
+    images, positions, channels, groups, eps,
+    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
+    ALIGN: tl.constexpr, S_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr, WHOLE: tl.constexpr, ADD_UP: tl.constexpr,
+):  # fmt: skip
     """One program per group of an image, or with WHOLE one per group of all images.
 
     With WHOLE or ADD_UP the gradients of weight and bias are written, otherwise the first part of `scratch`.
     """
-    positions, channels = _aligned(positions, channels, LAST, ALIGN)
+    positions, channels = aligned(positions, channels, LAST, ALIGN)
     program = tl.program_id(0)
     group = program % groups
     row = tl.arange(0, S_BLOCK)[:, None]
@@ -300,8 +268,7 @@ def group_norm_backward_small(
     column = within[None, :]
     mask = (row < positions) & (column < D)
     channel = group * D + column
-    scale = _parameter(weight, channel, column < D, HAS_WEIGHT, 1.0)
-    shift = _parameter(bias, channel, column < D, HAS_BIAS, 0.0)
+    scale, shift = parameters(weight, bias, channel, column < D, HAS_WEIGHT, HAS_BIAS)
     count = positions * D
     first = 0 if WHOLE else program // groups
     last = images if WHOLE else program // groups + 1
@@ -313,64 +280,56 @@ def group_norm_backward_small(
         found = statistics + (image * groups + group) * 2
         mean = tl.load(found)
         factor = tl.rsqrt(tl.load(found + 1) + eps)
-        values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
-        gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
-        normalised = tl.where(mask, (values - mean) * factor, 0.0)
-        if SILU:
-            gradient = _silu_gradient(gradient, normalised * scale + shift)
+        # Outside the group the gradient is 0, and so is every term.
+        gradient, xhat = gradient_and_xhat(x, dy, offset, mask, mean, factor, scale, shift, SILU)
         sum_dy += tl.sum(gradient, 0)
-        sum_dy_xhat += tl.sum(gradient * normalised, 0)
+        sum_dy_xhat += tl.sum(gradient * xhat, 0)
         scaled = gradient * scale
-        mean_dy_xhat = tl.sum(scaled * normalised) / count
-        result = factor * (scaled - tl.sum(scaled) / count - normalised * mean_dy_xhat)
+        mean_dy_xhat = tl.sum(scaled * xhat) / count
+        result = factor * (scaled - tl.sum(scaled) / count - xhat * mean_dy_xhat)
         tl.store(dx + offset, result.to(dx.dtype.element_ty), mask)
     if WHOLE:
-        if HAS_WEIGHT:
-            tl.store(dweight + group * D + within, sum_dy_xhat.to(dweight.dtype.element_ty), within < D)
-        if HAS_BIAS:
-            tl.store(dbias + group * D + within, sum_dy.to(dbias.dtype.element_ty), within < D)
+        channel = group * D + within
+        _store_parameter_gradients(dweight, dbias, sum_dy, sum_dy_xhat, channel, within < D, HAS_WEIGHT, HAS_BIAS)
     else:
         sums = scratch + (program // groups).to(tl.int64) * 2 * channels + group * D + within
         tl.store(sums, sum_dy, within < D)
         tl.store(sums + channels, sum_dy_xhat, within < D)
         if ADD_UP:
-            _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, HAS_WEIGHT, HAS_BIAS, D_BLOCK)
+            add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, HAS_WEIGHT, HAS_BIAS, D_BLOCK)
+
+
+@triton.jit
+def _backward_tile(
+    tensors, image, channel, inside, mask, offset, groups, eps,
+    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """Gradient before SiLU and normalised input of a tile, weights and reciprocal deviations [1, C_BLOCK]."""
+    x, dy, weight, bias, statistics = tensors
+    values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
+    gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
+    mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
+    scale, shift = parameters(weight, bias, channel, inside, HAS_WEIGHT, HAS_BIAS)
+    xhat = (values - mean[None, :]) * factor[None, :]
+    if SILU:
+        gradient = _silu_gradient(gradient, xhat * scale[None, :] + shift[None, :])
+    return gradient, xhat, scale[None, :], factor[None, :]
 
 
 @kernel
 @triton.jit
 def group_norm_measure_backward(
-    x,
-    dy,
-    weight,
-    bias,
-    statistics,
-    scratch,
-    images,
-    positions,
-    channels,
-    groups,
-    chunks,
-    eps,
-    D: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
+    x, dy, weight, bias, statistics, scratch,
+    images, positions, channels, groups, chunks, eps,
+    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
+    ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Sums of the gradient and of gradient times normalised input per channel of a tile; part 3 of `scratch`."""
     image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
-    values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
-    gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
-    mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
-    normalised = (values - mean[None, :]) * factor[None, :]
-    if SILU:
-        scale = _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
-        shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
-        gradient = _silu_gradient(gradient, normalised * scale[None, :] + shift[None, :])
+    gradient, xhat, _scale, _factor = _backward_tile(
+        (x, dy, weight, bias, statistics), image, channel, inside, mask, offset, groups, eps,
+        D, HAS_WEIGHT, HAS_BIAS, SILU,
+    )  # fmt: skip
     # Outside the input the gradient is 0, and so is every term.
     found = (
         scratch
@@ -379,24 +338,16 @@ def group_norm_measure_backward(
         + channel
     )
     tl.store(found, tl.sum(gradient, 0), inside)
-    tl.store(found + channels, tl.sum(gradient * normalised, 0), inside)
+    tl.store(found + channels, tl.sum(gradient * xhat, 0), inside)
 
 
 @kernel
 @triton.jit
 def group_norm_sums(
-    scratch,
-    weight,
-    images,
-    positions,
-    channels,
-    groups,
-    chunks,
-    D: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    CHUNK_BLOCK: tl.constexpr,
-    D_BLOCK: tl.constexpr,
-):
+    scratch, weight,
+    images, positions, channels, groups, chunks,
+    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, CHUNK_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Sums over the chunks per channel, and their means over a group; one program per group of an image."""
     program = tl.program_id(0)
     image = program // groups
@@ -404,16 +355,7 @@ def group_norm_sums(
     within = tl.arange(0, D_BLOCK)
     means = scratch + tl.cast(images, tl.int64) * 2 * channels
     partials = means + images * 2 * groups + image.to(tl.int64) * chunks * 2 * channels + group * D
-    sum_dy = tl.zeros((CHUNK_BLOCK, D_BLOCK), tl.float32)
-    sum_dy_xhat = tl.zeros((CHUNK_BLOCK, D_BLOCK), tl.float32)
-    for first in range(0, chunks, CHUNK_BLOCK):
-        chunk = first + tl.arange(0, CHUNK_BLOCK)[:, None]
-        mask = (chunk < chunks) & (within < D)[None, :]
-        found = partials + chunk.to(tl.int64) * 2 * channels + within[None, :]
-        sum_dy += tl.load(found, mask, other=0.0)
-        sum_dy_xhat += tl.load(found + channels, mask, other=0.0)
-    channel_dy = tl.sum(sum_dy, 0)
-    channel_dy_xhat = tl.sum(sum_dy_xhat, 0)
+    channel_dy, channel_dy_xhat = _sum_pairs(partials, chunks, channels, within, within < D, CHUNK_BLOCK, D_BLOCK)
     sums = scratch + image.to(tl.int64) * 2 * channels + group * D + within
     tl.store(sums, channel_dy, within < D)
     tl.store(sums + channels, channel_dy_xhat, within < D)
@@ -426,69 +368,33 @@ def group_norm_sums(
 @kernel
 @triton.jit
 def group_norm_apply_backward(
-    x,
-    dy,
-    weight,
-    bias,
-    statistics,
-    scratch,
-    dx,
-    images,
-    positions,
-    channels,
-    groups,
-    chunks,
-    eps,
-    D: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
+    x, dy, weight, bias, statistics, scratch, dx,
+    images, positions, channels, groups, chunks, eps,
+    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
+    ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+):  # fmt: skip
     """The gradient of one tile of the input."""
     image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
-    values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
-    gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
-    mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
+    gradient, xhat, scale, factor = _backward_tile(
+        (x, dy, weight, bias, statistics), image, channel, inside, mask, offset, groups, eps,
+        D, HAS_WEIGHT, HAS_BIAS, SILU,
+    )  # fmt: skip
     means = scratch + tl.cast(images, tl.int64) * 2 * channels + (image * groups + channel // D) * 2
     mean_dy = tl.load(means, inside, other=0.0)
     mean_dy_xhat = tl.load(means + 1, inside, other=0.0)
-    scale = _parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
-    normalised = (values - mean[None, :]) * factor[None, :]
-    if SILU:
-        shift = _parameter(bias, channel, inside, HAS_BIAS, 0.0)
-        gradient = _silu_gradient(gradient, normalised * scale[None, :] + shift[None, :])
-    result = factor[None, :] * (gradient * scale[None, :] - mean_dy[None, :] - normalised * mean_dy_xhat[None, :])
+    result = factor * (gradient * scale - mean_dy[None, :] - xhat * mean_dy_xhat[None, :])
     tl.store(dx + offset, result.to(dx.dtype.element_ty), mask)
 
 
 @kernel
 @triton.jit
 def group_norm_parameter_gradients(
-    scratch,
-    dweight,
-    dbias,
-    images,
-    channels,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    N_BLOCK: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
+    scratch, dweight, dbias,
+    images, channels,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, N_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Sums over the images of the first part of `scratch`."""
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
-    sum_dy = tl.zeros((N_BLOCK, C_BLOCK), tl.float32)
-    sum_dy_xhat = tl.zeros((N_BLOCK, C_BLOCK), tl.float32)
-    for first in range(0, images, N_BLOCK):
-        image = first + tl.arange(0, N_BLOCK)[:, None]
-        mask = (image < images) & (channel < channels)[None, :]
-        found = scratch + image.to(tl.int64) * 2 * channels + channel[None, :]
-        sum_dy += tl.load(found, mask, other=0.0)
-        sum_dy_xhat += tl.load(found + channels, mask, other=0.0)
-    if HAS_WEIGHT:
-        tl.store(dweight + channel, tl.sum(sum_dy_xhat, 0).to(dweight.dtype.element_ty), channel < channels)
-    if HAS_BIAS:
-        tl.store(dbias + channel, tl.sum(sum_dy, 0).to(dbias.dtype.element_ty), channel < channels)
+    inside = channel < channels
+    sum_dy, sum_dy_xhat = _sum_pairs(scratch, images, channels, channel, inside, N_BLOCK, C_BLOCK)
+    _store_parameter_gradients(dweight, dbias, sum_dy, sum_dy_xhat, channel, inside, HAS_WEIGHT, HAS_BIAS)
