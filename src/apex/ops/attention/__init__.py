@@ -3,5 +3,3 @@
 from .op_biased import attention
 from .op_common import FAMILY
 from .op_packed import packed_attention
-
-__all__ = ["FAMILY", "attention", "packed_attention"]

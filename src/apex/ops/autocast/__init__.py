@@ -2,5 +2,3 @@
 
 from .rule_kernels import RuleKernels
 from .threads import casts, device_types, modes_here, restored_by, set_casts
-
-__all__ = ["RuleKernels", "casts", "device_types", "modes_here", "restored_by", "set_casts"]

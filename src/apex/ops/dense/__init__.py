@@ -15,21 +15,3 @@ from .op import (
     split_mlp,
 )
 from .parts import FAMILY, activation_backward, wgrad_gemm_accum
-
-__all__ = [
-    "FAMILY",
-    "DenseNoBiasFunc",
-    "FusedDenseFunc",
-    "FusedDenseGeluDenseFunc",
-    "MlpFunction",
-    "activation_backward",
-    "dense",
-    "dense_gelu_dense",
-    "dense_gelu_dense_backward",
-    "dense_gelu_dense_forward",
-    "mlp",
-    "mlp_backward",
-    "mlp_forward",
-    "split_mlp",
-    "wgrad_gemm_accum",
-]

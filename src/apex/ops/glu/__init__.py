@@ -2,5 +2,3 @@
 
 from .op import FAMILY, GLU, GLU_PAIR, bias_glu, check, glu_pair
 from .reference import ACTIVATIONS
-
-__all__ = ["ACTIVATIONS", "FAMILY", "GLU", "GLU_PAIR", "bias_glu", "check", "glu_pair"]

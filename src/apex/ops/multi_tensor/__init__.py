@@ -6,19 +6,3 @@
 from .grouping import Lists, make_lists
 from .op import axpby, clip, clipped_before, l2norm, lamb_step, mask, max_norm, scale, update_scale_hysteresis, zero
 from .rule import Rule
-
-__all__ = [
-    "Lists",
-    "Rule",
-    "axpby",
-    "clip",
-    "clipped_before",
-    "l2norm",
-    "lamb_step",
-    "make_lists",
-    "mask",
-    "max_norm",
-    "scale",
-    "update_scale_hysteresis",
-    "zero",
-]

@@ -13,22 +13,3 @@ from .op import (
     self_attention,
     self_attention_norm_add,
 )
-
-__all__ = [
-    "FAMILY",
-    "NORM_EPS",
-    "Mask",
-    "MaskKind",
-    "attend",
-    "broadcastable",
-    "check_dropout",
-    "check_heads",
-    "check_mask",
-    "dot_product_attention",
-    "dropout_add",
-    "encdec_attention",
-    "encdec_attention_norm_add",
-    "make_mask",
-    "self_attention",
-    "self_attention_norm_add",
-]

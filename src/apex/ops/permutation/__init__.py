@@ -2,5 +2,3 @@
 
 from .op import FAMILY, best_splits
 from .reference import kept_magnitude, window_splits
-
-__all__ = ["FAMILY", "best_splits", "kept_magnitude", "window_splits"]

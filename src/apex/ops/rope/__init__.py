@@ -10,14 +10,3 @@ from .op import (
     rotate_now,
 )
 from .reference import RopeSpec
-
-__all__ = [
-    "FAMILY",
-    "RopeSpec",
-    "backward_from_saved",
-    "forward_and_save",
-    "rotary_embedding",
-    "rotary_embedding_pair",
-    "rotate",
-    "rotate_now",
-]

@@ -13,17 +13,3 @@ from .op import (
     softmax_forward,
 )
 from .reference import SoftmaxSpec
-
-__all__ = [
-    "FAMILY",
-    "SOFTMAX",
-    "SoftmaxSpec",
-    "backward_from_saved",
-    "check_arguments",
-    "draw_noise",
-    "forward_and_save",
-    "keep_mask",
-    "masked_softmax",
-    "softmax_backward",
-    "softmax_forward",
-]

@@ -3,5 +3,3 @@
 from .op_joint import FAMILY, JOINT, joint_arguments
 from .op_loss import LOSS, check_loss, shares_of_scores
 from .reference import PADDING
-
-__all__ = ["FAMILY", "JOINT", "LOSS", "PADDING", "check_loss", "joint_arguments", "shares_of_scores"]
