@@ -34,9 +34,7 @@ def _record(
         slots[slot] = _list((param, grad, torch.uint8 if rule is rules.MASK else _F32, _F32, _F32)[slot])
     lists = TritonLists(slots, _list(_BF16) if copy else None)
     numbers = options.pop("numbers", (0.5,) * SCALARS)
-    plain = Rule(
-        rule.name, rule.function, rule.reads, rule.writes, lambda: numbers, rule.helpers, rule.quantities, rule.maximum
-    )
+    plain = Rule(rule.function, rule.reads, rule.writes, lambda: numbers, rule.helpers, rule.quantities, rule.maximum)
     whole = None if rule.quantities else torch.empty(3, 2, device="meta")
     found = lists.apply(plain, {}, flags, whole=whole, **options)
     if found is not None:

@@ -137,25 +137,6 @@ def test_steps_of_lamb(route: Route, launches: list[str]) -> None:
     assert ("reduce_partials" in launches) == (launches[0] == "two launches")
 
 
-@pytest.mark.parametrize("route", KERNELS)
-@pytest.mark.parametrize("per_tensor", [False, True])
-def test_a_flag_that_is_raised_and_looked_at(per_tensor: bool, route: Route, launches: list[str]) -> None:
-    """By the same launch: programs that see it do nothing, and later launches count on nothing of that."""
-    tensors = tensors_of(SIZES, route.device)
-    flag = torch.zeros(1, dtype=torch.int32, device=route.device)
-    with implementation(route.implementation):
-        for step in range(4):
-            tensors[1][-1] = 10.0 * step
-            tensors[1][0] = torch.inf if step == 1 else 0.0
-            tensors[4][-1] = 10.0 * step  # the last program of all
-            flag.zero_()
-            total, _ = l2norm(tensors, per_tensor=per_tensor, overflow=flag, noop=flag)
-            assert flag.item() == (step == 1)
-            if step != 1:
-                exact = torch.cat([tensor.double().cpu() for tensor in tensors]).norm()
-                assert_close(total, exact.reshape(1), reduction=sum(SIZES))
-
-
 @pytest.mark.gpu
 def test_the_same_bits_every_time() -> None:
     """Whichever program is the last."""

@@ -17,7 +17,7 @@ def _sums(values, whole, scalars, FLAGS):  # without annotations, which Triton w
     return (p + whole[0] * g + whole[1], g, a, b, c), (p * g, p * p, g * g, p + g)
 
 
-RULE = Rule("row_sums", _sums, reads=(0, 1), writes=(0,), scalars=lambda: (), quantities=4)
+RULE = Rule(_sums, reads=(0, 1), writes=(0,), scalars=lambda: (), quantities=4)
 SHAPES = ((2, 70), (3, 2, 4), (5,), (1, 3), (2, 0), (0,), ())
 
 

@@ -18,8 +18,6 @@ CONSTANTS, what a launch is compiled for besides its rule, is a tuple of
 and TYPES has the types of the lists, None without one; last, of the list that gets a copy of slot 0.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -42,11 +40,33 @@ def _load(pointer, offset, mask, MASKED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _store(pointer, offset, x, mask, TYPE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    if MASKED:
-        tl.store(pointer + offset + tl.arange(0, BLOCK), x.to(TYPE), mask=mask)
-    else:
-        tl.store(pointer + offset + tl.arange(0, BLOCK), x.to(TYPE))
+def _slot(
+    table, place, offset, mask,
+    TYPE: tl.constexpr, READS: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A slot's pointer and values, and the place of the next slot's address in the table.
+
+    Values that are not read, or of a slot without a list, are 0, which no rule looks at.
+    """
+    pointer = place
+    x = 0.0
+    if TYPE is not None:
+        pointer = _pointer(table + place, TYPE, ALIGNED)
+        place += 1
+        if READS:
+            x = _load(pointer, offset, mask, MASKED, BLOCK)
+    return pointer, x, place
+
+
+@triton.jit
+def _store(
+    pointer, offset, x, mask, TYPE: tl.constexpr, WRITES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
+):
+    if WRITES:
+        if MASKED:
+            tl.store(pointer + offset + tl.arange(0, BLOCK), x.to(TYPE), mask=mask)
+        else:
+            tl.store(pointer + offset + tl.arange(0, BLOCK), x.to(TYPE))
 
 
 @triton.jit
@@ -91,17 +111,18 @@ def _note(x, overflow, nonfinite_counts, tensor):
 
 
 @triton.jit
-def _measure(terms, before, mask, MAXIMUM: tl.constexpr, MASKED: tl.constexpr):
-    """What was found before and in these terms."""
-    if MASKED:
-        terms = tl.where(mask, terms, 0.0)
-    if MAXIMUM:
-        # tl.max and tl.maximum do not promise to let a NaN through.
-        unknown = tl.sum(tl.where(terms == terms, 0.0, terms), axis=0) + tl.where(before == before, 0.0, before)
-        found = tl.maximum(tl.max(terms, axis=0), before) + unknown
-    else:
-        found = before + tl.sum(terms, axis=0)
-    return found
+def _measure(terms, before, mask, WANTED: tl.constexpr, MAXIMUM: tl.constexpr, MASKED: tl.constexpr):
+    """What was found before and, if it is WANTED, in these terms."""
+    if WANTED:
+        if MASKED:
+            terms = tl.where(mask, terms, 0.0)
+        if MAXIMUM:
+            # tl.max and tl.maximum do not promise to let a NaN through.
+            unknown = tl.sum(tl.where(terms == terms, 0.0, terms), axis=0) + tl.where(before == before, 0.0, before)
+            before = tl.maximum(tl.max(terms, axis=0), before) + unknown
+        else:
+            before = before + tl.sum(terms, axis=0)
+    return before
 
 
 @triton.jit
@@ -136,38 +157,13 @@ def _block(
         w0 = tl.load(whole + 2 * tensor)
         w1 = tl.load(whole + 2 * tensor + 1)
 
-    # A slot without a list is 0, which no rule looks at.
-    x0 = 0.0
-    x1 = 0.0
-    x2 = 0.0
-    x3 = 0.0
-    x4 = 0.0
     mask = tl.arange(0, BLOCK) < size - offset
-    at = table + tensor * ROWS
-    if TYPES[0] is not None:
-        at += 1
-        p0 = _pointer(at, TYPES[0], ALIGNED)
-        if READS[0]:
-            x0 = _load(p0, offset, mask, MASKED, BLOCK)
-    if TYPES[1] is not None:
-        p1 = _pointer(moving + tensor, TYPES[1], ALIGNED)
-        if READS[1]:
-            x1 = _load(p1, offset, mask, MASKED, BLOCK)
-    if TYPES[2] is not None:
-        at += 1
-        p2 = _pointer(at, TYPES[2], ALIGNED)
-        if READS[2]:
-            x2 = _load(p2, offset, mask, MASKED, BLOCK)
-    if TYPES[3] is not None:
-        at += 1
-        p3 = _pointer(at, TYPES[3], ALIGNED)
-        if READS[3]:
-            x3 = _load(p3, offset, mask, MASKED, BLOCK)
-    if TYPES[4] is not None:
-        at += 1
-        p4 = _pointer(at, TYPES[4], ALIGNED)
-        if READS[4]:
-            x4 = _load(p4, offset, mask, MASKED, BLOCK)
+    place = tensor * ROWS + 1
+    p0, x0, place = _slot(table, place, offset, mask, TYPES[0], READS[0], ALIGNED, MASKED, BLOCK)
+    p1, x1, _ = _slot(moving, tensor, offset, mask, TYPES[1], READS[1], ALIGNED, MASKED, BLOCK)
+    p2, x2, place = _slot(table, place, offset, mask, TYPES[2], READS[2], ALIGNED, MASKED, BLOCK)
+    p3, x3, place = _slot(table, place, offset, mask, TYPES[3], READS[3], ALIGNED, MASKED, BLOCK)
+    p4, x4, place = _slot(table, place, offset, mask, TYPES[4], READS[4], ALIGNED, MASKED, BLOCK)
 
     if CHECKS[1]:
         _note(x1, overflow, nonfinite_counts, tensor)
@@ -184,13 +180,10 @@ def _block(
     q0, q1, q2, q3 = found
     if QUANTITIES > 0:
         values, terms = RULE(values, (w0, w1), numbers, FLAGS)
-        q0 = _measure(terms[0], q0, mask, MAXIMUM, MASKED)
-        if QUANTITIES > 1:
-            q1 = _measure(terms[1], q1, mask, MAXIMUM, MASKED)
-        if QUANTITIES > 2:
-            q2 = _measure(terms[2], q2, mask, MAXIMUM, MASKED)
-        if QUANTITIES > 3:
-            q3 = _measure(terms[3], q3, mask, MAXIMUM, MASKED)
+        q0 = _measure(terms[0], q0, mask, True, MAXIMUM, MASKED)
+        q1 = _measure(terms[1], q1, mask, QUANTITIES > 1, MAXIMUM, MASKED)
+        q2 = _measure(terms[2], q2, mask, QUANTITIES > 2, MAXIMUM, MASKED)
+        q3 = _measure(terms[3], q3, mask, QUANTITIES > 3, MAXIMUM, MASKED)
     else:
         values = RULE(values, (w0, w1), numbers, FLAGS)
 
@@ -199,19 +192,15 @@ def _block(
         _note(tl.where(known, x0.to(TYPES[0]).to(tl.float32), 0.0), overflow, nonfinite_counts, tensor)
     if WRITES[0]:
         if TYPES[5] is not None:
-            p5 = _pointer(at + 1, TYPES[5], ALIGNED)
-            _store(p5, offset, x0, mask, TYPES[5], MASKED, BLOCK)
+            p5 = _pointer(table + place, TYPES[5], ALIGNED)
+            _store(p5, offset, x0, mask, TYPES[5], True, MASKED, BLOCK)
         if STOCHASTIC:
             x0 = _round_stochastically(x0, seed, tensor, offset + tl.arange(0, BLOCK))
-        _store(p0, offset, x0, mask, TYPES[0], MASKED, BLOCK)
-    if WRITES[1]:
-        _store(p1, offset, x1, mask, TYPES[1], MASKED, BLOCK)
-    if WRITES[2]:
-        _store(p2, offset, x2, mask, TYPES[2], MASKED, BLOCK)
-    if WRITES[3]:
-        _store(p3, offset, x3, mask, TYPES[3], MASKED, BLOCK)
-    if WRITES[4]:
-        _store(p4, offset, x4, mask, TYPES[4], MASKED, BLOCK)
+    _store(p0, offset, x0, mask, TYPES[0], WRITES[0], MASKED, BLOCK)
+    _store(p1, offset, x1, mask, TYPES[1], WRITES[1], MASKED, BLOCK)
+    _store(p2, offset, x2, mask, TYPES[2], WRITES[2], MASKED, BLOCK)
+    _store(p3, offset, x3, mask, TYPES[3], WRITES[3], MASKED, BLOCK)
+    _store(p4, offset, x4, mask, TYPES[4], WRITES[4], MASKED, BLOCK)
     return q0, q1, q2, q3
 
 

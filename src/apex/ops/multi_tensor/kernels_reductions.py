@@ -3,8 +3,6 @@
 What is decided here is never waited for by the host. Additions are made in a fixed order.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -40,7 +40,7 @@ def scale(
 ) -> None:
     """`outputs[i] = factor * inputs[i]`; they may be the same tensors."""
     for indices, lists in groups_of((outputs, inputs), names):
-        on_device = factor.reshape(1).to(lists.device, torch.float32) if isinstance(factor, Tensor) else None
+        on_device = _factor_on(factor, lists.device) if isinstance(factor, Tensor) else None
         counters = _counters(nonfinite_counts, indices, lists.device)
         lists.apply(
             rules.SCALE,
@@ -97,7 +97,6 @@ def axpby(
     nonfinite_counts: Tensor | None = None,
     checks: str = "xy",
     checks_sum: bool = False,
-    noop: Tensor | None = None,
     names: tuple[str, str, str] = ("outputs", "x", "y"),
 ) -> None:
     """`outputs[i] = a * x[i] + b * y[i]`; `checks` names the inputs that are checked, `nonfinite_counts` counts in `x`.
@@ -107,7 +106,7 @@ def axpby(
     wanted = ((0, checks_sum), (1, "x" in checks), (2, "y" in checks))
     slots = tuple(slot for slot, is_checked in wanted if overflow is not None and is_checked)
     for indices, lists in groups_of((outputs, x, y), names):
-        on_device = a.reshape(1).to(lists.device, torch.float32) if isinstance(a, Tensor) else None
+        on_device = _factor_on(a, lists.device) if isinstance(a, Tensor) else None
         counters = _counters(nonfinite_counts, indices, lists.device)
         lists.apply(
             rules.AXPBY,
@@ -115,7 +114,6 @@ def axpby(
             grad_scale=on_device,
             overflow=flag_on(overflow, lists.device),
             nonfinite_counts=counters,
-            noop=flag_on(noop, lists.device),
             checks=slots,
         )
         _add_counters(nonfinite_counts, counters, indices)
@@ -129,7 +127,6 @@ def l2norm(
     factor: float | Tensor = 1.0,
     of_inputs: bool = False,
     overflow: Tensor | None = None,
-    noop: Tensor | None = None,
     names: tuple[str, str] = ("outputs", "inputs"),
 ) -> tuple[Tensor, Tensor]:
     """The norm of all elements, float32 [1], and, if asked for, of each tensor, float32 [tensors] (else empty).
@@ -141,7 +138,7 @@ def l2norm(
         rule = rules.SQUARE_SUM
     else:
         rule = rules.SCALE_AFTER_SQUARE_SUM if of_inputs else rules.SCALE_SQUARE_SUM
-    return _norm(rule, inputs, outputs, factor, per_tensor, overflow, noop, names)
+    return _norm(rule, inputs, outputs, factor, per_tensor, overflow, names)
 
 
 def max_norm(
@@ -149,11 +146,10 @@ def max_norm(
     *,
     per_tensor: bool = False,
     overflow: Tensor | None = None,
-    noop: Tensor | None = None,
     names: tuple[str, str] = ("", "inputs"),
 ) -> tuple[Tensor, Tensor]:
     """The largest absolute value of all elements, float32 [1], and, if asked for, of each tensor."""
-    return _norm(rules.MAXIMUM, inputs, None, 1.0, per_tensor, overflow, noop, names)
+    return _norm(rules.MAXIMUM, inputs, None, 1.0, per_tensor, overflow, names)
 
 
 def clip(
@@ -171,7 +167,7 @@ def clip(
         norm, factor = lists.measured_clip(rule, limit, margin)
         lists.apply(rules.SCALE, {"factor": 1.0}, grad_scale=factor)
         return norm
-    norm, _ = _norm(rule, gradients, None, 1.0, False, None, None, ("", "gradients"))
+    norm, _ = _norm(rule, gradients, None, 1.0, False, None, ("", "gradients"))
     scale(gradients, gradients, torch.clamp(limit / (norm + margin), max=1.0))
     return norm
 
@@ -193,7 +189,6 @@ def _norm(
     factor: float | Tensor,
     per_tensor: bool,
     overflow: Tensor | None,
-    noop: Tensor | None,
     names: tuple[str, str],
 ) -> tuple[Tensor, Tensor]:
     groups = groups_of((outputs, inputs), names)
@@ -202,12 +197,11 @@ def _norm(
     root = len(groups) == 1 and not rule.maximum
     totals = []
     for indices, lists in groups:
-        on_device = factor.reshape(1).to(lists.device, torch.float32) if isinstance(factor, Tensor) else None
+        on_device = _factor_on(factor, lists.device) if isinstance(factor, Tensor) else None
         hyper = {} if rule is rules.MAXIMUM else {"factor": 1.0 if on_device is not None else factor}
         options: dict[str, Any] = {
             "grad_scale": on_device,
             "overflow": flag_on(overflow, lists.device),
-            "noop": flag_on(noop, lists.device),
             "checks": (0,) if overflow is not None else (),
         }
         if not per_tensor:
@@ -336,16 +330,8 @@ def adam_hyper(
     **more: Any,
 ) -> dict[str, Any]:
     """What the rules of Adam and its relatives call the numbers of compiled names, in the order these have."""
-    corrected = {"step": number(step), "bias_correction": bool(bias_correction)}
-    return {
-        "lr": number(lr),
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        **corrected,
-        **more,
-    }
+    numbers = {"lr": number(lr), "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    return {**numbers, "step": number(step), "bias_correction": bool(bias_correction), **more}
 
 
 def lamb_step(
@@ -446,9 +432,8 @@ def average_norms(
         raise ValueError(f"{name} has {norms.numel()} elements; there are {len(gradients)} tensors")
     if not gradients:
         return
-    found = (max_norm if maximum else l2norm)(gradients, per_tensor=True, overflow=overflow, names=("", _NAMES[0]))[
-        1
-    ].view(norms.shape)
+    measure = max_norm if maximum else l2norm
+    found = measure(gradients, per_tensor=True, overflow=overflow, names=("", _NAMES[0]))[1].view(norms.shape)
     if maximum:
         norms.mul_(beta).add_(found, alpha=1 - beta)
     else:

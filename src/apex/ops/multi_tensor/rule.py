@@ -37,7 +37,6 @@ class Rule:
     `quantities` says how many of the terms are wanted, `maximum` that they are maximised instead of summed.
     """
 
-    name: str
     function: Callable[..., tuple[Any, ...]]
     reads: tuple[int, ...]
     writes: tuple[int, ...]

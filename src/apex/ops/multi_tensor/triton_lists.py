@@ -94,9 +94,13 @@ class TritonLists:
         noop: Tensor | None = None,
         **given: Any,
     ) -> Tensor | None:
-        """Runs `rule`; returns what it measured, float32 [tensors, 2 or more]. See `TorchLists.apply`."""
+        """Runs `rule`; returns what it measured, float32 [tensors, 2 or more]. See `TorchLists.apply`.
+
+        A rule that measures is given `noop` or `overflow`, not both: they may be the same flag, and programs that see
+        it raised by others store nothing.
+        """
         finish, found = None, None
-        if rule.quantities and self._finishes_each and _may_finish(noop, given.get("overflow")):
+        if rule.quantities and self._finishes_each:
             finish, found = _Finish(True), self._empty(len(self.sizes), max(2, rule.quantities))
         partials, layout = self._run(rule, hyper, flags, noop=noop, **given, finish=finish, out=found)
         return self._per_tensor(rule, partials, layout, noop) if rule.quantities and found is None else found
@@ -131,7 +135,7 @@ class TritonLists:
         """
         out = self._empty(1)
         by = (limit, margin, 0.0)
-        if self._finishes_all and _may_finish(noop, given.get("overflow")):
+        if self._finishes_all:
             finish = _Finish(False, root)
             self._run(rule, hyper, (), noop=noop, **given, finish=finish, out=out, factor=factor, by=by)
             return out
@@ -301,14 +305,6 @@ class TritonLists:
         if isinstance(value, Tensor) and value.device != self.device:
             return float(value) if value.device.type == "cpu" else value.to(self.device)
         return value
-
-
-def _may_finish(noop: Tensor | None, overflow: Tensor | None) -> bool:
-    """Whether all programs of a launch see the same `noop`: not those after one that raised it, and then none is last.
-
-    The two may be views of the same number.
-    """
-    return noop is None or overflow is None
 
 
 @_device.launch_rule

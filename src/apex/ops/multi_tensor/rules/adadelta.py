@@ -21,4 +21,4 @@ def _adadelta_scalars(*, lr: Any, rho: float, eps: float, weight_decay: float) -
     return lr, rho, 1 - rho, eps, weight_decay
 
 
-ADADELTA = Rule("adadelta", _adadelta, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_adadelta_scalars)
+ADADELTA = Rule(_adadelta, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_adadelta_scalars)

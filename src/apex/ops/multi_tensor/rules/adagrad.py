@@ -24,4 +24,4 @@ def _adagrad_scalars(*, lr: Any, eps: float, weight_decay: float = 0.0, decouple
     return lr, eps, lr * weight_decay if decoupled else weight_decay
 
 
-ADAGRAD = Rule("adagrad", _adagrad, reads=(0, 1, 2), writes=(0, 2), scalars=_adagrad_scalars)
+ADAGRAD = Rule(_adagrad, reads=(0, 1, 2), writes=(0, 2), scalars=_adagrad_scalars)

@@ -44,8 +44,8 @@ def _adam_scalars(
     return lr * first, 1 - beta1, beta2, 1 - beta2, eps, decay, root
 
 
-ADAM = Rule("adam", _adam, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_adam_scalars)
-ADAM_AMSGRAD = Rule("adam_amsgrad", _adam, reads=(0, 1, 2, 3, 4), writes=(0, 2, 3, 4), scalars=_adam_scalars)
+ADAM = Rule(_adam, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_adam_scalars)
+ADAM_AMSGRAD = Rule(_adam, reads=(0, 1, 2, 3, 4), writes=(0, 2, 3, 4), scalars=_adam_scalars)
 
 
 def _adam_average(values, whole, scalars, FLAGS):
@@ -63,10 +63,5 @@ def _adam_average_scalars(*, average_decay: float, **hyper: Any) -> tuple[Any, .
 
 
 ADAM_AVERAGE = Rule(
-    "adam_average",
-    _adam_average,
-    reads=(0, 1, 2, 3, 4),
-    writes=(0, 2, 3, 4),
-    scalars=_adam_average_scalars,
-    helpers=(_adam,),
+    _adam_average, reads=(0, 1, 2, 3, 4), writes=(0, 2, 3, 4), scalars=_adam_average_scalars, helpers=(_adam,)
 )

@@ -40,8 +40,6 @@ def _adamp_scalars(*, lr: Any, beta1: float, beta2: float, eps: float, step: Any
     return lr * first, 1 - beta1, beta2, 1 - beta2, eps, 0.0, root
 
 
-ADAMP_MEASURE = Rule(
-    "adamp_measure", _adamp_measure, (0, 1, 2, 3), (2, 3), _adamp_scalars, helpers=(_direction,), quantities=4
-)
-ADAMP = Rule("adamp", _adamp, (0, 2, 3), (0,), _adamp_scalars, helpers=(_direction,))
-ADAMP_NESTEROV = Rule("adamp_nesterov", _adamp, (0, 1, 2, 3), (0,), _adamp_scalars, helpers=(_direction,))
+ADAMP_MEASURE = Rule(_adamp_measure, (0, 1, 2, 3), (2, 3), _adamp_scalars, helpers=(_direction,), quantities=4)
+ADAMP = Rule(_adamp, (0, 2, 3), (0,), _adamp_scalars, helpers=(_direction,))
+ADAMP_NESTEROV = Rule(_adamp, (0, 1, 2, 3), (0,), _adamp_scalars, helpers=(_direction,))

@@ -48,13 +48,11 @@ def _factor(factor: Any = 1.0) -> tuple[Any, ...]:
     return (factor,)
 
 
-SCALE = Rule("scale", _scale, reads=(1,), writes=(0,), scalars=_factor)
-SCALE_EACH = Rule("scale_each", _scale_each, reads=(1,), writes=(0,), scalars=lambda: ())
-AXPBY = Rule("axpby", _axpby, reads=(1, 2), writes=(0,), scalars=lambda a, b: (a, b))
-MASK = Rule("mask", _mask, reads=(0, 2), writes=(0,), scalars=lambda: ())
-SQUARE_SUM = Rule("square_sum", _square_sum, reads=(1,), writes=(), scalars=_factor, quantities=1)
-SCALE_SQUARE_SUM = Rule("scale_square_sum", _square_sum, reads=(1,), writes=(0,), scalars=_factor, quantities=1)
-SCALE_AFTER_SQUARE_SUM = Rule(
-    "scale_after_square_sum", _scale_after_square_sum, reads=(1,), writes=(0,), scalars=_factor, quantities=1
-)
-MAXIMUM = Rule("maximum", _absolute_maximum, (1,), (), scalars=lambda: (), quantities=1, maximum=True)
+SCALE = Rule(_scale, reads=(1,), writes=(0,), scalars=_factor)
+SCALE_EACH = Rule(_scale_each, reads=(1,), writes=(0,), scalars=lambda: ())
+AXPBY = Rule(_axpby, reads=(1, 2), writes=(0,), scalars=lambda a, b: (a, b))
+MASK = Rule(_mask, reads=(0, 2), writes=(0,), scalars=lambda: ())
+SQUARE_SUM = Rule(_square_sum, reads=(1,), writes=(), scalars=_factor, quantities=1)
+SCALE_SQUARE_SUM = Rule(_square_sum, reads=(1,), writes=(0,), scalars=_factor, quantities=1)
+SCALE_AFTER_SQUARE_SUM = Rule(_scale_after_square_sum, reads=(1,), writes=(0,), scalars=_factor, quantities=1)
+MAXIMUM = Rule(_absolute_maximum, (1,), (), scalars=lambda: (), quantities=1, maximum=True)

@@ -60,7 +60,6 @@ def _lamb_scalars(
 
 
 LAMB_MOMENTS = Rule(
-    "lamb_moments",
     _lamb_moments,
     reads=(0, 1, 2, 3),
     writes=(2, 3),
@@ -68,12 +67,7 @@ LAMB_MOMENTS = Rule(
     helpers=(_moments, _direction),
     quantities=2,
 )
-LAMB_STEP = Rule("lamb_step", _lamb_step, reads=(0, 2, 3), writes=(0,), scalars=_lamb_scalars, helpers=(_direction,))
+LAMB_STEP = Rule(_lamb_step, reads=(0, 2, 3), writes=(0,), scalars=_lamb_scalars, helpers=(_direction,))
 LAMB_UNSCALED = Rule(
-    "lamb_unscaled",
-    _lamb_unscaled,
-    reads=(0, 1, 2, 3),
-    writes=(0, 2, 3),
-    scalars=_lamb_scalars,
-    helpers=(_moments, _direction),
+    _lamb_unscaled, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_lamb_scalars, helpers=(_moments, _direction)
 )

@@ -48,6 +48,6 @@ def _lars_scalars(
     return lr, momentum, 1 - dampening * (1 - first), weight_decay, trust_coefficient, eps
 
 
-LARS_NORMS = Rule("lars_norms", _lars_norms, reads=(0, 1), writes=(), scalars=lambda: (), quantities=2)
-LARS = Rule("lars", _lars, reads=(0, 1, 2), writes=(0, 2), scalars=_lars_scalars)
-PLAIN_LARS = Rule("plain_lars", _lars, reads=(0, 1), writes=(0,), scalars=_lars_scalars)
+LARS_NORMS = Rule(_lars_norms, reads=(0, 1), writes=(), scalars=lambda: (), quantities=2)
+LARS = Rule(_lars, reads=(0, 1, 2), writes=(0, 2), scalars=_lars_scalars)
+PLAIN_LARS = Rule(_lars, reads=(0, 1), writes=(0,), scalars=_lars_scalars)

@@ -15,14 +15,7 @@ def _adam_unscaling(values, whole, scalars, FLAGS):
     return p, values[1], m, v, peak
 
 
-ADAM_UNSCALING = Rule(
-    "adam_unscaling",
-    _adam_unscaling,
-    reads=(0, 1, 2, 3),
-    writes=(0, 1, 2, 3),
-    scalars=_adam_scalars,
-    helpers=(_adam,),
-)
+ADAM_UNSCALING = Rule(_adam_unscaling, reads=(0, 1, 2, 3), writes=(0, 1, 2, 3), scalars=_adam_scalars, helpers=(_adam,))
 
 
 # Adam's first form in Apex: the second moment goes into the root uncorrected, eps beside or under it; the step's size
@@ -76,11 +69,8 @@ def _early_scalars(
     return size, 1 - beta1, beta2, 1 - beta2, eps, size * weight_decay, 1 / scale, beta1
 
 
-EARLY_ADAM = Rule(
-    "early_adam", _early_adam, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_early_scalars, helpers=(_early_step,)
-)
+EARLY_ADAM = Rule(_early_adam, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_early_scalars, helpers=(_early_step,))
 REVERSIBLE_ADAM = Rule(
-    "reversible_adam",
     _reversible_adam,
     reads=(0, 1, 2, 3),
     writes=(0, 2, 3),
@@ -88,9 +78,7 @@ REVERSIBLE_ADAM = Rule(
     helpers=(_early_step, _early_adam),
     quantities=1,
 )
-ADAM_UNDO = Rule(
-    "adam_undo", _adam_undo, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_early_scalars, helpers=(_early_step,)
-)
+ADAM_UNDO = Rule(_adam_undo, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_early_scalars, helpers=(_early_step,))
 
 
 # LAMB's halves as functions of their own, with the step in a list between them.
@@ -123,14 +111,9 @@ def _lamb_weights(values, whole, scalars, FLAGS):
 
 
 LAMB_UPDATE = Rule(
-    "lamb_update",
-    _lamb_update,
-    reads=(0, 1, 2, 3),
-    writes=(2, 3, 4),
-    scalars=_lamb_update_scalars,
-    helpers=(_moments, _direction),
+    _lamb_update, reads=(0, 1, 2, 3), writes=(2, 3, 4), scalars=_lamb_update_scalars, helpers=(_moments, _direction)
 )
-LAMB_WEIGHTS = Rule("lamb_weights", _lamb_weights, reads=(0, 1), writes=(0,), scalars=lambda lr: (lr,))
+LAMB_WEIGHTS = Rule(_lamb_weights, reads=(0, 1), writes=(0,), scalars=lambda lr: (lr,))
 
 
 def _larc(values, whole, scalars, FLAGS):
@@ -150,7 +133,6 @@ def _larc(values, whole, scalars, FLAGS):
 
 
 LARC = Rule(
-    "larc",
     _larc,
     reads=(0, 1),
     writes=(1,),

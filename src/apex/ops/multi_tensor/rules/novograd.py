@@ -41,4 +41,4 @@ def _novograd_scalars(
     return lr * first, beta1, 1 - beta1 if grad_averaging else 1.0, eps, decay, root
 
 
-NOVOGRAD = Rule("novograd", _novograd, reads=(0, 1, 2), writes=(0, 2), scalars=_novograd_scalars)
+NOVOGRAD = Rule(_novograd, reads=(0, 1, 2), writes=(0, 2), scalars=_novograd_scalars)

@@ -54,7 +54,7 @@ def _rmsprop_scalars(
     return outer, inner, alpha, 1 - alpha, eps, decay, shrink, momentum
 
 
-RMSPROP = Rule("rmsprop", _rmsprop, reads=(0, 1, 2), writes=(0, 2), scalars=_rmsprop_scalars)
+RMSPROP = Rule(_rmsprop, reads=(0, 1, 2), writes=(0, 2), scalars=_rmsprop_scalars)
 # Centered or with momentum; centered and with momentum.
-RMSPROP_MORE = Rule("rmsprop_more", _rmsprop, (0, 1, 2, 3), (0, 2, 3), _rmsprop_scalars)
-RMSPROP_ALL = Rule("rmsprop_all", _rmsprop, (0, 1, 2, 3, 4), (0, 2, 3, 4), _rmsprop_scalars)
+RMSPROP_MORE = Rule(_rmsprop, (0, 1, 2, 3), (0, 2, 3), _rmsprop_scalars)
+RMSPROP_ALL = Rule(_rmsprop, (0, 1, 2, 3, 4), (0, 2, 3, 4), _rmsprop_scalars)

@@ -47,5 +47,5 @@ def _sgd_scalars(
     return lr, momentum * (1 - first), 1 - dampening * (1 - first), weight_decay, momentum
 
 
-SGD = Rule("sgd", _sgd, reads=(0, 1, 2), writes=(0, 2), scalars=_sgd_scalars)
-PLAIN_SGD = Rule("plain_sgd", _plain_sgd, reads=(0, 1), writes=(0,), scalars=_sgd_scalars)
+SGD = Rule(_sgd, reads=(0, 1, 2), writes=(0, 2), scalars=_sgd_scalars)
+PLAIN_SGD = Rule(_plain_sgd, reads=(0, 1), writes=(0,), scalars=_sgd_scalars)
