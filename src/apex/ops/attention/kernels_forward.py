@@ -57,14 +57,15 @@ def _forward_tiles(
 
 @triton.jit
 def _forward_program(
-    program, q, k, v, mask, bias, cu, seed, out, statistics,
-    batch, heads, rows, columns, head_dim, total,
-    q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane,
-    mask_group, bias_group, threshold, scale, inf, kept,
+    program, tensors, sizes, strides, options,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
     SAVES: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
+    q, k, v, mask, bias, cu, seed, out, statistics = tensors
+    batch, heads, rows, columns, head_dim, total = sizes
+    q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane = strides
+    mask_group, bias_group, threshold, scale, inf, kept = options
     z, h, first, start, count, partners = locate(program, cu, batch, heads, rows, columns, total, PACKED, TAIL, BM)
     row = start + first
     left = count - first
@@ -117,41 +118,28 @@ def attention_forward(
     q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane,
     mask_group, bias_group, threshold, scale, inf, kept,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
-    SAVES: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    SAVES: tl.constexpr, REPAIRS: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Output and statistics, a tile of queries per program."""
-    _forward_program(
-        tl.program_id(0), q, k, v, mask, bias, cu, seed, out, statistics,
-        batch, heads, rows, columns, head_dim, total,
-        q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane,
-        mask_group, bias_group, threshold, scale, inf, kept,
-        HAS_MASK, HAS_BIAS, PACKED, TAIL, DROPS, SAVES, FULL_M, FULL_N, FULL_D, PRECISION, BM, BN, BD,
-    )  # fmt: skip
+    """Output and statistics, a tile of queries per program.
 
-
-@kernel
-@triton.jit
-def attention_repair(
-    q, k, v, mask, bias, cu, seed, out, statistics,
-    batch, heads, rows, columns, head_dim, total,
-    q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane,
-    mask_group, bias_group, threshold, scale, inf, kept,
-    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
-    SAVES: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """The same where packed sequences do not fill all rows; where they do, what is there already is right.
-
-    Few programs, which end at once or take all tiles.
+    REPAIRS: only if packed sequences do not fill all rows; where they do, what is there already is right. Few programs,
+    which end at once or take all tiles.
     """
-    filled = tl.load(cu + batch) == total
-    tiles = tl.where(filled, 0, batch * heads * tl.cdiv(rows, BM))
-    for program in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    sizes = (batch, heads, rows, columns, head_dim, total)
+    strides = (q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane)
+    options = (mask_group, bias_group, threshold, scale, inf, kept)
+    tensors = (q, k, v, mask, bias, cu, seed, out, statistics)
+    if REPAIRS:
+        filled = tl.load(cu + batch) == total
+        tiles = tl.where(filled, 0, batch * heads * tl.cdiv(rows, BM))
+        for program in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            _forward_program(
+                program, tensors, sizes, strides, options,
+                HAS_MASK, HAS_BIAS, PACKED, TAIL, DROPS, SAVES, FULL_M, FULL_N, FULL_D, PRECISION, BM, BN, BD,
+            )  # fmt: skip
+    else:
         _forward_program(
-            program, q, k, v, mask, bias, cu, seed, out, statistics,
-            batch, heads, rows, columns, head_dim, total,
-            q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane,
-            mask_group, bias_group, threshold, scale, inf, kept,
+            tl.program_id(0), tensors, sizes, strides, options,
             HAS_MASK, HAS_BIAS, PACKED, TAIL, DROPS, SAVES, FULL_M, FULL_N, FULL_D, PRECISION, BM, BN, BD,
         )  # fmt: skip

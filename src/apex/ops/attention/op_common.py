@@ -137,11 +137,10 @@ def launch_output(
 def _output_launch(problem: Problem, strides: tuple[int, ...], saves: bool, device: DeviceFacts) -> Any:
     tile = problem.choose(config.forward_tile)
     programs = problem.programs(problem.batch, problem.rows, tile.queries)
-    kernel = kernels_forward.attention_forward
-    if problem.cudnn_first:
-        kernel = kernels_forward.attention_repair
+    repairs = problem.cudnn_first
+    if repairs:
         programs = min(programs, config.REPAIRS_PER_MULTIPROCESSOR * device.multiprocessors)
-    return problem.prepare(kernel, programs, tile, strides, SAVES=saves)
+    return problem.prepare(kernels_forward.attention_forward, programs, tile, strides, SAVES=saves, REPAIRS=repairs)
 
 
 def launch_dquery(
