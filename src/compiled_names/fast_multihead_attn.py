@@ -77,9 +77,10 @@ def _self_backward(
     heads, output_grads, matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights,
     output_weights, dropout_mask, dropout_prob, biases: bool,
 ) -> list[Tensor]:  # fmt: skip
-    saved = input_lin_results, matmul2_results, softmax_results, dropout_results, dropout_mask
+    core = matmul2_results, softmax_results, dropout_results, dropout_mask
     settings = int(heads), _scale(inputs, heads), float(dropout_prob), biases
-    gradients = explicit.self_backward(output_grads, inputs, input_weights, output_weights, *saved, *settings)
+    saved = inputs, input_weights, output_weights, input_lin_results, *core
+    gradients = explicit.self_backward(output_grads, saved, settings)
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -220,10 +221,11 @@ def encdec_multihead_attn_backward(
     inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, dropout_mask, dropout_prob,
 ):  # fmt: skip
     """[input_q_grads, input_kv_grads, input_weight_q_grads, input_weight_kv_grads, output_weight_grads]"""
-    given = inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights
-    saved = input_lin_q_results, input_lin_kv_results, matmul2_results, softmax_results, dropout_results, dropout_mask
-    settings = int(heads), _scale(inputs_q, heads), float(dropout_prob)
-    gradients = explicit.encdec_backward(output_grads, *given, *saved, *settings, biases=False)
+    weights = input_weights_q, input_weights_kv, output_weights
+    core = matmul2_results, softmax_results, dropout_results, dropout_mask
+    settings = int(heads), _scale(inputs_q, heads), float(dropout_prob), False
+    saved = inputs_q, inputs_kv, *weights, input_lin_q_results, input_lin_kv_results, *core
+    gradients = explicit.encdec_backward(output_grads, saved, settings)
     return [gradient for gradient in gradients if gradient is not None]
 
 

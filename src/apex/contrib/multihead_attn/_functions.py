@@ -37,7 +37,7 @@ class SelfAttnFunc(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, output_grads: Tensor):  # type: ignore[override]
-        gradients = explicit.self_backward(output_grads, *ctx.saved_tensors, *ctx.settings)
+        gradients = explicit.self_backward(output_grads, ctx.saved_tensors, ctx.settings)
         return None, None, None, None, *gradients, None, None, None
 
 
@@ -63,7 +63,7 @@ class EncdecAttnFunc(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, output_grads: Tensor):  # type: ignore[override]
-        gradients = explicit.encdec_backward(output_grads, *ctx.saved_tensors, *ctx.settings)
+        gradients = explicit.encdec_backward(output_grads, ctx.saved_tensors, ctx.settings)
         return None, None, None, None, *gradients, None, None
 
 

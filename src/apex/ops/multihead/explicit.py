@@ -5,6 +5,7 @@ Letters: S queries, T keys, B batches, H heads, D the size of a head, E = H * D.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -123,18 +124,13 @@ def linear_backward(
 
 
 def self_forward(
-    inputs: Tensor,
-    input_weights: Tensor,
-    output_weights: Tensor,
-    input_biases: Tensor | None,
-    output_biases: Tensor | None,
-    *,
-    heads: int,
-    scale: float,
-    mask: Mask | None,
-    dropout: float,
+    inputs: Tensor, *parameters: Any, heads: int, scale: float, mask: Mask | None, dropout: float
 ) -> tuple[Tensor, Tensor, Core]:
-    """Outputs, packed projections [S, B, 3E] and the core's results."""
+    """Outputs, packed projections [S, B, 3E] and the core's results.
+
+    `parameters` are the weights of inputs and of outputs, then their biases, which may be None.
+    """
+    input_weights, output_weights, input_biases, output_biases = parameters
     check_self(inputs, input_weights, output_weights, heads, dropout)
     packed = F.linear(inputs, input_weights, input_biases).contiguous()
     queries, keys, values = split(packed, heads, 3)
@@ -142,80 +138,52 @@ def self_forward(
     return F.linear(core.context.view(inputs.shape), output_weights, output_biases), packed, core
 
 
-def self_backward(
-    gradient: Tensor,
-    inputs: Tensor,
-    input_weights: Tensor,
-    output_weights: Tensor,
-    packed: Tensor,
-    context: Tensor,
-    probabilities: Tensor,
-    dropped: Tensor,
-    noise: Tensor | None,
-    heads: int,
-    scale: float,
-    dropout: float,
-    biases: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of inputs, both weights and, if there are any, both biases."""
+def self_backward(gradient: Tensor, saved: Sequence[Any], settings: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """Gradients of inputs, both weights and, if there are any, both biases.
+
+    `saved` are inputs, both weights, packed projections, and of the core context, probabilities, dropped and noise;
+    `settings` are heads, scale, dropout and whether there are biases.
+    """
+    inputs, input_weights, output_weights, packed, context, *core = saved
+    heads, scale, dropout, biases = settings
     d_context, d_output_weights, d_output_biases = linear_backward(gradient, context, output_weights, biases)
     d_packed = torch.empty_like(packed)
-    (queries, keys, values), into = split(packed, heads, 3), split(d_packed, heads, 3)
-    attend_backward(d_context, queries, keys, values, probabilities, dropped, noise, scale, dropout, into)
+    into = split(d_packed, heads, 3)
+    attend_backward(d_context, *split(packed, heads, 3), *core, scale, dropout, into)
     d_inputs, d_input_weights, d_input_biases = linear_backward(d_packed, inputs, input_weights, biases)
     return d_inputs, d_input_weights, d_output_weights, d_input_biases, d_output_biases
 
 
 def encdec_forward(
-    inputs_q: Tensor,
-    inputs_kv: Tensor,
-    input_weights_q: Tensor,
-    input_weights_kv: Tensor,
-    output_weights: Tensor,
-    input_biases_q: Tensor | None,
-    input_biases_kv: Tensor | None,
-    output_biases: Tensor | None,
-    *,
-    heads: int,
-    scale: float,
-    mask: Mask | None,
-    dropout: float,
+    inputs_q: Tensor, inputs_kv: Tensor, *parameters: Any, heads: int, scale: float, mask: Mask | None, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor, Core]:
-    """Outputs, projected queries [S, B, E], packed keys and values [T, B, 2E] and the core's results."""
-    check_encdec(inputs_q, inputs_kv, (input_weights_q, input_weights_kv, output_weights), heads, dropout)
-    projected = F.linear(inputs_q, input_weights_q, input_biases_q).contiguous()
-    packed = F.linear(inputs_kv, input_weights_kv, input_biases_kv).contiguous()
-    (queries,), (keys, values) = split(projected, heads, 1), split(packed, heads, 2)
-    core = attend(queries, keys, values, heads, scale, mask, dropout)
-    return F.linear(core.context.view(inputs_q.shape), output_weights, output_biases), projected, packed, core
+    """Outputs, projected queries [S, B, E], packed keys and values [T, B, 2E] and the core's results.
+
+    `parameters` are the weights of queries, of keys and values and of outputs, then their biases, which may be None.
+    """
+    weights, (biases_q, biases_kv, output_biases) = parameters[:3], parameters[3:]
+    check_encdec(inputs_q, inputs_kv, weights, heads, dropout)
+    projected = F.linear(inputs_q, weights[0], biases_q).contiguous()
+    packed = F.linear(inputs_kv, weights[1], biases_kv).contiguous()
+    core = attend(*split(projected, heads, 1), *split(packed, heads, 2), heads, scale, mask, dropout)
+    return F.linear(core.context.view(inputs_q.shape), weights[2], output_biases), projected, packed, core
 
 
-def encdec_backward(
-    gradient: Tensor,
-    inputs_q: Tensor,
-    inputs_kv: Tensor,
-    input_weights_q: Tensor,
-    input_weights_kv: Tensor,
-    output_weights: Tensor,
-    projected: Tensor,
-    packed: Tensor,
-    context: Tensor,
-    probabilities: Tensor,
-    dropped: Tensor,
-    noise: Tensor | None,
-    heads: int,
-    scale: float,
-    dropout: float,
-    biases: bool,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of both inputs, the three weights and, if there are any, the three biases."""
+def encdec_backward(gradient: Tensor, saved: Sequence[Any], settings: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """Gradients of both inputs, the three weights and, if there are any, the three biases.
+
+    `saved` are both inputs, the three weights, projected queries, packed keys and values, and of the core what
+    `self_backward` takes; `settings` too.
+    """
+    inputs_q, inputs_kv, weights_q, weights_kv, output_weights, projected, packed, context, *core = saved
+    heads, scale, dropout, biases = settings
     d_context, d_output_weights, d_output_biases = linear_backward(gradient, context, output_weights, biases)
     d_projected, d_packed = torch.empty_like(projected), torch.empty_like(packed)
-    (queries,), (keys, values) = split(projected, heads, 1), split(packed, heads, 2)
+    parts = (*split(projected, heads, 1), *split(packed, heads, 2))
     into = (*split(d_projected, heads, 1), *split(d_packed, heads, 2))
-    attend_backward(d_context, queries, keys, values, probabilities, dropped, noise, scale, dropout, into)
-    d_inputs_q, d_weights_q, d_biases_q = linear_backward(d_projected, inputs_q, input_weights_q, biases)
-    d_inputs_kv, d_weights_kv, d_biases_kv = linear_backward(d_packed, inputs_kv, input_weights_kv, biases)
+    attend_backward(d_context, *parts, *core, scale, dropout, into)
+    d_inputs_q, d_weights_q, d_biases_q = linear_backward(d_projected, inputs_q, weights_q, biases)
+    d_inputs_kv, d_weights_kv, d_biases_kv = linear_backward(d_packed, inputs_kv, weights_kv, biases)
     weights = d_weights_q, d_weights_kv, d_output_weights
     return d_inputs_q, d_inputs_kv, *weights, d_biases_q, d_biases_kv, d_output_biases
 
