@@ -1,4 +1,4 @@
-"""Functions that kernels of several families call: last-block counters and random words."""
+"""Functions that kernels of several families call: last-block counters, sums of rows and random words."""
 
 import triton
 import triton.language as tl
@@ -20,6 +20,18 @@ def is_last_block(counter, blocks):
     if last:
         tl.store(counter, 0)
     return last
+
+
+@triton.jit
+def sum_rows(rows, number, column, columns, ROWS: tl.constexpr):
+    """The sum of `number` rows, of which other programs of this launch may have stored some."""
+    sums = tl.zeros([ROWS, column.shape[0]], tl.float32)
+    for start in tl.range(0, number, ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < number)[:, None] & (column < columns)[None, :]
+        place = rows + row.to(tl.int64)[:, None] * columns + column[None, :]
+        sums += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
+    return tl.sum(sums, 0)
 
 
 @triton.jit

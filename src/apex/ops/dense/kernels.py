@@ -6,7 +6,7 @@ All matrices are contiguous, all arithmetic is float32. Run-time arguments first
 import triton
 import triton.language as tl
 
-from .._kernel_functions import is_last_block
+from .._kernel_functions import is_last_block, sum_rows
 from .._launch import kernel
 
 RELU = tl.constexpr(1)
@@ -39,18 +39,6 @@ def gelu_forward(input, output, elements, BLOCK: tl.constexpr, FULL: tl.constexp
     mask = None if FULL else place < elements
     x = tl.load(input + place, mask=mask).to(tl.float32)
     tl.store(output + place, (x * _gelu_gate(x, x * x)).to(output.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _sum_rows(rows, number, column, columns, ROWS: tl.constexpr):
-    """The sum of `number` rows, of which other programs of this launch may have stored some."""
-    sums = tl.zeros([ROWS, column.shape[0]], tl.float32)
-    for start in tl.range(0, number, ROWS):
-        row = start + tl.arange(0, ROWS)
-        mask = (row < number)[:, None] & (column < columns)[None, :]
-        place = rows + row.to(tl.int64)[:, None] * columns + column[None, :]
-        sums += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
-    return tl.sum(sums, 0)
 
 
 @kernel
@@ -107,10 +95,10 @@ def activation_backward(
             if is_last_block(own_tickets + 1 + union, members):
                 first_row = partials + (union * FINISH).to(tl.int64) * columns
                 rows_of_unions = partials + tl.cast(programs, tl.int64) * columns
-                total = _sum_rows(first_row, members, column, columns, ROWS)
+                total = sum_rows(first_row, members, column, columns, ROWS)
                 tl.store(rows_of_unions + union.to(tl.int64) * columns + column, total, column < columns)
                 if is_last_block(own_tickets, unions):
-                    total = _sum_rows(rows_of_unions, unions, column, columns, ROWS)
+                    total = sum_rows(rows_of_unions, unions, column, columns, ROWS)
                     tl.store(dbias + column, total.to(dbias.dtype.element_ty), column < columns)
 
 
@@ -119,7 +107,7 @@ def activation_backward(
 def sum_groups(partials, dbias, groups, columns, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     """The bias gradient from the partial sums of `groups` programs, added in a fixed order."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = _sum_rows(partials, groups, column, columns, GROUPS)
+    total = sum_rows(partials, groups, column, columns, GROUPS)
     tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=column < columns)
 
 

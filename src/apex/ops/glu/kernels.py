@@ -9,6 +9,7 @@ that this was multiplied by ALIGN shows Triton how wide loads may be.
 import triton
 import triton.language as tl
 
+from .._kernel_functions import sum_rows
 from .._launch import kernel
 
 
@@ -133,9 +134,5 @@ def glu_pair_backward(dy, gate, value, dgate, dvalue, count, ACTIVATION: tl.cons
 def glu_sum_partials(partials, dbias, count, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Adds `count` partial gradients per column."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in tl.range(0, count, ROWS):
-        row = first + tl.arange(0, ROWS)
-        mask = (row < count)[:, None] & (column < columns)[None, :]
-        total += tl.load(partials + row.to(tl.int64)[:, None] * columns + column[None, :], mask=mask, other=0.0)
-    tl.store(dbias + column, tl.sum(total, 0).to(dbias.dtype.element_ty), mask=column < columns)
+    total = sum_rows(partials, count, column, columns, ROWS)
+    tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=column < columns)

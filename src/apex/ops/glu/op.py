@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_floats, check_tensors
+from .._checks import check_floats, check_per_channel, check_tensors
 from .._device import DeviceFacts, facts, launch_rule
 from .._op import Op
 from . import config, reference
@@ -65,16 +65,7 @@ def check(input: Tensor, bias: Tensor | None, activation: str) -> None:
             f"the last dimension of the input holds gate and value, so it must be even and at most {LONGEST_ROW}; its "
             f"shape is {list(shape)}"
         )
-    if bias is None:
-        return
-    if not isinstance(bias, Tensor):
-        check_tensors(bias=bias)
-    if bias.shape != shape[-1:]:
-        raise ValueError(f"bias has shape {list(bias.shape)}, expected {list(shape[-1:])} as the input's rows")
-    if bias.device != input.device:
-        raise ValueError(f"bias is on {bias.device}, the input on {input.device}")
-    if not bias.is_floating_point():
-        raise TypeError(f"bias must be floating-point, got {bias.dtype}")
+    check_per_channel(input, shape[-1], bias=bias)
 
 
 def launch_forward(input: Tensor, bias: Tensor | None, activation: str) -> Tensor:

@@ -13,8 +13,6 @@ ALIGN, a power of two up to 16, divides the size that is contiguous in memory, C
 shows Triton how wide loads may be.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ For groups too large to be held at once in images too small for a launch to be w
 place of three. Legend as in kernels.py.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

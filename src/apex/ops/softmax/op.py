@@ -198,13 +198,7 @@ def launch_forward(
 
 
 def launch_backward(
-    dy: Tensor,
-    probabilities: Tensor,
-    noise: Tensor | None,
-    scale: float,
-    causal: bool,
-    dropout: float,
-    wanted: Sequence[bool],
+    dy: Tensor, probabilities: Tensor, noise: Tensor | None, scale: float, causal: bool, dropout: float, *_: Any
 ) -> Tensor:
     shape = dy.shape
     queries = shape[-2] if causal else math.prod(shape[:-1])

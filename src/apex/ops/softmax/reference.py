@@ -10,8 +10,7 @@ A mask of bool or uint8 hides what it marks; a floating-point mask is added to t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,13 +65,7 @@ def forward(
 
 
 def backward(
-    dy: Tensor,
-    probabilities: Tensor,
-    keep: Tensor | None,
-    scale: float,
-    causal: bool,
-    dropout: float,
-    wanted: Sequence[bool] = (True,),
+    dy: Tensor, probabilities: Tensor, keep: Tensor | None, scale: float, causal: bool, dropout: float, *_: Any
 ) -> Tensor:
     """The gradient of the input, in the dtype of the probabilities."""
     compute = compute_dtype(probabilities)

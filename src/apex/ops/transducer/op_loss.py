@@ -150,18 +150,10 @@ def launch_forward(
     return losses, sums, shares, scores
 
 
-def launch_backward(
-    grad: Tensor,
-    x: Tensor,
-    label: Tensor,
-    f_len: Tensor,
-    y_len: Tensor,
-    batch_offset: Tensor | None,
-    sums: Tensor | None,
-    shares: Tensor,
-    *options: Any,
-) -> Tensor:
-    given = reference.LossOptions(*options[:-1])  # without `wanted`
+def launch_backward(grad: Tensor, x: Tensor, *saved: Any) -> Tensor:
+    """`saved` is what `LOSS` saves beside x, then its settings."""
+    label, f_len, y_len, batch_offset, sums, shares, *options, _wanted = saved
+    given = reference.LossOptions(*options)
     if not x.numel():
         return torch.empty_like(x)
     batches, frames, tokens = shares.shape[1:]
@@ -184,7 +176,7 @@ def launch_backward(
 
 def _fake(x, label, f_len, y_len, batch_offset, *options):  # type: ignore[no-untyped-def]
     max_f_len, _, softmax, want_nodes, want_scores = reference.LossOptions(*options)
-    nodes, compute = (label.shape[0], max_f_len, label.shape[1] + 1), reference.compute_dtype(x)
+    nodes, compute = (label.shape[0], max_f_len, label.shape[1] + 1), _library.compute_dtype(x)
     return (
         x.new_empty(label.shape[0]),
         x.new_empty(nodes, dtype=compute) if softmax else None,

@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._library import compute_dtype
+
 # What the joint has outside a sequence: finite, because matrix products behind it read it, and upstream's value.
 PADDING = -1.0
 NEVER = float("-inf")
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of sums and of a loss's arithmetic."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _range(length: int, like: Tensor) -> Tensor:
@@ -218,19 +215,10 @@ def loss(
     return losses, sums if softmax else None, shares if want_nodes or want_scores else None, scores
 
 
-def loss_backward(
-    grad: Tensor,
-    x: Tensor,
-    label: Tensor,
-    f_len: Tensor,
-    y_len: Tensor,
-    batch_offset: Tensor | None,
-    sums: Tensor | None,
-    shares: Tensor,
-    *options: Any,
-) -> Tensor:
+def loss_backward(grad: Tensor, x: Tensor, *saved: Any) -> Tensor:
     """The gradient of the logits, or (not `softmax`) of the log-probabilities."""
-    given = LossOptions(*options[:-1])  # without `wanted`
+    label, f_len, y_len, batch_offset, sums, shares, *options, _wanted = saved
+    given = LossOptions(*options)
     compute, words = compute_dtype(x), x.shape[-1]
     flat = x.reshape(-1, words)
     gradient = torch.zeros_like(flat)

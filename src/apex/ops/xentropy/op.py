@@ -7,7 +7,6 @@ Logits are (..., classes), labels (...). Beside the losses there is the logarith
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -100,28 +99,22 @@ def launch_in_place(
 
 
 def launch_backward(
-    loss_gradient: Tensor,
-    logits: Tensor,
-    log_sums: Tensor,
-    labels: Tensor,
-    smoothing: float,
-    padding_idx: int,
-    wanted: Sequence[bool],
+    dlosses: Tensor, logits: Tensor, log_sums: Tensor, labels: Tensor, smoothing: float, padding_idx: int, *_: Any
 ) -> Tensor:
     """The gradient of the logits; that of the losses may be one value for all rows, with strides of 0."""
     rows, labels = _whole_rows(logits), labels.long()
     count, classes = rows.shape
-    loss_stride = int(any(loss_gradient.stride()))
-    if loss_stride and not loss_gradient.is_contiguous():
-        loss_gradient = loss_gradient.contiguous()
+    loss_stride = int(any(dlosses.stride()))
+    if loss_stride and not dlosses.is_contiguous():
+        dlosses = dlosses.contiguous()
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if classes <= config.SHORT_ROW:
-        tensors = (rows, labels, loss_gradient, log_sums, gradient)
+        tensors = (rows, labels, dlosses, log_sums, gradient)
         _launch_short(tensors, True, smoothing, padding_idx, loss_stride)
         return gradient
     sizes = (rows.stride(0), classes, padding_idx, loss_stride)
     launch = _backward_launch(count, sizes, rows.dtype.itemsize, facts(rows.device))
-    launch((loss_gradient, rows, log_sums, labels, gradient), (smoothing,))
+    launch((dlosses, rows, log_sums, labels, gradient), (smoothing,))
     return gradient
 
 

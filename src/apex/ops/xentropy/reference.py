@@ -7,7 +7,7 @@ integer per row of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,13 +36,7 @@ def forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) 
 
 
 def backward(
-    loss_gradient: Tensor,
-    logits: Tensor,
-    log_sums: Tensor,
-    labels: Tensor,
-    smoothing: float,
-    padding_idx: int,
-    wanted: Sequence[bool] = (True,),
+    dlosses: Tensor, logits: Tensor, log_sums: Tensor, labels: Tensor, smoothing: float, padding_idx: int, *_: Any
 ) -> Tensor:
     """The gradient of the logits: softmax minus target, times the gradient of the row's loss; zero for padding."""
     compute = compute_dtype(logits)
@@ -50,5 +44,5 @@ def backward(
     softmax = torch.exp(logits.to(compute) - log_sums.to(compute)[..., None])
     is_own = torch.arange(classes, dtype=labels.dtype, device=logits.device) == labels[..., None]
     target = (1.0 - smoothing) * is_own.to(compute) + smoothing / classes
-    slope = (softmax - target) * loss_gradient.to(compute)[..., None]
+    slope = (softmax - target) * dlosses.to(compute)[..., None]
     return slope.masked_fill((labels == padding_idx)[..., None], 0.0).to(logits.dtype)
