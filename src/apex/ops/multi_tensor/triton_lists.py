@@ -27,12 +27,18 @@ _ZEROS, _ON_HOST = (0.0,) * SCALARS, (-1,) * SCALARS
 _OFF, _NO_CHECKS = (False,) * FLAG_COUNT, (False,) * SLOTS
 
 
-class _Finish(NamedTuple):
-    """How measured values are added up: per tensor or over all, as a root, into a moving average."""
+class _Sum(NamedTuple):
+    """How measured values are added up into `out`: per tensor or over all, as a root, into a moving average.
 
-    per_tensor: bool
+    See `kernels_reductions.reduce_partials` for `factor` and for limit, margin and share, which `by` holds.
+    """
+
+    out: Tensor
+    per_tensor: bool = False
     root: bool = False
     averages: bool = False
+    factor: Tensor | None = None
+    by: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 class TritonLists:
@@ -99,64 +105,59 @@ class TritonLists:
         A rule that measures is given `noop` or `overflow`, not both: they may be the same flag, and programs that see
         it raised by others store nothing.
         """
-        finish, found = None, None
-        if rule.quantities and self._finishes_each:
-            finish, found = _Finish(True), self._empty(len(self.sizes), max(2, rule.quantities))
-        partials, layout = self._run(rule, hyper, flags, noop=noop, **given, finish=finish, out=found)
-        return self._per_tensor(rule, partials, layout, noop) if rule.quantities and found is None else found
+        if not rule.quantities:
+            self._run(rule, hyper, flags, noop=noop, **given)
+            return None
+        return self._measured(rule, hyper, flags, None, noop=noop, **given)
 
-    def _per_tensor(self, rule: Rule, partials: Tensor, layout: Layout, noop: Tensor | None) -> Tensor:
-        out = self._empty(len(self.sizes), max(2, rule.quantities))
-        self._reduce(partials, layout.bounds, out, noop=noop, quantities=rule.quantities, maximum=rule.maximum)
-        return out
-
-    def total(self, per_tensor: Tensor, *, maximum: bool = False, root: bool = False) -> Tensor:
-        """Sum (or maximum) over the tensors of the first quantity, float32 [1]; its root if asked for."""
-        out = self._empty(1)
-        bounds = self._bounds_of_all(len(self.sizes))
-        self._reduce(per_tensor, bounds, out, columns=per_tensor.shape[1], maximum=maximum, root=root)
-        return out
-
-    def measured_total(
+    def _measured(
         self,
         rule: Rule,
         hyper: dict[str, Any],
+        flags: tuple[bool, ...],
+        total: _Sum | None,
         *,
-        root: bool = False,
-        factor: Tensor | None = None,
-        limit: float = 0.0,
-        margin: float = 0.0,
         noop: Tensor | None = None,
         **given: Any,
     ) -> Tensor:
-        """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1].
+        """Runs a rule that measures, and adds that up; by the same launch where the last program may do it.
 
-        See `kernels_reductions.reduce_partials` for `factor`, `limit` and `margin`.
+        Without a `total`, per tensor into new memory.
         """
-        out = self._empty(1)
-        by = (limit, margin, 0.0)
-        if self._finishes_all:
-            finish = _Finish(False, root)
-            self._run(rule, hyper, (), noop=noop, **given, finish=finish, out=out, factor=factor, by=by)
-            return out
-        partials, layout = self._run(rule, hyper, (), noop=noop, **given)
+        per_tensor = total is None or total.per_tensor
+        if self._finishes_each if per_tensor else self._finishes_all:
+            total = total or self._sum_per_tensor(rule)
+            self._run(rule, hyper, flags, total, noop=noop, **given)
+            return total.out
+        partials, layout = self._run(rule, hyper, flags, noop=noop, **given)
+        if total is None or per_tensor:
+            return self._add_up(rule, partials, layout, total, noop)
         count, columns = layout.count, 1
         if count > config.TOTAL_AT_ONCE:
-            partials = self._per_tensor(rule, partials, layout, noop)
+            partials = self._add_up(rule, partials, layout, None, noop)
             count, columns = partials.shape
-        self._reduce(
-            partials,
-            self._bounds_of_all(count),
-            out,
-            noop=noop,
-            grad_scale=given.get("grad_scale"),
-            columns=columns,
-            maximum=rule.maximum,
-            root=root,
-            factor=factor,
-            by=by,
-        )
-        return out
+        bounds = self._bounds_of_all(count)
+        self._reduce(partials, bounds, total, noop, given.get("grad_scale"), 1, columns, rule.maximum)
+        return total.out
+
+    def _add_up(self, rule: Rule, partials: Tensor, layout: Layout, total: _Sum | None, noop: Tensor | None) -> Tensor:
+        total = total or self._sum_per_tensor(rule)
+        self._reduce(partials, layout.bounds, total, noop, None, rule.quantities, rule.quantities, rule.maximum)
+        return total.out
+
+    def _sum_per_tensor(self, rule: Rule) -> _Sum:
+        return _Sum(self._empty(len(self.sizes), max(2, rule.quantities)), per_tensor=True)
+
+    def total(self, per_tensor: Tensor, *, maximum: bool = False, root: bool = False) -> Tensor:
+        """Sum (or maximum) over the tensors of the first quantity, float32 [1]; its root if asked for."""
+        total = _Sum(self._empty(1), root=root)
+        bounds = self._bounds_of_all(len(self.sizes))
+        self._reduce(per_tensor, bounds, total, None, None, 1, per_tensor.shape[1], maximum)
+        return total.out
+
+    def measured_total(self, rule: Rule, hyper: dict[str, Any], *, root: bool = False, **given: Any) -> Tensor:
+        """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1]."""
+        return self._measured(rule, hyper, (), _Sum(self._empty(1), root=root), **given)
 
     def measured_clip(self, rule: Rule, limit: float, margin: float, **scaling: Any) -> tuple[Tensor, Tensor]:
         """The norm of all gradients, and what brings them down to `limit`, `grad_scale` included; float32 [1] each.
@@ -164,22 +165,16 @@ class TritonLists:
         `rule` measures squares, or absolute values that are maximised.
         """
         factor = self._empty(1)
-        how: dict[str, Any] = {"factor": factor, "limit": limit, "margin": margin}
-        return self.measured_total(rule, {}, root=not rule.maximum, **how, **scaling), factor
+        total = _Sum(self._empty(1), root=not rule.maximum, factor=factor, by=(limit, margin, 0.0))
+        return self._measured(rule, {}, (), total, **scaling), factor
 
     def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Any) -> None:
         """Moves `averages`, float32 [tensors, 2], in column 0 by `share` towards what `rule` measures of each tensor.
 
         A negative average is none yet, and becomes what is measured.
         """
-        by = (0.0, 0.0, share)
-        if self._finishes_each:
-            finish = _Finish(True, averages=True)
-            self._run(rule, {}, (), **scaling, finish=finish, out=averages, by=by)
-            return
-        partials, layout = self._run(rule, {}, (), **scaling)
-        noop = scaling.get("noop")
-        self._reduce(partials, layout.bounds, averages, noop=noop, maximum=rule.maximum, averages=True, by=by)
+        total = _Sum(averages, per_tensor=True, averages=True, by=(0.0, 0.0, share))
+        self._measured(rule, {}, (), total, **scaling)
 
     # Launches ---------------------------------------------------------------------------------------------------------
 
@@ -188,6 +183,7 @@ class TritonLists:
         rule: Rule,
         hyper: dict[str, Any],
         flags: tuple[bool, ...],
+        total: _Sum | None = None,
         *,
         noop: Tensor | None = None,
         grad_scale: Tensor | None = None,
@@ -196,32 +192,28 @@ class TritonLists:
         whole: Tensor | None = None,
         nonfinite_counts: Tensor | None = None,
         seed: int | None = None,
-        finish: _Finish | None = None,
-        out: Tensor | None = None,
-        factor: Tensor | None = None,
-        by: tuple[float, float, float] = (0.0, 0.0, 0.0),
     ) -> tuple[Any, Layout]:
         """Launches the rule; returns what it measured in each block, if it measures, and which block is whose.
 
-        With `finish` the same launch adds that up into `out`; `by` are limit, margin and share of
-        `kernels_reductions.reduce_partials`.
+        The same launch adds that up if a `total` is given.
         """
         numbers, scalars, on_device = self._numbers(rule, hyper)
         table, layout = self._table, self._layout(rule)
         if not layout.count:
             return self._partials(0, rule.quantities)[0], layout
         keep_if_captured(self.device, table.fixed, table.moving, layout.programs, layout.bounds)
-        partials, tickets, bounds, finishing = None, None, None, None
+        partials, tickets, finishing, by = None, None, None, (0.0, 0.0, 0.0)
+        sums: tuple[Tensor | None, ...] = (None,) * 4
         if rule.quantities:
             partials, tickets = self._partials(layout.count, rule.quantities)
-        if finish is not None:
-            assert out is not None
-            bounds = layout.bounds
-            finishing = (*finish, out.shape[-1], layout.last_block[finish.per_tensor])
+        if total is not None:
+            out, per_tensor, *how, factor, by = total
+            finishing = (per_tensor, *how, out.shape[-1], layout.last_block[per_tensor])
+            sums = (layout.bounds, tickets, out, factor)
         given = (table.fixed, table.moving, layout.programs, noop, grad_scale, scalars, whole, overflow)
         settings = (flags, on_device, checks, self._types, self._columns, table.aligned, seed is not None, finishing)
         _rule_launch(rule, layout.count, layout.block, layout.together, *settings)(
-            (*given, nonfinite_counts, partials, bounds, tickets if finishing else None, out, factor),
+            (*given, nonfinite_counts, partials, *sums),
             (*numbers, *_ZEROS[len(numbers) :], seed or 0, *by),
         )
         return partials, layout
@@ -230,23 +222,18 @@ class TritonLists:
         self,
         partials: Tensor,
         bounds: Tensor,
-        out: Tensor,
-        *,
-        noop: Tensor | None = None,
-        grad_scale: Tensor | None = None,
-        quantities: int = 1,
-        columns: int | None = None,
-        maximum: bool = False,
-        root: bool = False,
-        averages: bool = False,
-        factor: Tensor | None = None,
-        by: tuple[float, float, float] = (0.0, 0.0, 0.0),
+        total: _Sum,
+        noop: Tensor | None,
+        grad_scale: Tensor | None,
+        quantities: int,
+        columns: int,
+        maximum: bool,
     ) -> None:
-        """See `kernels_reductions.reduce_partials`; `columns` are those of `partials`, if not one per quantity."""
+        """See `kernels_reductions.reduce_partials`; `columns` are those of `partials`."""
         keep_if_captured(self.device, bounds)
-        shape = (bounds.shape[0] - 1, quantities, columns or quantities, out.shape[-1])
-        launch = _reduction_launch(*shape, maximum, root, averages)
-        launch((partials, bounds, noop, grad_scale, out, factor), by)
+        shape = (bounds.shape[0] - 1, quantities, columns, total.out.shape[-1])
+        launch = _reduction_launch(*shape, maximum, total.root, total.averages)
+        launch((partials, bounds, noop, grad_scale, total.out, total.factor), total.by)
 
     def _bounds_of_all(self, count: int) -> Tensor:
         bounds = self._bounds.get(count)

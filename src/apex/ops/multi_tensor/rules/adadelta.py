@@ -1,9 +1,5 @@
 """Adadelta."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from ..rule import Rule, tl
 
 
@@ -17,7 +13,7 @@ def _adadelta(values, whole, scalars, FLAGS):
     return p - lr * delta, g, square, travelled, a
 
 
-def _adadelta_scalars(*, lr: Any, rho: float, eps: float, weight_decay: float) -> tuple[Any, ...]:
+def _adadelta_scalars(*, lr, rho, eps, weight_decay):
     return lr, rho, 1 - rho, eps, weight_decay
 
 

@@ -1,9 +1,5 @@
 """Adagrad."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from ..rule import Rule, tl
 
 
@@ -20,7 +16,7 @@ def _adagrad(values, whole, scalars, FLAGS):
     return p - update, g, total, a, b
 
 
-def _adagrad_scalars(*, lr: Any, eps: float, weight_decay: float = 0.0, decoupled: bool = False) -> tuple[Any, ...]:
+def _adagrad_scalars(*, lr, eps, weight_decay=0.0, decoupled=False):
     return lr, eps, lr * weight_decay if decoupled else weight_decay
 
 

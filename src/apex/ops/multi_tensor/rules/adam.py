@@ -34,9 +34,7 @@ def corrections(beta1: float, beta2: float, *, step: Any, bias_correction: bool 
     return 1 / (1 - beta1**step), (1 - beta2**step) ** -0.5
 
 
-def _adam_scalars(
-    *, lr: Any, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool = True, **bias: Any
-) -> tuple[Any, ...]:
+def _adam_scalars(*, lr, beta1, beta2, eps, weight_decay, decoupled=True, **bias):
     """`bias`, here and in Adam's relatives, is for `corrections`."""
     first, root = corrections(beta1, beta2, **bias)
     # Not 1 - lr * weight_decay as a factor, whose rounding to float32 would add up over the steps.
@@ -58,7 +56,7 @@ def _adam_average(values, whole, scalars, FLAGS):
     return p, g, m, v, average
 
 
-def _adam_average_scalars(*, average_decay: float, **hyper: Any) -> tuple[Any, ...]:
+def _adam_average_scalars(*, average_decay, **hyper):
     return *_adam_scalars(**hyper), 1 - average_decay
 
 

@@ -4,10 +4,6 @@ Two passes. The first moves Adam's moments on and measures, for every row, what 
 the step. In between the optimizer decides which tensors are projected, and along what.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 from ..rule import Rule, tl
 from .adam import corrections
 
@@ -35,7 +31,7 @@ def _adamp(values, whole, scalars, FLAGS):
     return p - whole[1] * p - scalars[0] * direction, g, m, v, a
 
 
-def _adamp_scalars(*, lr: Any, beta1: float, beta2: float, eps: float, step: Any) -> tuple[Any, ...]:
+def _adamp_scalars(*, lr, beta1, beta2, eps, step):
     first, root = corrections(beta1, beta2, step=step)
     return lr * first, 1 - beta1, beta2, 1 - beta2, eps, 0.0, root
 

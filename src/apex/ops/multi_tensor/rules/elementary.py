@@ -1,9 +1,5 @@
 """Passes over lists of tensors that are no optimizer: scaling, sums, norms."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from ..rule import Rule, tl
 
 
@@ -44,7 +40,7 @@ def _absolute_maximum(values, whole, scalars, FLAGS):
     return values, (tl.abs(values[1]), 0.0, 0.0, 0.0)
 
 
-def _factor(factor: Any = 1.0) -> tuple[Any, ...]:
+def _factor(factor=1.0):
     return (factor,)
 
 

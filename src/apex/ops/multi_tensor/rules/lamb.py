@@ -4,10 +4,6 @@ Two passes: `LAMB_MOMENTS` updates the moments and measures, `LAMB_STEP` compute
 which moves less memory than keeping it. `LAMB_UNSCALED` is both in one pass where the length is left as it is.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 from ..rule import Rule, tl
 from .adam import corrections
 
@@ -51,9 +47,7 @@ def _lamb_unscaled(values, whole, scalars, FLAGS):
     return p - scalars[0] * _direction(p, m, v, scalars, FLAGS), g, m, v, a
 
 
-def _lamb_scalars(
-    *, lr: Any, beta1: float, beta2: float, eps: float, weight_decay: float, grad_averaging: bool = True, **bias: Any
-) -> tuple[Any, ...]:
+def _lamb_scalars(*, lr, beta1, beta2, eps, weight_decay, grad_averaging=True, **bias):
     """lr, correction of m, beta1, share of the gradient in m, eps, decay, correction of v's root, 1 - beta2."""
     first, root = corrections(beta1, beta2, **bias)
     return lr, first, beta1, 1 - beta1 if grad_averaging else 1.0, eps, weight_decay, root, 1 - beta2

@@ -1,9 +1,5 @@
 """LARS: momentum SGD, its learning rate per tensor set by the lengths of parameter and gradient."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from ..rule import Rule, tl
 
 
@@ -34,16 +30,7 @@ def _lars(values, whole, scalars, FLAGS):
     return p + update, g, buffer, a, b
 
 
-def _lars_scalars(
-    *,
-    lr: Any,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    trust_coefficient: float = 0.001,
-    eps: float = 0.0,
-    first: Any = False,
-) -> tuple[Any, ...]:
+def _lars_scalars(*, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, trust_coefficient=0.001, eps=0.0, first=False):
     """On its `first` step a momentum buffer takes the gradient undampened; a flag, or a number on the device."""
     return lr, momentum, 1 - dampening * (1 - first), weight_decay, trust_coefficient, eps
 

@@ -1,9 +1,5 @@
 """Rules of compiled names and old optimizers alone: Adam's first form and its inverse, LAMB in two halves, LARC."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from ..rule import Rule, tl
 from .adam import _adam, _adam_scalars, corrections
 from .lamb import _direction, _moments
@@ -60,9 +56,7 @@ def _adam_undo(values, whole, scalars, FLAGS):
     return tl.where(finite, old_p, p), g, tl.where(finite, old_m, m), tl.where(finite, old_v, v), a
 
 
-def _early_scalars(
-    *, lr: Any, beta1: float, beta2: float, eps: float, weight_decay: float, scale: Any, **bias: Any
-) -> tuple[Any, ...]:
+def _early_scalars(*, lr, beta1, beta2, eps, weight_decay, scale, **bias):
     """Size of the step, 1 - beta1, beta2, 1 - beta2, eps, what decay takes of a parameter, 1 / loss scale, beta1."""
     first, root = corrections(beta1, beta2, **bias)
     size = lr * first / root
@@ -97,7 +91,7 @@ def _lamb_update(values, whole, scalars, FLAGS):
     return p, g, m, v, update
 
 
-def _lamb_update_scalars(*, beta1: float, beta2: float, beta3: float, eps: float, **bias: Any) -> tuple[Any, ...]:
+def _lamb_update_scalars(*, beta1, beta2, beta3, eps, **bias):
     """As LAMB's, without a learning rate and with no decay for all tensors alike."""
     first, root = corrections(beta1, beta2, **bias)
     return 0.0, first, beta1, beta3, eps, 0.0, root, 1 - beta2

@@ -1,9 +1,5 @@
 """NovoGrad: gradients over a moving average of their norm, which is one number per tensor."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from ..rule import Rule, tl
 from .adam import corrections
 
@@ -25,17 +21,7 @@ def _novograd(values, whole, scalars, FLAGS):
     return p, g, m, a, b
 
 
-def _novograd_scalars(
-    *,
-    lr: Any,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    grad_averaging: bool = True,
-    inside: bool = False,
-    **bias: Any,
-) -> tuple[Any, ...]:
+def _novograd_scalars(*, lr, beta1, beta2, eps, weight_decay, grad_averaging=True, inside=False, **bias):
     first, root = corrections(beta1, beta2, **bias)
     decay = weight_decay if inside else lr * weight_decay
     return lr * first, beta1, 1 - beta1 if grad_averaging else 1.0, eps, decay, root

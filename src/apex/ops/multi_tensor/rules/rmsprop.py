@@ -1,9 +1,5 @@
 """RMSprop, as PyTorch and as TensorFlow have it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from ..rule import Rule, tl
 
 
@@ -38,16 +34,7 @@ def _rmsprop(values, whole, scalars, FLAGS):
     return p - lr * update, g, square, third, fourth
 
 
-def _rmsprop_scalars(
-    *,
-    lr: Any,
-    alpha: float,
-    eps: float,
-    weight_decay: float = 0.0,
-    momentum: float = 0.0,
-    decoupled: bool = False,
-    lr_in_momentum: bool = False,
-) -> tuple[Any, ...]:
+def _rmsprop_scalars(*, lr, alpha, eps, weight_decay=0.0, momentum=0.0, decoupled=False, lr_in_momentum=False):
     """With `lr_in_momentum` the buffer gathers updates that the learning rate is part of."""
     outer, inner = (1.0, lr) if lr_in_momentum else (lr, 1.0)
     decay, shrink = (0.0, lr * weight_decay) if decoupled else (weight_decay, 0.0)

@@ -40,9 +40,7 @@ def sgd_flags(nesterov: Any, wd_after_momentum: Any, buffers: Sequence[Tensor]) 
     return bool(nesterov), bool(wd_after_momentum), bool(buffers) and buffers[0].dtype == torch.float16
 
 
-def _sgd_scalars(
-    *, lr: Any, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, first: Any = False
-) -> tuple[Any, ...]:
+def _sgd_scalars(*, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, first=False):
     """On its `first` step a momentum buffer becomes the gradient, undampened; a flag, or a number on the device."""
     return lr, momentum * (1 - first), 1 - dampening * (1 - first), weight_decay, momentum
 
