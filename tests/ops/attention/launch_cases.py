@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from apex.ops.attention import op_biased, op_packed
-from apex.ops.attention.op_common import Problem, launch_output
+from apex.ops.attention.op_common import Problem, output_launch
 
 _META = torch.device("meta")
 
@@ -47,8 +47,8 @@ def _behind_cudnn() -> None:
     number = torch.empty(1, dtype=torch.float32, device=_META)
     cu_seqlens = torch.empty(17, dtype=torch.int32, device=_META)
     of_rows, of_output = (0, 128, 3 * 16 * 128), (0, 128, 16 * 128)
-    given = (tensor, tensor, tensor, None, None, cu_seqlens, None)
-    launch_output(problem, given, (*of_rows * 3, *of_output), tensor, number)
+    tensors = (tensor, tensor, tensor, None, None, cu_seqlens, None, tensor, number)
+    problem.launch(output_launch, tensors, (*of_rows * 3, *of_output), True)
 
 
 def record() -> None:

@@ -191,7 +191,7 @@ def test_masks_and_biases_of_two_dtypes_one_after_the_other(route: Route) -> Non
 
 @pytest.mark.parametrize("route", routes())
 def test_frozen_bias_costs_no_launch(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_biased, "launch_dquery_from_dlogits", lambda *arguments: pytest.fail("launched"))
+    monkeypatch.setattr(op_biased, "dquery_from_dlogits_launch", lambda *arguments: pytest.fail("launched"))
     inputs, mask, dout = BIASED_CASES[2].tensors(route.device)
     query = inputs[0].requires_grad_()
     with _library.implementation(route.implementation):

@@ -118,7 +118,7 @@ def test_heads_that_are_too_large_go_to_pytorch(monkeypatch: pytest.MonkeyPatch)
     query = torch.randn(1, 1, 3, config.LARGEST_HEAD + 1)
     pytest.importorskip("triton")
     with _library.implementation("triton"):
-        monkeypatch.setattr(op_biased, "launch_output", lambda *arguments: pytest.fail("launched"))
+        monkeypatch.setattr(op_biased, "output_launch", lambda *arguments: pytest.fail("launched"))
         output = attention(query, query, query)
     assert_close(output, torch.nn.functional.scaled_dot_product_attention(*(query.double(),) * 3))
 

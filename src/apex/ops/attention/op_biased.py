@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _library
 from .._checks import check_floats, check_optional_tensors
+from .._device import facts
 from .._op import Op
 from . import config, reference
 from .op_common import (
@@ -20,10 +22,10 @@ from .op_common import (
     Problem,
     Strides,
     autocast_dtype,
-    launch_dkey_dvalue,
-    launch_dquery,
-    launch_dquery_from_dlogits,
-    launch_output,
+    dkey_dvalue_launch,
+    dquery_from_dlogits_launch,
+    dquery_launch,
+    output_launch,
     takes_head,
 )
 
@@ -123,26 +125,16 @@ def launch_forward(
     problem, mask, bias = _problem(query, key, mask, bias, inf)
     output, o = _empty_like(query)
     statistics = _empty_statistics(query, mask, bias) if saves else None
-    launch_output(problem, (query, key, value, mask, bias, None, None), (*q, *k, *v, *o), output, statistics)
+    tensors = (query, key, value, mask, bias, None, None, output, statistics)
+    problem.launch(output_launch, tensors, (*q, *k, *v, *o), saves)
     return output, statistics
 
 
-def launch_backward(
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    output: Tensor,
-    statistics: Tensor,
-    inf: float,
-    wanted: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key, value and, if wanted, bias."""
+def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of query, key, value and, if wanted, bias; `saved` is what `ATTENTION` saves, then `inf`."""
+    query, key, value, mask, bias, output, statistics, inf, wanted = saved
     if not _takes(query, key):
-        saved = (query, key, value, mask, bias, output, statistics)
-        return ATTENTION.run_reference_backward((dout,), saved, (inf,), wanted)
+        return ATTENTION.run_reference_backward((dout,), saved[:7], (inf,), wanted)
     (query, q), (key, k), (value, v) = _with_strides(query), _with_strides(key), _with_strides(value)
     (output, o), (dout, g) = _with_strides(output), _with_strides(dout)
     (dquery, dq), (dkey, dk), (dvalue, dv) = _empty_like(query), _empty_like(key), _empty_like(value)
@@ -151,8 +143,8 @@ def launch_backward(
     strides = (*q, *k, *v, *o, *g)
     if bias is None or kernel_bias is None or not wanted[3]:
         delta = torch.empty_like(statistics[0])
-        launch_dquery(problem, given, (*strides, *dq), delta, dquery)
-        launch_dkey_dvalue(problem, given, (*strides, *dk, *dv), delta, None, dkey, dvalue)
+        problem.launch(dquery_launch, (*given, delta, dquery), (*strides, *dq))
+        problem.launch(dkey_dvalue_launch, (*given, delta, None, dkey, dvalue), (*strides, *dk, *dv), None)
         return dquery, dkey, dvalue, None
 
     # Gradients of logits are stored, part by part: computing them a second time for the bias takes longer.
@@ -165,8 +157,9 @@ def launch_backward(
     sums: list[Tensor] = []
     for first, count in config.parts_of_batches(batch, at_once, group):
         batches = (first, count)
-        launch_dkey_dvalue(problem, given, (*strides, *dk, *dv), None, dlogits, dkey, dvalue, batches)
-        launch_dquery_from_dlogits(problem, dlogits, key, dquery, (*k, *dq), batches)
+        problem.launch(dkey_dvalue_launch, (*given, None, dlogits, dkey, dvalue), (*strides, *dk, *dv), batches)
+        of_dquery = dquery_from_dlogits_launch(problem, (*k, *dq), batches, facts(query.device))
+        of_dquery((dlogits, key, dquery), problem.floats()[:1])
         stored = dlogits[:count]
         if count <= group:
             total = stored.sum(0, keepdim=True, dtype=dtype if count == group else torch.float32)

@@ -113,28 +113,21 @@ class Problem(NamedTuple):
             **self.tiling(tile),
         )
 
+    def launch(self, rule: Any, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], *more: Any) -> None:
+        """Launches what a rule below prepares for this problem, with the tensors that it names."""
+        rule(self, strides, *more, facts(self.device))(tensors, self.floats())
+
     def floats(self) -> tuple[float, float, float]:
         """What kernels multiply logits and kept probabilities by, and take from excluded logits."""
         return 1 / math.sqrt(self.head_dim), self.inf, 1 / (1 - self.dropout_p)
 
 
-def launch_output(
-    problem: Problem,
-    given: tuple[Tensor | None, ...],
-    strides: tuple[int, ...],
-    output: Tensor,
-    statistics: Tensor | None,
-) -> None:
-    """Writes output and, if given, statistics, from q, k, v, mask, bias, cu_seqlens, seed.
+@launch_rule
+def output_launch(problem: Problem, strides: tuple[int, ...], saves: bool, device: DeviceFacts) -> Any:
+    """From q, k, v, mask, bias, cu_seqlens, seed: writes output and, if it `saves` them, statistics.
 
     `strides` are those of q, k, v and output.
     """
-    launch = _output_launch(problem, strides, statistics is not None, facts(problem.device))
-    launch((*given, output, statistics), problem.floats())
-
-
-@launch_rule
-def _output_launch(problem: Problem, strides: tuple[int, ...], saves: bool, device: DeviceFacts) -> Any:
     tile = problem.choose(config.forward_tile)
     programs = problem.programs(problem.batch, problem.rows, tile.queries)
     repairs = problem.cudnn_first
@@ -143,67 +136,40 @@ def _output_launch(problem: Problem, strides: tuple[int, ...], saves: bool, devi
     return problem.prepare(kernels_forward.attention_forward, programs, tile, strides, SAVES=saves, REPAIRS=repairs)
 
 
-def launch_dquery(
-    problem: Problem, given: tuple[Tensor | None, ...], strides: tuple[int, ...], delta: Tensor, dquery: Tensor
-) -> None:
-    """Writes `delta`, the product of every row of the output with its gradient, and the gradient of the queries.
-
-    `given` is q, k, v, mask, bias, cu_seqlens, seed, output, its gradient, statistics; `strides` are those of q, k, v,
-    output, its gradient and dquery.
-    """
-    launch = _dquery_launch(problem, strides, facts(problem.device))
-    launch((*given, delta, dquery), problem.floats())
-
-
 @launch_rule
-def _dquery_launch(problem: Problem, strides: tuple[int, ...], device: DeviceFacts) -> Any:
+def dquery_launch(problem: Problem, strides: tuple[int, ...], device: DeviceFacts) -> Any:
+    """From q, k, v, mask, bias, cu_seqlens, seed, output, its gradient, statistics: writes delta and dquery.
+
+    `delta` is the product of every row of the output with its gradient. `strides` are those of q, k, v, output, its
+    gradient and dquery.
+    """
     tile = problem.choose(config.queries_tile)
     programs = problem.programs(problem.batch, problem.rows, tile.queries)
     return problem.prepare(kernels_backward.attention_backward_queries, programs, tile, strides)
 
 
-def launch_dkey_dvalue(
-    problem: Problem,
-    given: tuple[Tensor | None, ...],
-    strides: tuple[int, ...],
-    delta: Tensor | None,
-    dlogits: Tensor | None,
-    dkey: Tensor,
-    dvalue: Tensor,
-    batches: tuple[int, int] | None = None,
-) -> None:
-    """Writes the gradients of keys and values; `given` as for `launch_dquery`, `strides` end with those of the two.
-
-    With `batches`, a first one and a number, it is for these alone, takes no `delta` and writes `dlogits`.
-    """
-    batches = batches or (0, problem.batch)
-    launch = _dkey_dvalue_launch(problem, strides, batches, dlogits is not None, facts(problem.device))
-    launch((*given, delta, dlogits, dkey, dvalue), problem.floats())
-
-
 @launch_rule
-def _dkey_dvalue_launch(
-    problem: Problem, strides: tuple[int, ...], batches: tuple[int, int], stores: bool, device: DeviceFacts
+def dkey_dvalue_launch(
+    problem: Problem, strides: tuple[int, ...], batches: tuple[int, int] | None, device: DeviceFacts
 ) -> Any:
+    """From what `dquery_launch` reads and `delta`: writes dlogits, dkey and dvalue; `strides` end with the latter's.
+
+    With `batches`, a first one and a number, it is for these alone and reads no `delta`; else it writes no `dlogits`.
+    """
     tile = problem.choose(config.keys_tile, "keys")
-    first, count = batches
-    programs = problem.programs(count, problem.columns, tile.keys)
+    first, count = batches or (0, problem.batch)
+    programs, stores = problem.programs(count, problem.columns, tile.keys), batches is not None
     return problem.prepare(kernels_backward.attention_backward_keys, programs, tile, strides, first, STORES=stores)
 
 
-def launch_dquery_from_dlogits(
-    problem: Problem, dlogits: Tensor, key: Tensor, dquery: Tensor, strides: tuple[int, ...], batches: tuple[int, int]
-) -> None:
-    """Writes the gradient of the queries, for a number of batches from a first one on.
-
-    `dlogits` is what `launch_dkey_dvalue` wrote for these; `strides` are those of key and dquery.
-    """
-    launch = _stored_launch(problem, strides, batches, facts(problem.device))
-    launch((dlogits, key, dquery), problem.floats()[:1])
-
-
 @launch_rule
-def _stored_launch(problem: Problem, strides: tuple[int, ...], batches: tuple[int, int], device: DeviceFacts) -> Any:
+def dquery_from_dlogits_launch(
+    problem: Problem, strides: tuple[int, ...], batches: tuple[int, int], device: DeviceFacts
+) -> Any:
+    """From dlogits, as `dkey_dvalue_launch` writes them for `batches`, and key: writes dquery; takes one float.
+
+    `strides` are those of key and dquery.
+    """
     tile = problem.choose(config.stored_tile)
     first, count = batches
     return kernels_backward.attention_backward_stored.prepare(

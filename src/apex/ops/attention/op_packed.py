@@ -5,8 +5,8 @@ Nothing waits for the device: lengths are read by the kernels only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from .. import _library
 from .._checks import check_tensors, values_at_hand
 from .._op import Op
 from . import config, reference
-from .op_common import FAMILY, Problem, autocast_dtype, launch_dkey_dvalue, launch_dquery, launch_output, takes_head
+from .op_common import FAMILY, Problem, autocast_dtype, dkey_dvalue_launch, dquery_launch, output_launch, takes_head
 
 
 def packed_attention(
@@ -143,18 +143,10 @@ def _problem(
 
 
 def launch_forward(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    seed: Tensor | None,
-    max_seqlen: int,
-    dropout_p: float,
-    zero_tail: bool,
-    cudnn_first: bool,
-    *,
-    saves: bool = True,
+    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, *settings: Any, saves: bool = True
 ) -> tuple[Tensor | None, ...]:
     """Output and, if it `saves` them, statistics [1, H, total], whose order is cuDNN's own if it was asked."""
-    settings = (max_seqlen, dropout_p, zero_tail, cudnn_first)
+    max_seqlen, _, _, cudnn_first = settings
     if not _takes(qkv, cu_seqlens, seed, max_seqlen):
         return PACKED_ATTENTION.run_reference(qkv, cu_seqlens, seed, *settings)
     problem, qkv, strides = _problem(qkv, cu_seqlens, *settings)
@@ -170,28 +162,16 @@ def launch_forward(
         output = qkv.new_empty((total, heads, head_dim))
         statistics = torch.empty(1, heads, total, dtype=torch.float32, device=qkv.device) if saves else None
     strides = (*strides, 0, head_dim, heads * head_dim)
-    launch_output(problem, (query, key, value, None, None, cu_seqlens, seed), strides, output, statistics)
+    tensors = (query, key, value, None, None, cu_seqlens, seed, output, statistics)
+    problem.launch(output_launch, tensors, strides, saves)
     return output, statistics
 
 
-def launch_backward(
-    dout: Tensor,
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    seed: Tensor | None,
-    output: Tensor,
-    statistics: Tensor,
-    max_seqlen: int,
-    dropout_p: float,
-    zero_tail: bool,
-    cudnn_first: bool,
-    wanted: Sequence[bool],
-) -> Tensor | tuple[Tensor | None, ...]:
-    """The gradient of qkv."""
-    settings = (max_seqlen, dropout_p, zero_tail, cudnn_first)
-    if not _takes(qkv, cu_seqlens, seed, max_seqlen):
-        saved = (qkv, cu_seqlens, seed, output, statistics)
-        return PACKED_ATTENTION.run_reference_backward((dout,), saved, settings, wanted)
+def launch_backward(dout: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, ...]:
+    """The gradient of qkv; `saved` is what `PACKED_ATTENTION` saves, then its settings."""
+    qkv, cu_seqlens, seed, output, statistics, *settings, wanted = saved
+    if not _takes(qkv, cu_seqlens, seed, *settings):
+        return PACKED_ATTENTION.run_reference_backward((dout,), saved[:5], settings, wanted)
     problem, qkv, strides = _problem(qkv, cu_seqlens, *settings)
     dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     delta = torch.empty_like(statistics)
@@ -200,8 +180,8 @@ def launch_backward(
     heads, head_dim = problem.heads, problem.head_dim
     strides = (*strides, *(0, head_dim, heads * head_dim) * 2)
     of_result = (0, head_dim, 3 * heads * head_dim)
-    launch_dquery(problem, given, (*strides, *of_result), delta, dquery)
-    launch_dkey_dvalue(problem, given, (*strides, *of_result, *of_result), delta, None, dkey, dvalue)
+    problem.launch(dquery_launch, (*given, delta, dquery), (*strides, *of_result))
+    problem.launch(dkey_dvalue_launch, (*given, delta, None, dkey, dvalue), (*strides, *of_result, *of_result), None)
     return dqkv
 
 

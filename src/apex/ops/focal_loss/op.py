@@ -7,7 +7,6 @@ the logits four times in all, this three times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,17 +83,9 @@ def _loss_launches(sizes: tuple[int, ...], itemsize: int, square: bool, device: 
     return _prepare_pass(programs, sizes, itemsize, square, True, device), add_up, programs
 
 
-def launch_backward(
-    grad_loss: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    num_positives: Tensor,
-    classes: int,
-    alpha: float,
-    gamma: float,
-    smoothing: float,
-    wanted: Sequence[bool],
-) -> Tensor:
+def launch_backward(grad_loss: Tensor, *saved: Any) -> Tensor:
+    """The gradient of the logits; `saved` is what `FOCAL_LOSS` saves, then its settings."""
+    logits, targets, num_positives, classes, alpha, gamma, smoothing, _ = saved
     gradient, sizes = torch.empty_like(logits), (logits.numel(), logits.shape[-1], classes)
     launch = _gradient_launch(sizes, logits.dtype.itemsize, gamma == 2, facts(logits.device))
     launch((logits, targets, gradient, None, grad_loss, num_positives), (alpha, gamma, smoothing / 2))

@@ -7,7 +7,6 @@ variance.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -201,18 +200,12 @@ def _forward_launches(
     return tile.chunks, (measure, add_up, apply)
 
 
-def launch_backward(
-    dy: Tensor,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics: Tensor,
-    groups: int,
-    eps: float,
-    silu: bool,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias, the latter two where wanted; one launch where it can do it all."""
+def launch_backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias, the latter two where wanted; one launch where it can do it all.
+
+    `saved` is what `GROUP_NORM` saves, then its settings.
+    """
+    input, weight, bias, statistics, groups, eps, silu, wanted = saved
     x, last = _dense(input)
     if dy.stride() != x.stride():
         dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)

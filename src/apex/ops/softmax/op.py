@@ -7,7 +7,6 @@ kernels run, else one bool per element that is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -191,54 +190,43 @@ def launch_forward(
             mask_strides[2 - place] = 0 if size == 1 else stride
     output = torch.empty_like(input)
     probabilities = None if noise is None else torch.empty_like(input)
-    tensors = (input, mask, noise, output, probabilities)
-    sizes = (heads, *mask_strides)
-    _launch("softmax_forward", tensors, shape, queries, sizes, mask_kind, noise, SoftmaxSpec(scale, causal, dropout))
+    tensors, spec = (input, mask, noise, output, probabilities), SoftmaxSpec(scale, causal, dropout)
+    _launch("softmax_forward", tensors, queries, (heads, *mask_strides), mask_kind, spec)
     return output, probabilities
 
 
 def launch_backward(
     dy: Tensor, probabilities: Tensor, noise: Tensor | None, scale: float, causal: bool, dropout: float, *_: Any
 ) -> Tensor:
-    shape = dy.shape
-    queries = shape[-2] if causal else math.prod(shape[:-1])
+    queries = dy.shape[-2] if causal else math.prod(dy.shape[:-1])
     dx = torch.empty_like(probabilities)
-    tensors = (dy, probabilities, noise, dx)
-    mask_kind = CAUSAL if causal else NO_MASK
-    _launch("softmax_backward", tensors, shape, queries, (), mask_kind, noise, SoftmaxSpec(scale, causal, dropout))
+    tensors, spec = (dy, probabilities, noise, dx), SoftmaxSpec(scale, causal, dropout)
+    _launch("softmax_backward", tensors, queries, (), CAUSAL if causal else NO_MASK, spec)
     return dx
 
 
 def _launch(
-    name: str,
-    tensors: tuple[Tensor | None, ...],
-    shape: Sequence[int],
-    queries: int,
-    sizes: tuple[int, ...],
-    mask_kind: int,
-    noise: Tensor | None,
-    spec: SoftmaxSpec,
+    name: str, tensors: tuple[Any, ...], queries: int, sizes: tuple[int, ...], mask_kind: int, spec: SoftmaxSpec
 ) -> None:
+    """Launches a kernel, whose third tensor is the noise; `sizes` are those that it takes beside its rows."""
+    first, _, noise, *_ = tensors
     noise_kind = NO_NOISE if noise is None else SEED if noise.dtype == torch.int64 else KEEP
-    device = facts(tensors[0].device)  # type: ignore[union-attr]
-    sizes_of_rows = (math.prod(shape[:-1]), shape[-1], queries)
-    itemsize = tensors[0].dtype.itemsize  # type: ignore[union-attr]
-    launch = _prepared_launch(name, *sizes_of_rows, itemsize, sizes, mask_kind, noise_kind, device)
+    shape = (math.prod(first.shape[:-1]), queries, first.shape[-1])
+    launch = _prepared_launch(name, shape, first.dtype.itemsize, sizes, mask_kind, noise_kind, facts(first.device))
     launch(tensors, (spec.scale, spec.dropout, reference.kept_scale(spec.dropout)))
 
 
 @launch_rule
 def _prepared_launch(
     name: str,
-    rows: int,
-    keys: int,
-    queries: int,
+    shape: tuple[int, int, int],
     itemsize: int,
     sizes: tuple[int, ...],
     mask_kind: int,
     noise_kind: int,
     device: DeviceFacts,
 ) -> Any:
+    rows, queries, keys = shape
     chosen = config.rows_config(queries, keys, mask_kind == CAUSAL, name == "softmax_backward", itemsize, device)
     blocks, align = -(-queries // chosen.rows), math.gcd(keys, 16)
     return getattr(kernels, name).prepare(
