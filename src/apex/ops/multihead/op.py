@@ -112,18 +112,15 @@ def _split(packed: Tensor, heads: int, parts: int, folded: bool) -> tuple[Tensor
 
 
 def self_attention(
-    inputs: Tensor,
-    input_weights: Tensor,
-    output_weights: Tensor,
-    input_biases: Tensor | None = None,
-    output_biases: Tensor | None = None,
-    *,
-    heads: int,
-    mask: Mask | None = None,
-    dropout: float = 0.0,
+    inputs: Tensor, *parameters: Any, heads: int, mask: Mask | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Attention of `inputs` [S, B, E] to itself; `input_weights` are [H * 3 * D, E]."""
+    """Attention of `inputs` [S, B, E] to itself.
+
+    `parameters` are the weights of the inputs, [H * 3 * D, E], and of the outputs and, if there are any, both biases.
+    """
+    input_weights, output_weights, *biases = parameters
     check_self(inputs, input_weights, output_weights, heads, dropout)
+    input_biases, output_biases = biases or (None, None)
     packed = F.linear(inputs, input_weights, input_biases)
     folded = _folds(packed, inputs.shape[1] * heads, inputs.shape[0])
     queries, keys, values = _split(packed, heads, 3, folded)
@@ -131,23 +128,18 @@ def self_attention(
 
 
 def encdec_attention(
-    inputs_q: Tensor,
-    inputs_kv: Tensor,
-    input_weights_q: Tensor,
-    input_weights_kv: Tensor,
-    output_weights: Tensor,
-    *,
-    heads: int,
-    mask: Mask | None = None,
-    dropout: float = 0.0,
+    inputs_q: Tensor, inputs_kv: Tensor, *weights: Tensor, heads: int, mask: Mask | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Attention of `inputs_q` [S, B, E] to `inputs_kv` [T, B, E]; `input_weights_kv` are [H * 2 * D, E]."""
-    check_encdec(inputs_q, inputs_kv, (input_weights_q, input_weights_kv, output_weights), heads, dropout)
-    projected, packed = F.linear(inputs_q, input_weights_q), F.linear(inputs_kv, input_weights_kv)
+    """Attention of `inputs_q` [S, B, E] to `inputs_kv` [T, B, E].
+
+    `weights` are those of the queries, of keys and values, [H * 2 * D, E], and of the outputs.
+    """
+    check_encdec(inputs_q, inputs_kv, weights, heads, dropout)
+    projected, packed = F.linear(inputs_q, weights[0]), F.linear(inputs_kv, weights[1])
     folded = _folds(projected, inputs_q.shape[1] * heads, inputs_kv.shape[0])
     (queries,) = _split(projected, heads, 1, folded)
     keys, values = _split(packed, heads, 2, folded)
-    return F.linear(_attend(queries, keys, values, heads, mask, dropout), output_weights)
+    return F.linear(_attend(queries, keys, values, heads, mask, dropout), weights[2])
 
 
 def self_attention_norm_add(
