@@ -144,12 +144,12 @@ def self_backward(gradient: Tensor, saved: Sequence[Any], settings: Sequence[Any
     `saved` are inputs, both weights, packed projections, and of the core context, probabilities, dropped and noise;
     `settings` are heads, scale, dropout and whether there are biases.
     """
-    inputs, input_weights, output_weights, packed, context, *core = saved
+    inputs, input_weights, output_weights, packed, context, probabilities, dropped, noise = saved
     heads, scale, dropout, biases = settings
     d_context, d_output_weights, d_output_biases = linear_backward(gradient, context, output_weights, biases)
     d_packed = torch.empty_like(packed)
-    into = split(d_packed, heads, 3)
-    attend_backward(d_context, *split(packed, heads, 3), *core, scale, dropout, into)
+    (queries, keys, values), into = split(packed, heads, 3), split(d_packed, heads, 3)
+    attend_backward(d_context, queries, keys, values, probabilities, dropped, noise, scale, dropout, into)
     d_inputs, d_input_weights, d_input_biases = linear_backward(d_packed, inputs, input_weights, biases)
     return d_inputs, d_input_weights, d_output_weights, d_input_biases, d_output_biases
 
@@ -165,7 +165,8 @@ def encdec_forward(
     check_encdec(inputs_q, inputs_kv, weights, heads, dropout)
     projected = F.linear(inputs_q, weights[0], biases_q).contiguous()
     packed = F.linear(inputs_kv, weights[1], biases_kv).contiguous()
-    core = attend(*split(projected, heads, 1), *split(packed, heads, 2), heads, scale, mask, dropout)
+    (queries,), (keys, values) = split(projected, heads, 1), split(packed, heads, 2)
+    core = attend(queries, keys, values, heads, scale, mask, dropout)
     return F.linear(core.context.view(inputs_q.shape), weights[2], output_biases), projected, packed, core
 
 
@@ -176,12 +177,13 @@ def encdec_backward(gradient: Tensor, saved: Sequence[Any], settings: Sequence[A
     `self_backward` takes; `settings` too.
     """
     inputs_q, inputs_kv, weights_q, weights_kv, output_weights, projected, packed, context, *core = saved
+    probabilities, dropped, noise = core
     heads, scale, dropout, biases = settings
     d_context, d_output_weights, d_output_biases = linear_backward(gradient, context, output_weights, biases)
     d_projected, d_packed = torch.empty_like(projected), torch.empty_like(packed)
-    parts = (*split(projected, heads, 1), *split(packed, heads, 2))
+    (queries,), (keys, values) = split(projected, heads, 1), split(packed, heads, 2)
     into = (*split(d_projected, heads, 1), *split(d_packed, heads, 2))
-    attend_backward(d_context, *parts, *core, scale, dropout, into)
+    attend_backward(d_context, queries, keys, values, probabilities, dropped, noise, scale, dropout, into)
     d_inputs_q, d_weights_q, d_biases_q = linear_backward(d_projected, inputs_q, weights_q, biases)
     d_inputs_kv, d_weights_kv, d_biases_kv = linear_backward(d_packed, inputs_kv, weights_kv, biases)
     weights = d_weights_q, d_weights_kv, d_output_weights
