@@ -122,8 +122,8 @@ def launch_forward(
     x, last = _dense(input)
     images, channels = x.shape[:2]
     sizes = (images, x.numel() // (images * channels), channels, groups)
-    flags = (last, silu, weight is not None, bias is not None)
-    chunks, launches = _forward_launches(sizes, x.itemsize, *flags, facts(x.device))
+    flags = _Flags(last, silu, weight is not None, bias is not None)
+    chunks, launches = _forward_launches(sizes, x.itemsize, flags, facts(x.device))
     y = torch.empty_like(x)
     statistics = torch.empty(images, groups, 2, dtype=torch.float32, device=x.device)
     if not chunks:
@@ -137,67 +137,84 @@ def launch_forward(
     return y, statistics
 
 
+class _Flags(NamedTuple):
+    """What kernels are compiled for: channels last, SiLU, weight and bias."""
+
+    last: bool
+    silu: bool
+    has_weight: bool
+    has_bias: bool
+
+    def constants(self, group_channels: int, contiguous: int) -> dict[str, Any]:
+        """The constants of a kernel; `contiguous` divides the size that is contiguous in memory."""
+        last, silu, has_weight, has_bias = self
+        parameters = {"D": group_channels, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias}
+        return {**parameters, "SILU": silu, "LAST": last, "ALIGN": math.gcd(contiguous, 16)}
+
+
+def _whole_groups(
+    sizes: tuple[int, ...], itemsize: int, last: bool, direction: str, device: DeviceFacts
+) -> tuple[config.SmallConfig | None, config.WalkConfig | None]:
+    """How a program takes a whole group, at once or in tiles; None where groups are cut up."""
+    images, positions, channels, groups = sizes
+    group_channels = channels // groups
+    apart = config.groups_apart(images * positions * channels, group_channels * itemsize, last)
+    if not apart or (direction == "forward" and not config.held_forward(positions, group_channels, last)):
+        return None, None
+    small = config.small_config(positions, group_channels, direction, itemsize, device)
+    if small is not None:
+        return small, None
+    return None, config.walk_config(images, positions, channels, group_channels, direction, itemsize, device)
+
+
+def _prepare_whole(
+    kernel: Any, programs: int, sizes: tuple[int, ...], chosen: config.SmallConfig | config.WalkConfig, **constants: Any
+) -> Any:
+    blocks = {"S_BLOCK": chosen.position_block, "D_BLOCK": chosen.channel_block}
+    return kernel.prepare((programs,), sizes, **constants, **blocks, num_warps=chosen.num_warps)
+
+
 @launch_rule
 def _forward_launches(
-    sizes: tuple[int, ...],
-    itemsize: int,
-    last: bool,
-    silu: bool,
-    has_weight: bool,
-    has_bias: bool,
-    device: DeviceFacts,
+    sizes: tuple[int, ...], itemsize: int, flags: _Flags, device: DeviceFacts
 ) -> tuple[int, tuple[Any, ...]]:
     """The chunks that groups are cut into, 0 where they are not cut up, and the kernels."""
     images, positions, channels, groups = sizes
     group_channels = channels // groups
-    parameters = {"D": group_channels, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "SILU": silu, "LAST": last}
-    flags = {**parameters, "ALIGN": math.gcd(group_channels if last else positions, 16)}
-    apart = config.groups_apart(images * positions * channels, group_channels * itemsize, last)
-    apart = apart and config.held_forward(positions, group_channels, last)
-    asked = ("forward", itemsize, device)
-    small = config.small_config(positions, group_channels, *asked) if apart else None
+    small, walk = _whole_groups(sizes, itemsize, flags.last, "forward", device)
+    constants = flags.constants(group_channels, group_channels if flags.last else positions)
+    programs, others = images * groups, sizes[1:]
     if small is not None:
-        launch = kernels.group_norm_forward_small.prepare(
-            (images * groups,),
-            sizes[1:],
-            **flags,
-            S_BLOCK=small.position_block,
-            D_BLOCK=small.channel_block,
-            num_warps=small.num_warps,
-        )
-        return 0, (launch,)
-    walk = config.walk_config(images, positions, channels, group_channels, *asked) if apart else None
+        return 0, (_prepare_whole(kernels.group_norm_forward_small, programs, others, small, **constants),)
     if walk is not None:
-        launch = kernels_walk.group_norm_forward_walk.prepare(
-            (images * groups,),
-            sizes[1:],
-            **flags,
-            S_BLOCK=walk.position_block,
-            D_BLOCK=walk.channel_block,
-            STAGES=walk.stages,
-            num_warps=walk.num_warps,
-        )
-        return 0, (launch,)
-    chosen = config.cut_config(images, positions, channels, last, *asked)
-    tile = config.tile_config(positions, channels, chosen.elements, last)
-    align = math.gcd(channels if last else positions, 16)
-    grid, blocks = (images * tile.chunks, tile.channel_blocks), {"R": tile.rows, "C_BLOCK": tile.channel_block}
-    measure = kernels.group_norm_measure.prepare(
-        grid, (positions, channels, tile.chunks), LAST=last, ALIGN=align, **blocks, num_warps=chosen.num_warps
-    )
+        kernel = kernels_walk.group_norm_forward_walk
+        return 0, (_prepare_whole(kernel, programs, others, walk, **constants, STAGES=walk.stages),)
+    tile, shared = _tiles(sizes, itemsize, flags.last, "forward", device)
+    constants = flags.constants(group_channels, channels if flags.last else positions)
+    layout = {"LAST": flags.last, "ALIGN": constants["ALIGN"]}
+    grid, others = (images * tile.chunks, tile.channel_blocks), (*sizes[1:], tile.chunks)
+    measure = kernels.group_norm_measure.prepare(grid, (positions, channels, tile.chunks), **layout, **shared)
     add_up = kernels.group_norm_statistics.prepare(
-        (images * groups,),
-        (*sizes[1:], tile.chunks),
+        (programs,),
+        others,
         D=group_channels,
         R=tile.rows,
         CHUNK_BLOCK=config.CHUNK_BLOCK,
         D_BLOCK=next_power_of_2(group_channels),
         num_warps=config.SUM_WARPS,
     )
-    apply = kernels.group_norm_apply.prepare(
-        grid, (*sizes[1:], tile.chunks), **parameters, ALIGN=align, **blocks, num_warps=chosen.num_warps
-    )
+    apply = kernels.group_norm_apply.prepare(grid, others, **constants, **shared)
     return tile.chunks, (measure, add_up, apply)
+
+
+def _tiles(
+    sizes: tuple[int, ...], itemsize: int, last: bool, direction: str, device: DeviceFacts
+) -> tuple[config.TileConfig, dict[str, int]]:
+    """How groups are cut up, and what the kernels that take a tile share."""
+    images, positions, channels, _ = sizes
+    chosen = config.cut_config(images, positions, channels, last, direction, itemsize, device)
+    tile = config.tile_config(positions, channels, chosen.elements, last)
+    return tile, {"R": tile.rows, "C_BLOCK": tile.channel_block, "num_warps": chosen.num_warps}
 
 
 def launch_backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -212,8 +229,8 @@ def launch_backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor | None, Ten
     images, channels = x.shape[:2]
     sizes, device = (images, x.numel() // (images * channels), channels, groups), x.device
     param_grads = (wanted[1] or wanted[2]) and (weight is not None or bias is not None)
-    flags = (last, silu, weight is not None, bias is not None, param_grads)
-    launches = _backward_launches(sizes, x.itemsize, *flags, facts(device))
+    flags = _Flags(last, silu, weight is not None, bias is not None)
+    launches = _backward_launches(sizes, x.itemsize, flags, param_grads, facts(device))
     dx = torch.empty_like(x)
     dweight = torch.empty_like(weight) if param_grads and weight is not None else None
     dbias = torch.empty_like(bias) if param_grads and bias is not None else None
@@ -244,33 +261,20 @@ class BackwardLaunches(NamedTuple):
 
 @launch_rule
 def _backward_launches(
-    sizes: tuple[int, ...],
-    itemsize: int,
-    last: bool,
-    silu: bool,
-    has_weight: bool,
-    has_bias: bool,
-    param_grads: bool,
-    device: DeviceFacts,
+    sizes: tuple[int, ...], itemsize: int, flags: _Flags, param_grads: bool, device: DeviceFacts
 ) -> BackwardLaunches:
     images, positions, channels, groups = sizes
     group_channels = channels // groups
+    small, walk = _whole_groups(sizes, itemsize, flags.last, "backward", device)
     # Programs of different images add up what they found, if there is a ticket for every group.
     add_up = param_grads and groups <= TICKETS and device.publishes_for_all
-    flags = {"D": group_channels, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "SILU": silu, "LAST": last}
-    flags["ALIGN"] = math.gcd(group_channels if last else positions, 16)
-    apart = config.groups_apart(images * positions * channels, group_channels * itemsize, last)
-    asked = ("backward", itemsize, device)
-    small = config.small_config(positions, group_channels, *asked) if apart else None
-    walk = None
-    if apart and small is None:
-        walk = config.walk_config(images, positions, channels, group_channels, *asked)
+    constants = flags.constants(group_channels, group_channels if flags.last else positions)
     image_block, channel_block = config.PARAMETER_BLOCK
     parameters = kernels.group_norm_parameter_gradients.prepare(
         (-(-channels // channel_block),),
         (images, channels),
-        HAS_WEIGHT=has_weight,
-        HAS_BIAS=has_bias,
+        HAS_WEIGHT=flags.has_weight,
+        HAS_BIAS=flags.has_bias,
         N_BLOCK=image_block,
         C_BLOCK=channel_block,
         num_warps=config.SUM_WARPS,
@@ -278,47 +282,32 @@ def _backward_launches(
     elements = images * 2 * channels
     if small is not None:
         whole = param_grads and config.whole_groups(images, small)
-        launch = kernels.group_norm_backward_small.prepare(
-            ((1 if whole else images) * groups,),
-            sizes,
-            **flags,
-            S_BLOCK=small.position_block,
-            D_BLOCK=small.channel_block,
-            WHOLE=whole,
-            ADD_UP=add_up and not whole,
-            num_warps=config.whole_warps(small) if whole else small.num_warps,
-        )
+        constants |= {"WHOLE": whole, "ADD_UP": add_up and not whole}
+        if whole:
+            small = small._replace(num_warps=config.whole_warps(small))
+        programs = groups if whole else images * groups
+        launch = _prepare_whole(kernels.group_norm_backward_small, programs, sizes, small, **constants)
         separate = param_grads and not add_up and not whole
         return BackwardLaunches(0 if whole else elements, launch, parameters=parameters if separate else None)
     if walk is not None:
-        launch = kernels_walk.group_norm_backward_walk.prepare(
-            (images * groups,),
-            sizes,
-            **flags,
-            S_BLOCK=walk.position_block,
-            D_BLOCK=walk.channel_block,
-            STAGES=walk.stages,
-            ADD_UP=add_up,
-            num_warps=walk.num_warps,
-        )
+        constants |= {"STAGES": walk.stages, "ADD_UP": add_up}
+        launch = _prepare_whole(kernels_walk.group_norm_backward_walk, images * groups, sizes, walk, **constants)
         return BackwardLaunches(elements, launch, parameters=parameters if param_grads and not add_up else None)
-    chosen = config.cut_config(images, positions, channels, last, *asked)
-    tile = config.tile_config(positions, channels, chosen.elements, last)
-    flags["ALIGN"] = math.gcd(channels if last else positions, 16)
-    flags |= {"R": tile.rows, "C_BLOCK": tile.channel_block}
+    tile, shared = _tiles(sizes, itemsize, flags.last, "backward", device)
+    constants = {**flags.constants(group_channels, channels if flags.last else positions), **shared}
     grid, sizes = (images * tile.chunks, tile.channel_blocks), (*sizes, tile.chunks)
     cut = (
-        kernels.group_norm_measure_backward.prepare(grid, sizes, **flags, num_warps=chosen.num_warps),
+        kernels.group_norm_measure_backward.prepare(grid, sizes, **constants),
         kernels.group_norm_sums.prepare(
             (images * groups,),
             sizes,
             D=group_channels,
-            HAS_WEIGHT=has_weight,
+            HAS_WEIGHT=flags.has_weight,
             CHUNK_BLOCK=config.CHUNK_BLOCK,
             D_BLOCK=next_power_of_2(group_channels),
             num_warps=config.SUM_WARPS,
         ),
-        kernels.group_norm_apply_backward.prepare(grid, sizes, **flags, num_warps=chosen.num_warps),
+        kernels.group_norm_apply_backward.prepare(grid, sizes, **constants),
     )
     elements += images * 2 * (groups + tile.chunks * channels)
     return BackwardLaunches(elements, cut=cut, parameters=parameters if param_grads else None)
