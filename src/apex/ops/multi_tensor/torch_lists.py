@@ -200,17 +200,9 @@ class TorchLists:
         factor = torch.clamp(limit / (norm + margin), max=1.0)
         return norm, factor if grad_scale is None else factor * grad_scale
 
-    def measured_average(
-        self,
-        rule: Rule,
-        averages: Tensor,
-        share: float,
-        *,
-        noop: Tensor | None = None,
-        grad_scale: Tensor | None = None,
-    ) -> None:
+    def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Any) -> None:
         """Moves `averages` towards what `rule` measures of each tensor: see `TritonLists.measured_average`."""
-        found = self.apply(rule, {}, noop=noop, grad_scale=grad_scale)
+        found, noop = self.apply(rule, {}, **scaling), scaling.get("noop")
         assert found is not None
         now, before = found[:, 0], averages[:, 0]
         after = torch.where(before < 0, now, before.lerp(now, share))

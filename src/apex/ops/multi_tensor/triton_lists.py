@@ -91,34 +91,19 @@ class TritonLists:
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
-    def apply(
-        self,
-        rule: Rule,
-        hyper: dict[str, Any],
-        flags: tuple[bool, ...] = (),
-        *,
-        noop: Tensor | None = None,
-        **given: Any,
-    ) -> Tensor | None:
+    def apply(self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...] = (), **given: Any) -> Tensor | None:
         """Runs `rule`; returns what it measured, float32 [tensors, 2 or more]. See `TorchLists.apply`.
 
         A rule that measures is given `noop` or `overflow`, not both: they may be the same flag, and programs that see
         it raised by others store nothing.
         """
         if not rule.quantities:
-            self._run(rule, hyper, flags, noop=noop, **given)
+            self._run(rule, hyper, flags, **given)
             return None
-        return self._measured(rule, hyper, flags, None, noop=noop, **given)
+        return self._measured(rule, hyper, flags, None, **given)
 
     def _measured(
-        self,
-        rule: Rule,
-        hyper: dict[str, Any],
-        flags: tuple[bool, ...],
-        total: _Sum | None,
-        *,
-        noop: Tensor | None = None,
-        **given: Any,
+        self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...], total: _Sum | None, **given: Any
     ) -> Tensor:
         """Runs a rule that measures, and adds that up; by the same launch where the last program may do it.
 
@@ -127,9 +112,10 @@ class TritonLists:
         per_tensor = total is None or total.per_tensor
         if self._finishes_each if per_tensor else self._finishes_all:
             total = total or self._sum_per_tensor(rule)
-            self._run(rule, hyper, flags, total, noop=noop, **given)
+            self._run(rule, hyper, flags, total, **given)
             return total.out
-        partials, layout = self._run(rule, hyper, flags, noop=noop, **given)
+        noop, grad_scale = given.get("noop"), given.get("grad_scale")
+        partials, layout = self._run(rule, hyper, flags, **given)
         if total is None or per_tensor:
             return self._add_up(rule, partials, layout, total, noop)
         count, columns = layout.count, 1
@@ -137,7 +123,7 @@ class TritonLists:
             partials = self._add_up(rule, partials, layout, None, noop)
             count, columns = partials.shape
         bounds = self._bounds_of_all(count)
-        self._reduce(partials, bounds, total, noop, given.get("grad_scale"), 1, columns, rule.maximum)
+        self._reduce(partials, bounds, total, noop, grad_scale, 1, columns, rule.maximum)
         return total.out
 
     def _add_up(self, rule: Rule, partials: Tensor, layout: Layout, total: _Sum | None, noop: Tensor | None) -> Tensor:

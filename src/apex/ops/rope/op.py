@@ -279,10 +279,10 @@ def _prepared_launch(
     shape, (tables, rotated, numel) = sides[0][0], table
     constants = config.channel_constants(layout, tables, inverse, shape[-1], rotated)
     sizes = (shape[DIMENSIONS[layout][0]], numel // rotated, edges, edges.bit_length())
-    programs, side, tile, num_warps = _side(*sides[0], layout, itemsize, device)
+    programs, side, tile, num_warps = _side(sides[0], layout, itemsize, device)
     if len(sides) == 1:
         return kernels.rope.prepare((programs,), (*sizes, *side), CHANNELS=constants, TILE=tile, num_warps=num_warps)
-    key_programs, key_side, key_tile, key_warps = _side(*sides[1], layout, itemsize, device)
+    key_programs, key_side, key_tile, key_warps = _side(sides[1], layout, itemsize, device)
     return kernels.rope_pair.prepare(
         (programs + key_programs,),
         (*sizes, programs, *side, *key_side),
@@ -302,15 +302,10 @@ def _kernel_tables(tables: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _side(
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    out_strides: tuple[int, ...],
-    layout: str,
-    itemsize: int,
-    device: DeviceFacts,
+    side: Side, layout: str, itemsize: int, device: DeviceFacts
 ) -> tuple[int, tuple[int, ...], tuple[int, int, bool, int], int]:
     """Of one tensor of a launch: programs, its sizes and strides in kernel order, TILE of the kernels, and warps."""
-    token_dim, batch_dim, head_dim = DIMENSIONS[layout]
+    (shape, strides, out_strides), (token_dim, batch_dim, head_dim) = side, DIMENSIONS[layout]
     tokens, heads = shape[token_dim], shape[head_dim]
     batch, batch_stride, out_batch_stride = 1, 0, 0
     if batch_dim is not None:
@@ -327,9 +322,9 @@ def _side(
     target = (out_strides[token_dim], out_batch_stride, out_head_stride)
     unit, counted = config.strides_in_units((*source, *target))
     programs = -(-tokens // tile.tokens) * batch * -(-heads // tile.heads)
-    side = (batch, heads, *counted[:3], strides[-1], *counted[3:])
+    numbers = (batch, heads, *counted[:3], strides[-1], *counted[3:])
     full = tokens % tile.tokens == 0 and heads % tile.heads == 0  # no token and no head needs a mask
-    return programs, side, (tile.tokens, tile.heads, full, unit), tile.num_warps
+    return programs, numbers, (tile.tokens, tile.heads, full, unit), tile.num_warps
 
 
 def _empty_result(t: Tensor, swap_memory: bool) -> Tensor:

@@ -60,35 +60,26 @@ def linear_cross_entropy(
     `accumulation_dtype` is the one in which the gradient of the weight is summed over chunks of `chunk_rows` rows. By
     default that is the weight's own, but float32 for float16, and for bfloat16 from more than 16 chunks on.
     """
-    _check(input, weight, target, bias, label_smoothing, reduction, accumulation_dtype, chunk_rows)
+    check_tensors(input=input, weight=weight, target=target)
+    check_optional_tensors(bias=bias)
     compute = _library.autocast_dtype(input) or input.dtype
     if input.dtype == torch.float64:
         compute = torch.float64
     settings = (float(label_smoothing), ignore_index, reduction, compute, accumulation_dtype, chunk_rows)
     spec = LinearSpec(*settings, differentiable=torch.is_grad_enabled())
+    _check(input, weight, target, bias, spec)
     rows = input.reshape(-1, input.shape[-1])
     loss = LinearCrossEntropyFunction.apply(rows, weight, bias, target.reshape(-1), spec)
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
-def _check(
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    smoothing: float,
-    reduction: str,
-    accumulation_dtype: torch.dtype | None,
-    chunk_rows: int | None,
-) -> None:
-    check_tensors(input=input, weight=weight, target=target)
-    check_optional_tensors(bias=bias)
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction {reduction!r} is not known; use {', '.join(REDUCTIONS)}")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows={chunk_rows} must be at least 1")
-    if accumulation_dtype is not None and not accumulation_dtype.is_floating_point:
-        raise TypeError(f"accumulation_dtype must be floating-point, got {accumulation_dtype}")
+def _check(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, spec: LinearSpec) -> None:
+    if spec.reduction not in REDUCTIONS:
+        raise ValueError(f"reduction {spec.reduction!r} is not known; use {', '.join(REDUCTIONS)}")
+    if spec.chunk_rows is not None and spec.chunk_rows < 1:
+        raise ValueError(f"chunk_rows={spec.chunk_rows} must be at least 1")
+    if spec.accumulation_dtype is not None and not spec.accumulation_dtype.is_floating_point:
+        raise TypeError(f"accumulation_dtype must be floating-point, got {spec.accumulation_dtype}")
     if input.dim() < 1 or weight.dim() != 2 or weight.shape[1] != input.shape[-1] or not weight.shape[0]:
         raise ValueError(
             f"weight has shape {list(weight.shape)}, expected [classes, {input.shape[-1] if input.dim() else '?'}] for "
@@ -100,7 +91,7 @@ def _check(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {list(bias.shape)}, expected [{weight.shape[0]}]")
-    check_labels(target, input.device, smoothing)
+    check_labels(target, input.device, spec.smoothing)
     autocast = _library.autocast_dtype(input) is not None
     for name, parameter in (("input", input), ("weight", weight), ("bias", bias)):
         if parameter is None:
@@ -120,7 +111,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def forward(ctx, input, weight, bias, labels, spec):  # type: ignore[override]
         at_once = spec.differentiable and spec.reduction != "none"
         wanted = ctx.needs_input_grad[:3] if at_once else (False, False, False)
-        losses, *gradients = _pass(input, weight, bias, labels, None, spec, wanted)
+        losses, *gradients = _pass((input, weight, bias), labels, None, spec, wanted)
         count = (labels != spec.ignore_index).sum() if spec.reduction == "mean" else None
         ctx.spec = spec
         ctx.is_compiled = torch.compiler.is_compiling()
@@ -135,24 +126,19 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, loss_gradient):  # type: ignore[override]
         input, weight, bias, labels, count, *gradients = ctx.saved_tensors
-        spec, wanted = ctx.spec, ctx.needs_input_grad[:3]
+        given, spec, wanted = (input, weight, bias), ctx.spec, ctx.needs_input_grad[:3]
         if not ctx.is_compiled and torch.is_grad_enabled():  # create_graph=True
-            return (
-                *_differentiable_gradients(loss_gradient, input, weight, bias, labels, count, spec, wanted),
-                None,
-                None,
-            )
+            return *_differentiable_gradients(loss_gradient, given, labels, count, spec, wanted), None, None
         if spec.reduction == "none":
-            _, *gradients = _pass(input, weight, bias, labels, loss_gradient.contiguous(), spec, wanted)
+            _, *gradients = _pass(given, labels, loss_gradient.contiguous(), spec, wanted)
             factor = None
         else:
             factor = loss_gradient if count is None else loss_gradient / count
             if not ctx.is_compiled:
                 gradients, ctx.gradients = ctx.gradients, None
                 if gradients is None:  # a second backward pass through a retained graph
-                    _, *gradients = _pass(input, weight, bias, labels, None, spec, wanted)
-        like = (input, weight, bias)
-        return *(_finished(g, factor, t, ctx.is_compiled) for g, t in zip(gradients, like, strict=True)), None, None
+                    _, *gradients = _pass(given, labels, None, spec, wanted)
+        return *(_finished(g, factor, t, ctx.is_compiled) for g, t in zip(gradients, given, strict=True)), None, None
 
 
 def _reduced(losses: Tensor, count: Tensor | None, reduction: str) -> Tensor:
@@ -163,15 +149,10 @@ def _reduced(losses: Tensor, count: Tensor | None, reduction: str) -> Tensor:
 
 
 def _pass(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    row_scale: Tensor | None,
-    spec: LinearSpec,
-    wanted: Sequence[bool],
+    given: tuple, labels: Tensor, row_scale: Tensor | None, spec: LinearSpec, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The pass over the chunks in the dtype of `spec.compute`."""
+    """The pass over the chunks in the dtype of `spec.compute`; `given` are input, weight and bias."""
+    input, weight, bias = given
     rows, classes = input.shape[0], weight.shape[0]
     size = config.chunk_size(rows, classes, spec.chunk_rows)
     total = config.sum_dtype(weight.dtype, -(-rows // size), spec.accumulation_dtype)
@@ -199,20 +180,13 @@ def _finished(gradient: Tensor | None, factor: Tensor | None, like: Tensor | Non
 
 
 def _differentiable_gradients(
-    loss_gradient: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    count: Tensor | None,
-    spec: LinearSpec,
-    wanted: Sequence[bool],
+    loss_gradient: Tensor, given: tuple, labels: Tensor, count: Tensor | None, spec: LinearSpec, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
     """Gradients that can be differentiated again, by way of the logits."""
     compute = spec.compute
     # Aliases: the input may have been computed from the weight, an embedding's, which is not this loss's to
     # differentiate.
-    tensors = [None if tensor is None else tensor.view_as(tensor) for tensor in (input, weight, bias)]
+    tensors = [None if tensor is None else tensor.view_as(tensor) for tensor in given]
     logits = functional.linear(*(None if tensor is None else tensor.to(compute) for tensor in tensors))  # type: ignore[arg-type]
     losses, _ = reference.forward(logits, labels, spec.smoothing, spec.ignore_index)
     chosen: list[Any] = [tensor for tensor, want in zip(tensors, wanted, strict=True) if want]
