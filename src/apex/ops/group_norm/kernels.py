@@ -28,7 +28,7 @@ def _silu_gradient(dy, z):
 
 
 @triton.jit
-def aligned(positions, channels, LAST: tl.constexpr, ALIGN: tl.constexpr):
+def _aligned(positions, channels, LAST: tl.constexpr, ALIGN: tl.constexpr):
     """The same numbers, one of them known to be a multiple of ALIGN."""
     if LAST:
         channels = channels // ALIGN * ALIGN
@@ -41,7 +41,7 @@ def aligned(positions, channels, LAST: tl.constexpr, ALIGN: tl.constexpr):
 def _tile(positions, channels, chunks, LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr):
     """This program's tile: its image, first position, channels [C_BLOCK] and those that exist, and for its elements
     [R, C_BLOCK] which exist and where they lie; 64 bits for where the tile begins, 32 within."""
-    positions, channels = aligned(positions, channels, LAST, ALIGN)
+    positions, channels = _aligned(positions, channels, LAST, ALIGN)
     program = tl.program_id(0)
     image = program // chunks
     first = (program % chunks) * R
@@ -68,7 +68,7 @@ def _statistics(statistics, image, groups, channel, inside, eps, D: tl.constexpr
 
 
 @triton.jit
-def finish(normalised, weight, bias, SILU: tl.constexpr):
+def _finish(normalised, weight, bias, SILU: tl.constexpr):
     z = normalised * weight + bias
     if SILU:
         z = z / (1.0 + tl.exp(-z))
@@ -86,14 +86,14 @@ def _parameter(pointer, channel, mask, PRESENT: tl.constexpr, absent: tl.constex
 
 
 @triton.jit
-def parameters(weight, bias, channel, mask, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _parameters(weight, bias, channel, mask, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Weights and biases of channels."""
     scale = _parameter(weight, channel, mask, HAS_WEIGHT, 1.0)
     return scale, _parameter(bias, channel, mask, HAS_BIAS, 0.0)
 
 
 @triton.jit
-def gradient_and_xhat(x, dy, offset, mask, mean, factor, scale, shift, SILU: tl.constexpr):
+def _gradient_and_xhat(x, dy, offset, mask, mean, factor, scale, shift, SILU: tl.constexpr):
     """The gradient before SiLU, zero outside of `mask`, and the normalised input; what is not used is not computed."""
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
@@ -128,7 +128,7 @@ def _sum_pairs(pairs, count, channels, column, inside, ROWS: tl.constexpr, COLUM
 
 
 @triton.jit
-def add_up(
+def _add_up(
     scratch, tickets, dweight, dbias, images, channels, groups,
     D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +156,7 @@ def group_norm_forward_small(
     ALIGN: tl.constexpr, S_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per group of an image."""
-    positions, channels = aligned(positions, channels, LAST, ALIGN)
+    positions, channels = _aligned(positions, channels, LAST, ALIGN)
     program = tl.program_id(0)
     group = program % groups
     row = tl.arange(0, S_BLOCK)[:, None]
@@ -172,8 +172,8 @@ def group_norm_forward_small(
     tl.store(statistics + program * 2, mean)
     tl.store(statistics + program * 2 + 1, variance)
     channel = group * D + column
-    scale, shift = parameters(weight, bias, channel, column < D, HAS_WEIGHT, HAS_BIAS)
-    result = finish(centred * tl.rsqrt(variance + eps), scale, shift, SILU)
+    scale, shift = _parameters(weight, bias, channel, column < D, HAS_WEIGHT, HAS_BIAS)
+    result = _finish(centred * tl.rsqrt(variance + eps), scale, shift, SILU)
     tl.store(y + offset, result.to(y.dtype.element_ty), mask)
 
 
@@ -241,8 +241,8 @@ def group_norm_apply(
     image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
-    scale, shift = parameters(weight, bias, channel, inside, HAS_WEIGHT, HAS_BIAS)
-    result = finish((values - mean[None, :]) * factor[None, :], scale[None, :], shift[None, :], SILU)
+    scale, shift = _parameters(weight, bias, channel, inside, HAS_WEIGHT, HAS_BIAS)
+    result = _finish((values - mean[None, :]) * factor[None, :], scale[None, :], shift[None, :], SILU)
     tl.store(y + offset, result.to(y.dtype.element_ty), mask)
 
 
@@ -258,7 +258,7 @@ def group_norm_backward_small(
 
     With WHOLE or ADD_UP the gradients of weight and bias are written, otherwise the first part of `scratch`.
     """
-    positions, channels = aligned(positions, channels, LAST, ALIGN)
+    positions, channels = _aligned(positions, channels, LAST, ALIGN)
     program = tl.program_id(0)
     group = program % groups
     row = tl.arange(0, S_BLOCK)[:, None]
@@ -266,7 +266,7 @@ def group_norm_backward_small(
     column = within[None, :]
     mask = (row < positions) & (column < D)
     channel = group * D + column
-    scale, shift = parameters(weight, bias, channel, column < D, HAS_WEIGHT, HAS_BIAS)
+    scale, shift = _parameters(weight, bias, channel, column < D, HAS_WEIGHT, HAS_BIAS)
     count = positions * D
     first = 0 if WHOLE else program // groups
     last = images if WHOLE else program // groups + 1
@@ -279,7 +279,7 @@ def group_norm_backward_small(
         mean = tl.load(found)
         factor = tl.rsqrt(tl.load(found + 1) + eps)
         # Outside the group the gradient is 0, and so is every term.
-        gradient, xhat = gradient_and_xhat(x, dy, offset, mask, mean, factor, scale, shift, SILU)
+        gradient, xhat = _gradient_and_xhat(x, dy, offset, mask, mean, factor, scale, shift, SILU)
         sum_dy += tl.sum(gradient, 0)
         sum_dy_xhat += tl.sum(gradient * xhat, 0)
         scaled = gradient * scale
@@ -294,7 +294,66 @@ def group_norm_backward_small(
         tl.store(sums, sum_dy, within < D)
         tl.store(sums + channels, sum_dy_xhat, within < D)
         if ADD_UP:
-            add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, HAS_WEIGHT, HAS_BIAS, D_BLOCK)
+            _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, HAS_WEIGHT, HAS_BIAS, D_BLOCK)
+
+
+@kernel
+@triton.jit
+def group_norm_backward_walk(
+    x, dy, weight, bias, statistics, dx, scratch, tickets, dweight, dbias,
+    images, positions, channels, groups, eps,
+    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
+    ALIGN: tl.constexpr, S_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr, STAGES: tl.constexpr, ADD_UP: tl.constexpr,
+):  # fmt: skip
+    """One program per group of an image, which it walks through in tiles of S_BLOCK positions, reading it twice.
+
+    Fills the first part of `scratch`, and with ADD_UP writes the gradients of weight and bias.
+    """
+    positions, channels = _aligned(positions, channels, LAST, ALIGN)
+    program = tl.program_id(0)
+    row = tl.arange(0, S_BLOCK)[:, None]
+    column = tl.arange(0, D_BLOCK)[None, :]
+    first_channel = (program % groups) * D
+    image = (program // groups).to(tl.int64) * positions * channels
+    if LAST:
+        begin = image + first_channel
+        offset = row * channels + column
+        step = channels
+    else:
+        begin = image + first_channel.to(tl.int64) * positions
+        offset = column * positions + row
+        step = 1
+    mean = tl.load(statistics + program * 2)
+    factor = tl.rsqrt(tl.load(statistics + program * 2 + 1) + eps)
+    scale, shift = _parameters(weight, bias, first_channel + column, column < D, HAS_WEIGHT, HAS_BIAS)
+    sum_dy = tl.zeros((S_BLOCK, D_BLOCK), tl.float32)
+    sum_dy_xhat = tl.zeros((S_BLOCK, D_BLOCK), tl.float32)
+    tiles = tl.cdiv(positions, S_BLOCK)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        mask = (tile * S_BLOCK + row < positions) & (column < D)
+        place = begin + (offset + tile * S_BLOCK * step)
+        gradient, xhat = _gradient_and_xhat(x, dy, place, mask, mean, factor, scale, shift, SILU)
+        # Outside the group the gradient is 0, and so is every term.
+        sum_dy += gradient
+        sum_dy_xhat += gradient * xhat
+    within = tl.arange(0, D_BLOCK)
+    channel_dy = tl.sum(sum_dy, 0)
+    channel_dy_xhat = tl.sum(sum_dy_xhat, 0)
+    found = scratch + (program // groups).to(tl.int64) * 2 * channels + first_channel + within
+    tl.store(found, channel_dy, within < D)
+    tl.store(found + channels, channel_dy_xhat, within < D)
+    weights, _ = _parameters(weight, bias, first_channel + within, within < D, HAS_WEIGHT, HAS_BIAS)
+    count = 1.0 * positions * D
+    mean_dy = tl.sum(channel_dy * weights) / count
+    mean_dy_xhat = tl.sum(channel_dy_xhat * weights) / count
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        mask = (tile * S_BLOCK + row < positions) & (column < D)
+        place = begin + (offset + tile * S_BLOCK * step)
+        gradient, xhat = _gradient_and_xhat(x, dy, place, mask, mean, factor, scale, shift, SILU)
+        result = factor * (gradient * scale - mean_dy - xhat * mean_dy_xhat)
+        tl.store(dx + place, result.to(dx.dtype.element_ty), mask)
+    if ADD_UP:
+        _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, HAS_WEIGHT, HAS_BIAS, D_BLOCK)
 
 
 @triton.jit
@@ -307,7 +366,7 @@ def _backward_tile(
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
-    scale, shift = parameters(weight, bias, channel, inside, HAS_WEIGHT, HAS_BIAS)
+    scale, shift = _parameters(weight, bias, channel, inside, HAS_WEIGHT, HAS_BIAS)
     xhat = (values - mean[None, :]) * factor[None, :]
     if SILU:
         gradient = _silu_gradient(gradient, xhat * scale[None, :] + shift[None, :])

@@ -20,7 +20,6 @@ from .._partial_sums import TICKETS, partial_sums
 from . import config, reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
-kernels_walk = _library.LazyModule(f"{__package__}.kernels_walk")
 
 ACTIVATIONS = ("", "silu", "swish")
 
@@ -152,21 +151,6 @@ class _Flags(NamedTuple):
         return {**parameters, "SILU": silu, "LAST": last, "ALIGN": math.gcd(contiguous, 16)}
 
 
-def _whole_groups(
-    sizes: tuple[int, ...], itemsize: int, last: bool, direction: str, device: DeviceFacts
-) -> tuple[config.SmallConfig | None, config.WalkConfig | None]:
-    """How a program takes a whole group, at once or in tiles; None where groups are cut up."""
-    images, positions, channels, groups = sizes
-    group_channels = channels // groups
-    apart = config.groups_apart(images * positions * channels, group_channels * itemsize, last)
-    if not apart or (direction == "forward" and not config.held_forward(positions, group_channels, last)):
-        return None, None
-    small = config.small_config(positions, group_channels, direction, itemsize, device)
-    if small is not None:
-        return small, None
-    return None, config.walk_config(images, positions, channels, group_channels, direction, itemsize, device)
-
-
 def _prepare_whole(
     kernel: Any, programs: int, sizes: tuple[int, ...], chosen: config.SmallConfig | config.WalkConfig, **constants: Any
 ) -> Any:
@@ -181,21 +165,20 @@ def _forward_launches(
     """The chunks that groups are cut into, 0 where they are not cut up, and the kernels."""
     images, positions, channels, groups = sizes
     group_channels = channels // groups
-    small, walk = _whole_groups(sizes, itemsize, flags.last, "forward", device)
-    constants = flags.constants(group_channels, group_channels if flags.last else positions)
-    programs, others = images * groups, sizes[1:]
-    if small is not None:
-        return 0, (_prepare_whole(kernels.group_norm_forward_small, programs, others, small, **constants),)
-    if walk is not None:
-        kernel = kernels_walk.group_norm_forward_walk
-        return 0, (_prepare_whole(kernel, programs, others, walk, **constants, STAGES=walk.stages),)
+    apart = config.groups_apart(images * positions * channels, group_channels * itemsize, flags.last)
+    if apart and config.held_forward(positions, group_channels, flags.last):
+        small = config.small_config(positions, group_channels, "forward", itemsize, device)
+        if small is not None:
+            constants = flags.constants(group_channels, group_channels if flags.last else positions)
+            kernel = kernels.group_norm_forward_small
+            return 0, (_prepare_whole(kernel, images * groups, sizes[1:], small, **constants),)
     tile, shared = _tiles(sizes, itemsize, flags.last, "forward", device)
     constants = flags.constants(group_channels, channels if flags.last else positions)
     layout = {"LAST": flags.last, "ALIGN": constants["ALIGN"]}
     grid, others = (images * tile.chunks, tile.channel_blocks), (*sizes[1:], tile.chunks)
     measure = kernels.group_norm_measure.prepare(grid, (positions, channels, tile.chunks), **layout, **shared)
     add_up = kernels.group_norm_statistics.prepare(
-        (programs,),
+        (images * groups,),
         others,
         D=group_channels,
         R=tile.rows,
@@ -265,7 +248,11 @@ def _backward_launches(
 ) -> BackwardLaunches:
     images, positions, channels, groups = sizes
     group_channels = channels // groups
-    small, walk = _whole_groups(sizes, itemsize, flags.last, "backward", device)
+    small = walk = None
+    if config.groups_apart(images * positions * channels, group_channels * itemsize, flags.last):
+        small = config.small_config(positions, group_channels, "backward", itemsize, device)
+        if small is None:
+            walk = config.walk_config(images, positions, channels, group_channels, itemsize, device)
     # Programs of different images add up what they found, if there is a ticket for every group.
     add_up = param_grads and groups <= TICKETS and device.publishes_for_all
     constants = flags.constants(group_channels, group_channels if flags.last else positions)
@@ -291,7 +278,7 @@ def _backward_launches(
         return BackwardLaunches(0 if whole else elements, launch, parameters=parameters if separate else None)
     if walk is not None:
         constants |= {"STAGES": walk.stages, "ADD_UP": add_up}
-        launch = _prepare_whole(kernels_walk.group_norm_backward_walk, images * groups, sizes, walk, **constants)
+        launch = _prepare_whole(kernels.group_norm_backward_walk, images * groups, sizes, walk, **constants)
         return BackwardLaunches(elements, launch, parameters=parameters if param_grads and not add_up else None)
     tile, shared = _tiles(sizes, itemsize, flags.last, "backward", device)
     constants = {**flags.constants(group_channels, channels if flags.last else positions), **shared}
