@@ -19,7 +19,7 @@ from .grouping import kernel_fits
 from .rule import GRADIENT, Rule
 from .tables import INDICES, Layout, PointerTable, keep_if_captured, upload
 from .torch_lists import Slots, TorchLists
-from .triton_lists import TritonLists, _Sum, reductions
+from .triton_lists import Sum, TritonLists, reductions
 
 MINIMUM_BLOCK = 128
 # Blocks of a row that one program walks over. A launch that adds up four sums of 26,000 rows takes longer.
@@ -106,7 +106,7 @@ class TritonRowLists(TritonLists):
         # Sums of rows may go to whoever asked for them.
         return self._empty(count, quantities), super()._partials(0, 0)[1]
 
-    def _add_up(self, rule: Rule, partials: Tensor, layout: Layout, total: _Sum | None, noop: Tensor | None) -> Tensor:
+    def _add_up(self, rule: Rule, partials: Tensor, layout: Layout, total: Sum | None, noop: Tensor | None) -> Tensor:
         if total is None and layout.count == len(self.sizes):  # a program per row
             return partials
         return super()._add_up(rule, partials, layout, total, noop)

@@ -27,7 +27,7 @@ _ZEROS, _ON_HOST = (0.0,) * SCALARS, (-1,) * SCALARS
 _OFF, _NO_CHECKS = (False,) * FLAG_COUNT, (False,) * SLOTS
 
 
-class _Sum(NamedTuple):
+class Sum(NamedTuple):
     """How measured values are added up into `out`: per tensor or over all, as a root, into a moving average.
 
     See `kernels_reductions.reduce_partials` for `factor` and for limit, margin and share, which `by` holds.
@@ -103,7 +103,7 @@ class TritonLists:
         return self._measured(rule, hyper, flags, None, **given)
 
     def _measured(
-        self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...], total: _Sum | None, **given: Any
+        self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...], total: Sum | None, **given: Any
     ) -> Tensor:
         """Runs a rule that measures, and adds that up; by the same launch where the last program may do it.
 
@@ -126,24 +126,24 @@ class TritonLists:
         self._reduce(partials, bounds, total, noop, grad_scale, 1, columns, rule.maximum)
         return total.out
 
-    def _add_up(self, rule: Rule, partials: Tensor, layout: Layout, total: _Sum | None, noop: Tensor | None) -> Tensor:
+    def _add_up(self, rule: Rule, partials: Tensor, layout: Layout, total: Sum | None, noop: Tensor | None) -> Tensor:
         total = total or self._sum_per_tensor(rule)
         self._reduce(partials, layout.bounds, total, noop, None, rule.quantities, rule.quantities, rule.maximum)
         return total.out
 
-    def _sum_per_tensor(self, rule: Rule) -> _Sum:
-        return _Sum(self._empty(len(self.sizes), max(2, rule.quantities)), per_tensor=True)
+    def _sum_per_tensor(self, rule: Rule) -> Sum:
+        return Sum(self._empty(len(self.sizes), max(2, rule.quantities)), per_tensor=True)
 
     def total(self, per_tensor: Tensor, *, maximum: bool = False, root: bool = False) -> Tensor:
         """Sum (or maximum) over the tensors of the first quantity, float32 [1]; its root if asked for."""
-        total = _Sum(self._empty(1), root=root)
+        total = Sum(self._empty(1), root=root)
         bounds = self._bounds_of_all(len(self.sizes))
         self._reduce(per_tensor, bounds, total, None, None, 1, per_tensor.shape[1], maximum)
         return total.out
 
     def measured_total(self, rule: Rule, hyper: dict[str, Any], *, root: bool = False, **given: Any) -> Tensor:
         """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1]."""
-        return self._measured(rule, hyper, (), _Sum(self._empty(1), root=root), **given)
+        return self._measured(rule, hyper, (), Sum(self._empty(1), root=root), **given)
 
     def measured_clip(self, rule: Rule, limit: float, margin: float, **scaling: Any) -> tuple[Tensor, Tensor]:
         """The norm of all gradients, and what brings them down to `limit`, `grad_scale` included; float32 [1] each.
@@ -151,7 +151,7 @@ class TritonLists:
         `rule` measures squares, or absolute values that are maximised.
         """
         factor = self._empty(1)
-        total = _Sum(self._empty(1), root=not rule.maximum, factor=factor, by=(limit, margin, 0.0))
+        total = Sum(self._empty(1), root=not rule.maximum, factor=factor, by=(limit, margin, 0.0))
         return self._measured(rule, {}, (), total, **scaling), factor
 
     def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Any) -> None:
@@ -159,7 +159,7 @@ class TritonLists:
 
         A negative average is none yet, and becomes what is measured.
         """
-        total = _Sum(averages, per_tensor=True, averages=True, by=(0.0, 0.0, share))
+        total = Sum(averages, per_tensor=True, averages=True, by=(0.0, 0.0, share))
         self._measured(rule, {}, (), total, **scaling)
 
     # Launches ---------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class TritonLists:
         rule: Rule,
         hyper: dict[str, Any],
         flags: tuple[bool, ...],
-        total: _Sum | None = None,
+        total: Sum | None = None,
         *,
         noop: Tensor | None = None,
         grad_scale: Tensor | None = None,
@@ -208,7 +208,7 @@ class TritonLists:
         self,
         partials: Tensor,
         bounds: Tensor,
-        total: _Sum,
+        total: Sum,
         noop: Tensor | None,
         grad_scale: Tensor | None,
         quantities: int,
