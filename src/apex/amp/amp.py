@@ -13,7 +13,7 @@ from . import _casting, lists
 from ._amp_state import _amp_state
 from ._checks import check_flags, check_type
 from ._containers import applier, to_type
-from .handle import AmpHandle, NoOpHandle
+from .opt import AmpHandle, NoOpHandle
 
 F = TypeVar("F", bound=Callable[..., Any])
 

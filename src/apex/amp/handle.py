@@ -1,21 +1,30 @@
-"""`scale_loss`, `disable_casts`, and the handle of the older interface."""
+"""`scale_loss`, and what amp does around an optimizer's backward passes and steps.
+
+Gradients are unscaled, steps with an overflow skipped, masters copied to the model. The functions behind `scale_loss`
+become methods of the optimizer: `scale_loss` calls `prepare_amp_backward` before and `post_amp_backward` after the
+backward pass; the user calls `step` and `zero_grad`. The handles of the older interface are in `opt.py`.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops import _recording
+from ..ops.multi_tensor import scale, zero
 from . import _casting
-from ._amp_state import _amp_state, maybe_print
+from ._amp_state import _amp_state
 from ._checks import check_flags, check_loss, checked_optimizers
-from ._optimizer_step import restore_grads
-from .opt import OptimWrapper, scaled_loss
-from .scaler import LossScaler, NonfiniteCounts, OverflowMessages
+from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen
+from .opt import AmpHandle as AmpHandle
+from .opt import NoOpHandle as NoOpHandle
+from .scaler import LossScaler, NonfiniteCounts, OverflowMessages, names_of_parameters
 
 _overflow_messages = OverflowMessages()
 _ORIGINAL_UPDATE = LossScaler.update_scale
@@ -132,110 +141,299 @@ def disable_casts() -> Iterator[None]:
         yield
 
 
-class AmpHandle:
-    """The handle that `amp.init` returns: casts are on as long as it is active."""
+# Before and after the backward pass -----------------------------------------------------------------------------------
 
-    def __init__(self, loss_scale: float | str = "dynamic", enable_caching: bool = True, verbose: bool = False) -> None:
-        self._enable_caching = enable_caching
-        self._verbose = verbose
-        self._cache: dict[Any, Any] = {}
-        self._default_scaler = LossScaler(loss_scale)
-        self._is_active = True
-        self._wrappers: list[Any] = []
 
-    def is_active(self) -> bool:
-        """Whether casts are on."""
-        return self._is_active
+def prepare_amp_backward(self: Any, scaler: LossScaler) -> None:
+    """Puts unscaled gradients aside, so that a backward pass with another scale does not add to them."""
+    stash: AmpOptimizerState = self._amp_stash
+    if stash.takes_gradients:
+        stash.inner._set_loss_scale(scaler.scale_tensor())
+        return
+    if not stash.saw_first_backward:
+        adopt_changes(stash)
+    if stash.frozen:
+        adopt_frozen(self)
+    stash.accumulated_grads = {}
+    for param in stash.all_fp16_params:
+        if stash.optimizer_unscales and param.grad is not None:
+            stash.accumulated_grads[param] = param.grad
+        param.grad = None  # what was there is in the master's gradient already
+    for param in stash.all_fp32_from_fp32_params:
+        if param.grad is not None:
+            stash.accumulated_grads[param] = param.grad
+            param.grad = None
+    if _recording.current is not None:
+        _recording.reads(stash.accumulated_grads.values())
 
-    @contextlib.contextmanager
-    def _disable_casts(self) -> Iterator[None]:
-        self._is_active = False
+
+def restore_grads(stash: AmpOptimizerState) -> None:
+    """Puts back the gradients that were put aside, after a backward pass that failed."""
+    for param in stash.model_params if stash.accumulated_grads else ():
+        param.grad = stash.accumulated_grads.get(param)
+    stash.accumulated_grads = {}
+
+
+def post_amp_backward(self: Any, scaler: LossScaler) -> list[NonfiniteCounts]:
+    """Unscales the new gradients, adds them to what was there before, and tells the scaler of overflow."""
+    stash: AmpOptimizerState = self._amp_stash
+    if stash.takes_gradients:
+        inner = stash.inner
+        inner._grad_scale = scaler.scale_tensor().reciprocal()  # zero_grad may have been called since
+        if scaler.dynamic:
+            scaler.note_overflow(inner._found_inf())
+        return []
+    if stash.combined is not None:
+        return stash.combined.after_backward(scaler, reduces=bool(self.combine_ddp))
+    return _unscale(stash, scaler)
+
+
+class _Scales(NamedTuple):
+    """The scales of new gradients, of earlier ones, and of what they become; tensors are float32 [1]."""
+
+    new: Tensor
+    earlier: float | Tensor
+    kept: Tensor
+
+
+def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCounts]:
+    """Gradients with one dtype, device and treatment are unscaled in one pass, without waiting for the device."""
+    lists: dict[Any, list[tuple[Any, ...]]] = {}
+    sparse: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    def add(kind: str, param: Tensor, grad: Tensor, output: Tensor, earlier: Tensor | None = None) -> None:
+        lists.setdefault((kind, grad.dtype, grad.device), []).append((param, grad, output, earlier))
+
+    def add_sparse(param: Tensor, grad: Tensor, target: Tensor, earlier: Tensor | None) -> None:
+        """Unscales the values of a sparse gradient for `target`."""
+        grad = grad.coalesce()
+        values = grad.values().to(target.dtype, copy=True)
+        add("in place", param, values, values)
+        options: Any = {"dtype": values.dtype, "device": values.device, "is_coalesced": True}
+        new = torch.sparse_coo_tensor(grad.indices(), values, grad.shape, check_invariants=False, **options)
+        sparse.append((target, new, earlier))
+
+    scales = _kept_scale(stash.inner, scaler) if stash.optimizer_unscales else None
+    if scales is None:
+        for param, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
+            if param.grad is None:
+                continue
+            if param.grad.layout != torch.strided:
+                add_sparse(param, param.grad, master, master.grad)
+            elif master.grad is None:
+                master.grad = torch.empty_like(master)
+                add("to master", param, param.grad, master.grad)
+            else:
+                add("added", param, param.grad, master.grad, master.grad)
+    for param in stash.all_fp32_from_fp32_params if scales is None else stash.model_params:
+        grad, earlier = param.grad, stash.accumulated_grads.get(param)
+        if grad is None:
+            param.grad = earlier
+            if earlier is not None and scales is not None:
+                add("rescaled", param, earlier, earlier)
+        elif grad.layout != torch.strided:
+            add_sparse(param, grad, param, earlier)
+        else:
+            add("in place" if earlier is None else "added", param, grad, grad, earlier)
+    stash.accumulated_grads = {}
+
+    found = []
+    for (kind, _, device), members in lists.items():
+        # Where the optimizer divides by the scale and nothing asks for overflow, they stay as they are.
+        if kind == "in place" and scales is not None and scales.earlier is scales.new and not scaler.dynamic:
+            continue
+        params, grads, outputs, earlier_grads = (list(column) for column in zip(*members, strict=True))
+        if kind == "rescaled":
+            assert scales is not None
+            scale(grads, outputs, scales.kept / scales.earlier)
+            continue
+        counts = torch.zeros(len(params), 2, dtype=torch.int32, device=device)
+        if kind == "added":
+            options: Any = {"nonfinite_counts": counts, "checks_sum": scales is not None}
+            scaler.unscale_with_stashed(grads, earlier_grads, outputs, scales, **options)
+        else:
+            override = None if scales is None else scales.new / scales.kept
+            scaler.unscale(grads, outputs, None, kind == "in place", override, nonfinite_counts=counts)
+        found.append(NonfiniteCounts(params, counts))
+    for target, new, before in sparse:
+        target.grad = new if before is None else before + new
+    return found
+
+
+def _kept_scale(inner: Any, scaler: LossScaler) -> _Scales:
+    """The scale of gradients that an optimizer unscales itself, `most_recent_scale`.
+
+    It is the smallest of the backward passes before a step: half precision could not hold the gradients of one loss at
+    the larger scale of another.
+    """
+    new = scaler.scale_tensor()
+    earlier = inner.most_recent_scale if inner.scale_set_by_backward else new
+    inner.most_recent_scale, inner.scale_set_by_backward = new.clamp(max=earlier), True
+    return _Scales(new, earlier, inner.most_recent_scale)
+
+
+# The step -------------------------------------------------------------------------------------------------------------
+
+
+class _Overflow(Exception):
+    """Ends a step from inside of a closure whose gradients overflowed."""
+
+
+def amp_step_of(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The optimizer's `step`, skipped after an overflow; afterwards the model has the values of the masters."""
+
+    @functools.wraps(step)
+    def amp_step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        if closure is not None and not _calls_closure_first(self):
+            return _step_with_closure(self, step, closure, *args, **kwargs)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._amp_stash.already_patched:
+            _check_gradients(self._amp_stash)
+        result = _step(self, step, *((None, *args) if args else ()), **kwargs)
+        return loss if closure is not None else result
+
+    return amp_step
+
+
+def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A step: skipped, turned off on the device by `found_inf`, or as it is."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    inner, found_inf, result = stash.inner, stash.found_inf, None
+    if stash.already_patched:
+        stash.already_patched = False
+        if hasattr(inner, "most_recent_scale"):
+            inner.most_recent_scale, inner.scale_set_by_backward = 1.0, False
+    else:
+        inner._wrote_models = False
+        if _recording.current is not None:
+            _recording.reads([found_inf])
+        takes_flag = found_inf is not None and stash.takes_found_inf
+        if found_inf is not None and takes_flag:
+            inner.found_inf, inner.grad_scale = found_inf.reshape(()), None
+        elif found_inf is not None:
+            step = functools.partial(_undone_if, found_inf, inner, step)
         try:
-            with _casting.suspended():
-                yield
+            with _casting.casts(False):
+                result = step(*args, **kwargs)
         finally:
-            self._is_active = True
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """An optimizer with a loss scale per loss."""
-        return OptimWrapper(optimizer, self, num_loss)
-
-    @contextlib.contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
-        """Yields the scaled loss; the optimizer's next step is skipped if its gradients overflow."""
-        if not self.is_active():
-            yield loss
-            return
-        checked_optimizers(optimizer)
-        with scaled_loss(loss, optimizer, self._default_scaler) as scaled:
-            yield scaled
-        if self._default_scaler.update_scale():
-            _skip_next_step(optimizer)
-        self._clear_cache()
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether copies of weights are kept; they are, inside a model's forward pass."""
-        return self._enable_caching
-
-    @property
-    def cache(self) -> dict[Any, Any]:
-        """Always empty: PyTorch keeps the copies."""
-        return self._cache
-
-    def remove_cache(self, param: Tensor) -> None:
-        """Does nothing: no copy of a weight outlives a forward pass."""
-
-    def _clear_cache(self) -> None:
-        torch.clear_autocast_cache()
-
-    def _deactivate(self) -> None:
-        """Ends casting for good, also inside models."""
-        _casting.switch_off()
-        self._is_active = False
-
-    @property
-    def verbose(self) -> bool:
-        return self._verbose
+            if takes_flag:
+                del inner.found_inf, inner.grad_scale
+        if not inner._wrote_models:
+            masters_to_model(optimizer)
+    stash.found_inf = None
+    for master in stash.all_fp32_from_fp16_params:
+        master.grad = None  # a model's zero_grad does not reach it
+    return result
 
 
-def _skip_next_step(optimizer: Any) -> None:
-    step = optimizer.step
+def _undone_if(found_inf: Tensor, inner: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A captured step of an optimizer that takes no flag: what it changed is put back where `found_inf` is set."""
+    states = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
+    changed = [param.detach() for group in inner.param_groups for param in group["params"]] + states
+    before = [tensor.clone() for tensor in changed]
+    result = step(*args, **kwargs)
+    for tensor, value in zip(changed, before, strict=True):
+        tensor.copy_(torch.where(found_inf.reshape(()) != 0, value, tensor))
+    return result
 
-    def skip_step(*args: Any, **kwargs: Any) -> None:
-        maybe_print("Gradient overflow, skipping update")
-        optimizer.step = step
 
-    optimizer.step = skip_step
+def masters_to_model(self: Any) -> None:
+    """Gives the model's parameters the values of their masters."""
+    stash: AmpOptimizerState = self._amp_stash
+    if stash.all_fp16_params:
+        masters = [master.detach() for master in stash.all_fp32_from_fp16_params]
+        scale(masters, [param.detach() for param in stash.all_fp16_params], 1.0)
 
 
-class NoOpHandle:
-    """The handle of `amp.init(enabled=False)`: everything is as without amp."""
+def _calls_closure_first(optimizer: Any) -> bool:
+    """Whether a step is known to call its closure once, before anything else: then amp can do so in its place."""
+    module = getattr(getattr(type(optimizer), "step", None), "__module__", "")
+    return module.startswith(("torch.optim.", "apex.")) and not isinstance(optimizer, torch.optim.LBFGS)
 
-    def is_active(self) -> bool:
-        return False
 
-    @contextlib.contextmanager
-    def _disable_casts(self) -> Iterator[None]:
-        yield
+def _step_with_closure(
+    optimizer: Any, step: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A step that calls its closure when and as often as it likes (SAM, LBFGS); an overflow in it undoes the step."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    may_skip = any(scaler.dynamic for scaler in _amp_state.loss_scalers)
+    params = [param.detach() for param in stash.all_fp32_params] if may_skip else []
+    before = [param.clone() for param in params]
+    state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()} if may_skip else {}
+    loss = None
+    cast_closure = _casting.cast_as_here(closure)  # a step runs without casts
 
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        return OptimWrapper(optimizer, self, num_loss)
+    def watched() -> Any:
+        nonlocal loss
+        masters_to_model(optimizer)  # the step may have moved the masters
+        with torch.enable_grad():
+            loss = cast_closure()
+        if stash.already_patched or (stash.found_inf is not None and bool(stash.found_inf)):
+            raise _Overflow
+        _check_gradients(stash)
+        return loss
 
-    @contextlib.contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
-        yield loss
+    try:
+        return _step(optimizer, step, watched, *args, **kwargs)
+    except _Overflow:
+        for param, value in zip(params, before, strict=True):
+            param.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        masters_to_model(optimizer)
+        stash.already_patched = True
+        _step(optimizer, step)  # is skipped
+        return loss
 
-    @property
-    def has_cache(self) -> bool:
-        return False
 
-    @property
-    def verbose(self) -> bool:
-        return False
+def _check_gradients(stash: AmpOptimizerState) -> None:
+    """Raises where a step would be of no use, or where `check_combined_tensors` finds gradients that moved."""
+    if stash.combined is not None and stash.combined.check:
+        moved = stash.combined.moved_away()
+        if moved:
+            names = names_of_parameters()
+            called = [names.get(id(param), f"a parameter of shape {tuple(param.shape)}") for param in moved]
+            raise RuntimeError(
+                f"the gradients of {len(moved)} parameter(s) are not in the combined buffer any more: "
+                f"{', '.join(called[:5])}. Change gradients in place (param.grad.mul_(...)) instead of replacing them, "
+                "or call amp.initialize without check_combined_tensors to have them copied back"
+            )
+    if stash.optimizer_unscales or not stash.all_fp16_params:
+        return
+    updated = (*stash.all_fp32_from_fp16_params, *stash.all_fp32_from_fp32_params)
+    if all(param.grad is None for param in updated) and any(param.grad is not None for param in stash.all_fp16_params):
+        raise RuntimeError(
+            "optimizer.step() finds gradients on the model's half-precision parameters but none on their float32 "
+            "masters: call backward inside `with amp.scale_loss(loss, optimizer) as scaled_loss`, and let the last "
+            "one before a step be without delay_unscale"
+        )
 
-    def _clear_cache(self) -> None:
-        pass
 
-    def _deactivate(self) -> None:
-        pass
+def amp_zero_grad_of(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    """The optimizer's `zero_grad`, which clears the gradients of the model's half-precision parameters as well."""
+
+    @functools.wraps(zero_grad)
+    def amp_zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        stash: AmpOptimizerState = self._amp_stash
+        stash.accumulated_grads = {}
+        stash.params_have_scaled_gradients = False
+        zero_grad(*args, **kwargs)
+        set_to_none = kwargs.get("set_to_none", args[0] if args else None)
+        wants_zeros = not (getattr(stash.inner, "set_grad_none", True) if set_to_none is None else set_to_none)
+        if wants_zeros and stash.combined is not None:
+            stash.combined.zero()
+        # The next backward pass would drop zeros that nobody asked for unread: masters have the sums.
+        asked = set_to_none is not None or stash.combined is not None or stash.optimizer_unscales
+        gradients = []
+        for param in stash.all_fp16_params:  # which are not in the optimizer's groups
+            if param.grad is not None and wants_zeros and asked:
+                param.grad = param.grad.detach()
+                gradients.append(param.grad)
+            else:
+                param.grad = None
+        zero(gradients)
+
+    return amp_zero_grad

@@ -1,4 +1,4 @@
-"""The optimizer wrapper of the older interface: `handle.wrap_optimizer`."""
+"""The older interface: the handles that `amp.init` returns, and the optimizers that they wrap."""
 
 from __future__ import annotations
 
@@ -100,3 +100,112 @@ class OptimWrapper:
 
     def __repr__(self) -> str:
         return repr(self._optimizer)
+
+
+class AmpHandle:
+    """The handle that `amp.init` returns: casts are on as long as it is active."""
+
+    def __init__(self, loss_scale: float | str = "dynamic", enable_caching: bool = True, verbose: bool = False) -> None:
+        self._enable_caching = enable_caching
+        self._verbose = verbose
+        self._cache: dict[Any, Any] = {}
+        self._default_scaler = LossScaler(loss_scale)
+        self._is_active = True
+        self._wrappers: list[Any] = []
+
+    def is_active(self) -> bool:
+        """Whether casts are on."""
+        return self._is_active
+
+    @contextlib.contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        self._is_active = False
+        try:
+            with _casting.suspended():
+                yield
+        finally:
+            self._is_active = True
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """An optimizer with a loss scale per loss."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        """Yields the scaled loss; the optimizer's next step is skipped if its gradients overflow."""
+        if not self.is_active():
+            yield loss
+            return
+        checked_optimizers(optimizer)
+        with scaled_loss(loss, optimizer, self._default_scaler) as scaled:
+            yield scaled
+        if self._default_scaler.update_scale():
+            _skip_next_step(optimizer)
+        self._clear_cache()
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether copies of weights are kept; they are, inside a model's forward pass."""
+        return self._enable_caching
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        """Always empty: PyTorch keeps the copies."""
+        return self._cache
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Does nothing: no copy of a weight outlives a forward pass."""
+
+    def _clear_cache(self) -> None:
+        torch.clear_autocast_cache()
+
+    def _deactivate(self) -> None:
+        """Ends casting for good, also inside models."""
+        _casting.switch_off()
+        self._is_active = False
+
+    @property
+    def verbose(self) -> bool:
+        return self._verbose
+
+
+def _skip_next_step(optimizer: Any) -> None:
+    step = optimizer.step
+
+    def skip_step(*args: Any, **kwargs: Any) -> None:
+        maybe_print("Gradient overflow, skipping update")
+        optimizer.step = step
+
+    optimizer.step = skip_step
+
+
+class NoOpHandle:
+    """The handle of `amp.init(enabled=False)`: everything is as without amp."""
+
+    def is_active(self) -> bool:
+        return False
+
+    @contextlib.contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        yield
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        yield loss
+
+    @property
+    def has_cache(self) -> bool:
+        return False
+
+    @property
+    def verbose(self) -> bool:
+        return False
+
+    def _clear_cache(self) -> None:
+        pass
+
+    def _deactivate(self) -> None:
+        pass
