@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from apex.ops.conv.bottleneck import conv_relu, relu_gradient
 from apex.ops.conv.op import Pair, conv_gradients
@@ -30,11 +31,9 @@ Tensors = Sequence[Tensor]
 _NONE, _BOTH, _COLUMNS = (0, 0), (1, 1), (0, 1)
 
 
-def _moved(value: Any, source: int, target: int) -> Any:
+def _moved(values: Any, source: int, target: int) -> Any:
     """Every tensor of four dimensions, also in lists, with a dimension at another place."""
-    if isinstance(value, Sequence):
-        return [_moved(each, source, target) for each in value]
-    return value.movedim(source, target) if isinstance(value, Tensor) and value.dim() == 4 else value
+    return tree_map_only(Tensor, lambda each: each.movedim(source, target) if each.dim() == 4 else each, values)
 
 
 def _stage(function: Callable) -> Callable:
@@ -44,7 +43,7 @@ def _stage(function: Callable) -> Callable:
     def run(nhwc: bool, *arguments: Any) -> Any:
         if not nhwc:
             return function(*arguments)
-        return _moved(function(*(_moved(each, -1, 1) for each in arguments)), 1, -1)
+        return _moved(function(*_moved(arguments, -1, 1)), 1, -1)
 
     return run
 

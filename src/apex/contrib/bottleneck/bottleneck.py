@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._distributed.collectives import on_stream, wait_for
 from ...ops._checks import check_floats
 from ...ops._library import autocast_dtype, autocast_off, eager_apply, is_eager, once_differentiable
 from ...ops.conv.bottleneck import (
-    Exchange,
     bottleneck_backward,
     bottleneck_forward,
     bottleneck_reference,
     cast,
     scales_and_biases,
 )
+from .halo_exchangers import HaloPadder
 
 
 class FrozenBatchNorm2d(nn.Module):
@@ -43,13 +42,13 @@ class FrozenBatchNorm2d(nn.Module):
         return x * scale + bias
 
 
-def _forward(ctx, nhwc, stride, scale, bias, x, conv, exchange=None, overlap=False):  # type: ignore[no-untyped-def]
+def _forward(ctx, nhwc, stride, scale, bias, x, conv, pad=None, overlap=False):  # type: ignore[no-untyped-def]
     dtype = autocast_dtype(x) or x.dtype
     x, *weights = [cast(_channels_second(each, nhwc), dtype) for each in (x, *conv)]
     with autocast_off(x):
-        y, saved = bottleneck_forward(x, weights, scale, bias, stride, exchange, overlap)
+        y, saved = bottleneck_forward(x, weights, scale, bias, stride, pad, overlap)
     ctx.save_for_backward(*saved)
-    ctx.nhwc, ctx.stride, ctx.exchange, ctx.shape, ctx.count = nhwc, stride, exchange, x.shape, 1 + len(conv)
+    ctx.nhwc, ctx.stride, ctx.pad, ctx.shape, ctx.count = nhwc, stride, pad, x.shape, 1 + len(conv)
     return _channels_last(y, nhwc)
 
 
@@ -74,7 +73,7 @@ class BottleneckFunction(torch.autograd.Function):
         wanted = ctx.needs_input_grad[-ctx.count :]
         dy = _channels_second(grad_o, ctx.nhwc)
         with autocast_off(dy):
-            gradients = bottleneck_backward(dy, ctx.saved_tensors, ctx.shape, ctx.stride, wanted, ctx.exchange)
+            gradients = bottleneck_backward(dy, ctx.saved_tensors, ctx.shape, ctx.stride, wanted, ctx.pad)
         gradients = [each if each is None else _channels_last(each, ctx.nhwc) for each in gradients]
         return *[None] * (len(ctx.needs_input_grad) - ctx.count), *gradients
 
@@ -96,26 +95,8 @@ class SpatialBottleneckFunction(BottleneckFunction):
                 f"x has {height} rows on rank {rank} of {size}; all ranks but the last need a multiple of the stride, "
                 f"{stride}"
             )
-        exchange = None if size == 1 else _exchange_by(exchanger, nhwc)
-        return _forward(ctx, nhwc, stride, scale, bias, x, conv, exchange, method != 2)
-
-
-def _exchange_by(exchanger: Any, nhwc: bool) -> Exchange:
-    """An exchange of rows on the exchanger's first stream, which later work of the current one waits for."""
-
-    def exchange(images: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-        rows = [_channels_last(each, nhwc) for each in (images[:, :, :1], images[:, :, -1:])]
-        with on_stream(exchanger.stream1):
-            found = exchanger.left_right_halo_exchange(*rows)
-
-        def wait() -> tuple[Tensor, Tensor]:
-            wait_for(exchanger.stream1)
-            above, below = (_channels_second(each, nhwc) for each in found)
-            return above, below
-
-        return wait
-
-    return exchange
+        pad = None if size == 1 else HaloPadder(exchanger)
+        return _forward(ctx, nhwc, stride, scale, bias, x, conv, pad, method != 2)
 
 
 class Bottleneck(nn.Module):

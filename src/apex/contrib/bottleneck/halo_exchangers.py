@@ -130,15 +130,10 @@ class HaloPadder:
         if y.dim() != 4 or not 1 <= half_halo <= y.shape[dim]:
             raise ValueError(f"y has shape {list(y.shape)}; dimension {dim} cannot give half_halo={half_halo}")
         size = y.shape[dim]
-        padding = [0, 0] * (3 - dim) + [half_halo, half_halo]
-        padded = functional.pad(y, padding)
+        padded = functional.pad(y, [0, 0] * (3 - dim) + [half_halo, half_halo])
+        halos = [padded.narrow(dim, start, half_halo) for start in (half_halo, size, 0, size + half_halo)]
         with on_stream(self.halo_ex.stream1):
-            self.halo_ex.left_right_halo_exchange(
-                y.narrow(dim, 0, half_halo),
-                y.narrow(dim, size - half_halo, half_halo),
-                padded.narrow(dim, 0, half_halo),
-                padded.narrow(dim, size + half_halo, half_halo),
-            )
+            self.halo_ex.left_right_halo_exchange(*halos)
         return padded
 
     def wait(self) -> None:

@@ -32,6 +32,5 @@ class PeerHaloExchanger1d:
         size, half = y.shape[dim], self.half_halo
         if y.dim() != 4 or size < 3 * half:
             raise ValueError(f"y has shape {list(y.shape)}; dimension {dim} needs at least 3 * half_halo = {3 * half}")
-        sent = y.narrow(dim, half, half), y.narrow(dim, size - 2 * half, half)
-        received = y.narrow(dim, 0, half), y.narrow(dim, size - half, half)
-        self.peer_pool.exchange_halos(sent, received, self._neighbours)
+        halos = [y.narrow(dim, start, half) for start in (half, size - 2 * half, 0, size - half)]
+        self.peer_pool.exchange_halos(halos[:2], halos[2:], self._neighbours)

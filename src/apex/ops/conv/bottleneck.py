@@ -8,13 +8,14 @@ A scale of an output channel is a factor of its weights, so it is applied to the
 and rounds once. A 1x1 convolution with a stride sees one of stride * stride pixels, so those are taken first; behind
 that nothing has a stride, and with channels last it is a product of matrices, [pixels, C] by [C, C'].
 
-An image may be divided by rows among ranks. `exchange(images)` then starts to send the first and the last row to the
-ranks above and below; what it returns waits for theirs and gives (row above, row below), zeros at the outer edges.
+An image may be divided by rows among ranks. A HaloPadder `pad` then exchanges the first and the last row with the ranks
+above and below: `pad(images, *_ROWS)` has theirs at both ends after `pad.wait()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +24,10 @@ from torch.nn import functional
 from ..dense.parts import activated_linear
 from .op import Pair, conv_gradients, cudnn_does_it
 
-Exchange = Callable[[Tensor], Callable[[], tuple[Tensor, Tensor]]]
-
 _threshold_backward = torch.ops.aten.threshold_backward.default  # looking it up takes as long as a view
 _ONE = (1, 1)
 _NO_PADDING, _PADDING, _PADDED_ROWS = (0, 0), (1, 1), (0, 1)
+_ROWS = (1, False, True)
 
 
 def bottleneck_reference(
@@ -47,7 +47,7 @@ def bottleneck_forward(
     scales: Sequence[Tensor],
     biases: Sequence[Tensor],
     stride: int,
-    exchange: Exchange | None = None,
+    pad: Any = None,
     overlap: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """y, and what the backward pass needs, without autograd.
@@ -61,33 +61,26 @@ def bottleneck_forward(
     scaled = [cast(each, x.dtype) for each in torch._foreach_mul(list(weights), factors)]
     bias = [cast(each if each.dim() == 1 else each.reshape(-1), x.dtype) for each in biases]
     out1 = conv_relu(pixels, scaled[0], bias[0], _NO_PADDING)
-    if exchange is None:
+    whole = out1 if pad is None else pad(out1, *_ROWS)
+    if pad is None or overlap:
         out2 = conv_relu(out1, scaled[1], bias[1], _PADDING)
-    else:
-        neighbours = exchange(out1)
+    if pad is not None:
+        pad.wait()
         if overlap:
-            out2 = conv_relu(out1, scaled[1], bias[1], _PADDING)
-            out1 = with_rows(out1, *neighbours())
-            out2[:, :, :1] = conv_relu(out1[:, :, :3], scaled[1], bias[1], _PADDED_ROWS)
-            out2[:, :, -1:] = conv_relu(out1[:, :, -3:], scaled[1], bias[1], _PADDED_ROWS)
+            out2[:, :, :1] = conv_relu(whole[:, :, :3], scaled[1], bias[1], _PADDED_ROWS)
+            out2[:, :, -1:] = conv_relu(whole[:, :, -3:], scaled[1], bias[1], _PADDED_ROWS)
         else:
-            out1 = with_rows(out1, *neighbours())
-            out2 = conv_relu(out1, scaled[1], bias[1], _PADDED_ROWS)
+            out2 = conv_relu(whole, scaled[1], bias[1], _PADDED_ROWS)
     shortcut = pixels
     if len(weights) > 3:
         conv = pointwise if takes_products(pixels) else functional.conv2d
         shortcut = conv(pixels, scaled[3], bias[3])
     y = conv_relu(out2, scaled[2], bias[2], _NO_PADDING, shortcut)
-    return y, [pixels, out1, out2, y, *scaled, *factors]
+    return y, [pixels, whole, out2, y, *scaled, *factors]
 
 
 def bottleneck_backward(
-    dy: Tensor,
-    saved: Sequence[Tensor],
-    shape: torch.Size,
-    stride: int,
-    wanted: Sequence[bool],
-    exchange: Exchange | None = None,
+    dy: Tensor, saved: Sequence[Tensor], shape: torch.Size, stride: int, wanted: Sequence[bool], pad: Any = None
 ) -> list[Tensor | None]:
     """Gradients of x, of `shape`, and of the weights, where they are `wanted`; weights' are sums over this rank's rows.
 
@@ -106,15 +99,15 @@ def bottleneck_backward(
     dout2, of_scaled[2] = pointwise_gradients(dz, out2, scaled[2], (of_out2, of_weights[2]))
     if dout2 is not None:
         dz2 = relu_gradient(dout2, out2)
-        if exchange is None:
+        if pad is None:
             dout1, of_scaled[1] = conv_gradients(dz2, out1, scaled[1], _PADDING, (of_out1, of_weights[1]))
         else:
-            neighbours = exchange(dz2)  # on their way while the weight's gradient is computed
+            padded = pad(dz2, *_ROWS)  # rows are on their way while the weight's gradient is computed
             _, of_scaled[1] = conv_gradients(dz2, out1, scaled[1], _PADDED_ROWS, (False, of_weights[1]))
-            padded = with_rows(dz2, *neighbours())
+            pad.wait()
             dout1, _ = conv_gradients(padded, out1, scaled[1], _PADDING, (of_out1, False))
         if dout1 is not None:
-            if exchange is not None:
+            if pad is not None:
                 dout1, out1 = dout1[:, :, 1:-1], out1[:, :, 1:-1]
             dz1 = relu_gradient(dout1, out1)
             dx, of_scaled[0] = pointwise_gradients(dz1, pixels, scaled[0], (of_x, of_weights[0]), dx)
@@ -204,10 +197,3 @@ def relu_gradient(dy: Tensor, y: Tensor) -> Tensor:
 
 def is_channels_last(images: Tensor) -> bool:
     return images.is_contiguous(memory_format=torch.channels_last)
-
-
-def with_rows(images: Tensor, above: Tensor, below: Tensor) -> Tensor:
-    """Images with a row more at each end, in the layout that they have."""
-    padded = functional.pad(images, (0, 0, 1, 1))
-    padded[:, :, :1], padded[:, :, -1:] = above, below
-    return padded
