@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 _Answer = TypeVar("_Answer")
@@ -52,6 +53,31 @@ class DeviceFacts:
 def next_power_of_2(value: int) -> int:
     """The smallest power of two that is not below `value`: blocks of Triton have such sizes."""
     return 1 << max(0, value - 1).bit_length()
+
+
+# What the code that Inductor writes calls, if PyTorch has it.
+_empty_on_current: Any = getattr(
+    getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None
+)
+
+
+def empty_on(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """A function of sizes, strides (tuples, no torch.Size) and a dtype that makes uninitialised tensors on `device`.
+
+    On the current GPU it takes 1.0 us, where `torch.empty_like` and `torch.empty` take 1.6 and more.
+    """
+    index = device.index
+    if index is not None and index == current_device() and _empty_on_current is not None and _pretended is None:
+        return _empty_on_current
+    return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+
+
+def contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor that is not empty."""
+    strides = [1]
+    for size in sizes[:0:-1]:
+        strides.append(strides[-1] * size)
+    return tuple(strides[::-1][: len(sizes)])
 
 
 _kept_rules: list[Any] = []

@@ -67,7 +67,7 @@ class LossScaling(NamedTuple):
 
     def on(self, device: torch.device) -> LossScaling:
         """The same on another device."""
-        if self.found_inf is None and self.inverse_scale is None:  # `unscale` comes with a factor
+        if all(each is None or each.device == device for each in self):
             return self
         waits = device == HOST  # where Python reads the copy
         return LossScaling(*[None if each is None else each.to(device, non_blocking=not waits) for each in self])

@@ -133,24 +133,30 @@ class BatchNorm2d_NHWC(_BatchNorm):
         return torch.ones_like(self.running_var) if self._batch is None else self._batch.inverse_deviation(self.eps)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        check_floats(x=x)
-        if z is not None:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            check_floats(x=x)
+        if z is not None and (not isinstance(z, Tensor) or not z.is_floating_point()):
             check_floats(z=z)
         if x.dim() != 4:
             raise ValueError(f"x has shape {list(x.shape)}; images, four dimensions, are needed")
         if z is not None and not self.fuse_relu:
             raise ValueError("an addend z needs fuse_relu=True")
-        training = self.training
-        factor = average_factor(self.momentum, self.num_batches_tracked) if training else 0.0
-        if self.torch_channels_last:
+        training, momentum, channels_last = self.training, self.momentum, self.torch_channels_last
+        if momentum is None and training:
+            momentum = average_factor(None, self.num_batches_tracked)
+        if channels_last:
             x = check_and_convert_channels_last(x, True)
             z = None if z is None else check_and_convert_channels_last(z, True)
-        spec = BatchNormSpec(self.eps, factor, training, self.fuse_relu, 1 if self.torch_channels_last else -1)
+        spec = BatchNormSpec(self.eps, momentum or 0.0, training, self.fuse_relu, 1 if channels_last else -1)
         exchange = consecutive_exchange("bn_group", self.bn_group) if training else None
-        running = Channels(self.running_mean, self.running_var, self.weight, self.bias)
+        parameters, buffers = self._parameters, self._buffers  # where `self.weight` would take a microsecond more
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if weight is None or bias is None:  # or something else is in their place
+            weight, bias = self.weight, self.bias
+        running = Channels(buffers["running_mean"], buffers["running_var"], weight, bias)
         output, batch = batch_norm_with_statistics(x, z, running, spec, exchange)
         if batch is not None:
-            self._batch = batch
+            self.__dict__["_batch"] = batch  # as `self._batch = batch`, without a look whether it is a module
         if training and self.momentum is None and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         return output

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._device import DeviceFacts, facts, launch_rule
+from .._device import DeviceFacts, empty_on, facts, launch_rule
 from .._partial_sums import partial_sums
 from . import config, reference
 from .reference import BatchNormSpec, Channels, Exchange, GradientSums
@@ -62,16 +62,17 @@ def launch_forward(
     running_mean, running_var, weight, bias = running
     eps, momentum, training, relu, channel_dim = spec
     x, last = dense(input, channel_dim)
-    device = x.device
+    device, dtype, strides = x.device, x.dtype, x.stride()
     flags = (z is not None, weight is not None, bias is not None, relu)
-    given = (x.shape, channel_dim, last, x.dtype, training, running_mean is not None)
-    launches = _forward_launches(*given, *flags, device)
-    z, weight, bias = like(x, z), _contiguous(weight), _contiguous(bias)
+    launches = _forward_launches(x.shape, channel_dim, last, dtype, training, running_mean is not None, *flags, device)
+    empty = empty_on(device)
+    if z is not None and z.stride() != strides:
+        z = like(x, z)
+    weight, bias = _contiguous(weight), _contiguous(bias)
     mean, variance = old_mean, old_variance = _contiguous(running_mean), _contiguous(running_var)
-    y = torch.empty_like(x)
+    y = empty(launches.shape, strides, dtype)
     if training:
-        mean = torch.empty(launches.channels, dtype=torch.float32, device=device)
-        variance = torch.empty_like(mean)
+        mean, variance = empty(launches.channels, (1,), torch.float32), empty(launches.channels, (1,), torch.float32)
         if launches.whole is not None:
             tensors = (x, z, weight, bias, old_mean, old_variance, mean, variance, y)
             launches.whole(tensors, (eps, momentum))
@@ -79,8 +80,10 @@ def launch_forward(
             partials, _ = partial_sums(launches.partials, device, False)
             launches.measure((x, partials))
             launches.statistics((partials, mean, variance, old_mean, old_variance), (momentum,))
-        _write_back(running_mean, old_mean)
-        _write_back(running_var, old_variance)
+        if old_mean is not running_mean:
+            running_mean.copy_(old_mean)  # type: ignore[arg-type]
+        if old_variance is not running_var:
+            running_var.copy_(old_variance)  # type: ignore[arg-type]
     if launches.apply is not None:
         launches.apply((x, z, weight, bias, mean, variance, y), (eps,))
     return y, mean, variance  # type: ignore[return-value]
@@ -94,7 +97,8 @@ def _write_back(place: Tensor | None, contiguous: Tensor | None) -> None:
 class ForwardLaunches(NamedTuple):
     """The kernels of a forward pass, which lack their tensors: `whole` alone, or the others, in this order."""
 
-    channels: int
+    shape: tuple[int, ...]
+    channels: tuple[int]
     partials: int = 0  # elements of memory for the statistics of parts
     whole: Any = None
     measure: Any = None
@@ -118,17 +122,18 @@ def _forward_launches(
 ) -> ForwardLaunches:
     geometry = _geometry(shape, channel_dim, last)
     channels, flags = geometry.channels, (has_z, has_weight, has_bias, relu)
+    results = (tuple(shape), (channels,))
     if training and config.held_whole(math.prod(shape), channels, geometry.last):
         grid, sizes, constants = config.whole_tiling(geometry)
         constants |= {"HAS_Z": has_z, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "RUNNING": running, "RELU": relu}
-        return ForwardLaunches(channels, whole=kernels_whole.batch_norm_whole.prepare(grid, sizes, **constants))
+        return ForwardLaunches(*results, whole=kernels_whole.batch_norm_whole.prepare(grid, sizes, **constants))
     here, itemsize = facts(device), dtype.itemsize
     apply = _apply_launch(geometry, itemsize, *flags, here)
     if not training:
-        return ForwardLaunches(channels, apply=apply)
+        return ForwardLaunches(*results, apply=apply)
     measure, parts, pitch = _measure_launch(geometry, itemsize, here)
     combine = _statistics_launch(parts, channels, pitch, running, False)
-    return ForwardLaunches(channels, parts * pitch, None, measure, combine, apply)
+    return ForwardLaunches(*results, parts * pitch, None, measure, combine, apply)
 
 
 def launch_statistics(
@@ -259,21 +264,28 @@ def launch_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     """Gradients of input and addend (None where they are not wanted), weight and bias."""
     eps, _, training, relu, channel_dim = spec
+    mean, variance, weight, bias = channels
     x, last = dense(input, channel_dim)
-    dy, output, parameters = like(x, dy), like(x, output), _parameters(channels)
-    device, write_dz, alone = x.device, wants_z and relu, exchange is None
-    flags = (parameters[0] is not None, parameters[1] is not None, _mask(relu, output), write_dz)
-    given = (x.shape, channel_dim, last, x.dtype, dy.dtype, training, wants_input, alone)
+    device, dtype, strides = x.device, x.dtype, x.stride()
+    if dy.stride() != strides:
+        dy = like(x, dy)
+    if output is not None and output.stride() != strides:
+        output = like(x, output)
+    dy_dtype, write_dz, alone = dy.dtype, wants_z and relu, exchange is None
+    given = (x.shape, channel_dim, last, dtype, dy_dtype, training, wants_input, alone)
+    flags = (weight is not None, bias is not None, _mask(relu, output), write_dz)
     launches = _backward_launches(*given, *flags, device)
-    sum_dy = torch.empty(launches.channels, dtype=torch.float32, device=device)
-    sum_dy_xhat = torch.empty_like(sum_dy)
-    dx, dz = torch.empty_like(x) if wants_input else None, torch.empty_like(dy) if write_dz else None
+    parameters = (_contiguous(weight), _contiguous(bias), mean.contiguous(), variance.contiguous())
+    empty, shape = empty_on(device), launches.shape
+    sum_dy, sum_dy_xhat = empty(launches.channels, (1,), torch.float32), empty(launches.channels, (1,), torch.float32)
+    dx = empty(shape, strides, dtype) if wants_input else None
+    dz = empty(shape, strides, dy_dtype) if write_dz else None
     if launches.whole is not None:
         launches.whole((x, dy, output, *parameters, sum_dy, sum_dy_xhat, dx, dz), (eps,))
         return dx, dy if wants_z and not relu else dz, sum_dy_xhat, sum_dy
     partials, _ = partial_sums(launches.partials, device, False)
     launches.measure((x, dy, output, *parameters, dz, partials), (eps,))
-    rank_stats = None if alone else torch.empty(2 * launches.channels + 1, dtype=torch.float32, device=device)
+    rank_stats = None if alone else empty(launches.rank_stats, (1,), torch.float32)
     launches.sums((partials, sum_dy, sum_dy_xhat, rank_stats), (launches.count,))
     if dz is not None:  # the mask was applied: no need to ask the output again
         dy, output = dz, None
@@ -289,7 +301,9 @@ def launch_backward(
 class BackwardLaunches(NamedTuple):
     """The kernels of a backward pass, which lack their tensors: `whole` alone, or the others, in this order."""
 
-    channels: int
+    shape: tuple[int, ...]
+    channels: tuple[int]
+    rank_stats: tuple[int]
     count: float  # values of a channel
     partials: int = 0  # elements of memory for the sums of parts
     whole: Any = None
@@ -315,12 +329,13 @@ def _backward_launches(
     device: torch.device,
 ) -> BackwardLaunches:
     geometry = _geometry(shape, channel_dim, last)
-    channels, count = geometry.channels, geometry.images * geometry.positions
+    channels, count = geometry.channels, float(geometry.images * geometry.positions)
+    results = (tuple(shape), (channels,), (2 * channels + 1,), count)
     flags = {"HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "MASK": mask, "WRITE_DZ": write_dz}
     if training and wants_input and alone and config.held_whole(math.prod(shape), channels, geometry.last):
         grid, sizes, constants = config.whole_tiling(geometry)
         whole = kernels_whole.batch_norm_whole_backward.prepare(grid, sizes, **flags, **constants)
-        return BackwardLaunches(channels, count, whole=whole)
+        return BackwardLaunches(*results, whole=whole)
     here = facts(device)
     pace = config.pace(*geometry, True, dy_dtype.itemsize, here)
     tiles = config.tiling(geometry, pace.elements)
@@ -344,7 +359,7 @@ def _backward_launches(
     )
     parameters = (has_weight, has_bias, 0 if write_dz else mask)
     apply = _input_gradient_launch(geometry, dtype.itemsize, not alone, *parameters, training, here)
-    return BackwardLaunches(channels, count, programs * 2 * channels, None, measure, sums, apply)
+    return BackwardLaunches(*results, programs * 2 * channels, None, measure, sums, apply)
 
 
 def launch_input_gradient(

@@ -201,11 +201,20 @@ def saved_gradients(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> tuple[Tenso
     """
     input, output, mean, variance, weight, bias = ctx.saved_tensors
     spec, exchange, channels = ctx.spec, ctx.exchange, Channels(mean, variance, weight, bias)
+    wants_input, wants_z, wants_weight, wants_bias = wanted
     if exchange is None and torch.is_grad_enabled():  # create_graph=True: they must be differentiable themselves
-        found = reference.gradients(dy, input, output, channels, spec)
+        dx, dz, dweight, dbias = reference.gradients(dy, input, output, channels, spec)
+    elif launches(input):
+        dx, dz, dweight, dbias = launch_backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
     else:
-        found = backward(dy, input, output, channels, spec, exchange, wants_input=wanted[0], wants_z=wanted[1])
-    return tuple([gradient if needed else None for gradient, needed in zip(found, wanted, strict=True)])
+        flags = {"wants_input": wants_input, "wants_z": wants_z}
+        dx, dz, dweight, dbias = backward(dy, input, output, channels, spec, exchange, **flags)
+    return (
+        dx if wants_input else None,
+        dz if wants_z else None,
+        dweight if wants_weight else None,
+        dbias if wants_bias else None,
+    )
 
 
 class BatchNormFunction(torch.autograd.Function):

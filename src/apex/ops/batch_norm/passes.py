@@ -126,7 +126,7 @@ def _takes_kernels(input: Tensor) -> bool:
 
 def launches(input: Tensor) -> bool:
     """Whether the passes launch kernels: not while a graph is compiled, which gets operators."""
-    return _takes_kernels(input) and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and input.numel() > 0 and _library.runs_triton(FAMILY, input)
 
 
 def values_per_channel(input: Tensor, channel_dim: int) -> int:

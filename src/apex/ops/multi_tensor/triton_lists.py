@@ -51,6 +51,7 @@ class TritonLists:
     def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
         first = next(tensors for tensors in slots if tensors)
         self.device = first[0].device
+        self._index = self.device.index
         self._stream = current_stream(self.device)
         dtypes = [tensors[0].dtype if tensors else None for tensors in (*slots, copy)]
         # As the kernel takes them: the names of types, and the numbers in a row of the table.
@@ -187,7 +188,8 @@ class TritonLists:
         table, layout = self._table, self._layout(rule)
         if not layout.count:
             return self._partials(0, rule.quantities)[0], layout
-        keep_if_captured(self.device, table.fixed, table.moving, layout.programs, layout.bounds)
+        if self._index is not None and _device.current_stream(self._index):  # the default stream cannot be captured
+            keep_if_captured(self.device, table.fixed, table.moving, layout.programs, layout.bounds)
         partials, tickets, finishing, by = None, None, None, (0.0, 0.0, 0.0)
         sums: tuple[Tensor | None, ...] = (None,) * 4
         if rule.quantities:
@@ -232,7 +234,8 @@ class TritonLists:
         return partial_sums(count * quantities, self.device)
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.float32, device=self.device)
+        strides = (1,) if len(shape) == 1 else _device.contiguous_strides(shape)
+        return _device.empty_on(self.device)(shape, strides, torch.float32)
 
     # What launches depend on ------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
-from .._device import facts, launch_rule
+from .._device import contiguous_strides, empty_on, facts, launch_rule
 from .._op import Op
 from .._partial_sums import partial_sums
 from . import config, reference
@@ -112,9 +112,9 @@ def checked_shape(
         shape = tuple(normalized_shape)  # type: ignore[arg-type]
     else:
         shape = (int(normalized_shape),)
-    if torch.jit.is_tracing():  # under which sizes are tensors; PyTorch's operator checks them
-        return shape
     sizes, device = input.shape, input.device
+    if sizes and type(sizes[0]) is Tensor:  # so they are in torch.jit.trace; PyTorch's operator checks them
+        return shape
     if not shape or sizes[-len(shape) :] != shape:
         raise ValueError(
             f"normalized_shape={list(shape)} must be the trailing dimensions of the input, whose shape is {list(sizes)}"
@@ -166,18 +166,29 @@ def joined_statistics(
 def launch_forward(input: Tensor, weight: Tensor | None, bias: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor]:
     """Output and statistics, as `reference.forward`."""
     row_length, eps, subtract_mean, _, out_dtype, input_dtype = settings
-    rows, device = input.numel() // row_length, input.device
-    output = torch.empty_like(input) if out_dtype is input_dtype else torch.empty_like(input, dtype=out_dtype)
-    statistics = torch.empty(1 + subtract_mean, rows, dtype=torch.float32, device=device)
+    device = input.device
     flags = (subtract_mean, weight is not None, bias is not None)
-    launch = _forward_launch(rows, row_length, input_dtype, out_dtype, *flags, device)
-    launch((input, weight, bias, output, statistics), (eps,))
+    launches = _forward_launch(input.shape, row_length, input_dtype, out_dtype, *flags, device)
+    empty = empty_on(device)
+    output = empty(launches.shape, launches.strides, out_dtype)
+    statistics = empty(launches.statistics, launches.statistics_strides, torch.float32)
+    launches.main((input, weight, bias, output, statistics), (eps,))
     return output, statistics
+
+
+class ForwardLaunch(NamedTuple):
+    """The kernel of a forward pass, which lacks its tensors and eps; sizes and strides of output and statistics."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    statistics: tuple[int, int]
+    statistics_strides: tuple[int, int]
+    main: Any
 
 
 @launch_rule
 def _forward_launch(
-    rows: int,
+    shape: tuple[int, ...],
     row_length: int,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
@@ -185,26 +196,29 @@ def _forward_launch(
     has_weight: bool,
     has_bias: bool,
     device: torch.device,
-) -> Any:
-    """The forward kernel for these sizes, which lacks its tensors and eps."""
+) -> ForwardLaunch:
+    rows = math.prod(shape) // row_length
     chosen = config.forward_config(rows, row_length, dtype.itemsize, subtract_mean, facts(device))
     flags: dict[str, Any] = {"ALIGN": math.gcd(16, row_length), "SUBTRACT_MEAN": subtract_mean}
     flags |= {"HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "BLOCK": chosen.block, "num_warps": chosen.num_warps}
     if chosen.rows_per_program:
-        return kernels_forward.norm_forward_rows.prepare(
+        launch = kernels_forward.norm_forward_rows.prepare(
             (-(-rows // chosen.rows_per_program),),
             (rows, row_length),
             ROWS=chosen.rows_per_program,
             FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
             **flags,
         )
-    return kernels_forward.norm_forward_long.prepare(
-        (rows,),
-        (row_length,),
-        FULL=row_length % chosen.block == 0,
-        STREAM=rows * row_length * out_dtype.itemsize >= config.STREAMED,
-        **flags,
-    )
+    else:
+        launch = kernels_forward.norm_forward_long.prepare(
+            (rows,),
+            (row_length,),
+            FULL=row_length % chosen.block == 0,
+            STREAM=rows * row_length * out_dtype.itemsize >= config.STREAMED,
+            **flags,
+        )
+    shape = tuple(shape)
+    return ForwardLaunch(shape, contiguous_strides(shape), (1 + subtract_mean, rows), (rows, 1), launch)
 
 
 def launch_backward(
@@ -212,21 +226,25 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As `reference.backward`; the gradients of weight and bias are summed over programs last."""
     row_length, _, subtract_mean, from_output, _, input_dtype, wanted = settings
-    rows, device = saved.numel() // row_length, saved.device
+    device, dtype = saved.device, saved.dtype
     param_grads = weight is not None and (wanted[1] or wanted[2])
-    dtype, flags = saved.dtype, (subtract_mean, from_output, weight is not None, bias is not None, param_grads)
-    launches = _backward_launches(rows, row_length, dtype, flags, device)
-    dx = torch.empty_like(saved) if dtype is input_dtype else torch.empty_like(saved, dtype=input_dtype)
+    flags = (subtract_mean, from_output, weight is not None, bias is not None, param_grads)
+    launches = _backward_launches(saved.shape, row_length, dtype, flags, device)
+    empty = empty_on(device)
+    dx = empty(launches.shape, launches.strides, input_dtype)
     partials = tickets = dweight = dbias = None
     if param_grads:
-        dweight = torch.empty_like(weight)  # type: ignore[arg-type]
-        dbias = torch.empty_like(bias) if bias is not None else None
+        sizes = tuple(weight.shape)  # type: ignore[union-attr]
+        strides = (1,) if len(sizes) == 1 else contiguous_strides(sizes)
+        dweight = empty(sizes, strides, weight.dtype)  # type: ignore[union-attr]
+        dbias = None if bias is None else empty(sizes, strides, bias.dtype)
         partials, tickets = partial_sums(launches.partials, device)
     given, limit = (dy, saved, weight, bias, statistics), launches.limit
     if launches.kind == "rows":
         launches.main((*given, dx, partials, tickets, dweight, dbias), limit)
     elif launches.kind == "columns":
-        row_means = torch.empty(2, rows, dtype=torch.float32, device=device)
+        rows = saved.numel() // row_length
+        row_means = empty((2, rows), (rows, 1), torch.float32)
         launches.row_means((*given, row_means), limit)
         launches.main((*given, row_means, dx, partials), limit)
     else:
@@ -239,6 +257,8 @@ def launch_backward(
 class BackwardLaunches(NamedTuple):
     """The kernels of a backward pass, which lack their tensors."""
 
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     kind: str
     partials: int  # elements of memory for partial sums of the gradients of weight and bias
     limit: tuple[float]  # the most that a normalised value can be
@@ -249,10 +269,10 @@ class BackwardLaunches(NamedTuple):
 
 @launch_rule
 def _backward_launches(
-    rows: int, row_length: int, dtype: torch.dtype, flags: tuple[bool, ...], device: torch.device
+    shape: tuple[int, ...], row_length: int, dtype: torch.dtype, flags: tuple[bool, ...], device: torch.device
 ) -> BackwardLaunches:
     subtract_mean, from_output, has_weight, has_bias, param_grads = flags
-    here = facts(device)
+    shape, rows, here = tuple(shape), math.prod(shape) // row_length, facts(device)
     chosen = config.backward_config(rows, row_length, dtype.itemsize, has_bias and param_grads, here)
     group = chosen.group if param_grads else 0
     partials = chosen.programs + -(-chosen.programs // group) if group else chosen.programs
@@ -308,7 +328,7 @@ def _backward_launches(
             num_warps=4,
         )
     elements, limit = partials * row_length * (1 + has_bias), (math.sqrt(row_length),)
-    return BackwardLaunches(chosen.kind, elements, limit, launch, row_means, sums)
+    return BackwardLaunches(shape, contiguous_strides(shape), chosen.kind, elements, limit, launch, row_means, sums)
 
 
 def _save(arguments: tuple, results: tuple) -> tuple:
