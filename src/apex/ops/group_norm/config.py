@@ -53,20 +53,21 @@ def held_forward(positions: int, group_channels: int, last: bool) -> bool:
     return not last or group_channels % 2 == 0 or elements <= ODD_GROUP
 
 
-class SmallConfig(NamedTuple):
-    """One program per group of an image."""
+class GroupConfig(NamedTuple):
+    """One program per group of an image, which it holds at once or walks through in tiles of `position_block`."""
 
     position_block: int
     channel_block: int
     num_warps: int
+    stages: int = 1
 
 
-def whole_groups(images: int, small: SmallConfig) -> bool:
+def whole_groups(images: int, small: GroupConfig) -> bool:
     """Whether one program takes a group of all images in the backward pass."""
     return images <= WHOLE_IMAGES and images * small.position_block * small.channel_block <= WHOLE_GROUP
 
 
-def whole_warps(small: SmallConfig) -> int:
+def whole_warps(small: GroupConfig) -> int:
     """More of them: so few programs, which take one image after the other, leave the GPU idle.
 
     With one warp bfloat16 3x96x16x16 took 40, PyTorch's operators 29.
@@ -77,28 +78,19 @@ def whole_warps(small: SmallConfig) -> int:
 @tunable(lambda config: ("num_warps",))
 def small_config(
     positions: int, group_channels: int, direction: str, element_size: int, device: DeviceFacts
-) -> SmallConfig | None:
+) -> GroupConfig | None:
     """None where a group is too large to be held by one program."""
     position_block, channel_block = next_power_of_2(positions), next_power_of_2(group_channels)
     elements = position_block * channel_block
     if elements > SMALL_GROUP[direction]:
         return None
-    return SmallConfig(position_block, channel_block, min(16, max(1, elements // 1024)))
-
-
-class WalkConfig(NamedTuple):
-    """One program per group of an image, in tiles of `position_block` positions."""
-
-    position_block: int
-    channel_block: int
-    num_warps: int
-    stages: int
+    return GroupConfig(position_block, channel_block, min(16, max(1, elements // 1024)))
 
 
 @tunable(lambda config: ("position_block", "num_warps", "stages"))
 def walk_config(
     images: int, positions: int, channels: int, group_channels: int, element_size: int, device: DeviceFacts
-) -> WalkConfig | None:
+) -> GroupConfig | None:
     """None where groups are cut up."""
     channel_block = next_power_of_2(group_channels)
     if positions * channel_block > WALKED_GROUP or images * positions * channels > WALKED:
@@ -107,7 +99,7 @@ def walk_config(
         return None
     elements, num_warps, stages = WALK
     position_block = min(next_power_of_2(positions), max(1, elements // channel_block))
-    return WalkConfig(position_block, channel_block, num_warps, stages)
+    return GroupConfig(position_block, channel_block, num_warps, stages)
 
 
 class CutConfig(NamedTuple):

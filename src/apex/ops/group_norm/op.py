@@ -152,7 +152,7 @@ class _Flags(NamedTuple):
 
 
 def _prepare_whole(
-    kernel: Any, programs: int, sizes: tuple[int, ...], chosen: config.SmallConfig | config.WalkConfig, **constants: Any
+    kernel: Any, programs: int, sizes: tuple[int, ...], chosen: config.GroupConfig, **constants: Any
 ) -> Any:
     blocks = {"S_BLOCK": chosen.position_block, "D_BLOCK": chosen.channel_block}
     return kernel.prepare((programs,), sizes, **constants, **blocks, num_warps=chosen.num_warps)

@@ -121,30 +121,16 @@ def skew(frames: int, tokens: int) -> Skew:
     return Skew(diagonals * frames, frames + 1, -1)
 
 
-class WalkTile(NamedTuple):
-    """The tokens that a walk takes at once."""
-
-    tokens: int
-    num_warps: int
-
-
-def walk_tile(tokens: int, device: _device.DeviceFacts) -> WalkTile:
-    """All tokens where they are not too many, each with a thread of its own.
+def walk_tile(tokens: int, device: _device.DeviceFacts) -> tuple[int, int]:
+    """The tokens that a walk takes at once, all where they are not too many, each with a thread of its own; its warps.
 
     60 tokens and 300 frames in 44, in one warp without barriers 51; 200 tokens in 74, two of them a thread 91.
     """
     block = min(WALK_TOKENS, max(2, _power(tokens)))
-    return WalkTile(block, max(1, block // device.warp_size))
+    return block, max(1, block // device.warp_size)
 
 
-class SharesTile(NamedTuple):
-    """Nodes of neighbouring diagonals."""
-
-    diagonals: int
-    columns: int
-
-
-def shares_tile(frames: int, tokens: int) -> SharesTile:
-    """512 nodes, of whole diagonals where those are shorter."""
+def shares_tile(frames: int, tokens: int) -> tuple[int, int]:
+    """Neighbouring diagonals, and nodes of each: 512 nodes, of whole diagonals where those are shorter."""
     columns = min(512, _power(min(frames, tokens)))
-    return SharesTile(512 // columns, columns)
+    return 512 // columns, columns

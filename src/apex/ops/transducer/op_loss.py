@@ -124,27 +124,27 @@ def launch_forward(
     sizes = (batches, frames, tokens, *skew)
     states = torch.empty_like(probabilities if both else probabilities[0])
     losses = empty(batches, dtype=x.dtype)
-    walk = config.walk_tile(tokens, device)
+    tokens_at_once, num_warps = config.walk_tile(tokens, device)
     kernels.transducer_loss_walk(
         (batches * (2 if both else 1),),
         (probabilities, f_len, y_len, states, losses),
         sizes,
         ALPHA=both,
-        MANY=tokens > walk.tokens,
-        TOKENS=walk.tokens,
-        num_warps=walk.num_warps,
+        MANY=tokens > tokens_at_once,
+        TOKENS=tokens_at_once,
+        num_warps=num_warps,
     )
     if not both:
         return losses, sums, None, None
     shares = empty(2, batches, frames, tokens)
     scores = torch.empty_like(shares) if want_scores else None
-    tile = config.shares_tile(frames, tokens)
+    diagonals, columns = config.shares_tile(frames, tokens)
     kernels.transducer_loss_shares(
-        (batches * -(-(frames + tokens - 1) // tile.diagonals) * -(-min(frames, tokens) // tile.columns),),
+        (batches * -(-(frames + tokens - 1) // diagonals) * -(-min(frames, tokens) // columns),),
         (probabilities, states, f_len, y_len, shares, scores),
         sizes,
-        DIAGONALS=tile.diagonals,
-        COLUMNS=tile.columns,
+        DIAGONALS=diagonals,
+        COLUMNS=columns,
         num_warps=4,
     )
     return losses, sums, shares, scores
