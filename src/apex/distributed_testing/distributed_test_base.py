@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 
-__all__ = ["DistributedTestBase", "GlooDistributedTestBase", "NcclDistributedTestBase", "UccDistributedTestBase"]
-
 
 def has_ucc() -> bool:
     """Whether PyTorch has UCC, with a driver that it works with."""

@@ -11,15 +11,6 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = [
-    "ConstantWarmupLR",
-    "CosineAnnealingLR",
-    "CosineAnnealingWarmupLR",
-    "LinearWarmupLR",
-    "PolynomialLR",
-    "PolynomialWarmupLR",
-]
-
 
 class _WarmupLR(LRScheduler):
     """Base: a subclass says what the rate is after the warm-up."""

@@ -23,8 +23,6 @@ from ._resharding.place import PADDING, Entries, places_of
 from ._resharding.whole import WholeModel
 from .pipeline_parallel.utils import listify_model, unwrap_model
 
-__all__ = ["load", "save", "state_of"]
-
 Model = nn.Module | list[nn.Module]
 _FORMAT = 1
 

@@ -14,8 +14,6 @@ from .._distributed import collectives, exchange
 from . import parallel_state
 from .pipeline_parallel.utils import REPLICATED
 
-__all__ = ["finalize_model_grads"]
-
 
 def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_parallel: bool | None = None) -> None:
     """Makes the gradients of a split model those of the whole: call it before the optimizer's step.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os.path
 
-__all__ = ["get_transformer_logger", "set_logging_level"]
-
 
 def get_transformer_logger(name: str) -> logging.Logger:
     """The logger of a module's package, or of a file without its ending: the last dotted part of `name` is dropped."""

@@ -6,13 +6,6 @@ from abc import ABC, abstractmethod
 
 from .log_util import get_transformer_logger
 
-__all__ = [
-    "ConstantNumMicroBatches",
-    "NumMicroBatchesCalculator",
-    "RampupBatchsizeNumMicroBatches",
-    "build_num_microbatches_calculator",
-]
-
 logger = get_transformer_logger(__name__)
 
 

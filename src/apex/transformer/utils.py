@@ -8,8 +8,6 @@ from torch import Tensor
 from .._distributed import exchange
 from .parallel_state import get_tensor_model_parallel_group
 
-__all__ = ["divide", "ensure_divisibility", "gather_split_1d_tensor", "split_tensor_into_1d_equal_chunks"]
-
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
     """An AssertionError unless `denominator` divides `numerator`."""

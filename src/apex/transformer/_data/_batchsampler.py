@@ -8,8 +8,6 @@ import torch
 
 from ...ops._host import HOST
 
-__all__ = ["MegatronPretrainingRandomSampler", "MegatronPretrainingSampler"]
-
 
 class _Base:
     """`local_minibatch_size` is the number of samples of one rank's batch, and may be set at any time."""

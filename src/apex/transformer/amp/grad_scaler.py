@@ -13,8 +13,6 @@ from ...ops._host import HOST, on_host
 from .. import parallel_state
 from .._groups.device import parameter_device
 
-__all__ = ["GradScaler"]
-
 
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a split model: an overflow in one process skips the step in all.

@@ -10,8 +10,6 @@ from torch import Tensor
 from ...logging import get_dist_logger
 from .grad_scaler import GradScaler
 
-__all__ = ["HysteresisScaler"]
-
 
 class HysteresisScaler(GradScaler):
     """A loss scale that is lowered after `hysteresis` overflows since it last grew, not after each.

@@ -13,8 +13,6 @@ import torch
 from ...normalization import FusedLayerNorm as OrigFusedLayerNorm
 from ...normalization import MixedFusedLayerNorm as OrigMixedFusedLayerNorm
 
-__all__ = ["FastLayerNorm", "FusedLayerNorm", "MixedFusedLayerNorm"]
-
 
 class _SequenceParallel(torch.nn.Module):
     """Notes `sequence_parallel_enabled` on a norm and its parameters; other arguments are those of the norm."""

@@ -18,19 +18,6 @@ from .. import parallel_state
 from .._groups.device import parameter_device
 from ._messages import Kind, Link, Transfer, announced, kind_of
 
-__all__ = [
-    "FutureTensor",
-    "recv_backward",
-    "recv_forward",
-    "send_backward",
-    "send_backward_recv_backward",
-    "send_backward_recv_forward",
-    "send_forward",
-    "send_forward_backward_recv_forward_backward",
-    "send_forward_recv_backward",
-    "send_forward_recv_forward",
-]
-
 Shape: TypeAlias = "Sequence[int] | None"
 Dtype: TypeAlias = "torch.dtype | None"
 

@@ -14,8 +14,6 @@ from ..parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 
-__all__ = ["vocab_parallel_cross_entropy"]
-
 # Targets of words that count for nothing, as in `torch.nn.functional.cross_entropy`.
 _IGNORED = -100
 

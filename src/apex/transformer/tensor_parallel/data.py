@@ -15,8 +15,6 @@ from ..parallel_state import (
     get_tensor_model_parallel_src_rank,
 )
 
-__all__ = ["broadcast_data"]
-
 _MOST_DIMENSIONS = 15
 
 

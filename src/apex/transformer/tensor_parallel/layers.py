@@ -37,19 +37,6 @@ from .mappings import (
 from .random import get_cuda_rng_tracker
 from .utils import VocabUtility
 
-__all__ = [
-    "ColumnParallelLinear",
-    "LinearWithGradAccumulationAndAsyncCommunication",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "copy_tensor_model_parallel_attributes",
-    "linear_with_grad_accumulation_and_async_allreduce",
-    "linear_with_grad_accumulation_and_async_allreduce_in16bit",
-    "param_is_not_tensor_parallel_duplicate",
-    "set_defaults_if_not_set_tensor_model_parallel_attributes",
-    "set_tensor_model_parallel_attributes",
-]
-
 Init = Callable[[Tensor], Any]
 
 _ATTRIBUTE_DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}

@@ -16,16 +16,6 @@ from torch import Tensor
 from ..._distributed import exchange
 from ..parallel_state import get_tensor_model_parallel_group, get_tensor_model_parallel_world_size
 
-__all__ = [
-    "copy_to_tensor_model_parallel_region",
-    "gather_from_sequence_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "scatter_to_sequence_parallel_region",
-    "scatter_to_tensor_model_parallel_region",
-]
-
 
 def _over_ranks(run: Callable[..., Tensor], input_: Tensor, what: str, *dim: int) -> Tensor:
     if get_tensor_model_parallel_world_size() == 1:

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .._groups.device import parameter_device
 
-__all__ = ["MemoryBuffer", "RingMemBuffer", "allocate_mem_buff", "get_mem_buff"]
-
 _buffers: dict[str, MemoryBuffer] = {}
 
 

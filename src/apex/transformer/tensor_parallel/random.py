@@ -15,16 +15,6 @@ from ..parallel_state import get_tensor_model_parallel_rank
 from ..utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 from .memory import MemoryBuffer, allocate_mem_buff
 
-__all__ = [
-    "CheckpointFunction",
-    "CudaRNGStatesTracker",
-    "checkpoint",
-    "get_cuda_rng_tracker",
-    "init_checkpointed_activations_memory_buffer",
-    "model_parallel_cuda_manual_seed",
-    "reset_checkpointed_activations_memory_buffer",
-]
-
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 # Far enough from the seeds of data-parallel ranks, which are consecutive.
 _MODEL_PARALLEL_SEED_OFFSET = 2718

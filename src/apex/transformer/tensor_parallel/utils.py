@@ -6,8 +6,6 @@ from torch import Tensor
 
 from ..utils import divide
 
-__all__ = ["VocabUtility", "split_tensor_along_last_dim"]
-
 
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False

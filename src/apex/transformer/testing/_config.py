@@ -14,8 +14,6 @@ from ..pipeline_parallel._schedule import Placement
 from ..utils import divide
 from . import global_vars
 
-__all__ = ["TransformerConfig", "config_from_args", "stage_layers"]
-
 
 @dataclass(frozen=True)
 class TransformerConfig:

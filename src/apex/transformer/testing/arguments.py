@@ -10,8 +10,6 @@ import torch
 
 from ... import _env
 
-__all__ = ["parse_args"]
-
 # Options of each type, "name" or "name=default"; without a default they are None.
 _INTEGERS = """
 num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels max-position-embeddings num-experts

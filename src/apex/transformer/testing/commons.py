@@ -25,22 +25,6 @@ from ..tensor_parallel import (
 )
 from . import global_vars
 
-__all__ = [
-    "TEST_SUCCESS_MESSAGE",
-    "IdentityLayer",
-    "MyLayer",
-    "MyModel",
-    "ToyParallelMLP",
-    "ToyParallelMLPFwdBwdStepFunc",
-    "fwd_step_func",
-    "initialize_distributed",
-    "mlp_provider_func",
-    "model_provider_func",
-    "print_separator",
-    "process_batch",
-    "set_random_seed",
-]
-
 TEST_SUCCESS_MESSAGE = ">> passed the test :-)"
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]

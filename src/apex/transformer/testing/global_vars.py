@@ -10,18 +10,6 @@ from ..microbatches import NumMicroBatchesCalculator, build_num_microbatches_cal
 from ..pipeline_parallel._timers import _Timers
 from .arguments import parse_args
 
-__all__ = [
-    "destroy_global_vars",
-    "get_adlr_autoresume",
-    "get_args",
-    "get_current_global_batch_size",
-    "get_num_microbatches",
-    "get_tensorboard_writer",
-    "get_timers",
-    "set_global_variables",
-    "update_num_microbatches",
-]
-
 
 @dataclass
 class _Variables:

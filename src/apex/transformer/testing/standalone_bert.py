@@ -23,8 +23,6 @@ from .standalone_transformer_lm import (
     parallel_lm_logits,
 )
 
-__all__ = ["BertLMHead", "BertModel", "bert_extended_attention_mask", "bert_model_provider"]
-
 
 def bert_extended_attention_mask(attention_mask: Tensor) -> Tensor:
     """[b, s], nonzero for words and zero for padding, to [b, 1, s, s], True where either of two places is padding."""

@@ -12,8 +12,6 @@ from ..enums import AttnMaskType
 from ..tensor_parallel import vocab_parallel_cross_entropy
 from .standalone_transformer_lm import LanguageModelStage, parallel_lm_logits
 
-__all__ = ["GPTModel", "gpt_model_provider"]
-
 
 class GPTModel(LanguageModelStage):
     """Words to logits or losses; a stage of it takes and returns [sequence, batch, hidden] instead."""

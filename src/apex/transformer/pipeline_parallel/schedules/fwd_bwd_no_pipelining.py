@@ -12,8 +12,6 @@ from .._schedule import Action, Kind
 from ..utils import listify_model
 from .common import Batch, FwdStepFunc, Model
 
-__all__ = ["forward_backward_no_pipelining"]
-
 
 def forward_backward_no_pipelining(
     forward_step_func: FwdStepFunc, batch: Batch, model: Model, *, forward_only: bool, **options: Unpack[StepOptions]

@@ -15,8 +15,6 @@ from .._gradient_sync import GradientSync
 from ..utils import get_model_type, listify_model
 from .common import Batch, FwdStepFunc, Model
 
-__all__ = ["forward_backward_pipelining_without_interleaving", "get_tensor_shapes"]
-
 
 def get_tensor_shapes(
     rank: int,

@@ -13,8 +13,6 @@ from ..utils import get_model_type, listify_model
 from .common import Batch, FwdStepFunc, Model
 from .fwd_bwd_pipelining_with_interleaving import same_shapes
 
-__all__ = ["forward_backward_zero_bubble"]
-
 
 def forward_backward_zero_bubble(
     forward_step_func: FwdStepFunc, batch: Batch, model: Model, *, forward_only: bool, **options: Unpack[StepOptions]
