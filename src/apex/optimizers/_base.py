@@ -67,7 +67,10 @@ class LossScaling(NamedTuple):
 
     def on(self, device: torch.device) -> LossScaling:
         """The same on another device."""
-        if all(each is None or each.device == device for each in self):
+        found_inf, inverse_scale, _ = self  # `unscale` comes with a factor, which is where that is
+        if (found_inf is None or found_inf.device == device) and (
+            inverse_scale is None or inverse_scale.device == device
+        ):
             return self
         waits = device == HOST  # where Python reads the copy
         return LossScaling(*[None if each is None else each.to(device, non_blocking=not waits) for each in self])

@@ -56,22 +56,29 @@ def _geometry(shape: tuple[int, ...], channel_dim: int, last: bool) -> config.Ge
 
 
 def launch_forward(
-    input: Tensor, z: Tensor | None, running: Channels, spec: BatchNormSpec
+    input: Tensor, z: Tensor | None, running: Channels, spec: BatchNormSpec, exchange: Exchange | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output of one process, and the mean and variance that it was normalised by."""
+    """The output, and the mean and variance that it was normalised by; in training, over the ranks of `exchange`."""
     running_mean, running_var, weight, bias = running
     eps, momentum, training, relu, channel_dim = spec
     x, last = dense(input, channel_dim)
     device, dtype, strides = x.device, x.dtype, x.stride()
+    given = (x.shape, channel_dim, last, dtype, training, exchange is None, running_mean is not None)
     flags = (z is not None, weight is not None, bias is not None, relu)
-    launches = _forward_launches(x.shape, channel_dim, last, dtype, training, running_mean is not None, *flags, device)
+    launches = _forward_launches(*given, *flags, device)
     empty = empty_on(device)
     if z is not None and z.stride() != strides:
         z = like(x, z)
     weight, bias = _contiguous(weight), _contiguous(bias)
     mean, variance = old_mean, old_variance = _contiguous(running_mean), _contiguous(running_var)
     y = empty(launches.shape, strides, dtype)
-    if training:
+    if exchange is not None and training:
+        partials, _ = partial_sums(launches.partials, device, False)
+        launches.measure((x, partials))
+        rank_stats = empty(launches.rank_stats, (1,), torch.float32)
+        launches.statistics((partials, rank_stats, None, None, None), (0.0,))
+        mean, variance = launch_combine(exchange.gather(rank_stats), running_mean, running_var, momentum)
+    elif training:
         mean, variance = empty(launches.channels, (1,), torch.float32), empty(launches.channels, (1,), torch.float32)
         if launches.whole is not None:
             tensors = (x, z, weight, bias, old_mean, old_variance, mean, variance, y)
@@ -99,10 +106,11 @@ class ForwardLaunches(NamedTuple):
 
     shape: tuple[int, ...]
     channels: tuple[int]
+    rank_stats: tuple[int]
     partials: int = 0  # elements of memory for the statistics of parts
     whole: Any = None
     measure: Any = None
-    statistics: Any = None
+    statistics: Any = None  # of the whole, or of a rank
     apply: Any = None
 
 
@@ -113,6 +121,7 @@ def _forward_launches(
     last: bool,
     dtype: torch.dtype,
     training: bool,
+    alone: bool,
     running: bool,
     has_z: bool,
     has_weight: bool,
@@ -122,8 +131,8 @@ def _forward_launches(
 ) -> ForwardLaunches:
     geometry = _geometry(shape, channel_dim, last)
     channels, flags = geometry.channels, (has_z, has_weight, has_bias, relu)
-    results = (tuple(shape), (channels,))
-    if training and config.held_whole(math.prod(shape), channels, geometry.last):
+    results = (tuple(shape), (channels,), (2 * channels + 1,))
+    if training and alone and config.held_whole(math.prod(shape), channels, geometry.last):
         grid, sizes, constants = config.whole_tiling(geometry)
         constants |= {"HAS_Z": has_z, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "RUNNING": running, "RELU": relu}
         return ForwardLaunches(*results, whole=kernels_whole.batch_norm_whole.prepare(grid, sizes, **constants))
@@ -132,8 +141,8 @@ def _forward_launches(
     if not training:
         return ForwardLaunches(*results, apply=apply)
     measure, parts, pitch = _measure_launch(geometry, itemsize, here)
-    combine = _statistics_launch(parts, channels, pitch, running, False)
-    return ForwardLaunches(*results, parts * pitch, None, measure, combine, apply)
+    statistics = _statistics_launch(parts, channels, pitch, running and alone, not alone)
+    return ForwardLaunches(*results, parts * pitch, None, measure, statistics, apply)
 
 
 def launch_statistics(

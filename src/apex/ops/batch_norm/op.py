@@ -61,12 +61,12 @@ def batch_norm_with_statistics(
             return reference.norm(input, z, running, spec)
         if not runs_kernels(input, z, spec):
             return reference.torch_norm(input, z, running, spec, wanted and spec.training)
-        if not torch.compiler.is_compiling():
-            output, mean, variance = launch_forward(input, z, running, spec)
-            if torch.is_grad_enabled():
-                output = _apply_eagerly(input, z, running[2], running[3], mean, variance, spec, None, (output,))
-            return output, BatchStatistics(mean, variance, False) if wanted and spec.training else None
     mean, variance, weight, bias = running
+    if not torch.compiler.is_compiling() if exchange is None else launches(input):
+        output, mean, variance = launch_forward(input, z, running, spec, exchange)
+        if torch.is_grad_enabled():
+            output = _apply_eagerly(input, z, weight, bias, mean, variance, spec, exchange, (output,))
+        return output, BatchStatistics(mean, variance, False) if wanted and spec.training else None
     if spec.training:
         mean, variance = statistics(input, spec, mean, variance, exchange)
     found = BatchStatistics(mean, variance, False) if spec.training else None
@@ -137,14 +137,13 @@ def forward(
     input: Tensor, z: Tensor | None, running: Channels, spec: BatchNormSpec, exchange: Exchange | None = None
 ) -> tuple[Tensor, Channels]:
     """The output, and what it was normalised by, without autograd."""
-    channels = running
-    if exchange is None and launches(input):
-        output, mean, variance = launch_forward(input, z, running, spec)
-        return output, Channels(mean, variance, running.weight, running.bias)
+    mean, variance, weight, bias = running
+    if launches(input):
+        output, mean, variance = launch_forward(input, z, running, spec, exchange)
+        return output, Channels(mean, variance, weight, bias)
     if spec.training:
-        channels = Channels(
-            *statistics(input, spec, running.mean, running.variance, exchange), running.weight, running.bias
-        )
+        mean, variance = statistics(input, spec, mean, variance, exchange)
+    channels = Channels(mean, variance, weight, bias)
     return normalise(input, z, channels, spec), channels
 
 
