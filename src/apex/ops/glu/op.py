@@ -83,14 +83,15 @@ def _forward_launch(rows: int, width: int, itemsize: int, activation: str, has_b
     return kernels.glu_forward.prepare(
         (-(-rows // tile.rows) * column_blocks,),
         (rows, width, column_blocks),
-        ALIGN=math.gcd(width, 16),
-        ACTIVATION=activation,
-        HAS_BIAS=has_bias,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        FULL=rows % tile.rows == 0 and width % tile.block == 0,
-        num_warps=tile.num_warps,
+        **_constants(rows, width, activation, has_bias, tile),
     )
+
+
+def _constants(rows: int, width: int, activation: str, has_bias: bool, tile: config.Tile) -> dict[str, Any]:
+    """What the kernels of both passes are compiled for, and their warps."""
+    full = rows % tile.rows == 0 and width % tile.block == 0
+    kind = {"ALIGN": math.gcd(width, 16), "ACTIVATION": activation, "HAS_BIAS": has_bias}
+    return {**kind, "ROWS": tile.rows, "BLOCK": tile.block, "FULL": full, "num_warps": tile.num_warps}
 
 
 def launch_backward(
@@ -122,15 +123,9 @@ def _backward_launches(
     launch = kernels.glu_backward.prepare(
         (groups * column_blocks,),
         (rows, width, column_blocks, groups),
-        ALIGN=math.gcd(width, 16),
-        ACTIVATION=activation,
-        HAS_BIAS=has_bias,
+        **_constants(rows, width, activation, has_bias, tile),
         BIAS_GRAD=bias_grad,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        FULL=rows % tile.rows == 0 and width % tile.block == 0,
         STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
     columns = 2 * width

@@ -177,15 +177,7 @@ def _forward_launches(
     layout = {"LAST": flags.last, "ALIGN": constants["ALIGN"]}
     grid, others = (images * tile.chunks, tile.channel_blocks), (*sizes[1:], tile.chunks)
     measure = kernels.group_norm_measure.prepare(grid, (positions, channels, tile.chunks), **layout, **shared)
-    add_up = kernels.group_norm_statistics.prepare(
-        (images * groups,),
-        others,
-        D=group_channels,
-        R=tile.rows,
-        CHUNK_BLOCK=config.CHUNK_BLOCK,
-        D_BLOCK=next_power_of_2(group_channels),
-        num_warps=config.SUM_WARPS,
-    )
+    add_up = kernels.group_norm_statistics.prepare((images * groups,), others, R=tile.rows, **_adding(group_channels))
     apply = kernels.group_norm_apply.prepare(grid, others, **constants, **shared)
     return tile.chunks, (measure, add_up, apply)
 
@@ -198,6 +190,12 @@ def _tiles(
     chosen = config.cut_config(images, positions, channels, last, direction, itemsize, device)
     tile = config.tile_config(positions, channels, chosen.elements, last)
     return tile, {"R": tile.rows, "C_BLOCK": tile.channel_block, "num_warps": chosen.num_warps}
+
+
+def _adding(group_channels: int) -> dict[str, int]:
+    """What the kernels that put tiles together share."""
+    blocks = {"CHUNK_BLOCK": config.CHUNK_BLOCK, "D_BLOCK": next_power_of_2(group_channels)}
+    return {"D": group_channels, **blocks, "num_warps": config.SUM_WARPS}
 
 
 def launch_backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -286,13 +284,7 @@ def _backward_launches(
     cut = (
         kernels.group_norm_measure_backward.prepare(grid, sizes, **constants),
         kernels.group_norm_sums.prepare(
-            (images * groups,),
-            sizes,
-            D=group_channels,
-            HAS_WEIGHT=flags.has_weight,
-            CHUNK_BLOCK=config.CHUNK_BLOCK,
-            D_BLOCK=next_power_of_2(group_channels),
-            num_warps=config.SUM_WARPS,
+            (images * groups,), sizes, HAS_WEIGHT=flags.has_weight, **_adding(group_channels)
         ),
         kernels.group_norm_apply_backward.prepare(grid, sizes, **constants),
     )
