@@ -446,7 +446,8 @@ def test_compiled_without_graph_breaks(route: Route) -> None:
         assert_close(actual, wanted.double(), reduction=27)
 
 
-def test_what_torch_compile_sees() -> None:
+@pytest.mark.parametrize("route", [each for each in routes() if each.values[0].implementation == "triton"])
+def test_what_torch_compile_sees(route: Route) -> None:
     """Statistics, gradient sums and the input's gradient are operators; what Inductor can join with others is not."""
     graphs: list[list[str]] = []
 
@@ -455,9 +456,9 @@ def test_what_torch_compile_sees() -> None:
         graphs.append([str(each).split(".")[1] for each in inside if str(each).startswith("apex.")])
         return make_boxed_func(graph)
 
-    x, z = (torch.randn(3, 6, 3, 3, requires_grad=True) for _ in range(2))
-    running = torch.zeros(6), torch.ones(6)
-    with _library.implementation("triton"):
+    x, z = (torch.randn(3, 6, 3, 3, device=route.device, requires_grad=True) for _ in range(2))
+    running = torch.zeros(6, device=route.device), torch.ones(6, device=route.device)
+    with _library.implementation(route.implementation):
         torch._dynamo.reset()
         compiled = torch.compile(batch_norm, fullgraph=True, backend=aot_autograd(fw_compiler=collect))
         compiled(x, *running, z=z, relu=True).sum().backward()
