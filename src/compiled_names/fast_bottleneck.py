@@ -75,12 +75,9 @@ def _before(gradient: Tensor, output: Tensor, scale: Tensor) -> Tensor:
     return relu_gradient(gradient, output) * scale.reshape(1, -1, 1, 1)
 
 
-def _data_gradient(dz: Tensor, like: Tensor, weight: Tensor, padding: Pair, stride: int = 1) -> Any:
-    return conv_gradients(dz, like, weight, padding, (True, False), stride)[0]
-
-
-def _weight_gradient(dz: Tensor, images: Tensor, weight: Tensor, padding: Pair, stride: int = 1) -> Any:
-    return conv_gradients(dz, images, weight, padding, (False, True), stride)[1]
+def _gradient(kind: str, dz: Tensor, images: Tensor, weight: Tensor, padding: Pair, stride: int = 1) -> Any:
+    """That of "data" or of "weight"."""
+    return conv_gradients(dz, images, weight, padding, (kind == "data", kind == "weight"), stride)[kind == "weight"]
 
 
 @_stage
@@ -157,13 +154,13 @@ def backward_init(stride: int, inputs: Tensors) -> list[Tensor]:
 @_stage
 def backward_grad_out2(stride: int, inputs: Tensors, outputs: Tensors) -> Tensor:
     """The gradient behind the second convolution."""
-    return _before(_data_gradient(inputs[10], inputs[13], inputs[3], _NONE), inputs[13], inputs[5])
+    return _before(_gradient("data", inputs[10], inputs[13], inputs[3], _NONE), inputs[13], inputs[5])
 
 
 @_stage
 def backward_grad_out1(stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Tensor) -> Tensor:
     """The gradient behind the first convolution, with zeros around `grad_out2`."""
-    return _before(_data_gradient(grad_out2, inputs[12], inputs[2], _BOTH), inputs[12], inputs[4])
+    return _before(_gradient("data", grad_out2, inputs[12], inputs[2], _BOTH), inputs[12], inputs[4])
 
 
 @_stage
@@ -171,7 +168,7 @@ def backward_grad_out1_mask(
     stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Tensor, top: Tensor, bottom: Tensor
 ) -> Tensor:
     """The same; rows before the first threshold and behind the second are left without ReLU and scale."""
-    raw = _data_gradient(grad_out2, inputs[12], inputs[2], _BOTH)
+    raw = _gradient("data", grad_out2, inputs[12], inputs[2], _BOTH)
     return torch.where(_within(raw, top, bottom), _before(raw, inputs[12], inputs[4]), raw)
 
 
@@ -180,7 +177,7 @@ def backward_grad_out1_halo(
     stride: int, inputs: Tensors, outputs: Tensors, fat_halo: Tensor, fat_out1: Tensor
 ) -> Tensor:
     """The gradient behind the first convolution for three rows, of which the middle one is complete."""
-    return _before(_data_gradient(fat_halo, fat_out1, inputs[2], _BOTH), fat_out1, inputs[4])
+    return _before(_gradient("data", fat_halo, fat_out1, inputs[2], _BOTH), fat_out1, inputs[4])
 
 
 @_stage
@@ -188,37 +185,37 @@ def backward_grad_out1_halo_corr(
     stride: int, inputs: Tensors, w1by3: Tensor, outputs: Tensors, halo: Tensor, out1: Tensor, part: Tensor
 ) -> Tensor:
     """An edge row that `backward_grad_out1_mask` left, with the neighbour's row of the gradient behind it."""
-    return _before(part + _data_gradient(halo, out1, w1by3, _COLUMNS), out1, inputs[4])
+    return _before(part + _gradient("data", halo, out1, w1by3, _COLUMNS), out1, inputs[4])
 
 
 @_stage
 def backward_wgrad2_pad(stride: int, inputs: Tensors, outputs: Tensors, out1_pad: Tensor, grad_out2: Tensor) -> None:
     """The second weight's gradient, of out1 with a row of each neighbour."""
-    outputs[2].copy_(_weight_gradient(grad_out2, out1_pad, inputs[2], _COLUMNS))
+    outputs[2].copy_(_gradient("weight", grad_out2, out1_pad, inputs[2], _COLUMNS))
 
 
 @_stage
 def backward_wgrad2(stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Tensor) -> None:
     """The same with zeros around out1."""
-    outputs[2].copy_(_weight_gradient(grad_out2, inputs[12], inputs[2], _BOTH))
+    outputs[2].copy_(_gradient("weight", grad_out2, inputs[12], inputs[2], _BOTH))
 
 
 @_stage
 def backward_wgrad2_halo(stride: int, inputs: Tensors, outputs: Tensors, fat_out1: Tensor, halo: Tensor) -> Tensor:
     """What three rows of out1 and the gradient's row in their middle add to the second weight's gradient."""
-    return _weight_gradient(halo, fat_out1, inputs[2], _COLUMNS)
+    return _gradient("weight", halo, fat_out1, inputs[2], _COLUMNS)
 
 
 @_stage
 def backward_wgrad3(stride: int, inputs: Tensors, outputs: Tensors) -> None:
     """The third weight's gradient."""
-    outputs[3].copy_(_weight_gradient(inputs[10], inputs[13], inputs[3], _NONE))
+    outputs[3].copy_(_gradient("weight", inputs[10], inputs[13], inputs[3], _NONE))
 
 
 @_stage
 def backward_wgrad1(stride: int, inputs: Tensors, outputs: Tensors, grad_out1: Tensor) -> None:
     """The first weight's gradient."""
-    outputs[1].copy_(_weight_gradient(grad_out1, inputs[0], inputs[1], _NONE, stride))
+    outputs[1].copy_(_gradient("weight", grad_out1, inputs[0], inputs[1], _NONE, stride))
 
 
 @_stage
@@ -226,9 +223,9 @@ def backward_rest(stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Ten
     """Gradients of x and of the shortcut's weight."""
     x, dx = inputs[0], inputs[11]
     if len(inputs) > 14:
-        outputs[4].copy_(_weight_gradient(dx, x, inputs[14], _NONE, stride))
-        dx = _data_gradient(dx, x, inputs[14], _NONE, stride)
-    outputs[0].copy_(_data_gradient(grad_out1, x, inputs[1], _NONE, stride) + dx)
+        outputs[4].copy_(_gradient("weight", dx, x, inputs[14], _NONE, stride))
+        dx = _gradient("data", dx, x, inputs[14], _NONE, stride)
+    outputs[0].copy_(_gradient("data", grad_out1, x, inputs[1], _NONE, stride) + dx)
 
 
 def backward(nhwc: bool, stride: int, inputs: Tensors) -> list[Tensor]:

@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,33 +85,14 @@ blob_view_float = functools.partial(_view, torch.float32)
 blob_view_int = functools.partial(_view, torch.int32)
 
 
-def push_pull_halos_1d(
-    diagnostics: bool,
-    explicit_nhwc: bool,
-    numSM: int,
-    rank: int,
-    top_zero: bool,
-    top_in_halo: Tensor,
-    top_in_transfer: Tensor,
-    top_out_transfer: Tensor,
-    top_out_halo: Tensor,
-    btm_zero: bool,
-    btm_in_halo: Tensor,
-    btm_in_transfer: Tensor,
-    btm_out_transfer: Tensor,
-    btm_out_halo: Tensor,
-) -> None:
+def push_pull_halos_1d(diagnostics: bool, explicit_nhwc: bool, numSM: int, rank: int, *sides: Any) -> None:
     """Sends the `in` halos to the neighbours and fills the `out` halos with theirs, or with zeros.
 
-    The `in` transfer buffers are this rank's of a PeerMemoryPool, the `out` ones the neighbours'.
+    `sides` are zero, in_halo, in_transfer, out_transfer and out_halo of the top, and those of the bottom. The `in`
+    transfer buffers are this rank's of a PeerMemoryPool, the `out` ones the neighbours'.
     """
-    if not all(hasattr(each, "peer") for each in (top_in_transfer, top_out_transfer, btm_out_transfer)):
+    top, btm = sides[:5], sides[5:]
+    if not all(hasattr(each, "peer") for each in (*top[2:4], btm[3])):
         raise ValueError("the transfer buffers are not of PeerMemoryPool.allocate_peer_tensors")
-    memory, _ = top_in_transfer.peer  # type: ignore[attr-defined]
-    top = -1 if top_zero else top_out_transfer.peer[1]  # type: ignore[attr-defined]
-    btm = -1 if btm_zero else btm_out_transfer.peer[1]  # type: ignore[attr-defined]
-    push_pull(
-        memory,
-        (top_in_halo, top_in_transfer, top_out_transfer, top_out_halo, top),
-        (btm_in_halo, btm_in_transfer, btm_out_transfer, btm_out_halo, btm),
-    )
+    memory, _ = top[2].peer
+    push_pull(memory, *((*halos, -1 if zero else halos[2].peer[1]) for zero, *halos in (top, btm)))

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .dump import import_h5py
 
 # The relative error up to which results in a dtype count as equal: some roundings, and sums in another order.
@@ -100,34 +103,32 @@ def _read(path: Dump) -> dict[Key, tuple[int, str, Any, str]]:
                 name = (attributes.get("module", layer), kind, dataset)  # Ascend's files name classes alone
                 scale, dtype = attributes.get("loss_scale", 1.0), stored.attrs.get("dtype", str(stored.dtype))
                 key = (*name, calls[name])
-                found[key] = len(found), layer, stored[()] if scale == 1 else stored[()] / scale, dtype
+                values = torch.as_tensor(stored[()])
+                found[key] = len(found), layer, values if scale == 1 else values / scale, dtype
                 calls[name] += 1
     return found
 
 
-def _joined(parts: list[Any], kind: str) -> Any:
+def _joined(parts: list[Tensor], kind: str) -> Any:
     """What one process would have: outputs one below the other, gradients of the mean loss."""
     if len(parts) == 1:
         return parts[0]
     if kind == "parameter" or not parts[0].ndim:  # or a mean over each part of the batch
         return sum(parts) / len(parts)
-    import numpy
-
-    return numpy.concatenate(parts) / (len(parts) if kind == "backward" else 1)
+    return torch.cat(parts) / (len(parts) if kind == "backward" else 1)
 
 
-def _errors(first: Any, second: Any) -> tuple[float, float, str]:
+def _errors(first: Tensor, second: Tensor) -> tuple[float, float, str]:
     """Relative and largest error, and what else is to be said."""
-    import numpy
-
     if first.shape != second.shape:
-        return math.inf, math.inf, f"shapes {first.shape} and {second.shape}"
-    wide = [values.astype(numpy.result_type(values, numpy.float64)) for values in (first, second)]
-    finite = [numpy.isfinite(values) for values in wide]
-    if not numpy.array_equal(*finite):
+        return math.inf, math.inf, f"shapes {tuple(first.shape)} and {tuple(second.shape)}"
+    wide = [values.to(torch.promote_types(values.dtype, torch.float64)) for values in (first, second)]
+    finite = [values.isfinite() for values in wide]
+    if not torch.equal(*finite):
         counts = " and ".join(str(int((~each).sum())) for each in finite)
         return math.inf, math.inf, f"{counts} values are not finite"
     one, other = (values[finite[0]] for values in wide)
-    size, error = float(numpy.linalg.norm(one)), float(numpy.linalg.norm(one - other))
-    relative = error / size if size else math.inf if error else 0.0
-    return relative, float(numpy.abs(one - other).max(initial=0.0)), ""
+    gap = one - other
+    size, error = float(one.norm()), float(gap.norm())
+    largest = float(gap.abs().max()) if gap.numel() else 0.0
+    return error / size if size else math.inf if error else 0.0, largest, ""

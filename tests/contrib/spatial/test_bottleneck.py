@@ -224,3 +224,15 @@ def test_function_takes_lists() -> None:
     module, x = block(case), images(case, 6)
     scales, biases = module._scales_and_biases()
     torch.testing.assert_close(BottleneckFunction.apply(False, 2, scales, biases, x, *module.w_conv), module(x))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 3, 3), (2, 4, 1, 1), (0, 4, 3, 3)], ids=str)
+def test_layouts_that_shapes_leave_open(shape: tuple[int, ...]) -> None:
+    """One channel, or one pixel, is both channels first and channels last."""
+    module = Bottleneck(4, 1, 4).double()
+    x = torch.randn(shape, dtype=torch.float64).to(memory_format=torch.channels_last).requires_grad_()
+    inputs = (x, *module.w_conv)
+    actual = torch.autograd.grad(module(x).square().sum(), inputs)
+    pairs = [norm.get_scale_bias(False) for norm in module._norms()]
+    expected = bottleneck_reference(x, module.w_conv, *zip(*pairs, strict=True), 1).square().sum()
+    torch.testing.assert_close(actual, torch.autograd.grad(expected, inputs))

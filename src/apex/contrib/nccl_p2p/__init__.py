@@ -37,20 +37,11 @@ def init_nccl_comm(unique_nccl_id: Tensor, my_rank: int, num_ranks: int) -> int:
     return len(_groups) - 1
 
 
-def left_right_halo_exchange_inplace(
-    handle: int,
-    left_rank: int,
-    right_rank: int,
-    left_output_halo: Tensor,
-    right_output_halo: Tensor,
-    left_input_halo: Tensor,
-    right_input_halo: Tensor,
-) -> None:
-    """Sends the outputs and fills the inputs; a rank of -1 is an outer edge, from which zeros come."""
+def left_right_halo_exchange_inplace(handle: int, left_rank: int, right_rank: int, *halos: Tensor) -> None:
+    """Sends the first two of `halos` and fills the other two; a rank of -1 is an outer edge, from which zeros come."""
     if not 0 <= handle < len(_groups):
         raise ValueError(f"handle={handle} is not one of the {len(_groups)} that init_nccl_comm has returned")
-    halos = (left_output_halo, right_output_halo), (left_input_halo, right_input_halo)
-    exchange_by_messages(*halos, (left_rank, right_rank), _groups[handle])
+    exchange_by_messages(halos[:2], halos[2:], (left_rank, right_rank), _groups[handle])
 
 
 def left_right_halo_exchange(
@@ -58,8 +49,7 @@ def left_right_halo_exchange(
 ) -> list[Tensor]:
     """Sends the outputs and returns what came from the left and from the right."""
     inputs = [torch.empty_like(left_output_halo), torch.empty_like(right_output_halo)]
-    halos = (left_output_halo, right_output_halo, *inputs)
-    left_right_halo_exchange_inplace(handle, left_rank, right_rank, *halos)
+    left_right_halo_exchange_inplace(handle, left_rank, right_rank, left_output_halo, right_output_halo, *inputs)
     return inputs
 
 

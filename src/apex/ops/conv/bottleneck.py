@@ -92,7 +92,7 @@ def bottleneck_backward(
     of_out1 = of_x or of_weights[0]
     of_out2 = of_out1 or of_weights[1]
     of_scaled: list[Tensor | None] = [None] * len(scaled)
-    dz = relu_gradient(dy.contiguous(memory_format=torch.channels_last) if is_channels_last(y) else dy, y)
+    dz = relu_gradient(dy, y)
     dx: Tensor | None = dz if of_x else None
     if len(scaled) > 3:
         dx, of_scaled[3] = pointwise_gradients(dz, pixels, scaled[3], (of_x, of_weights[3]))
