@@ -1,7 +1,4 @@
-"""Upstream's compiled module of this name: raw memory that processes share, and halos pushed through it.
-
-Where upstream has addresses, integers here are handles. Memory is the accelerator's, else the host's.
-"""
+"""Upstream's compiled module of this name: memory that processes share, by handles, and halos pushed through it."""
 
 from __future__ import annotations
 

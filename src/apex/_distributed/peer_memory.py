@@ -1,7 +1,6 @@
 """Memory of a rank that the other ranks of its machine read and write as tensors of their own.
 
-On GPUs it is PyTorch's symmetric memory, on the host a file in memory that all processes map. Where a GPU's memory
-cannot be shared, `problem` says why, and halos go by messages.
+PyTorch's symmetric memory on GPUs (where it cannot be shared `problem` says why), files in memory on the host.
 """
 
 from __future__ import annotations

@@ -25,10 +25,7 @@ Dump = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor in both dumps: the norm of its error over that of its values, and the largest error.
-
-    `module` is a parameter's name where `kind` is "parameter"; `tolerance` is the relative error that is allowed.
-    """
+    """A tensor of both dumps: the norm of its error over that of its values, what is allowed, and the largest error."""
 
     order: int
     module: str
@@ -103,7 +100,7 @@ def _read(path: Dump) -> dict[Key, tuple[int, str, Any, str]]:
                 name = (attributes.get("module", layer), kind, dataset)  # Ascend's files name classes alone
                 scale, dtype = attributes.get("loss_scale", 1.0), stored.attrs.get("dtype", str(stored.dtype))
                 key = (*name, calls[name])
-                values = torch.as_tensor(stored[()])
+                values = torch.from_numpy(stored[...])
                 found[key] = len(found), layer, values if scale == 1 else values / scale, dtype
                 calls[name] += 1
     return found

@@ -60,10 +60,7 @@ def get_default_compute_capabilities() -> str:
 
 
 class OpBuilder(ABC):
-    """How to make one extension. `load()` gives the module; a subclass says of what it is made.
-
-    Sources and include paths are absolute or begin at the folder of the file that defines the subclass.
-    """
+    """How to make one extension, for `load()`. Relative paths begin at the folder of the subclass's file."""
 
     BUILD_VAR = ""
     INCLUDE_FLAG = ""

@@ -1,7 +1,4 @@
-"""Compiling kernels ahead of time, for GPUs that need not be here, into the cache that Triton looks into at run time.
-
-`planning` collects the launches of calls, `compile_launch` compiles one of them.
-"""
+"""Compiling kernels ahead of time, for GPUs that need not be here, into the cache that Triton reads at run time."""
 
 from __future__ import annotations
 
@@ -118,10 +115,9 @@ def entry_of(compiled: Any) -> str:
 
 
 def compile_launcher(compiled: Any) -> None:
-    """Compiles the C code by which Triton starts, and launches an NVIDIA kernel, into the same cache.
+    """Compiles the C code by which Triton starts and, before 3.7, launches an NVIDIA kernel, into the same cache.
 
-    From Triton 3.7 on only the former exists. Needs `linkable_driver`; the code cannot be loaded where there is no
-    driver, but it is written.
+    Needs `linkable_driver`; where there is no driver the code cannot be loaded, but it is written.
     """
     from triton.backends.nvidia import driver as nvidia
 

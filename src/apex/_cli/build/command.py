@@ -54,10 +54,7 @@ def run_build(
     as_json: bool = False,
     list_only: bool = False,
 ) -> int:
-    """Compiles the kernels of `names` (see `parse_call`) and returns an exit status: 0, or 1 where one did not compile.
-
-    `installed_at` is the path under which the machines of a job will see the folder `cache`, if not the same.
-    """
+    """Compiles the kernels of `names` (see `parse_call`); an exit status: 0, or 1 where one did not compile."""
     console, messages = make_console(), make_console(stderr=True)
     if list_only:
         table = make_table(console, None, "op", "shape", "for example")
@@ -65,12 +62,21 @@ def run_build(
             table.add_row(name, op.sizes[0], f"{name}:{op.sizes[1]}:{dtype}")
         print_table(console, table)
         return 0
+    folder = (cache or _env.triton_cache()).absolute()
+    problem = _library.triton_problem() or ("unset TRITON_INTERPRET" if _env.triton_interpreter_requested() else None)
     try:
-        rows, failures, folder = build([parse_call(name, dtype) for name in names], gpus, cache, jobs)
+        calls = [parse_call(name, dtype) for name in names]
+        if not calls or problem:
+            advice = "name what to compile, for example layer_norm:16384x4096; `apex build --list` shows the ops"
+            raise ValueError(f"kernels cannot be compiled: {problem}" if calls else advice)
+        rows = _plan(calls, gpus)
+        folder.mkdir(parents=True, exist_ok=True)
+        with _env.changed("TRITON_CACHE_DIR", str(folder)):
+            failures = _compile(folder, jobs or os.cpu_count() or 1)
     except (ValueError, OSError) as error:
         option = "--gpu" if "--gpu" in str(error) else None
         raise typer.BadParameter(str(error), param_hint=option) from error
-    if installed_at is not None:
+    if installed_at is not None:  # where the machines of a job will see the folder
         _move(folder, installed_at)
     if as_json:
         print_json_document({"cache": str(folder), "rows": [vars(row) for row in rows], "failures": failures})
@@ -92,24 +98,8 @@ def selected_ops() -> list[str]:
     return [name for name, op in OPS.items() if chosen & set(op.extensions)]
 
 
-def build(
-    calls: Sequence[Call], gpus: Sequence[str], cache: Path | None, jobs: int | None
-) -> tuple[list[Row], list[str], Path]:
-    """Compiles what `calls` launch on `gpus`: a row for each of both, what failed, and the cache's folder."""
-    if not calls:
-        raise ValueError("name what to compile, for example layer_norm:16384x4096; `apex build --list` shows the ops")
-    problem = _library.triton_problem()
-    if problem or _env.triton_interpreter_requested():
-        raise ValueError(f"kernels cannot be compiled: {problem or 'unset TRITON_INTERPRET'}")
-    folder = (cache or _env.triton_cache()).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = _plan(calls, gpus)
-    with _env.changed("TRITON_CACHE_DIR", str(folder)):
-        return rows, _compile(folder, jobs or os.cpu_count() or 1), folder
-
-
 def _plan(calls: Sequence[Call], gpus: Sequence[str]) -> list[Row]:
-    """Fills `_tasks` with the programs that the calls need, each once."""
+    """Fills `_tasks` with the programs that the calls need, each once; a row for each call and GPU."""
     known = _ahead.GPUS if gpus else _ahead.gpu_here()
     unknown = [name for name in gpus if name not in known]
     if unknown or not known:

@@ -82,13 +82,11 @@ _bottleneck = eager_apply(BottleneckFunction)
 
 
 class SpatialBottleneckFunction(BottleneckFunction):
-    """A block of images divided by rows, for upstream's arguments: those of `spatial_parallel_args`, explicit_nhwc,
-    stride_1x1, scale, bias, thresholdTop and thresholdBottom, which are not needed, x, *conv.
-    """
+    """The same for images divided by rows, with upstream's arguments, of which the thresholds are not needed."""
 
     @staticmethod
     def forward(ctx, *arguments):  # type: ignore[override]
-        size, rank, _, exchanger, method, _, nhwc, stride, scale, bias, _, _, x, *conv = arguments
+        size, rank, _, exchanger, method, _, nhwc, stride, scale, bias, _top, _bottom, x, *conv = arguments
         height = x.shape[1 if nhwc else 2]
         if height % stride and rank < size - 1:
             raise ValueError(

@@ -60,10 +60,7 @@ def create_nccl_mem_pool(symmetric: bool | None = None) -> Any:
 
 
 class nccl_mem:
-    """Inside, memory comes from the pool; at the end the pool is registered with the group's communicator.
-
-    `device` is an index, a name or a torch.device, by default the current one. Does nothing unless `enabled`.
-    """
+    """Inside, memory comes from the pool, which is then registered with the group; does nothing unless `enabled`."""
 
     def __init__(self, pool: Any, enabled: bool = True, device: Any = None, group: Any = None) -> None:
         self.pool, self.group, self.device = pool, group, None

@@ -20,10 +20,7 @@ def _aligned(size: int) -> int:
 
 
 class PeerMemoryPool:
-    """Two parts of memory on each of `peer_ranks`, by default all: one that stays, and one that `reset` frees.
-
-    All peers must make the pool and allocate in the same order. Sizes are bytes, rounded up to 256.
-    """
+    """Bytes on each of `peer_ranks`, some that stay, some that `reset` frees; all must allocate in the same order."""
 
     def __init__(self, static_size: int, dynamic_size: int, peer_ranks: Sequence[int] | None = None) -> None:
         for name, size in (("static_size", static_size), ("dynamic_size", dynamic_size)):

@@ -14,10 +14,7 @@ _torch_compile = torch.compile
 
 
 def get_backend(backend: str = "torch", scheme: str = "dwb") -> Callable:
-    """A backend for torch.compile: "torch" is Inductor, "torchsched" Inductor with split gradients of convolutions.
-
-    `scheme` is their order: "dwb" (data, weight, bias) or "wbd".
-    """
+    """Inductor, for "torchsched" with gradients of convolutions split: "dwb" is data, weight, bias, or "wbd"."""
     if backend not in ("torch", "torchsched"):
         raise ValueError(f"backend={backend!r}: torch or torchsched is needed")
     if scheme not in _SCHEMES:

@@ -50,10 +50,7 @@ def bottleneck_forward(
     pad: Any = None,
     overlap: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
-    """y, and what the backward pass needs, without autograd.
-
-    With `overlap` the 3x3 convolution does not wait for the neighbours: its first and last row are computed anew.
-    """
+    """y and what the backward pass needs; with `overlap` the outer rows of out2 are computed anew, at the end."""
     pixels = x[:, :, ::stride, ::stride] if stride > 1 else x
     if stride > 1 and x.is_contiguous(memory_format=torch.channels_last):
         pixels = pixels.contiguous(memory_format=torch.channels_last)
@@ -82,10 +79,7 @@ def bottleneck_forward(
 def bottleneck_backward(
     dy: Tensor, saved: Sequence[Tensor], shape: torch.Size, stride: int, wanted: Sequence[bool], pad: Any = None
 ) -> list[Tensor | None]:
-    """Gradients of x, of `shape`, and of the weights, where they are `wanted`; weights' are sums over this rank's rows.
-
-    `saved` is the forward pass's. Ranks that exchange rows must all ask for a gradient below `out2`, or none.
-    """
+    """Gradients of x, of `shape`, and of the weights, where `wanted`; all ranks must want one below `out2`, or none."""
     pixels, out1, out2, y, *others = saved  # out1 with the neighbours' rows
     scaled, factors = others[: len(others) // 2], others[len(others) // 2 :]
     of_x, of_weights = wanted[0], wanted[1:]
