@@ -318,13 +318,14 @@ def _backward_launches(
             (-(-row_length // chosen.block), chosen.programs), sizes, ROWS=chosen.rows_per_program, **main
         )
     if param_grads and not group:
+        block = 16 if device.backend != "interpreter" else 256  # which takes as long for a program of any size
         sums = kernels_sums.sum_partials.prepare(
-            (-(-row_length // 16), 1 + has_bias),
+            (-(-row_length // block), 1 + has_bias),
             (chosen.programs, row_length),
             ALIGN=align,
             HAS_BIAS=has_bias,
             ROWS=256,  # nearly all in one step: 2 us less than 64 by 32 at 16384x1024, no more elsewhere
-            BLOCK=16,
+            BLOCK=block,
             num_warps=4,
         )
     elements, limit = partials * row_length * (1 + has_bias), (math.sqrt(row_length),)
