@@ -356,13 +356,20 @@ def group_norm_backward_walk(
         _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, HAS_WEIGHT, HAS_BIAS, D_BLOCK)
 
 
+@kernel
 @triton.jit
-def _backward_tile(
-    tensors, image, channel, inside, mask, offset, groups, eps,
-    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
+def group_norm_backward_tile(
+    x, dy, weight, bias, statistics, scratch, dx,
+    images, positions, channels, groups, chunks, eps,
+    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
+    ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradient before SiLU and normalised input of a tile, weights and reciprocal deviations [1, C_BLOCK]."""
-    x, dy, weight, bias, statistics = tensors
+    """The gradient of one tile of the input.
+
+    Without `dx` what that needs of all tiles: the sums of the gradient and of gradient times normalised input per
+    channel of a tile, in part 3 of `scratch`.
+    """
+    image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
@@ -370,32 +377,18 @@ def _backward_tile(
     xhat = (values - mean[None, :]) * factor[None, :]
     if SILU:
         gradient = _silu_gradient(gradient, xhat * scale[None, :] + shift[None, :])
-    return gradient, xhat, scale[None, :], factor[None, :]
-
-
-@kernel
-@triton.jit
-def group_norm_measure_backward(
-    x, dy, weight, bias, statistics, scratch,
-    images, positions, channels, groups, chunks, eps,
-    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
-    ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sums of the gradient and of gradient times normalised input per channel of a tile; part 3 of `scratch`."""
-    image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
-    gradient, xhat, _scale, _factor = _backward_tile(
-        (x, dy, weight, bias, statistics), image, channel, inside, mask, offset, groups, eps,
-        D, HAS_WEIGHT, HAS_BIAS, SILU,
-    )  # fmt: skip
-    # Outside the input the gradient is 0, and so is every term.
-    found = (
-        scratch
-        + tl.cast(images, tl.int64) * 2 * (channels + groups)
-        + tl.program_id(0).to(tl.int64) * 2 * channels
-        + channel
-    )
-    tl.store(found, tl.sum(gradient, 0), inside)
-    tl.store(found + channels, tl.sum(gradient * xhat, 0), inside)
+    means = scratch + tl.cast(images, tl.int64) * 2 * channels
+    if dx is None:
+        # Outside the input the gradient is 0, and so is every term.
+        found = means + images * 2 * groups + tl.program_id(0).to(tl.int64) * 2 * channels + channel
+        tl.store(found, tl.sum(gradient, 0), inside)
+        tl.store(found + channels, tl.sum(gradient * xhat, 0), inside)
+    else:
+        means += (image * groups + channel // D) * 2
+        mean_dy = tl.load(means, inside, other=0.0)[None, :]
+        mean_dy_xhat = tl.load(means + 1, inside, other=0.0)[None, :]
+        result = factor[None, :] * (gradient * scale[None, :] - mean_dy - xhat * mean_dy_xhat)
+        tl.store(dx + offset, result.to(dx.dtype.element_ty), mask)
 
 
 @kernel
@@ -420,27 +413,6 @@ def group_norm_sums(
     count = 1.0 * positions * D
     tl.store(means + program * 2, tl.sum(channel_dy * scale) / count)
     tl.store(means + program * 2 + 1, tl.sum(channel_dy_xhat * scale) / count)
-
-
-@kernel
-@triton.jit
-def group_norm_apply_backward(
-    x, dy, weight, bias, statistics, scratch, dx,
-    images, positions, channels, groups, chunks, eps,
-    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
-    ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The gradient of one tile of the input."""
-    image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
-    gradient, xhat, scale, factor = _backward_tile(
-        (x, dy, weight, bias, statistics), image, channel, inside, mask, offset, groups, eps,
-        D, HAS_WEIGHT, HAS_BIAS, SILU,
-    )  # fmt: skip
-    means = scratch + tl.cast(images, tl.int64) * 2 * channels + (image * groups + channel // D) * 2
-    mean_dy = tl.load(means, inside, other=0.0)
-    mean_dy_xhat = tl.load(means + 1, inside, other=0.0)
-    result = factor * (gradient * scale - mean_dy[None, :] - xhat * mean_dy_xhat[None, :])
-    tl.store(dx + offset, result.to(dx.dtype.element_ty), mask)
 
 
 @kernel

@@ -222,10 +222,10 @@ def launch_backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor | None, Ten
         launches.whole((*given, dx, scratch, tickets, dweight, dbias), (eps,))
     else:
         scratch = torch.empty(launches.scratch, dtype=torch.float32, device=device)  # too much of it to be kept
-        measure, add_up, apply = launches.cut
-        measure((*given, scratch), (eps,))
+        of_tile, add_up = launches.cut
+        of_tile((*given, scratch, None), (eps,))
         add_up((scratch, weight))
-        apply((*given, scratch, dx), (eps,))
+        of_tile((*given, scratch, dx), (eps,))
     if launches.parameters is not None:
         launches.parameters((scratch, dweight, dbias))
     return dx, dweight, dbias
@@ -281,15 +281,12 @@ def _backward_launches(
     tile, shared = _tiles(sizes, itemsize, flags.last, "backward", device)
     constants = {**flags.constants(group_channels, channels if flags.last else positions), **shared}
     grid, sizes = (images * tile.chunks, tile.channel_blocks), (*sizes, tile.chunks)
-    cut = (
-        kernels.group_norm_measure_backward.prepare(grid, sizes, **constants),
-        kernels.group_norm_sums.prepare(
-            (images * groups,), sizes, HAS_WEIGHT=flags.has_weight, **_adding(group_channels)
-        ),
-        kernels.group_norm_apply_backward.prepare(grid, sizes, **constants),
+    of_tile = kernels.group_norm_backward_tile.prepare(grid, sizes, **constants)
+    sums = kernels.group_norm_sums.prepare(
+        (images * groups,), sizes, HAS_WEIGHT=flags.has_weight, **_adding(group_channels)
     )
     elements += images * 2 * (groups + tile.chunks * channels)
-    return BackwardLaunches(elements, cut=cut, parameters=parameters if param_grads else None)
+    return BackwardLaunches(elements, cut=(of_tile, sums), parameters=parameters if param_grads else None)
 
 
 def _fake(input, weight, bias, groups, eps, silu):  # type: ignore[no-untyped-def]
