@@ -318,7 +318,7 @@ def _backward_launches(
             (-(-row_length // chosen.block), chosen.programs), sizes, ROWS=chosen.rows_per_program, **main
         )
     if param_grads and not group:
-        block = 16 if device.backend != "interpreter" else 256  # which takes as long for a program of any size
+        block = 16 if here.backend != "interpreter" else 256  # which takes as long for a program of any size
         sums = kernels_sums.sum_partials.prepare(
             (-(-row_length // block), 1 + has_bias),
             (chosen.programs, row_length),
