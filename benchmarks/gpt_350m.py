@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--models", nargs="+", default=["gpt-350m"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    arguments.script = __file__
+    arguments.script, arguments.warm_limit, arguments.without = __file__, arguments.limit, []
     if arguments.child:
         steps.compete(arguments.child, "gpt-350m", arguments, prepare)
         return

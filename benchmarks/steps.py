@@ -60,7 +60,7 @@ COLUMNS = {
     "O5+graph": Kind(ours=True, graph=True),
     "O5+compile": Kind(ours=True, mode="default"),
     "O5+compile+graph": Kind(ours=True, mode="default", graph=True),
-    # Last, because tuning matrix products takes minutes.
+    # Last, because tuning takes minutes.
     "max-autotune": Kind(ours=False, mode="max-autotune"),
     "max-autotune-no-cudagraphs": Kind(ours=False, mode="max-autotune-no-cudagraphs"),
     "O5+max-autotune+graph": Kind(ours=True, mode="max-autotune-no-cudagraphs", graph=True),
@@ -83,7 +83,10 @@ def _compiled(network: torch.nn.Module, mode: str | None, tiny: bool) -> Any:
     if mode is None:
         return network
     # Generated C++ takes longer to build than a test may. A graph break would be an error: none is timed unseen.
-    how = {"backend": "aot_eager"} if tiny else {"mode": mode}
+    how: dict[str, Any] = {"backend": "aot_eager"} if tiny else {"mode": mode}
+    if mode.startswith("max-autotune") and not tiny:
+        # Coordinate descent compiles every kernel dozens of times, which takes ten minutes and more of a ResNet-50.
+        how = {"options": torch._inductor.list_mode_options(mode) | {"coordinate_descent_tuning": False}}
     return torch.compile(network, fullgraph=True, **how)
 
 
@@ -242,29 +245,34 @@ class Column:
 
 def measure(arguments: argparse.Namespace, deadline: float, note: Callable[[str, dict[str, Any]], None]) -> None:
     """All columns of all models; `note` is told a model and its figures whenever there are new ones."""
-    pairs = [(model, name) for model in arguments.models for name in arguments.columns]
+    asked = {
+        model: [name for name in arguments.columns if f"{model}:{name}" not in arguments.without]
+        for model in arguments.models
+    }
+    pairs = [(model, name) for model, names in asked.items() for name in names]
+    warm_by = time.monotonic() + arguments.warm_limit
     columns: dict[tuple[str, str], Column] = {}
 
     def tell(model: str) -> None:
         note(model, {name: column.figures for (of, name), column in columns.items() if of == model and column.figures})
 
     try:
-        for model in arguments.models:
-            warm_by = min(deadline, time.monotonic() + getattr(arguments, "warm_limit", 86400.0))
-            for name in arguments.columns:
+        for model, names in asked.items():
+            for name in names:
                 if time.monotonic() >= deadline:
                     return
                 index = pairs.index((model, name))
                 for ahead in pairs[index : index + arguments.at_once]:
                     if ahead not in columns:
                         columns[ahead] = Column(ahead[1], ahead[0], arguments)
-                columns[model, name].listen(warm_by)
+                # Of a later model columns were stopped, and may want to say that they are warm.
+                columns[model, name].listen(min(deadline, max(warm_by, time.monotonic() + 2)))
                 tell(model)
-            mine = [columns[model, name] for name in arguments.columns]
+            mine = [columns[model, name] for name in names]
             others = [column for column in columns.values() if column not in mine]
             for column in others:
                 column.signal(signal.SIGSTOP)
-            profiled = [columns[model, name] for name in arguments.columns if name in arguments.kernels]
+            profiled = [columns[model, name] for name in names if name in arguments.kernels]
             for what, those in [("", mine)] * arguments.rounds + [("kernels", profiled)]:
                 for column in those:
                     if column.runs and time.monotonic() < deadline:
@@ -330,7 +338,10 @@ def main() -> None:
         "--kernels", nargs="*", default=[], choices=COLUMNS, help="columns whose kernels are noted, by the GPU's time"
     )
     parser.add_argument("--limit", type=float, default=86400.0, help="seconds after which nothing more is measured")
-    parser.add_argument("--warm-limit", type=float, default=86400.0, help="seconds that a model waits for slow columns")
+    parser.add_argument(
+        "--warm-limit", type=float, default=86400.0, help="seconds from the start that slow columns are waited for"
+    )
+    parser.add_argument("--without", nargs="*", default=[], metavar="MODEL:COLUMN", help="columns to leave out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script")
     parser.add_argument("--output", type=Path, help="the result file; by default one in benchmarks/results")

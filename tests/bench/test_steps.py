@@ -95,8 +95,11 @@ def test_a_slow_column_costs_its_model_nothing_else(
     steps: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are measured, and so is the next model, whose columns were stopped while those of the first ran."""
-    options = ("--warm-limit", "1.5", "--at-once", "4", "--rounds", "1", "--columns", "O5", "O5+compile")
-    models = run(steps, tmp_path, monkeypatch, *options, "--models", "gpt-6x384", "llama")
+    options = ("--warm-limit", "1.5", "--at-once", "5", "--rounds", "1", "--columns", "O5", "O5+compile", "O5+graph")
+    models = run(
+        steps, tmp_path, monkeypatch, *options, "--models", "gpt-6x384", "llama", "--without", "llama:O5+graph"
+    )
+    assert list(models["llama"]["columns"]) == ["O5", "O5+compile"]
     for model in ("gpt-6x384", "llama"):
         assert models[model]["columns"]["O5"]["rounds"] == [0.0]
         assert models[model]["columns"]["O5+compile"] == {"error": "out of time"}
