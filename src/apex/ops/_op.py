@@ -111,8 +111,8 @@ class Op:
         self._saved_places = [] if save else [names.index(name) for name in self.saves]
         self._gradients_lead = self.gradients == tuple(self.arguments[: len(self.gradients)])
         self._padding = (None,) * (len(self.arguments) - len(self.gradients))
-        self._node = _library.eager_apply(_node_of(self, self.run, self.backward_from_saved))
-        self._launching_node = _library.eager_apply(_node_of(self, self._launch, self._backward_as_launched))
+        self._node = _library.eager_apply(_node_of(self, self.forward_and_save))
+        self._launching_node = _library.eager_apply(_node_of(self, self._launch_and_save))
         self._same_layout = frozenset(same_layout)
         self._register(schema, fake, backward_fake or self._like_saved)
         family.ops.append(self)
@@ -154,8 +154,6 @@ class Op:
         """
         if torch.compiler.is_compiling():
             return self._public(_as_tuple(self._library_op(*arguments)))
-        if self._fit(arguments, self.tensors) and arguments[0].numel():
-            return self._launching_node(*arguments)
         if _library.sees_operators_only():
             return self._public(_as_tuple(self._reference(*arguments)))
         return self._node(*arguments)
@@ -211,15 +209,23 @@ class Op:
                 return _as_tuple(self._reference_backward(*gradients, *saved, *settings, wanted))
         return self._differentiate(gradients, saved, settings, wanted, create_graph=False)
 
-    def save(self, ctx: Any, arguments: tuple, results: tuple) -> Any:
-        """Keeps what the backward pass needs; returns the outputs."""
+    def save(self, ctx: Any, arguments: tuple, results: tuple, launched: bool = False) -> Any:
+        """Keeps what the backward pass needs, and whether kernels took the arguments; returns the outputs."""
         ctx.save_for_backward(*self._save(arguments, results))
-        ctx.settings = arguments[self.tensors :]
+        ctx.settings, ctx.launched = arguments[self.tensors :], launched
         return results[0] if self._outputs == 1 else results[: self._outputs]
 
     def forward_and_save(self, ctx: Any, *arguments: Any) -> Any:
         """The forward of an autograd Function with a name of its own, whose first arguments are this op's tensors."""
-        return self.save(ctx, arguments, self.run_or_trace(*arguments))
+        if torch.compiler.is_compiling():
+            return self.save(ctx, arguments, _as_tuple(self._library_op(*arguments)))
+        if self._fit(arguments, self.tensors) and arguments[0].numel():
+            return self._launch_and_save(ctx, *arguments)
+        return self.save(ctx, arguments, self.run_reference(*arguments))
+
+    def _launch_and_save(self, ctx: Any, *arguments: Any) -> Any:
+        """The same where kernels take the arguments."""
+        return self.save(ctx, arguments, self._launch(*arguments), True)
 
     def backward_from_saved(
         self, ctx: Any, *gradients: Tensor, wanted: Sequence[bool] | None = None
@@ -232,15 +238,10 @@ class Op:
             compute = self.run_or_trace_backward
         elif torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
             compute = self.second_derivative
+        # Where kernels took the arguments they take what was saved of them: only gradients need be asked.
+        elif ctx.launched and self._fit(gradients, self._outputs):
+            return self._launch_backward((*gradients, *ctx.saved_tensors), ctx.settings, wanted)
         return compute(gradients, ctx.saved_tensors, ctx.settings, wanted)
-
-    def _backward_as_launched(self, ctx: Any, *gradients: Tensor) -> Found:
-        """The same where kernels took the arguments, so that they take what was saved: only gradients are asked."""
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and self._fit(gradients, self._outputs):
-            return self._launch_backward(
-                (*gradients, *ctx.saved_tensors), ctx.settings, self._wanted(ctx.needs_input_grad)
-            )
-        return self.backward_from_saved(ctx, *gradients)
 
     def _wanted(self, needed: tuple[bool, ...]) -> Sequence[bool]:
         """Of each of `gradients`, whether autograd needs it."""
@@ -431,14 +432,11 @@ class Op:
         return max(TOLERANCES[actual.dtype]) * float(exact.detach().abs().max()) if self._sums_rounded_products else 0.0
 
 
-def _node_of(op: Op, run: Callable[..., tuple], differentiate: Callable[..., Found]) -> type[torch.autograd.Function]:
-    """The node of eager autograd, whose results are those of `run`, its gradients those of `differentiate`."""
-
-    def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
-        return op.save(ctx, arguments, run(*arguments))
+def _node_of(op: Op, forward: Callable[..., Any]) -> type[torch.autograd.Function]:
+    """The node of eager autograd."""
 
     def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-        return op._in_schema_order(differentiate(ctx, *gradients))
+        return op._in_schema_order(op.backward_from_saved(ctx, *gradients))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}
     # The name in errors and profiles: PyTorch takes it when the class is made.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_per_channel, check_tensors
-from .._device import DeviceFacts, facts, launch_rule, next_power_of_2
+from .._device import DeviceFacts, empty_on, facts, launch_rule, next_power_of_2
 from .._op import Op, laid_out_like
 from .._partial_sums import TICKETS, partial_sums
 from . import config, reference
@@ -38,6 +38,8 @@ def group_norm(
     """
     check(input, num_groups, weight, bias, activation)
     arguments = (input, weight, bias, num_groups, eps, bool(activation))
+    if GROUP_NORM.runs_kernels(*arguments):
+        return GROUP_NORM.with_kernels(*arguments)
     # Of nothing PyTorch's operator leaves gradients undefined.
     if not _library.runs_triton(FAMILY, input) and input.numel() != 0:
         return reference.torch_group_norm(*arguments)
@@ -119,21 +121,30 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """One launch where a program takes a whole group, three where groups are cut up."""
     x, last = _dense(input)
-    images, channels = x.shape[:2]
-    sizes = (images, x.numel() // (images * channels), channels, groups)
-    flags = _Flags(last, silu, weight is not None, bias is not None)
-    chunks, launches = _forward_launches(sizes, x.itemsize, flags, facts(x.device))
-    y = torch.empty_like(x)
-    statistics = torch.empty(images, groups, 2, dtype=torch.float32, device=x.device)
-    if not chunks:
+    device, dtype = x.device, x.dtype
+    flags = (last, silu, weight is not None, bias is not None)
+    shapes, launches = _forward_launches(x.shape, groups, dtype, flags, device)
+    empty = empty_on(device)
+    y = empty(shapes.input, x.stride(), dtype)
+    statistics = empty(shapes.statistics, shapes.statistics_strides, torch.float32)
+    if shapes.partials is None:
         launches[0]((x, weight, bias, y, statistics), (eps,))
         return y, statistics
     measure, add_up, apply = launches
-    partials = torch.empty(images, chunks, 2, channels, dtype=torch.float32, device=x.device)
+    partials = torch.empty(shapes.partials, dtype=torch.float32, device=device)
     measure((x, partials))
     add_up((partials, statistics))
     apply((x, weight, bias, statistics, y), (eps,))
     return y, statistics
+
+
+class _Shapes(NamedTuple):
+    """What a forward pass makes; `partials` where groups are cut up."""
+
+    input: tuple[int, ...]
+    statistics: tuple[int, ...]
+    statistics_strides: tuple[int, ...]
+    partials: tuple[int, ...] | None = None
 
 
 class _Flags(NamedTuple):
@@ -160,10 +171,12 @@ def _prepare_whole(
 
 @launch_rule
 def _forward_launches(
-    sizes: tuple[int, ...], itemsize: int, flags: _Flags, device: DeviceFacts
-) -> tuple[int, tuple[Any, ...]]:
-    """The chunks that groups are cut into, 0 where they are not cut up, and the kernels."""
-    images, positions, channels, groups = sizes
+    shape: tuple[int, ...], groups: int, dtype: torch.dtype, given: tuple[bool, ...], on: torch.device
+) -> tuple[_Shapes, tuple[Any, ...]]:
+    """What is made, and the kernels, which lack their tensors."""
+    images, positions, channels, groups = sizes = _sizes(shape, groups)
+    flags, itemsize, device = _Flags(*given), dtype.itemsize, facts(on)
+    shapes = _Shapes(tuple(shape), (images, groups, 2), (2 * groups, 2, 1))
     group_channels = channels // groups
     apart = config.groups_apart(images * positions * channels, group_channels * itemsize, flags.last)
     if apart and config.held_forward(positions, group_channels, flags.last):
@@ -171,7 +184,7 @@ def _forward_launches(
         if small is not None:
             constants = flags.constants(group_channels, group_channels if flags.last else positions)
             kernel = kernels.group_norm_forward_small
-            return 0, (_prepare_whole(kernel, images * groups, sizes[1:], small, **constants),)
+            return shapes, (_prepare_whole(kernel, images * groups, sizes[1:], small, **constants),)
     tile, shared = _tiles(sizes, itemsize, flags.last, "forward", device)
     constants = flags.constants(group_channels, channels if flags.last else positions)
     layout = {"LAST": flags.last, "ALIGN": constants["ALIGN"]}
@@ -179,7 +192,12 @@ def _forward_launches(
     measure = kernels.group_norm_measure.prepare(grid, (positions, channels, tile.chunks), **layout, **shared)
     add_up = kernels.group_norm_statistics.prepare((images * groups,), others, R=tile.rows, **_adding(group_channels))
     apply = kernels.group_norm_apply.prepare(grid, others, **constants, **shared)
-    return tile.chunks, (measure, add_up, apply)
+    return shapes._replace(partials=(images, tile.chunks, 2, channels)), (measure, add_up, apply)
+
+
+def _sizes(shape: tuple[int, ...], groups: int) -> tuple[int, int, int, int]:
+    """Images, positions of each, channels and groups."""
+    return shape[0], math.prod(shape[2:]), shape[1], groups
 
 
 def _tiles(
@@ -207,14 +225,14 @@ def launch_backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor | None, Ten
     x, last = _dense(input)
     if dy.stride() != x.stride():
         dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
-    images, channels = x.shape[:2]
-    sizes, device = (images, x.numel() // (images * channels), channels, groups), x.device
+    device, dtype = x.device, x.dtype
     param_grads = (wanted[1] or wanted[2]) and (weight is not None or bias is not None)
-    flags = _Flags(last, silu, weight is not None, bias is not None)
-    launches = _backward_launches(sizes, x.itemsize, flags, param_grads, facts(device))
-    dx = torch.empty_like(x)
-    dweight = torch.empty_like(weight) if param_grads and weight is not None else None
-    dbias = torch.empty_like(bias) if param_grads and bias is not None else None
+    flags = (last, silu, weight is not None, bias is not None)
+    launches = _backward_launches(x.shape, groups, dtype, flags, param_grads, device)
+    empty = empty_on(device)
+    dx = empty(launches.input, x.stride(), dtype)
+    dweight = empty(launches.channels, (1,), weight.dtype) if param_grads and weight is not None else None
+    dbias = empty(launches.channels, (1,), bias.dtype) if param_grads and bias is not None else None
     given, scratch, tickets = (x, dy, weight, bias, statistics), None, None
     if launches.whole is not None:
         if launches.scratch:
@@ -234,6 +252,8 @@ def launch_backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor | None, Ten
 class BackwardLaunches(NamedTuple):
     """The kernels of a backward pass: one for whole groups or three for groups that are cut up, which lack tensors."""
 
+    input: tuple[int, ...]
+    channels: tuple[int]
     scratch: int  # elements of memory for sums
     whole: Any = None
     cut: tuple[Any, ...] = ()
@@ -242,9 +262,15 @@ class BackwardLaunches(NamedTuple):
 
 @launch_rule
 def _backward_launches(
-    sizes: tuple[int, ...], itemsize: int, flags: _Flags, param_grads: bool, device: DeviceFacts
+    shape: tuple[int, ...],
+    groups: int,
+    dtype: torch.dtype,
+    given: tuple[bool, ...],
+    param_grads: bool,
+    on: torch.device,
 ) -> BackwardLaunches:
-    images, positions, channels, groups = sizes
+    images, positions, channels, groups = sizes = _sizes(shape, groups)
+    flags, itemsize, device, results = _Flags(*given), dtype.itemsize, facts(on), (tuple(shape), (channels,))
     group_channels = channels // groups
     small = walk = None
     if config.groups_apart(images * positions * channels, group_channels * itemsize, flags.last):
@@ -273,11 +299,13 @@ def _backward_launches(
         programs = groups if whole else images * groups
         launch = _prepare_whole(kernels.group_norm_backward_small, programs, sizes, small, **constants)
         separate = param_grads and not add_up and not whole
-        return BackwardLaunches(0 if whole else elements, launch, parameters=parameters if separate else None)
+        return BackwardLaunches(*results, 0 if whole else elements, launch, parameters=parameters if separate else None)
     if walk is not None:
         constants |= {"STAGES": walk.stages, "ADD_UP": add_up}
         launch = _prepare_whole(kernels.group_norm_backward_walk, images * groups, sizes, walk, **constants)
-        return BackwardLaunches(elements, launch, parameters=parameters if param_grads and not add_up else None)
+        return BackwardLaunches(
+            *results, elements, launch, parameters=parameters if param_grads and not add_up else None
+        )
     tile, shared = _tiles(sizes, itemsize, flags.last, "backward", device)
     constants = {**flags.constants(group_channels, channels if flags.last else positions), **shared}
     grid, sizes = (images * tile.chunks, tile.channel_blocks), (*sizes, tile.chunks)
@@ -286,7 +314,7 @@ def _backward_launches(
         (images * groups,), sizes, HAS_WEIGHT=flags.has_weight, **_adding(group_channels)
     )
     elements += images * 2 * (groups + tile.chunks * channels)
-    return BackwardLaunches(elements, cut=(of_tile, sums), parameters=parameters if param_grads else None)
+    return BackwardLaunches(*results, elements, cut=(of_tile, sums), parameters=parameters if param_grads else None)
 
 
 def _fake(input, weight, bias, groups, eps, silu):  # type: ignore[no-untyped-def]
