@@ -156,22 +156,6 @@ def _rotate(
 @kernel
 @triton.jit
 def rope(
-    input, output, cosines, sines, cosines_across, sines_across, cu_seqlens,
-    tokens, table_rows, sequences_or_width, search_steps, batch, heads,
-    token_stride, batch_stride, head_stride, channel_stride, out_token_stride, out_batch_stride, out_head_stride,
-    CHANNELS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One tensor."""
-    tables = (cosines, sines, cosines_across, sines_across, cu_seqlens)
-    sizes = (tokens, table_rows, sequences_or_width, search_steps)
-    strides = (token_stride, batch_stride, head_stride, channel_stride)
-    out_strides = (out_token_stride, out_batch_stride, out_head_stride)
-    _rotate(input, output, tables, sizes, 0, (batch, heads), strides, out_strides, CHANNELS, TILE)
-
-
-@kernel
-@triton.jit
-def rope_pair(
     query, key, query_output, key_output, cosines, sines, cosines_across, sines_across, cu_seqlens,
     tokens, table_rows, sequences_or_width, search_steps, query_programs,
     query_batch, query_heads, query_token_stride, query_batch_stride, query_head_stride, query_channel_stride,
@@ -180,7 +164,7 @@ def rope_pair(
     key_out_token_stride, key_out_batch_stride, key_out_head_stride,
     CHANNELS: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """A query by the first `query_programs` programs, a key by the others."""
+    """A query by the first `query_programs` programs, a key, if there is one, by the others."""
     tables = (cosines, sines, cosines_across, sines_across, cu_seqlens)
     sizes = (tokens, table_rows, sequences_or_width, search_steps)
     query_sizes = (query_batch, query_heads)
@@ -189,7 +173,7 @@ def rope_pair(
     key_sizes = (key_batch, key_heads)
     key_strides = (key_token_stride, key_batch_stride, key_head_stride, key_channel_stride)
     key_out = (key_out_token_stride, key_out_batch_stride, key_out_head_stride)
-    if tl.program_id(0) < query_programs:
+    if key is None or tl.program_id(0) < query_programs:
         _rotate(query, query_output, tables, sizes, 0, query_sizes, query_strides, query_out, CHANNELS, QUERY_TILE)
     else:
         _rotate(key, key_output, tables, sizes, query_programs, key_sizes, key_strides, key_out, CHANNELS, KEY_TILE)

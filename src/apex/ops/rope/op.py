@@ -258,7 +258,8 @@ def launch(
     of_tables = (len(tables), tables[0].shape[-1], tables[0].numel())
     sides = tuple([(t.shape, t.stride(), output.stride()) for t, output in zip(tensors, outputs, strict=True)])
     prepared = _prepared_launch(sides, first.dtype.itemsize, spec.layout, spec.inverse, of_tables, edges, device)
-    prepared((*tensors, *outputs, *tables, *_ABSENT[len(tables)], cu_seqlens))
+    pair = (*tensors, *outputs) if len(tensors) == 2 else (first, None, outputs[0], None)
+    prepared((*pair, *tables, *_ABSENT[len(tables)], cu_seqlens))
     return outputs
 
 
@@ -280,10 +281,10 @@ def _prepared_launch(
     constants = config.channel_constants(layout, tables, inverse, shape[-1], rotated)
     sizes = (shape[DIMENSIONS[layout][0]], numel // rotated, edges, edges.bit_length())
     programs, side, tile, num_warps = _side(sides[0], layout, itemsize, device)
-    if len(sides) == 1:
-        return kernels.rope.prepare((programs,), (*sizes, *side), CHANNELS=constants, TILE=tile, num_warps=num_warps)
-    key_programs, key_side, key_tile, key_warps = _side(sides[1], layout, itemsize, device)
-    return kernels.rope_pair.prepare(
+    key_programs, key_side, key_tile, key_warps = 0, (1,) * len(side), tile, num_warps
+    if len(sides) == 2:
+        key_programs, key_side, key_tile, key_warps = _side(sides[1], layout, itemsize, device)
+    return kernels.rope.prepare(
         (programs + key_programs,),
         (*sizes, programs, *side, *key_side),
         CHANNELS=constants,
