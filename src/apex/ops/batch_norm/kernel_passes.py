@@ -295,7 +295,7 @@ def launch_backward(
     partials, _ = partial_sums(launches.partials, device, False)
     launches.measure((x, dy, output, *parameters, dz, partials), (eps,))
     rank_stats = None if alone else empty(launches.rank_stats, (1,), torch.float32)
-    launches.sums((partials, sum_dy, sum_dy_xhat, rank_stats), (launches.count,))
+    launches.sums((partials, sum_dy, sum_dy_xhat, rank_stats), (launches.values,))
     if dz is not None:  # the mask was applied: no need to ask the output again
         dy, output = dz, None
     sums: tuple[Tensor | None, ...] = (sum_dy, sum_dy_xhat)
@@ -303,7 +303,7 @@ def launch_backward(
         sum_dy, sum_dy_xhat = reference.over_ranks(exchange, rank_stats, sum_dy, sum_dy_xhat, wants_input)  # type: ignore[arg-type]
         sums = (rank_stats, None)
     if wants_input:
-        launches.apply((x, dy, output, *parameters, *sums, dx), (eps, 1 / launches.count))
+        launches.apply((x, dy, output, *parameters, *sums, dx), (eps, 1 / launches.values))
     return dx, dy if wants_z else None, sum_dy_xhat, sum_dy
 
 
@@ -313,7 +313,7 @@ class BackwardLaunches(NamedTuple):
     shape: tuple[int, ...]
     channels: tuple[int]
     rank_stats: tuple[int]
-    count: float  # values of a channel
+    values: float  # of a channel
     partials: int = 0  # elements of memory for the sums of parts
     whole: Any = None
     measure: Any = None

@@ -201,13 +201,12 @@ def saved_gradients(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> tuple[Tenso
     input, output, mean, variance, weight, bias = ctx.saved_tensors
     spec, exchange, channels = ctx.spec, ctx.exchange, Channels(mean, variance, weight, bias)
     wants_input, wants_z, wants_weight, wants_bias = wanted
+    found: tuple[Tensor | None, ...]
     if exchange is None and torch.is_grad_enabled():  # create_graph=True: they must be differentiable themselves
-        dx, dz, dweight, dbias = reference.gradients(dy, input, output, channels, spec)
-    elif launches(input):
-        dx, dz, dweight, dbias = launch_backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
+        found = reference.gradients(dy, input, output, channels, spec)
     else:
-        flags = {"wants_input": wants_input, "wants_z": wants_z}
-        dx, dz, dweight, dbias = backward(dy, input, output, channels, spec, exchange, **flags)
+        found = backward(dy, input, output, channels, spec, exchange, wants_input=wants_input, wants_z=wants_z)
+    dx, dz, dweight, dbias = found
     return (
         dx if wants_input else None,
         dz if wants_z else None,

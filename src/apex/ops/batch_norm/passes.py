@@ -85,6 +85,7 @@ def gradient_sums(
     The addend's gradient is `dy` behind the ReLU mask. The sums are the gradients of bias and weight.
     """
     write_dz = keep_dz and spec.relu
+    dz: Tensor | None
     if not _takes_kernels(input):
         dz, sum_dy, sum_dy_xhat = reference.gradient_sums(dy, input, output, channels, spec)
     elif torch.compiler.is_compiling():

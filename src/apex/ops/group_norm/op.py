@@ -195,7 +195,7 @@ def _forward_launches(
     return shapes._replace(partials=(images, tile.chunks, 2, channels)), (measure, add_up, apply)
 
 
-def _sizes(shape: tuple[int, ...], groups: int) -> tuple[int, int, int, int]:
+def _sizes(shape: tuple[int, ...], groups: int) -> tuple[int, ...]:
     """Images, positions of each, channels and groups."""
     return shape[0], math.prod(shape[2:]), shape[1], groups
 
