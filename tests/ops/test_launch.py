@@ -126,6 +126,29 @@ def test_pretended_device_ends_with_its_block() -> None:
     assert _device.facts(torch.device("cpu")) is _device.INTERPRETER
 
 
+def test_rules_that_were_asked_by_device_answer_anew_for_a_pretended_one() -> None:
+    """The keys are the same: of tensors without memory, say, which stand for those of every GPU."""
+    arguments = ((4096, 512), 512, torch.float32, (True, False, True, True, True), torch.device("meta"))
+    partials = []
+    for multiprocessors in (7, 14):
+        other = _device.DeviceFacts("other", "cuda", multiprocessors, warp_size=32, shared_memory=1 << 17)
+        with _device.pretend(other):
+            partials.append(norm.op._backward_launches(*arguments).partials)
+    assert partials[0] < partials[1]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_empty_tensors(device: str) -> None:
+    there = torch.device(device)
+    for sizes in ((7,), (2, 5), (3, 4, 5), (2, 1, 3), ()):
+        strides = torch.empty(sizes).stride()
+        assert _device.contiguous_strides(sizes) == strides
+        made = _device.empty_on(there)(sizes, strides, torch.bfloat16)
+        assert (made.shape, made.stride(), made.dtype, made.device) == (sizes, strides, torch.bfloat16, there)
+    last = _device.empty_on(there)((2, 3, 4, 5), (60, 1, 15, 3), torch.float32)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.gpu
 def test_facts_of_a_gpu() -> None:
     facts = _device.facts(torch.device("cuda", 0))

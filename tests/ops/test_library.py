@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from apex import _env
-from apex.ops import _device, _library, all_families, norm
+from apex.ops import _device, _library, all_families, batch_norm, group_norm, norm
 
 CPU = torch.device("cpu")
 
@@ -137,3 +137,33 @@ def test_quick_apply_is_apply() -> None:
     for apply in (Double.apply, quick):  # both leave it to PyTorch to say what torch.func needs
         with pytest.raises(RuntimeError, match="setup_context"):
             torch.func.grad(lambda x, apply=apply: apply(x).sum())(x)
+
+
+NORMS = {
+    "layer norm": lambda x, weight, bias: norm.layer_norm(x, x.shape[-1], weight, bias),
+    "layer norm that keeps its output": lambda x, weight, bias: norm.layer_norm(
+        x, x.shape[-1], weight, bias, memory_efficient=True
+    ),
+    "batch norm": lambda x, weight, bias: batch_norm.batch_norm(x, None, None, weight, bias, channel_dim=-1),
+    "group norm": lambda x, weight, bias: group_norm.group_norm(x.movedim(-1, 1), 2, weight, bias),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_pass_asks_the_dispatch_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question takes the host half a microsecond, as long as a tensor's address and dtype for a launch."""
+    x, weight, bias = torch.randn(4, 6, 8), torch.ones(8), torch.zeros(8)
+    leaves = [each.requires_grad_() for each in (x, weight, bias)]
+    asked: list[str] = []
+    runs_triton = _library.runs_triton
+
+    def noting(family: _library.OpFamily, tensor: torch.Tensor) -> bool:
+        asked.append(family.name)
+        return runs_triton(family, tensor)
+
+    monkeypatch.setattr(_library, "runs_triton", noting)
+    with _library.implementation("triton"):
+        output = NORMS[name](*leaves)
+        assert len(asked) == 1
+        torch.autograd.grad(output.square().sum(), leaves)
+        assert len(asked) == 2
