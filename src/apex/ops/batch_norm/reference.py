@@ -129,7 +129,8 @@ def normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNo
         values = values + z.to(dtype)
     if spec.relu:
         values = values.relu()
-    return values.to(input.dtype)
+    # A cast may give back what it is given, and PyTorch 2.11 compiles a Function that returns this without gradients.
+    return values if values.dtype == input.dtype else values.to(input.dtype)
 
 
 def gradient_sums(
