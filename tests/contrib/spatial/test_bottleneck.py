@@ -61,12 +61,14 @@ def test_gradcheck(stride: int, out: int, nhwc: bool, last: bool) -> None:
     assert torch.autograd.gradcheck(lambda x, *weights: module(x), (x, *module.w_conv), fast_mode=True)
 
 
-@pytest.mark.parametrize("route", routes(interpreter=False))
+@pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize(("nhwc", "last"), LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_matches_float64(
     dtype: torch.dtype, nhwc: bool, last: bool, route: Route, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if dtype == torch.bfloat16 and route == Route("cpu", "triton"):
+        pytest.skip("the interpreter cuts bfloat16 off instead of rounding it, which turns ReLUs")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     for stride, out in STRIDES:
         case = case_of(stride, out, nhwc, last, dtype)
@@ -81,7 +83,7 @@ def test_matches_float64(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("route", routes(interpreter=False))
+@pytest.mark.parametrize("route", routes())
 def test_needs_only_what_is_trained(route: Route, dtype: torch.dtype) -> None:
     """Any part of the weights, or the input, may need no gradient."""
     case = case_of(2, 6, dtype=dtype)

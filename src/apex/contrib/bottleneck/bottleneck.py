@@ -5,7 +5,7 @@ Images are [N, C, H, W], best in channels_last; with `explicit_nhwc` they, and w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class FrozenBatchNorm2d(nn.Module):
     def get_scale_bias(self, nhwc: bool) -> list[Tensor]:
         """Scale and bias as [1, 1, 1, C] or [1, C, 1, 1], in the buffers' dtype."""
         shape = (1, 1, 1, -1) if nhwc else (1, -1, 1, 1)
-        return [values.view(shape) for (values,) in scales_and_biases([self._buffers.values()])]
+        return [values.view(shape) for (values,) in scales_and_biases([list(self._buffers.values())])]
 
     def forward(self, x: Tensor) -> Tensor:
         scale, bias = self.get_scale_bias(False)
@@ -45,10 +45,11 @@ class FrozenBatchNorm2d(nn.Module):
 def _forward(ctx, nhwc, stride, scale, bias, x, conv, pad=None, overlap=False):  # type: ignore[no-untyped-def]
     dtype = autocast_dtype(x) or x.dtype
     x, *weights = [cast(_channels_second(each, nhwc), dtype) for each in (x, *conv)]
+    norms = bias if scale is None else list(zip(scale, bias, strict=True))
     with autocast_off(x):
-        y, saved = bottleneck_forward(x, weights, scale, bias, stride, pad, overlap)
+        y, saved = bottleneck_forward(x, weights, norms, stride, pad, overlap)
     ctx.save_for_backward(*saved)
-    ctx.nhwc, ctx.stride, ctx.pad, ctx.shape, ctx.count = nhwc, stride, pad, x.shape, 1 + len(conv)
+    ctx.nhwc, ctx.stride, ctx.pad, ctx.count = nhwc, stride, pad, 1 + len(conv)
     return _channels_last(y, nhwc)
 
 
@@ -61,7 +62,7 @@ def _channels_last(tensor: Tensor, nhwc: bool) -> Tensor:
 
 
 class BottleneckFunction(torch.autograd.Function):
-    """A block; `scale` and `bias` are lists with an entry for each of the weights `conv`."""
+    """A block; `scale` and `bias` have an entry for each of the weights `conv`; or None, and the buffers of norms."""
 
     @staticmethod
     def forward(ctx, nhwc, stride_1x1, scale, bias, x, *conv):  # type: ignore[override]
@@ -73,7 +74,7 @@ class BottleneckFunction(torch.autograd.Function):
         wanted = ctx.needs_input_grad[-ctx.count :]
         dy = _channels_second(grad_o, ctx.nhwc)
         with autocast_off(dy):
-            gradients = bottleneck_backward(dy, ctx.saved_tensors, ctx.shape, ctx.stride, wanted, ctx.pad)
+            gradients = bottleneck_backward(dy, ctx.saved_tensors, ctx.stride, wanted, ctx.pad)
         gradients = [each if each is None else _channels_last(each, ctx.nhwc) for each in gradients]
         return *[None] * (len(ctx.needs_input_grad) - ctx.count), *gradients
 
@@ -155,17 +156,21 @@ class Bottleneck(nn.Module):
     @property
     def w_conv(self) -> list[Any]:
         """The weights of the convolutions, that of the shortcut last."""
-        weights = [self.conv1.weight, self.conv2.weight, self.conv3.weight]
-        return weights if self.downsample is None else [*weights, self.downsample[0].weight]
+        modules: Any = self._modules  # an attribute that is a module takes a microsecond
+        shortcut = self.downsample
+        weights = [modules["conv1"].weight, modules["conv2"].weight, modules["conv3"].weight]
+        return weights if shortcut is None else [*weights, shortcut[0].weight]
 
     def _norms(self) -> list[Any]:
-        norms = [self.bn1, self.bn2, self.bn3]
-        return norms if self.downsample is None else [*norms, self.downsample[1]]
+        modules: Any = self._modules
+        shortcut = self.downsample
+        norms = [modules["bn1"], modules["bn2"], modules["bn3"]]
+        return norms if shortcut is None else [*norms, shortcut[1]]
 
-    def _scales_and_biases(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def _scales_and_biases(self) -> tuple[Any, Any]:
+        """Those that are kept; without these None, and the norms' buffers."""
         if self.w_scale is None or self.w_bias is None:
-            # Four attributes of a module would take 7 us.
-            return scales_and_biases([norm._buffers.values() for norm in self._norms()])
+            return None, [tuple(norm._buffers.values()) for norm in self._norms()]
         weight, scale = next(self.bn1.buffers()), self.w_scale[0]
         if (weight.device, weight.dtype) != (scale.device, scale.dtype):
             raise RuntimeError(
@@ -181,7 +186,7 @@ class Bottleneck(nn.Module):
         kept = self.w_scale, self.w_bias = tuple([pair[place] for pair in pairs] for place in range(2))
 
         def renew() -> None:
-            found = scales_and_biases([norm._buffers.values() for norm in norms])
+            found = scales_and_biases([tuple(norm._buffers.values()) for norm in norms])
             for memories, values in zip(kept, found, strict=True):
                 torch._foreach_copy_([memory.view(-1) for memory in memories], values)
 
@@ -189,8 +194,10 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_floats(x=x)
-        nhwc, stride, channels, weights = self.explicit_nhwc, self.stride, self.conv1.in_channels, self.w_conv
-        if x.dim() != 4 or x.shape[-1 if nhwc else 1] != channels:
+        nhwc, stride, weights = self.explicit_nhwc, self.stride, self.w_conv
+        place = -1 if nhwc else 1
+        channels = weights[0].shape[place]
+        if x.dim() != 4 or x.shape[place] != channels:
             layout = "[N, H, W, C]" if nhwc else "[N, C, H, W]"
             raise ValueError(f"x has shape {list(x.shape)}, expected {layout} with {channels} channels")
         scales, biases = self._scales_and_biases()
@@ -199,6 +206,8 @@ class Bottleneck(nn.Module):
             return SpatialBottleneckFunction.apply(*options, x, *weights)
         if is_eager(x):
             return _bottleneck(nhwc, stride, scales, biases, x, *weights)
+        if scales is None:
+            scales, biases = scales_and_biases(biases)
         images, *weights = (_channels_second(each, nhwc) for each in (x, *weights))
         return _channels_last(bottleneck_reference(images, weights, scales, biases, stride), nhwc)
 

@@ -4,9 +4,9 @@
     out2 = relu(s2 conv3x3(out1) + b2)
     y    = relu(s3 conv1x1(out2) + b3 + shortcut),    shortcut = x or s4 conv1x1(x) + b4
 
-A scale of an output channel is a factor of its weights, so it is applied to these: one call does the rest of a line,
-and rounds once. A 1x1 convolution with a stride sees one of stride * stride pixels, so those are taken first; behind
-that nothing has a stride, and with channels last it is a product of matrices, [pixels, C] by [C, C'].
+A scale of an output channel is a factor of its weights, so it is applied to these: one call of cuDNN does the rest of a
+line, and rounds once. The host is the limit for all but large images: few calls, and the same ones again, whose code is
+still in its caches. With matrix products for 1x1 convolutions a step on an H200 took 1.08 times as long.
 
 An image may be divided by rows among ranks. A HaloPadder `pad` then exchanges the first and the last row with the ranks
 above and below: `pad(images, *_ROWS)` has theirs at both ends after `pad.wait()`.
@@ -14,15 +14,17 @@ above and below: `pad(images, *_ROWS)` has theirs at both ends after `pad.wait()
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..dense.parts import activated_linear
-from .op import Pair, conv_gradients, cudnn_does_it
+from .. import _library
+from .op import FAMILY, Pair, conv_gradients, cudnn_does_it
+
+kernels = _library.LazyModule(f"{__package__}.kernels")
 
 _threshold_backward = torch.ops.aten.threshold_backward.default  # looking it up takes as long as a view
 _ONE = (1, 1)
@@ -44,20 +46,14 @@ def bottleneck_reference(
 def bottleneck_forward(
     x: Tensor,
     weights: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    biases: Sequence[Tensor],
+    norms: Sequence[Sequence[Tensor]],
     stride: int,
     pad: Any = None,
     overlap: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """y and what the backward pass needs; with `overlap` the outer rows of out2 are computed anew, at the end."""
-    pixels = x[:, :, ::stride, ::stride] if stride > 1 else x
-    if stride > 1 and x.is_contiguous(memory_format=torch.channels_last):
-        pixels = pixels.contiguous(memory_format=torch.channels_last)
-    factors = [each.reshape(-1, 1, 1, 1) for each in scales]
-    scaled = [cast(each, x.dtype) for each in torch._foreach_mul(list(weights), factors)]
-    bias = [cast(each if each.dim() == 1 else each.reshape(-1), x.dtype) for each in biases]
-    out1 = conv_relu(pixels, scaled[0], bias[0], _NO_PADDING)
+    scaled, scales, bias = fold(weights, norms)
+    out1 = conv_relu(x, scaled[0], bias[0], _NO_PADDING, stride=stride)
     whole = out1 if pad is None else pad(out1, *_ROWS)
     if pad is None or overlap:
         out2 = conv_relu(out1, scaled[1], bias[1], _PADDING)
@@ -68,29 +64,28 @@ def bottleneck_forward(
             out2[:, :, -1:] = conv_relu(whole[:, :, -3:], scaled[1], bias[1], _PADDED_ROWS)
         else:
             out2 = conv_relu(whole, scaled[1], bias[1], _PADDED_ROWS)
-    shortcut = pixels
-    if len(weights) > 3:
-        conv = pointwise if takes_products(pixels) else functional.conv2d
-        shortcut = conv(pixels, scaled[3], bias[3])
-    y = conv_relu(out2, scaled[2], bias[2], _NO_PADDING, shortcut)
-    return y, [pixels, whole, out2, y, *scaled, *factors]
+    shortcut, last_bias = x, bias[2]
+    if len(weights) > 3:  # its bias is added with the other one: PyTorch's convolution would take a pass for it
+        shortcut, last_bias = functional.conv2d(x, scaled[3], stride=stride), bias[2] + bias[3]
+    y = conv_relu(out2, scaled[2], last_bias, _NO_PADDING, shortcut)
+    return y, [x, whole, out2, y, *scaled, *scales]
 
 
 def bottleneck_backward(
-    dy: Tensor, saved: Sequence[Tensor], shape: torch.Size, stride: int, wanted: Sequence[bool], pad: Any = None
+    dy: Tensor, saved: Sequence[Tensor], stride: int, wanted: Sequence[bool], pad: Any = None
 ) -> list[Tensor | None]:
-    """Gradients of x, of `shape`, and of the weights, where `wanted`; all ranks must want one below `out2`, or none."""
-    pixels, out1, out2, y, *others = saved  # out1 with the neighbours' rows
-    scaled, factors = others[: len(others) // 2], others[len(others) // 2 :]
+    """Gradients of x and of the weights, where `wanted`; all ranks must want one below `out2`, or none."""
+    x, out1, out2, y, *others = saved  # out1 with the neighbours' rows
+    scaled, scales = others[: len(others) // 2], others[len(others) // 2 :]
     of_x, of_weights = wanted[0], wanted[1:]
     of_out1 = of_x or of_weights[0]
     of_out2 = of_out1 or of_weights[1]
     of_scaled: list[Tensor | None] = [None] * len(scaled)
     dz = relu_gradient(dy, y)
-    dx: Tensor | None = dz if of_x else None
+    dx: Tensor | None = dz
     if len(scaled) > 3:
-        dx, of_scaled[3] = pointwise_gradients(dz, pixels, scaled[3], (of_x, of_weights[3]))
-    dout2, of_scaled[2] = pointwise_gradients(dz, out2, scaled[2], (of_out2, of_weights[2]))
+        dx, of_scaled[3] = conv_gradients(dz, x, scaled[3], _NO_PADDING, (of_x, of_weights[3]), stride)
+    dout2, of_scaled[2] = conv_gradients(dz, out2, scaled[2], _NO_PADDING, (of_out2, of_weights[2]))
     if dout2 is not None:
         dz2 = relu_gradient(dout2, out2)
         if pad is None:
@@ -104,24 +99,15 @@ def bottleneck_backward(
             if pad is not None:
                 dout1, out1 = dout1[:, :, 1:-1], out1[:, :, 1:-1]
             dz1 = relu_gradient(dout1, out1)
-            dx, of_scaled[0] = pointwise_gradients(dz1, pixels, scaled[0], (of_x, of_weights[0]), dx)
-    found = [pair for pair in zip(of_scaled, factors, strict=True) if pair[0] is not None]
-    if found:
-        torch._foreach_mul_(*map(list, zip(*found, strict=True)))
-    return [None if dx is None else at_pixels(dx, shape, stride), *of_scaled]
+            found, of_scaled[0] = conv_gradients(dz1, x, scaled[0], _NO_PADDING, (of_x, of_weights[0]), stride)
+            dx = None if found is None or dx is None else found.add_(dx)
+    pairs = [(each, scale) for each, scale in zip(of_scaled, scales, strict=True) if each is not None]
+    if pairs:
+        scale_rows(*map(list, zip(*pairs, strict=True)))
+    return [dx if of_x else None, *of_scaled]
 
 
-def at_pixels(gradient: Tensor, shape: torch.Size, stride: int) -> Tensor:
-    """The gradient of images of a shape, of which a stride has left a part."""
-    if stride == 1:
-        return gradient
-    layout = torch.channels_last if is_channels_last(gradient) else torch.contiguous_format
-    whole = torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=layout).zero_()
-    whole[:, :, ::stride, ::stride] = gradient
-    return whole
-
-
-def scales_and_biases(norms: Sequence[Iterable]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def scales_and_biases(norms: Sequence[Sequence[Any]]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Scale and bias, [C], of each norm (weight, bias, mean, variance), in their dtype; four launches for all."""
     kinds = list(zip(*norms, strict=True))
     sizes = [each.numel() for each in kinds[0]]
@@ -130,64 +116,69 @@ def scales_and_biases(norms: Sequence[Iterable]) -> tuple[tuple[Tensor, ...], tu
     return scale.split(sizes), torch.addcmul(bias, mean, scale, value=-1).split(sizes)
 
 
+def fold(weights: Sequence[Tensor], norms: Sequence[Sequence[Tensor]]) -> Any:
+    """Weights times scales, scales, and biases [C]; a norm is (weight, bias, mean, variance) or (scale, bias)."""
+    scaled = [torch.empty_like(each) for each in weights]
+    if len(norms[0]) == 4 and _kernel_takes([*weights, *[each for norm in norms for each in norm]]):
+        scales: Any = [torch.empty_like(norm[0]) for norm in norms]
+        bias = [torch.empty_like(norm[1], dtype=weights[0].dtype) for norm in norms]
+        rows = zip(weights, norms, scaled, scales, bias, strict=True)
+        launch_fold([(weight, norm[0], target, *norm[1:], scale, shift) for weight, norm, target, scale, shift in rows])
+        return scaled, scales, bias
+    scales, biases = scales_and_biases(norms) if len(norms[0]) == 4 else tuple(zip(*norms, strict=True))
+    scale_rows(weights, scales, scaled)
+    return scaled, scales, [cast(each.reshape(-1), weights[0].dtype) for each in biases]
+
+
+def scale_rows(tensors: Sequence[Tensor], scales: Sequence[Tensor], targets: Sequence[Tensor] | None = None) -> None:
+    """Tensors times the scales of their output channels, rounded once; in place without targets."""
+    targets = targets or tensors
+    if _kernel_takes([*tensors, *scales]):
+        launch_fold([(*each, None, None, None, None, None) for each in zip(tensors, scales, targets, strict=True)])
+        return
+    for tensor, scale, target in zip(tensors, scales, targets, strict=True):
+        target.copy_(tensor * scale.reshape(-1, 1, 1, 1))
+
+
+def launch_fold(rows: Sequence[tuple[Any, ...]]) -> None:
+    """The kernel for up to four (weight, gamma, scaled, beta, mean, variance, scale, shift)."""
+    sizes = [size for weight, *_ in rows for size in (weight.shape[0], weight.numel() // weight.shape[0])]
+    absent = 4 - len(rows)
+    kernels.fold_norms(
+        (max(sizes[::2]), len(rows)),
+        (*[each for row in rows for each in row], *[None] * (8 * absent)),
+        (*sizes, *[0] * (2 * absent)),
+        BLOCK=512,
+        num_warps=4,
+    )
+
+
+def _kernel_takes(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernel is for tensors, which it reads from end to end."""
+    device, last = tensors[0].device, torch.channels_last
+    return _library.runs_triton(FAMILY, tensors[0]) and all(
+        each.device == device and (each.is_contiguous() or each.is_contiguous(memory_format=last)) for each in tensors
+    )
+
+
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in a dtype, without a call of PyTorch where it has that."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def takes_products(images: Tensor) -> bool:
-    """Whether 1x1 convolutions are products of matrices, half as long to call; float32 has TensorFloat-32 otherwise."""
-    return images.dtype != torch.float32 and is_channels_last(images)
-
-
-def rows_of(images: Tensor) -> Tensor:
-    """[pixels, C]; a view where channels are last."""
-    channels = images.shape[1]
-    images = images.contiguous(memory_format=torch.channels_last)
-    return images.as_strided((images.numel() // channels, channels), (channels, 1))
-
-
-def images_of(rows: Tensor, like: Tensor) -> Tensor:
-    """[pixels, C] as images of the height and width of others."""
-    (n, _, height, width), channels = like.shape, rows.shape[1]
-    return rows.as_strided((n, channels, height, width), (height * width * channels, 1, width * channels, channels))
-
-
-def pointwise(images: Tensor, weight: Tensor, bias: Tensor, activation: str = "none") -> Tensor:
-    """A 1x1 convolution of images that `takes_products`."""
-    return images_of(activated_linear(rows_of(images), weight.flatten(1), bias, activation), images)
-
-
-def conv_relu(images: Tensor, weight: Tensor, bias: Tensor, padding: Pair, summand: Tensor | None = None) -> Tensor:
+def conv_relu(
+    images: Tensor, weight: Tensor, bias: Tensor, padding: Pair, summand: Tensor | None = None, stride: int = 1
+) -> Tensor:
     """relu(conv(images, weight) + bias + summand)."""
-    if summand is None and padding == _NO_PADDING and takes_products(images):
-        return pointwise(images, weight, bias, "relu")
     if cudnn_does_it(images, weight, bias):
+        strides = (stride, stride)
         if summand is None:
-            return torch.cudnn_convolution_relu(images, weight, bias, _ONE, padding, _ONE, 1)
-        return torch.cudnn_convolution_add_relu(images, weight, summand, 1.0, bias, _ONE, padding, _ONE, 1)
-    output = functional.conv2d(images, weight, bias, padding=padding)
+            return torch.cudnn_convolution_relu(images, weight, bias, strides, padding, _ONE, 1)
+        return torch.cudnn_convolution_add_relu(images, weight, summand, 1.0, bias, strides, padding, _ONE, 1)
+    output = functional.conv2d(images, weight, bias, stride, padding)
     return (output if summand is None else output.add_(summand)).relu_()
-
-
-def pointwise_gradients(
-    dz: Tensor, images: Tensor, weight: Tensor, wanted: tuple[bool, bool], dx: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None]:
-    """`conv_gradients` of a 1x1 convolution; that of images is added to `dx`, which may be overwritten."""
-    if not takes_products(images):
-        found, dweight = conv_gradients(dz, images, weight, _NO_PADDING, wanted)
-        return found if found is None or dx is None else found.add_(dx), dweight
-    rows, matrix = rows_of(dz), weight.flatten(1)
-    dweight = rows.t().mm(rows_of(images)).view(weight.shape) if wanted[1] else None
-    if not wanted[0]:
-        return None, dweight
-    return images_of(rows.mm(matrix) if dx is None else rows_of(dx).addmm_(rows, matrix), dz), dweight
 
 
 def relu_gradient(dy: Tensor, y: Tensor) -> Tensor:
     """The gradient before ReLU, from its result."""
     return _threshold_backward(dy, y, 0)
-
-
-def is_channels_last(images: Tensor) -> bool:
-    return images.is_contiguous(memory_format=torch.channels_last)

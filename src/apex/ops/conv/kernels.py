@@ -1,4 +1,4 @@
-"""What follows a convolution, in one pass over its output, in place."""
+"""What follows a convolution, in one pass over its output, in place; weights times frozen norms."""
 
 import triton
 import triton.language as tl
@@ -33,3 +33,83 @@ def conv_epilogue(
     if HAS_MASK:
         result = tl.where(tl.load(mask + offset, inside, other=0) == 0, 0.0, result)
     tl.store(values + offset, result.to(values.dtype.element_ty), inside)
+
+
+@triton.jit
+def _fold_norm(weight, gamma, scaled, beta, mean, variance, scale, shift, rows, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    if weight is not None:
+        if row < rows:
+            factor = tl.load(gamma + row).to(tl.float32)
+            if variance is not None:
+                root = tl.sqrt_rn(tl.load(variance + row).to(tl.float32))
+                rounded = tl.div_rn(factor, root).to(scale.dtype.element_ty)
+                tl.store(scale + row, rounded)
+                factor = rounded.to(tl.float32)
+                bias = tl.load(beta + row).to(tl.float32) - tl.load(mean + row).to(tl.float32) * factor
+                tl.store(shift + row, bias.to(shift.dtype.element_ty))
+            first = row.to(tl.int64) * columns
+            for start in range(0, columns, BLOCK):
+                column = start + tl.arange(0, BLOCK)
+                result = tl.load(weight + first + column, column < columns, other=0.0).to(tl.float32) * factor
+                tl.store(scaled + first + column, result.to(scaled.dtype.element_ty), column < columns)
+
+
+@kernel
+@triton.jit
+def fold_norms(
+    weight0,
+    gamma0,
+    scaled0,
+    beta0,
+    mean0,
+    variance0,
+    scale0,
+    shift0,
+    weight1,
+    gamma1,
+    scaled1,
+    beta1,
+    mean1,
+    variance1,
+    scale1,
+    shift1,
+    weight2,
+    gamma2,
+    scaled2,
+    beta2,
+    mean2,
+    variance2,
+    scale2,
+    shift2,
+    weight3,
+    gamma3,
+    scaled3,
+    beta3,
+    mean3,
+    variance3,
+    scale3,
+    shift3,
+    rows0,
+    columns0,
+    rows1,
+    columns1,
+    rows2,
+    columns2,
+    rows3,
+    columns3,
+    BLOCK: tl.constexpr,
+):
+    """scaled = weight * scale of up to four weights, by `program_id(1)`, with a scale for each row (output channel).
+
+    scale = gamma / sqrt(variance) and shift = beta - mean * scale are stored; without a variance gamma is the scale.
+    """
+    which = tl.program_id(1)
+    if which == 0:
+        _fold_norm(weight0, gamma0, scaled0, beta0, mean0, variance0, scale0, shift0, rows0, columns0, BLOCK)
+    elif which == 1:
+        _fold_norm(weight1, gamma1, scaled1, beta1, mean1, variance1, scale1, shift1, rows1, columns1, BLOCK)
+    elif which == 2:
+        _fold_norm(weight2, gamma2, scaled2, beta2, mean2, variance2, scale2, shift2, rows2, columns2, BLOCK)
+    else:
+        _fold_norm(weight3, gamma3, scaled3, beta3, mean3, variance3, scale3, shift3, rows3, columns3, BLOCK)
