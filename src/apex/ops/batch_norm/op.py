@@ -78,26 +78,26 @@ def batch_norm_with_statistics(
 def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpec) -> None:
     """Raises for arguments that do not fit each other."""
     running_mean, running_var, weight, bias = running
-    if spec.channel_dim not in (1, -1):
-        raise ValueError(f"channel_dim={spec.channel_dim} is not known; 1 for [N, C, ...] and -1 for [N, ..., C] are")
-    if input.dim() < 2:
-        raise ValueError(
-            f"input has shape {list(input.shape)}; images and channels, at least two dimensions, are needed"
-        )
+    shape, device, channel_dim = input.shape, input.device, spec.channel_dim
+    if channel_dim not in (1, -1):
+        raise ValueError(f"channel_dim={channel_dim} is not known; 1 for [N, C, ...] and -1 for [N, ..., C] are")
+    if len(shape) < 2:
+        raise ValueError(f"input has shape {list(shape)}; images and channels, at least two dimensions, are needed")
     if not input.dtype.is_floating_point:
         raise TypeError(f"batch_norm needs a floating-point input, got {input.dtype}")
-    if (running_mean is None) != (running_var is None):
-        raise ValueError("running_mean and running_var must be given together, or neither of them")
-    if running_mean is None and not spec.training:
-        raise ValueError("running_mean and running_var are needed where training is False")
-    channels = input.shape[spec.channel_dim]
+    if running_mean is None or running_var is None:
+        if running_mean is not running_var:
+            raise ValueError("running_mean and running_var must be given together, or neither of them")
+        if not spec.training:
+            raise ValueError("running_mean and running_var are needed where training is False")
+    channels = shape[channel_dim]
     check_per_channel(input, channels, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     if z is not None:
-        if z.shape != input.shape:
-            raise ValueError(f"z has shape {list(z.shape)}, the input {list(input.shape)}")
-        if z.device != input.device:
-            raise ValueError(f"z is on {z.device}, the input on {input.device}")
-        if not z.is_floating_point():
+        if z.shape != shape:
+            raise ValueError(f"z has shape {list(z.shape)}, the input {list(shape)}")
+        if z.device != device:
+            raise ValueError(f"z is on {z.device}, the input on {device}")
+        if not z.dtype.is_floating_point:
             raise TypeError(f"z must be floating-point, got {z.dtype}")
 
 
