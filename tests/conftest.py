@@ -13,6 +13,18 @@ from . import quick_interpreter
 
 GPU = torch.cuda.is_available()
 
+# Names of files of which one or more take 20 seconds.
+LONG = (
+    "test_checkpoint.py",
+    "test_compile.py",
+    "test_models.py",
+    "test_pipelines.py",
+    "test_processes.py",
+    "test_site.py",
+    "test_tensor_parallel.py",
+    "test_transformer.py",
+)
+
 # Asked for by --hypothesis-profile=campaign: many more random calls, others each time.
 settings.register_profile("campaign", max_examples=100, deadline=None)
 
@@ -34,8 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # The file that takes minutes first, so that of several processes none is left alone with it.
-    items.sort(key=lambda item: item.path.name != "test_cross_compile.py")
+    # Files that take long first, the one that takes minutes before all, so that at the end no process is left alone.
+    items.sort(key=lambda item: (item.path.name != "test_cross_compile.py", item.path.name not in LONG))
     if GPU:
         return
     away = [item for item in items if item.get_closest_marker("gpu")]
@@ -49,6 +61,8 @@ def pytest_collection_finish() -> None:
         importlib.import_module("torch._dynamo")  # which PyTorch's optimizers import; tests alone may do without
     gc.collect()
     gc.freeze()
+    if not GPU:  # where garbage may hold memory of the device; tracing takes a tenth less with fewer searches
+        gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -42,7 +42,7 @@ def test_every_call_in_one_graph(level: str) -> None:
         table = [call for call in table if getattr(call.function, "__name__", "") != "apply"]
         table = [call for call in table if call.name != "fast_mask_softmax_dropout_func"]
     if level in ("O2", "O4"):  # which cast functions as O5 and O1 do, to another dtype
-        table = [call for call in table if isinstance(call.function, nn.Module)]
+        table = list({type(call.function): call for call in table if isinstance(call.function, nn.Module)}.values())
     arguments = [
         [v.requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v for v in call.arguments.values()]
         for call in table

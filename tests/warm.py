@@ -227,6 +227,7 @@ if __name__ == "__main__":
         importlib.import_module(name)
     torch.set_num_threads(1)  # threads are lost in a fork
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # as in `conftest`
     fork = _serve()
     if fork is not None:
         _become(fork)

@@ -140,6 +140,8 @@ class Program:
         """
         prepared, backend = self.launch.prepared, target.backend
         options = backend.parse_options({"num_warps": prepared.num_warps, "num_stages": prepared.num_stages})
+        if not whole:  # reading and linking a vendor's functions is a tenth of the time; programs made whole have them
+            object.__setattr__(options, "extern_libs", ())
         metadata: dict[str, Any] = {"target": target.gpu, **options.__dict__}
         stages: dict[str, Any] = {}
         backend.add_stages(stages, options, Language.TRITON)
@@ -212,18 +214,17 @@ def record_all(target: Target) -> list[_launch.Launch]:
 
 
 def largest_of_each(launches: list[_launch.Launch]) -> list[_launch.Launch]:
-    """The launch with the largest blocks of every kernel and every kind of input that decides about instructions.
+    """The launch with the largest blocks of every kernel, and of every variant of it that has other instructions.
 
-    That is the dtype of the first tensor, a float8 among the others, and what is given by name: update rules and
-    activations that are inlined, precisions of matrix products.
+    Those are activations and precisions of matrix products, which have names, and float8.
     """
     largest: dict[tuple[Any, ...], tuple[int, _launch.Launch]] = {}
     for launch in launches:
         kernel, constants, dtypes, _, stages = _ahead.program(launch)
-        named = [constant for constant in constants if isinstance(constant, str)]
+        named = [constant for constant in constants if isinstance(constant, str) and "." not in constant]
         float8 = [dtype for dtype in dtypes if str(dtype).startswith("torch.float8")]
         size = stages * math.prod(constant for constant in constants if isinstance(constant, int) and constant > 0)
-        key = kernel, dtypes[0], *named, *float8
+        key = kernel, *named, *float8
         if key not in largest or size > largest[key][0]:
             largest[key] = size, launch
     return [launch for _, launch in largest.values()]
@@ -246,6 +247,7 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
             program = programs.setdefault((vendor, *_ahead.program(launch)), Program(launch))
             program.names[name] = None
     gc.freeze()  # what was imported stays, and need not be searched for garbage
+    gc.set_threshold(50_000, 20, 20)
     seen: dict[str, set[str]] = {name: set() for name in names}
     for program in programs.values():
         for name in program.names:
