@@ -42,7 +42,7 @@ def test_few_heads_are_shared_by_all_multiprocessors(rule) -> None:
     for heads in (1, 6, 24, 130, 5000):
         for length in (40, 172, 536, 762, 5000):
             chosen = rule(64, 2, length, length, "", LARGE)
-            tile = config.spread(chosen, split, length, heads, LARGE)
+            tile = config.spread(chosen, split, length, heads, 2, LARGE)
             block = getattr(tile, split)
             assert heads * -(-length // block) >= min(LARGE.multiprocessors, heads * -(-length // 32))
             assert block in (32, getattr(chosen, split)) or heads * -(-length // (2 * block)) < LARGE.multiprocessors

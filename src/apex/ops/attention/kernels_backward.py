@@ -4,7 +4,22 @@ import triton
 import triton.language as tl
 
 from .._launch import kernel
-from .kernels_common import LOG2E, bias_tile, dot, is_kept, key_of_head, key_terms, locate, mix, store_tile, tile
+from .config import DLOGITS_PITCH
+from .kernels_common import (
+    LOG2E,
+    aligned,
+    bias_tile,
+    dot,
+    is_kept,
+    key_of_head,
+    key_terms,
+    locate,
+    mix,
+    store_tile,
+    tile,
+)
+
+PITCH = tl.constexpr(DLOGITS_PITCH)
 
 
 @triton.jit
@@ -71,10 +86,12 @@ def attention_backward_queries(
     q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, g_z, g_h, g_m, d_z, d_h, d_m, s_z, s_h, plane,
     mask_group, bias_group, threshold, scale, inf, kept,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
-    FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the queries, and `delta`, the product of every row of `out` with its gradient."""
+    rows = aligned(rows, ALIGN_M)
+    columns = aligned(columns, ALIGN_N)
     z, h, first, start, count, partners = locate(
         tl.program_id(0), cu, batch, heads, rows, columns, total, PACKED, TAIL, BM
     )
@@ -130,19 +147,22 @@ def attention_backward_keys(
     s_z, s_h, plane,
     mask_group, bias_group, threshold, first_batch, scale, inf, kept,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
-    STORES: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    STORES: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr,
+    FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values. Tiles are transposed: keys by queries.
 
-    STORES: `dlogits` [batches, H, N, M], of batches from `first_batch` on, gets the gradient of the logits, from which
-    those of queries and bias follow. `delta` is not there yet then, and computed from `out`.
+    STORES: `dlogits` [batches, H, N, pitch of M], of batches from `first_batch` on, gets the gradient of the logits,
+    from which those of queries and bias follow. `delta` is not there yet then, and computed from `out`.
     """
+    rows = aligned(rows, ALIGN_M)
+    columns = aligned(columns, ALIGN_N)
+    pitch = tl.cdiv(rows, PITCH) * PITCH
     z, h, first, start, count, partners = locate(
         tl.program_id(0), cu, batch, heads, columns, rows, total, PACKED, TAIL, BN
     )
     if STORES:
-        dlogits += ((z * heads + h) * columns + first) * rows
+        dlogits += ((z * heads + h) * columns + first) * pitch
         z += first_batch
     column = start + first
     left = count - first
@@ -205,8 +225,9 @@ def attention_backward_keys(
         ds = (p * ds).to(qs.dtype)
         dvs = dot(dropped.to(gs.dtype), gs, dvs, PRECISION)
         if STORES:
-            inside = (n[:, None] < left) & (r[None, :] < m_left)
-            tl.store(dlogits + n[:, None] * rows + (row + r)[None, :], ds, mask=inside)
+            # Zeros beyond the last query.
+            inside = (n[:, None] < left) & (r[None, :] < pitch - row)
+            tl.store(dlogits + n[:, None] * pitch + (row + r)[None, :], ds, mask=inside)
         dks = dot(ds, qs, dks, PRECISION)
         q += BM * q_m
         dout += BM * g_m
@@ -219,30 +240,32 @@ def attention_backward_keys(
 def attention_backward_stored(
     dlogits, k, dq,
     heads, rows, columns, head_dim, k_z, k_h, k_n, d_z, d_h, d_m, first_batch, scale,
-    FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the queries from that of the logits, as `attention_backward_keys` stores it."""
+    pitch = tl.cdiv(aligned(rows, ALIGN_M), PITCH) * PITCH
+    columns = aligned(columns, ALIGN_N)
     blocks = tl.cdiv(rows, BM)
     program = tl.program_id(0)
     zh = (program // blocks).to(tl.int64)
     first = (program % blocks) * BM
     z = zh // heads + first_batch
     h = zh % heads
-    dlogits += zh * columns * rows + first
+    dlogits += zh * columns * pitch + first
     k += z * k_z + h * k_h
     left = rows - first
     r = tl.arange(0, BM)
     n = tl.arange(0, BN)
     result = tl.zeros((BM, BD), tl.float32)
     for column in range(0, columns, BN):
-        pointers = dlogits + n[:, None] * rows + r[None, :]
+        pointers = dlogits + n[:, None] * pitch + r[None, :]
         if FULL_M and FULL_N:
             ds = tl.load(pointers)
         else:
-            ds = tl.load(pointers, mask=(n[:, None] < columns - column) & (r[None, :] < left), other=0.0)
+            ds = tl.load(pointers, mask=(n[:, None] < columns - column) & (r[None, :] < pitch - first), other=0.0)
         ks = tile(k, columns - column, k_n, head_dim, BN, BD, FULL_N, FULL_D)
         result = dot(tl.trans(ds), ks, result, PRECISION)
         k += BN * k_n
-        dlogits += tl.cast(BN, tl.int64) * rows
+        dlogits += tl.cast(BN, tl.int64) * pitch
     store_tile(dq + z * d_z + h * d_h + first.to(tl.int64) * d_m, result * scale, left, d_m, head_dim, BM, BD)

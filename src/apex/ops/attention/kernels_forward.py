@@ -4,7 +4,20 @@ import triton
 import triton.language as tl
 
 from .._launch import kernel
-from .kernels_common import LN2, LOG2E, bias_tile, dot, is_kept, key_of_head, key_terms, locate, mix, store_tile, tile
+from .kernels_common import (
+    LN2,
+    LOG2E,
+    aligned,
+    bias_tile,
+    dot,
+    is_kept,
+    key_of_head,
+    key_terms,
+    locate,
+    mix,
+    store_tile,
+    tile,
+)
 
 
 @triton.jit
@@ -118,15 +131,16 @@ def attention_forward(
     q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane,
     mask_group, bias_group, threshold, scale, inf, kept,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
-    SAVES: tl.constexpr, REPAIRS: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    SAVES: tl.constexpr, REPAIRS: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, FULL_M: tl.constexpr,
+    FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr,
 ):  # fmt: skip
     """Output and statistics, a tile of queries per program.
 
     REPAIRS: only if packed sequences do not fill all rows; where they do, what is there already is right. Few programs,
     which end at once or take all tiles.
     """
-    sizes = (batch, heads, rows, columns, head_dim, total)
+    sizes = (batch, heads, aligned(rows, ALIGN_M), aligned(columns, ALIGN_N), head_dim, total)
     strides = (q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane)
     options = (mask_group, bias_group, threshold, scale, inf, kept)
     tensors = (q, k, v, mask, bias, cu, seed, out, statistics)

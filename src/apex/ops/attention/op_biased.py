@@ -149,9 +149,9 @@ def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
 
     # Gradients of logits are stored, part by part: computing them a second time for the bias takes longer.
     batch, heads, rows, columns, *_ = problem
-    group = problem.bias_group
-    at_once = config.batches_at_once(batch, heads * rows * columns * query.dtype.itemsize, group)
-    dlogits = query.new_empty((at_once, heads, columns, rows))
+    group, pitch = problem.bias_group, config.pitch(rows)
+    at_once = config.batches_at_once(batch, heads * pitch * columns * query.dtype.itemsize, group)
+    dlogits = query.new_empty((at_once, heads, columns, pitch))
     # In float32 where there is more to add up, because the bias was expanded.
     dtype = kernel_bias.dtype if kernel_bias.numel() == bias.numel() else torch.float32
     sums: list[Tensor] = []
@@ -164,12 +164,12 @@ def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
         if count <= group:
             total = stored.sum(0, keepdim=True, dtype=dtype if count == group else torch.float32)
         else:  # several whole groups
-            total = stored.view(count // group, group, heads, columns, rows).sum(1, dtype=dtype)
+            total = stored.view(count // group, group, heads, columns, pitch).sum(1, dtype=dtype)
         if first % group:  # not the first part of its group
             sums[-1] += total
         else:
             sums.append(total)
-    dbias = (sums[0] if len(sums) == 1 else torch.cat(sums)).transpose(-1, -2)
+    dbias = (sums[0] if len(sums) == 1 else torch.cat(sums))[..., :rows].transpose(-1, -2)
     return dquery, dkey, dvalue, _summed_like(dbias, bias, query, key).to(bias.dtype)
 
 
