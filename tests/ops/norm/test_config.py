@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from apex.ops._device import DeviceFacts, pretend
 from apex.ops._launch import recording
 from apex.ops.norm import op
-from apex.ops.norm.config import BACKWARD_ROWS_LIMIT, backward_config, forward_config, next_power_of_2
+from apex.ops.norm.config import (
+    BACKWARD_ROWS_LIMIT,
+    backward_config,
+    forward_config,
+    next_power_of_2,
+    plain_programs,
+)
 
 ROWS = st.integers(1, 1 << 24)
 LENGTHS = st.one_of(st.integers(1, 70000), st.sampled_from([1 << n for n in range(17)]))
@@ -41,6 +47,13 @@ def test_forward(rows: int, length: int, size: int, subtract_mean: bool, device:
         assert config.rows_per_program * config.block <= 16384
     else:
         assert config.block <= length, "the first chunk is read without a mask"
+
+
+@given(ROWS, st.integers(1, BACKWARD_ROWS_LIMIT), SIZES, DEVICES)
+def test_backward_without_parameters(rows: int, length: int, size: int, device: DeviceFacts) -> None:
+    config = backward_config(rows, length, size, False, device)
+    programs = plain_programs(config, rows)
+    assert config.programs <= programs <= -(-rows // config.rows_per_program)
 
 
 @given(ROWS, LENGTHS, SIZES, st.booleans(), DEVICES)

@@ -284,7 +284,7 @@ def _backward_launches(
     row_means = sums = None
     if chosen.kind == "rows":
         launch = kernels_backward.norm_backward_rows.prepare(
-            (chosen.programs,),
+            (chosen.programs if param_grads else config.plain_programs(chosen, rows),),
             sizes,
             ROWS=chosen.rows_per_program,
             FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
