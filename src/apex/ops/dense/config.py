@@ -18,7 +18,7 @@ SMALL_BETWEEN_LAYERS = 3 << 23  # of dense_gelu_dense
 # Elements of a matrix up to which few programs with many rows are quick enough: float16 4096x1024 in 17.7 us,
 # 4096x4096 in 41 (two launches: 16.4 and 38, but twice the host time, 30 us instead of 15).
 SMALL_MATRIX = 1 << 24
-FEW_ROWS = 2048
+FEW_ROWS, FEW_ODD_ROWS = 2048, 256
 
 # 8192x16384 float16 in 131 us (4100 GB/s); 8192 elements per program: 134, PyTorch's operator: 157.
 GELU_BLOCK = 2048
@@ -41,10 +41,15 @@ class ActivationTile(NamedTuple):
     stages: int = 1
 
 
-def activation_tile(rows: int, columns: int, active: bool, device: _device.DeviceFacts) -> ActivationTile:
+def activation_tile(
+    rows: int, columns: int, active: bool, element_size: int, device: _device.DeviceFacts
+) -> ActivationTile:
     # Where a program for every 16 columns keeps half of the device busy or is soon done, it takes all of their rows:
-    # one launch, and no sums to be added, which is what counts where the host is the limit.
-    if (2 * columns >= 15 * device.multiprocessors or rows <= FEW_ROWS) and rows * columns <= SMALL_MATRIX:
+    # one launch, and no sums to be added, which is what counts where the host is the limit. Not many rows of float32 of
+    # which each value is loaded by itself: the gradients of 1038x[137, 300, 327, 141] took 170 so, PyTorch's 121.
+    singly = element_size == 4 and columns % 4 != 0 and rows > FEW_ODD_ROWS
+    is_wide = 2 * columns >= 15 * device.multiprocessors
+    if (is_wide or rows <= FEW_ROWS) and rows * columns <= SMALL_MATRIX and not singly:
         return ActivationTile(min(256, max(16, _device.next_power_of_2(rows))), 16, 1, num_warps=8, stages=3)
     block = min(128, max(16, 1 << (columns - 1).bit_length()))
     column_blocks = -(-columns // block)

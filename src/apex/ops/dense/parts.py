@@ -144,7 +144,7 @@ def launch_activation_backward(
     """
     device = dy.device
     launch, add_up, partials = _activation_launches(
-        dy.numel() // columns, columns, activation, bias_grad, active is not None, facts(device)
+        dy.numel() // columns, columns, activation, bias_grad, active is not None, dy.dtype.itemsize, facts(device)
     )
     dbias = torch.empty(columns, dtype=dy.dtype, device=device) if bias_grad else None
     if not partials:
@@ -161,10 +161,10 @@ def launch_activation_backward(
 
 @launch_rule
 def _activation_launches(
-    rows: int, columns: int, activation: str, bias_grad: bool, active: bool, device: DeviceFacts
+    rows: int, columns: int, activation: str, bias_grad: bool, active: bool, itemsize: int, device: DeviceFacts
 ) -> tuple[Any, Any, int]:
     """The kernel, another that adds up its sums unless it does so itself, and the elements of these sums."""
-    tile = config.activation_tile(rows, columns, active, device)
+    tile = config.activation_tile(rows, columns, active, itemsize, device)
     rows_per_program = -(-rows // (tile.rows * tile.groups)) * tile.rows
     groups, blocks = -(-rows // rows_per_program), -(-columns // tile.block)
     unions = -(-groups // UNION)
