@@ -2,8 +2,8 @@
 
     python -m tests.ops.compile_kernels [--every-launch] sm_90 sm_80 sm_100
 
-For the first of a vendor's GPUs every launch is compiled. For its others, to which Triton lowers in nearly the same
-way, only those of `largest_of_each`, unless `--every-launch` asks for all.
+For the first GPU every launch is compiled. For the others only those of `largest_of_each`, unless `--every-launch` asks
+for all; more of them for the first GPU of another vendor, as Triton lowers for all GPUs of a vendor much alike.
 
 Launches go down to the assembly of GPUs: this shows what Triton or LLVM cannot lower there, and programs that need
 more shared memory than there is. One launch of every kernel is also optimised by LLVM and made a binary (by ptxas, or
@@ -213,25 +213,25 @@ def record_all(target: Target) -> list[_launch.Launch]:
     return launches
 
 
-def largest_of_each(launches: list[_launch.Launch]) -> list[_launch.Launch]:
-    """The launch with the largest blocks of every kernel, and of every variant of it that has other instructions.
+def largest_of_each(launches: list[_launch.Launch], variants: bool) -> list[_launch.Launch]:
+    """The launch with the largest blocks of every kernel, of its activations, precisions of products and float8 types.
 
-    Those are activations and precisions of matrix products, which have names, and float8.
+    With `variants` also of each size of the first tensor's elements, and of each update rule that a kernel inlines.
     """
     largest: dict[tuple[Any, ...], tuple[int, _launch.Launch]] = {}
     for launch in launches:
         kernel, constants, dtypes, _, stages = _ahead.program(launch)
-        named = [constant for constant in constants if isinstance(constant, str) and "." not in constant]
+        named = [constant for constant in constants if isinstance(constant, str) and (variants or "." not in constant)]
         float8 = [dtype for dtype in dtypes if str(dtype).startswith("torch.float8")]
         size = stages * math.prod(constant for constant in constants if isinstance(constant, int) and constant > 0)
-        key = kernel, *named, *float8
+        key = kernel, dtypes[0].itemsize * variants, *named, *float8
         if key not in largest or size > largest[key][0]:
             largest[key] = size, launch
     return [launch for _, launch in largest.values()]
 
 
 def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[str, Any]]:
-    """Compiles the different launches of each of the GPUs `names`, of a vendor's second and later ones only some."""
+    """Compiles the different launches of each of the GPUs `names`, of all but the first one only some."""
     programs: dict[tuple[Any, ...], Program] = {}
     reports: dict[str, dict[str, Any]] = {}
     vendors: set[str] = set()
@@ -240,8 +240,8 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
         vendor, launches = TARGETS[name].gpu.backend, record_all(TARGETS[name])
         if name in NO_FLOAT8:
             launches = [launch for launch in launches if launch.prepared.kernel.name != "float8_cast"]
-        if vendor in vendors and not every_launch:
-            launches = largest_of_each(launches)
+        if vendors and not every_launch:
+            launches = largest_of_each(launches, variants=vendor not in vendors)
         vendors.add(vendor)
         for launch in launches:
             program = programs.setdefault((vendor, *_ahead.program(launch)), Program(launch))
