@@ -156,7 +156,11 @@ def _softmax(draw: Draw, device: torch.device) -> Drawn:
         seen = lambda x: x if hidden is None else x.masked_fill(hidden, -10000.0)  # noqa: E731
         eager = lambda x: torch.softmax(seen(x * 0.125), -1)  # noqa: E731
         ours = functools.partial(masked_softmax, mask=mask, scale=0.125, causal=kind == "causal")
-        return _passes([draw.tensor(shape, dtype, device, layout)], ours, eager, summed=keys)
+        passes = _passes([draw.tensor(shape, dtype, device, layout)], ours, eager, summed=keys)
+        # Probabilities near one, which the first causal queries have, are saved with an error of a quarter of eps.
+        lost = 0.125 * torch.finfo(dtype).eps / 4
+        passes["bwd"].expected = [replace(each, slack=each.slack + lost) for each in passes["bwd"].expected]
+        return passes
 
     return f"{kind} {_name(dtype, shape, layout)}", make
 
