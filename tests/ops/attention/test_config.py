@@ -1,8 +1,10 @@
 """Tiles for devices that are not here."""
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from apex.ops._device import DeviceFacts
 from apex.ops.attention import config
@@ -46,3 +48,25 @@ def test_few_heads_are_shared_by_all_multiprocessors(rule) -> None:
             block = getattr(tile, split)
             assert heads * -(-length // block) >= min(LARGE.multiprocessors, heads * -(-length // 32))
             assert block in (32, getattr(chosen, split)) or heads * -(-length // (2 * block)) < LARGE.multiprocessors
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_small_tiles_of_float32_do_not_spill(rule) -> None:
+    split = "keys" if rule is config.keys_tile else "queries"
+    for head in (8, 32, 64):
+        for length in (40, 72, 381, 488, 762):
+            for heads in (1, 6, 168):
+                tile = config.spread(rule(head, 4, length, length, "", LARGE), split, length, heads, 4, LARGE)
+                assert tile.num_warps >= 4 or tile.queries * tile.keys < 1024
+
+
+def test_kernels_know_what_divides_the_lengths() -> None:
+    for rows in (1, 72, 103, 248, 356, 576):
+        for columns in (8, 15, 36, 381, 512):
+            tile = config.keys_tile(32, 2, rows, columns, "", LARGE)
+            constants = config.tile_constants(tile, rows, columns, 32, False, torch.bfloat16, LARGE)
+            assert (constants["ALIGN_M"], constants["ALIGN_N"]) == (math.gcd(rows, 16), math.gcd(columns, 16))
+        assert rows <= config.pitch(rows) < rows + 16
+        assert config.pitch(rows) % 16 == 0
+        # The last tile of queries reaches as far: what lies beyond them is written, too.
+        assert config.pitch(rows) <= -(-rows // tile.queries) * tile.queries
