@@ -90,7 +90,7 @@ def plain(steps: int, split: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]
 def boosted(precision: str, seed: int = 0, **options: Any) -> tuple[Any, tuple[Any, ...]]:
     plugin = HybridParallelPlugin(
         precision=precision if precision in ("fp32", "fp16_naive") else precision_of(precision),
-        num_microbatches=MICROBATCHES,
+        num_microbatches=MICROBATCHES if options.get("pp_size", 1) > 1 else 2,
         **{"initial_scale": 2.0**12, **options},
     )
     booster = make(plugin=plugin)
