@@ -79,12 +79,12 @@ CASES = [
     GroupNormCase((2, 12, 3, 5), 4, has_bias=False, way="apart"),
 ]
 
-# What makes groups of any size run as only those of larger images do: cut into tiles, and in the backward pass walked
-# through by one program, and with the images apart.
+# What makes groups of any size run as only those of larger images do: cut into tiles, walked through by one program,
+# and with the images apart in the backward pass.
 NONE = {"forward": 0, "backward": 0}
 WAYS = {
     "cut": {"SMALL_GROUP": NONE, "WALKED_GROUP": 0, "FORWARD_TILE": {True: 512, False: 256}, "BACKWARD_TILE": 256},
-    "walk": {"SMALL_GROUP": NONE, "WALKING": 0, "WALK": (256, 4, 1)},
+    "walk": {"SMALL_GROUP": NONE, "WALKING": 0, "WALK": {"forward": (256, 4, 2), "backward": (256, 4, 1)}},
     "apart": {"WHOLE_GROUP": 0},
 }
 
@@ -354,9 +354,10 @@ def test_large_groups_are_cut_up() -> None:
     for direction in ("forward", "backward"):
         assert config.small_config(64, 80, direction, 2, INTERPRETER) is not None
         assert config.small_config(4096, 10, direction, 2, INTERPRETER) is None
-    assert config.walk_config(2, 4096, 320, 10, 2, INTERPRETER) is not None
-    assert config.walk_config(8, 4096, 320, 10, 2, INTERPRETER) is None
-    assert config.walk_config(2, 1600, 336, 42, 2, INTERPRETER) is None  # 16 programs for 102400 elements each
+        assert config.walk_config(2, 4096, 320, 10, direction, 2, INTERPRETER) is not None
+        assert config.walk_config(8, 4096, 320, 10, direction, 2, INTERPRETER) is None
+        # 16 programs for 102400 elements each
+        assert config.walk_config(2, 1600, 336, 42, direction, 2, INTERPRETER) is None
     for last in (True, False):
         tile = config.tile_config(4097, 320, 8192, last)
         assert tile.rows * tile.chunks >= 4097
@@ -397,7 +398,10 @@ def test_no_program_works_long_while_others_have_nothing_to_do() -> None:
             padded = next_power_of_2(channels_of_group) * positions
             if config.small_config(positions, channels_of_group, direction, 2, INTERPRETER) is not None:
                 assert padded <= 32768
-            elif config.walk_config(images, positions, channels, channels_of_group, 2, INTERPRETER) is not None:
+            elif (
+                config.walk_config(images, positions, channels, channels_of_group, direction, 2, INTERPRETER)
+                is not None
+            ):
                 assert padded <= 65536
                 assert images * groups >= 64
             for last in (True, False):

@@ -24,12 +24,13 @@ GROUP_BYTES, SCATTERED = 16, 1 << 22
 # elements a group of 7 channels, took 264; 48x48x56x56, of 6, takes 52, 4x416x28x28, 16384 elements of 13, 11. Cut up,
 # bfloat16 2x808x48x48, of 101 channels, takes 24.
 ODD_GROUP = 16384
-# Elements of a group, its channels rounded up, up to which one program walks through all of it in tiles in the backward
-# pass, and the fewest such programs: a walk takes 0.6 ns per element however many there are, while cutting up 1 to 3
-# million elements takes 23, with two launches more. 2x320x64x64, 65536 elements in 64 programs, where the host is the
-# limit: 146, cut up 203. 8x320x64x64: 149 against 127. Not forward: 2x320x64x64 took 26 on the GPU, and cut up 12.
+# Elements of a group, its channels rounded up, up to which one program walks through all of it in tiles, and the fewest
+# such programs: a walk takes 0.6 ns per element however many there are, while cutting up 1 to 3 million elements takes
+# 17 forward and 23 backward, with two launches more. 2x320x64x64, 65536 elements in 64 programs, where the host is the
+# limit: 39 forward and 146 backward, cut up 77 and 203. 8x320x64x64: 55 and 149 against 35 and 127. In a later run
+# 2x320x64x64 took 27 forward and with gradients 198, cut up 60 and 268; in captured graphs 26 and 60, and 12 and 28.
 WALKED_GROUP, WALKED, WALKING = 1 << 16, 1 << 23, 64
-WALK = (8192, 16, 1)  # elements of a tile, warps, tiles on their way
+WALK = {"forward": (4096, 8, 2), "backward": (8192, 16, 1)}  # elements of a tile, warps, tiles on their way
 # Elements that one program holds of each tensor where groups are cut up, and its warps. 8x2560x64x64: forward 211
 # against 240 to 310 for other sizes where channels are last, 139 against 165 where they are not; backward 351 against
 # 385 to 607, and 236 against 252.
@@ -90,7 +91,13 @@ def small_config(
 
 @tunable(lambda config: ("position_block", "num_warps", "stages"))
 def walk_config(
-    images: int, positions: int, channels: int, group_channels: int, element_size: int, device: DeviceFacts
+    images: int,
+    positions: int,
+    channels: int,
+    group_channels: int,
+    direction: str,
+    element_size: int,
+    device: DeviceFacts,
 ) -> GroupConfig | None:
     """None where groups are cut up."""
     channel_block = next_power_of_2(group_channels)
@@ -98,7 +105,7 @@ def walk_config(
         return None
     if images * (channels // group_channels) < WALKING:
         return None
-    elements, num_warps, stages = WALK
+    elements, num_warps, stages = WALK[direction]
     position_block = min(next_power_of_2(positions), max(1, elements // channel_block))
     return GroupConfig(position_block, channel_block, num_warps, stages)
 

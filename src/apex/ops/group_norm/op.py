@@ -180,11 +180,15 @@ def _forward_launches(
     group_channels = channels // groups
     apart = config.groups_apart(images * positions * channels, group_channels * itemsize, flags.last)
     if apart and config.held_forward(positions, group_channels, flags.last):
-        small = config.small_config(positions, group_channels, "forward", itemsize, device)
-        if small is not None:
-            constants = flags.constants(group_channels, group_channels if flags.last else positions)
-            kernel = kernels.group_norm_forward_small
-            return shapes, (_prepare_whole(kernel, images * groups, sizes[1:], small, **constants),)
+        constants = flags.constants(group_channels, group_channels if flags.last else positions)
+        kernel = kernels.group_norm_forward_small
+        chosen = config.small_config(positions, group_channels, "forward", itemsize, device)
+        if chosen is None:
+            kernel = kernels.group_norm_forward_walk
+            chosen = config.walk_config(images, positions, channels, group_channels, "forward", itemsize, device)
+            constants["STAGES"] = 1 if chosen is None else chosen.stages
+        if chosen is not None:
+            return shapes, (_prepare_whole(kernel, images * groups, sizes[1:], chosen, **constants),)
     tile, shared = _tiles(sizes, itemsize, flags.last, "forward", device)
     constants = flags.constants(group_channels, channels if flags.last else positions)
     layout = {"LAST": flags.last, "ALIGN": constants["ALIGN"]}
@@ -276,7 +280,7 @@ def _backward_launches(
     if config.groups_apart(images * positions * channels, group_channels * itemsize, flags.last):
         small = config.small_config(positions, group_channels, "backward", itemsize, device)
         if small is None:
-            walk = config.walk_config(images, positions, channels, group_channels, itemsize, device)
+            walk = config.walk_config(images, positions, channels, group_channels, "backward", itemsize, device)
     # Programs of different images add up what they found, if there is a ticket for every group.
     add_up = param_grads and groups <= TICKETS and device.publishes_for_all
     constants = flags.constants(group_channels, group_channels if flags.last else positions)
