@@ -25,7 +25,7 @@ test: lint
 test-versions:
 	$(PYTHON) tests/other_versions.py $(TESTS)
 
-# Every launch of every kernel for every GPU we name, where `make test` has all for one GPU; about six minutes.
+# Every launch of every kernel for every GPU we name, where `make test` has the largest ones; takes minutes.
 cross-compile: $(VENV)/.test-ready
 	$(BIN)/python -m pytest --every-launch tests/ops/test_cross_compile.py
 

@@ -213,6 +213,10 @@ def record_all(target: Target) -> list[_launch.Launch]:
     return launches
 
 
+# The GPUs for which the first launch of every kernel is optimised and made a binary in `make test`.
+BINARIES = ("sm_90", "sm_100", "gfx942")
+
+
 def largest_of_each(launches: list[_launch.Launch], variants: bool) -> list[_launch.Launch]:
     """The launch with the largest blocks of every kernel, of its activations, precisions of products and float8 types.
 
@@ -231,7 +235,7 @@ def largest_of_each(launches: list[_launch.Launch], variants: bool) -> list[_lau
 
 
 def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[str, Any]]:
-    """Compiles the different launches of each of the GPUs `names`, of all but the first one only some."""
+    """Compiles the different launches of each of the GPUs `names`: some of each, or every one of them."""
     programs: dict[tuple[Any, ...], Program] = {}
     reports: dict[str, dict[str, Any]] = {}
     vendors: set[str] = set()
@@ -240,7 +244,7 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
         vendor, launches = TARGETS[name].gpu.backend, record_all(TARGETS[name])
         if name in NO_FLOAT8:
             launches = [launch for launch in launches if launch.prepared.kernel.name != "float8_cast"]
-        if vendors and not every_launch:
+        if not every_launch:
             launches = largest_of_each(launches, variants=vendor not in vendors)
         vendors.add(vendor)
         for launch in launches:
@@ -251,7 +255,8 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
     seen: dict[str, set[str]] = {name: set() for name in names}
     for program in programs.values():
         for name in program.names:
-            _add_to_report(reports[name], program, TARGETS[name], seen[name])
+            as_binary = every_launch or name in BINARIES
+            _add_to_report(reports[name], program, TARGETS[name], seen[name], as_binary)
         program.layout = None
     for name, report in reports.items():
         expected = set(_launch.KERNELS) - NOT_CHOSEN.get(TARGETS[name].gpu.backend, set())
@@ -261,14 +266,14 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
     return reports
 
 
-def _add_to_report(report: dict[str, Any], program: Program, target: Target, seen: set[str]) -> None:
+def _add_to_report(report: dict[str, Any], program: Program, target: Target, seen: set[str], as_binary: bool) -> None:
     compiled, available = report["compiled"], target.facts.shared_memory
     kernel = program.launch.prepared.kernel.name
     what = f"{_ahead.program(program.launch)} {program.launch.prepared.sizes} {program.launch.floats}"
     print(target.attribute, what, file=sys.stderr, flush=True)
     try:
         if program.layout is None or kernel not in compiled or not program.operations <= seen:
-            program.compile(target, kernel not in compiled, seen)
+            program.compile(target, as_binary and kernel not in compiled, seen)
         shared, assembly = program.lowered
     except Exception as error:
         report["failures"].append(f"{what}: {type(error).__name__}: {str(error)[-500:]}")
