@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -86,11 +88,13 @@ def test_compiled_and_differentiated_twice(route: Route) -> None:
 
 
 def test_what_pytorch_does() -> None:
-    """Other layouts, large windows; and errors that name the argument."""
+    """Other layouts, large windows, transforms of functions; and errors that name the argument."""
     x = torch.randn(1, 2, 14, 14)
     assert torch.equal(max_pool2d(x, 3, 2, 1), functional.max_pool2d(x, 3, 2, 1))
     last = x.to(memory_format=torch.channels_last)
     assert torch.equal(max_pool2d(last, 12), functional.max_pool2d(last, 12))
+    over = functools.partial(max_pool2d, kernel_size=3)
+    assert torch.equal(torch.vmap(over)(last[None])[0], functional.max_pool2d(last, 3))
     for arguments, message in [((0,), "kernel_size=0"), ((3, 2, 2), "padding=2"), ((3, 0), "stride=0")]:
         with pytest.raises(ValueError, match=message):
             max_pool2d(last, *arguments)

@@ -47,7 +47,9 @@ def max_pool2d(input: Tensor, kernel_size: int, stride: int | None = None, paddi
         )
     height, width = input.shape[2:]
     fits = window <= min(LARGEST_WINDOW, height + 2 * pad, width + 2 * pad)
-    if not fits or not input.is_contiguous(memory_format=torch.channels_last):
+    # Under torch.vmap a tensor does not say how it lies in memory.
+    transformed = not torch.compiler.is_compiling() and _library.sees_operators_only()
+    if not fits or transformed or not input.is_contiguous(memory_format=torch.channels_last):
         return functional.max_pool2d(input, window, step, pad)
     return MAX_POOL(input.permute(0, 2, 3, 1), window, step, pad, height, width).permute(0, 3, 1, 2)
 
