@@ -3,25 +3,3 @@
 from .op import average_factor, backward, batch_norm, batch_norm_with_statistics, check, forward, save, saved_gradients
 from .passes import FAMILY, gradient_sums, input_gradient, normalise, rank_statistics, statistics
 from .reference import BatchNormSpec, BatchStatistics, Channels, Exchange, GradientSums
-
-__all__ = [
-    "FAMILY",
-    "BatchNormSpec",
-    "BatchStatistics",
-    "Channels",
-    "Exchange",
-    "GradientSums",
-    "average_factor",
-    "backward",
-    "batch_norm",
-    "batch_norm_with_statistics",
-    "check",
-    "forward",
-    "gradient_sums",
-    "input_gradient",
-    "normalise",
-    "rank_statistics",
-    "save",
-    "saved_gradients",
-    "statistics",
-]

@@ -31,17 +31,9 @@ COUNTS = ["positions", "chunks", "units", "channel_blocks"]
 
 @triton.jit
 def tile(
-    unit,
-    block,
-    positions,
-    channels,
-    chunks,
-    units,
-    LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
+    unit, block, positions, channels, chunks, units,
+    LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Where the elements of a tile lie, [R, C_BLOCK], which of them exist, and its number of positions."""
     if LAST:
         channels = channels // ALIGN * ALIGN
@@ -75,21 +67,10 @@ def parameter(pointer, channel, mask, PRESENT: tl.constexpr, absent: tl.constexp
 @kernel
 @triton.jit(do_not_specialize=[*COUNTS, "programs"])
 def batch_norm_measure(
-    x,
-    partials,
-    positions,
-    channels,
-    chunks,
-    units,
-    channel_blocks,
-    programs,
-    pitch,
-    LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    x, partials,
+    positions, channels, chunks, units, channel_blocks, programs, pitch,
+    LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """Mean and sum of squared deviations of every channel over a program's units, and how many values these are.
 
     Every element of a tile has sums of its own, of differences from a pivot: a value of the data, so that squares of
@@ -133,20 +114,10 @@ def batch_norm_measure(
 @kernel
 @triton.jit(do_not_specialize=["programs"])
 def batch_norm_statistics(
-    partials,
-    mean,
-    variance,
-    running_mean,
-    running_variance,
-    programs,
-    channels,
-    pitch,
-    momentum,
-    RUNNING: tl.constexpr,
-    RANK_STATS: tl.constexpr,
-    P_BLOCK: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
+    partials, mean, variance, running_mean, running_variance,
+    programs, channels, pitch, momentum,
+    RUNNING: tl.constexpr, RANK_STATS: tl.constexpr, P_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Mean and variance of every channel from those of its parts, and what they do to the running ones.
 
     P_BLOCK parts at a time, around the mean of these, then by Chan's formula. Parts may be empty; if all are,
@@ -194,28 +165,11 @@ def batch_norm_statistics(
 @kernel
 @triton.jit(do_not_specialize=COUNTS)
 def batch_norm_apply(
-    x,
-    z,
-    weight,
-    bias,
-    mean,
-    variance,
-    y,
-    positions,
-    channels,
-    chunks,
-    units,
-    channel_blocks,
-    eps,
-    HAS_Z: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    RELU: tl.constexpr,
-    LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
+    x, z, weight, bias, mean, variance, y,
+    positions, channels, chunks, units, channel_blocks, eps,
+    HAS_Z: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RELU: tl.constexpr, LAST: tl.constexpr,
+    ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+):  # fmt: skip
     """The output of one tile; the last tiles first, because the pass before has left those in the cache."""
     unit = units - 1 - tl.program_id(0) // channel_blocks
     block = tl.program_id(0) % channel_blocks
@@ -252,32 +206,11 @@ def _masked(gradient, values, x, y, offset, mask, mean, scale, shift, MASK: tl.c
 @kernel
 @triton.jit(do_not_specialize=[*COUNTS, "programs"])
 def batch_norm_measure_backward(
-    x,
-    dy,
-    y,
-    weight,
-    bias,
-    mean,
-    variance,
-    dz,
-    partials,
-    positions,
-    channels,
-    chunks,
-    units,
-    channel_blocks,
-    programs,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    MASK: tl.constexpr,
-    WRITE_DZ: tl.constexpr,
-    LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    x, dy, y, weight, bias, mean, variance, dz, partials,
+    positions, channels, chunks, units, channel_blocks, programs, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, MASK: tl.constexpr, WRITE_DZ: tl.constexpr, LAST: tl.constexpr,
+    ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """Sums of the gradient and of gradient times normalised input over a program's units.
 
     With WRITE_DZ the gradient behind the ReLU mask is kept: it is that of the addend.
@@ -313,17 +246,10 @@ def batch_norm_measure_backward(
 @kernel
 @triton.jit(do_not_specialize=["programs"])
 def batch_norm_sums(
-    partials,
-    sum_dy,
-    sum_dy_xhat,
-    rank_stats,
-    programs,
-    channels,
-    count,
-    RANK_STATS: tl.constexpr,
-    P_BLOCK: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
+    partials, sum_dy, sum_dy_xhat, rank_stats,
+    programs, channels, count,
+    RANK_STATS: tl.constexpr, P_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Adds up what the programs of the pass before have found: the gradients of bias and weight.
 
     With RANK_STATS they are written to `rank_stats` too, with `count` behind them.
@@ -350,33 +276,11 @@ def batch_norm_sums(
 @kernel
 @triton.jit(do_not_specialize=COUNTS)
 def batch_norm_apply_backward(
-    x,
-    dy,
-    y,
-    weight,
-    bias,
-    mean,
-    variance,
-    sum_dy,
-    sum_dy_xhat,
-    dx,
-    positions,
-    channels,
-    chunks,
-    units,
-    channel_blocks,
-    eps,
-    inverse_count,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    MASK: tl.constexpr,
-    BATCH: tl.constexpr,
-    RANK_STATS: tl.constexpr,
-    LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
+    x, dy, y, weight, bias, mean, variance, sum_dy, sum_dy_xhat, dx,
+    positions, channels, chunks, units, channel_blocks, eps, inverse_count,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, MASK: tl.constexpr, BATCH: tl.constexpr, RANK_STATS: tl.constexpr,
+    LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+):  # fmt: skip
     """The gradient of one tile of the input; without BATCH the statistics did not depend on the input.
 
     With RANK_STATS, `sum_dy` is the sum of all processes' rank statistics, [2C + 1], which has everything.

@@ -30,29 +30,11 @@ def everything(count, positions, channels, LAST: tl.constexpr, R: tl.constexpr, 
 @kernel
 @triton.jit(do_not_specialize=["count", "positions"])
 def batch_norm_whole(
-    x,
-    z,
-    weight,
-    bias,
-    running_mean,
-    running_variance,
-    mean,
-    variance,
-    y,
-    count,
-    positions,
-    channels,
-    eps,
-    momentum,
-    HAS_Z: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    RUNNING: tl.constexpr,
-    RELU: tl.constexpr,
-    LAST: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
+    x, z, weight, bias, running_mean, running_variance, mean, variance, y,
+    count, positions, channels, eps, momentum,
+    HAS_Z: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RUNNING: tl.constexpr, RELU: tl.constexpr,
+    LAST: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Statistics, running ones and output."""
     offset, mask, channel, inside = everything(count, positions, channels, LAST, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
@@ -83,29 +65,11 @@ def batch_norm_whole(
 @kernel
 @triton.jit(do_not_specialize=["count", "positions"])
 def batch_norm_whole_backward(
-    x,
-    dy,
-    y,
-    weight,
-    bias,
-    mean,
-    variance,
-    sum_dy,
-    sum_dy_xhat,
-    dx,
-    dz,
-    count,
-    positions,
-    channels,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    MASK: tl.constexpr,
-    WRITE_DZ: tl.constexpr,
-    LAST: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
+    x, dy, y, weight, bias, mean, variance, sum_dy, sum_dy_xhat, dx, dz,
+    count, positions, channels, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, MASK: tl.constexpr, WRITE_DZ: tl.constexpr, LAST: tl.constexpr,
+    R: tl.constexpr, C_BLOCK: tl.constexpr,
+):  # fmt: skip
     """The sums, which are gradients of bias and weight, and the gradients of input and addend."""
     offset, mask, channel, inside = everything(count, positions, channels, LAST, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)

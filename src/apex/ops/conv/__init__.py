@@ -1,5 +1,3 @@
 """Bias, ReLU, mask and frozen scale behind a convolution."""
 
 from .op import FAMILY, ConvSpec, conv_bias, conv_bias_gradients, conv_bias_relu, conv_bias_relu_gradients
-
-__all__ = ["FAMILY", "ConvSpec", "conv_bias", "conv_bias_gradients", "conv_bias_relu", "conv_bias_relu_gradients"]

@@ -9,17 +9,10 @@ from .._launch import kernel
 @kernel
 @triton.jit
 def conv_epilogue(
-    values,
-    scale,
-    bias,
-    mask,
-    elements,
-    channels,
-    HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    values, scale, bias, mask,
+    elements, channels,
+    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """max(values * scale + bias, 0), and 0 where `mask` is 0; channels lie side by side."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < elements

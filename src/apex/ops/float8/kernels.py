@@ -59,23 +59,11 @@ def float8_amax_both(input, amax, rows, columns, column_blocks, ROWS: tl.constex
 @kernel
 @triton.jit
 def float8_cast(
-    input,
-    amax,
-    copy,
-    transposed,
-    inverse,
-    column_inverse,
-    rows,
-    columns,
-    column_blocks,
-    partials,
-    LIMIT: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    input, amax, copy, transposed, inverse, column_inverse,
+    rows, columns, column_blocks, partials,
+    LIMIT: tl.constexpr, BY_ROW: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FULL: tl.constexpr,
-):
+):  # fmt: skip
     """One tile of both copies. Without BY_ROW the one scale is that of all `partials`, which are PARTIALS at most."""
     program = tl.program_id(0)
     row_block, column_block = program // column_blocks, program % column_blocks

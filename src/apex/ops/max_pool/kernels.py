@@ -28,20 +28,10 @@ def _tile(positions, channels, R: tl.constexpr, C_BLOCK: tl.constexpr):
 @kernel
 @triton.jit(do_not_specialize=SIZES)
 def max_pool_forward(
-    input,
-    output,
-    index,
-    height,
-    width,
-    rows,
-    columns,
-    channels,
-    K: tl.constexpr,
-    S: tl.constexpr,
-    P: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
+    input, output, index,
+    height, width, rows, columns, channels,
+    K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+):  # fmt: skip
     image, position, channel, exists = _tile(rows * columns, channels, R, C_BLOCK)
     first_row = position // columns * S - P
     first_column = position % columns * S - P
@@ -66,20 +56,10 @@ def max_pool_forward(
 @kernel
 @triton.jit(do_not_specialize=SIZES)
 def max_pool_backward(
-    dy,
-    index,
-    dx,
-    height,
-    width,
-    rows,
-    columns,
-    channels,
-    K: tl.constexpr,
-    S: tl.constexpr,
-    P: tl.constexpr,
-    R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
-):
+    dy, index, dx,
+    height, width, rows, columns, channels,
+    K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Every value asks the windows that it is in whether it was the largest."""
     image, position, channel, exists = _tile(height * width, channels, R, C_BLOCK)
     row = position // width + P

@@ -1,5 +1,3 @@
 """Layer norm and RMS norm."""
 
 from .op import FAMILY, NORM, checked_shape, forward_and_save, joined_statistics, layer_norm, rms_norm
-
-__all__ = ["FAMILY", "NORM", "checked_shape", "forward_and_save", "joined_statistics", "layer_norm", "rms_norm"]

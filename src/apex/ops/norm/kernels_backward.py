@@ -21,17 +21,9 @@ from .kernels_sums import add_up
 
 @triton.jit
 def _normalised(
-    saved,
-    mean,
-    rstd,
-    weight,
-    bias,
-    limit,
-    SUBTRACT_MEAN: tl.constexpr,
-    FROM_OUTPUT: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+    saved, mean, rstd, weight, bias, limit,
+    SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     if FROM_OUTPUT:
         value = saved
         if HAS_BIAS:
@@ -51,31 +43,12 @@ def _normalised(
 @kernel
 @triton.jit
 def norm_backward_rows(
-    dy,
-    saved,
-    weight,
-    bias,
-    statistics,
-    dx,
-    partials,
-    tickets,
-    dweight_sum,
-    dbias_sum,
-    rows,
-    row_length,
-    limit,
-    ALIGN: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    FROM_OUTPUT: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PARAM_GRADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
-    STAGES: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    dy, saved, weight, bias, statistics, dx, partials, tickets, dweight_sum, dbias_sum,
+    rows, row_length, limit,
+    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PARAM_GRADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """A persistent grid: each program walks tiles of ROWS whole rows, the next tiles being loaded meanwhile.
 
     With a GROUP the partials are added up here too, otherwise by a launch of `sum_partials`.
@@ -147,27 +120,12 @@ def _forgotten(value, NVIDIA: tl.constexpr):
 @kernel
 @triton.jit
 def norm_backward_held(
-    dy,
-    saved,
-    weight,
-    bias,
-    statistics,
-    dx,
-    partials,
-    rows,
-    row_length,
-    limit,
-    ALIGN: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    FROM_OUTPUT: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PARAM_GRADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
-    STAGES: tl.constexpr,
+    dy, saved, weight, bias, statistics, dx, partials,
+    rows, row_length, limit,
+    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PARAM_GRADS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
     NVIDIA: tl.constexpr,
-):
+):  # fmt: skip
     """A persistent grid for long rows in half precision: a row is read once and held in its own dtype.
 
     Weights are read twice per row, from the cache, to leave their registers to the weight and bias gradients.
@@ -223,27 +181,12 @@ def norm_backward_held(
 @kernel
 @triton.jit
 def norm_backward_wide(
-    dy,
-    saved,
-    weight,
-    bias,
-    statistics,
-    dx,
-    partials,
-    rows,
-    row_length,
-    limit,
-    ALIGN: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    FROM_OUTPUT: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PARAM_GRADS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    HELD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dy, saved, weight, bias, statistics, dx, partials,
+    rows, row_length, limit,
+    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PARAM_GRADS: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
     FULL: tl.constexpr,
-):
+):  # fmt: skip
     """A persistent grid for rows too long to hold beside their weight gradients: each row is read twice, in CHUNKS.
 
     The gradients of weight and bias stay in registers (a 16384-wide row of float32, its gradient and both sums would
@@ -340,21 +283,11 @@ def norm_backward_wide(
 @kernel
 @triton.jit
 def norm_backward_row_means(
-    dy,
-    saved,
-    weight,
-    bias,
-    statistics,
-    row_means,
-    row_length,
-    limit,
-    ALIGN: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    FROM_OUTPUT: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy, saved, weight, bias, statistics, row_means,
+    row_length, limit,
+    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """First half of the backward pass for rows of unlimited length: mean(wdy * normalised), then mean(wdy), per row."""
     row_length = row_length // ALIGN * ALIGN
     row = tl.program_id(0).to(tl.int64)
@@ -388,26 +321,11 @@ def norm_backward_row_means(
 @kernel
 @triton.jit
 def norm_backward_columns(
-    dy,
-    saved,
-    weight,
-    bias,
-    statistics,
-    row_means,
-    dx,
-    partials,
-    rows,
-    row_length,
-    limit,
-    ALIGN: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    FROM_OUTPUT: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PARAM_GRADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy, saved, weight, bias, statistics, row_means, dx, partials,
+    rows, row_length, limit,
+    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PARAM_GRADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Second half for rows of unlimited length: a block of columns per program, walking down a group of rows."""
     row_length = row_length // ALIGN * ALIGN
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

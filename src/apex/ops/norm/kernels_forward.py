@@ -16,22 +16,11 @@ from .._launch import kernel
 @kernel
 @triton.jit
 def norm_forward_rows(
-    input,
-    weight,
-    bias,
-    output,
-    statistics,
-    rows,
-    row_length,
-    eps,
-    ALIGN: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
-):
+    input, weight, bias, output, statistics,
+    rows, row_length, eps,
+    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
     """ROWS whole rows per program, held in registers. FULL: no row or column needs a mask."""
     row_length = row_length // ALIGN * ALIGN
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -66,21 +55,11 @@ def norm_forward_rows(
 @kernel
 @triton.jit
 def norm_forward_long(
-    input,
-    weight,
-    bias,
-    output,
-    statistics,
-    row_length,
-    eps,
-    ALIGN: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
-    STREAM: tl.constexpr,
-):
+    input, weight, bias, output, statistics,
+    row_length, eps,
+    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, FULL: tl.constexpr, STREAM: tl.constexpr,
+):  # fmt: skip
     """One row of any length per program, in chunks, read twice: the second time from the cache.
 
     Few registers mean many programs in flight; with the eviction hints that beats holding the row in registers from

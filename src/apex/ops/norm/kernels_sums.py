@@ -65,16 +65,10 @@ def _sum_columns(partials, result, count, row_length, ROWS: tl.constexpr, BLOCK:
 @kernel
 @triton.jit
 def sum_partials(
-    partials,
-    dweight,
-    dbias,
-    count,
-    row_length,
-    ALIGN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    partials, dweight, dbias,
+    count, row_length,
+    ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Adds `count` partial gradients per column: weight in the first row of programs, bias in the second."""
     row_length = row_length // ALIGN * ALIGN
     if HAS_BIAS:
