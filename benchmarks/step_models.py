@@ -1,7 +1,8 @@
 """The networks that `benchmarks/steps.py` trains, in PyTorch's modules or, with `fused=True`, in those of apex.
 
-Both have the same parameters in the same order, so that one seed gives both the same weights. Every network computes
-its loss itself: `network(*batch)` is a scalar, and torch.compile sees the loss together with what comes before it.
+Both have the same parameters in the same order, so that one seed gives both the same weights. A network computes its
+loss itself: `network(*batch)` is a scalar, and torch.compile sees the loss together with what comes before it. Those
+named `-logits` return logits, as most training loops have it, and `step_loss` computes the loss behind them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from amp_models import NormReLU, fused_norm, resnet50
 from torch import Tensor, nn
 
 from apex.contrib.group_norm import GroupNorm
-from apex.contrib.xentropy import linear_cross_entropy
+from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.fused_bias_swiglu import fused_bias_swiglu
 from apex.fused_dense import FusedDenseGeluDense
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
@@ -85,9 +86,11 @@ class GPT(nn.Module):
         for parameter in (self.tokens.weight, self.positions.weight, self.head.weight):
             nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The loss, or without targets the logits."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        return token_loss(self.norm(self.blocks(x)), self.head.weight, targets, self.fused)
+        x = self.norm(self.blocks(x))
+        return self.head(x) if targets is None else token_loss(x, self.head.weight, targets, self.fused)
 
 
 def rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -248,7 +251,24 @@ PROBLEMS = {
         (lambda fused: UNet(8, fused), _images(2, 4, 8, None)),
     ),
 }
+PROBLEMS |= {f"{name}-logits": PROBLEMS[name] for name in ("gpt-12x768", "gpt-6x384")}
 IMAGES = ("resnet50", "unet")
+
+
+def step_loss(name: str, network: Callable[..., Tensor], fused: bool) -> Callable[..., Tensor]:
+    """What a step calls with a batch for its loss: the network, or the loss of its logits, outside of what compiles."""
+    if not name.endswith("-logits"):
+        return network
+
+    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        logits, labels = network(tokens).flatten(0, 1), targets.flatten()
+        return (
+            SoftmaxCrossEntropyLoss.apply(logits, labels, 0.0, -100).mean()
+            if fused
+            else F.cross_entropy(logits, labels)
+        )
+
+    return loss
 
 
 def problem(name: str, device: str, fused: bool, tiny: bool) -> tuple[nn.Module, list[Batch]]:

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from step_models import PROBLEMS, Batch, problem
+from step_models import PROBLEMS, Batch, problem, step_loss
 from torch import Tensor
 
 from apex import amp, graphs
@@ -75,7 +75,10 @@ def prepare(column: str, model: str, device: str, tiny: bool) -> tuple[Step, lis
     torch.backends.cudnn.benchmark = True
     network, batches = problem(model, device, kind.ours, tiny)
     options: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.01}
-    step = _apex_step(network, kind, options, tiny) if kind.ours else _torch_step(network, kind, options, device, tiny)
+    if kind.ours:
+        step = _apex_step(network, kind, options, tiny, model)
+    else:
+        step = _torch_step(network, kind, options, device, tiny, model)
     return (graphs.capture(step) if kind.graph else step), batches
 
 
@@ -90,14 +93,16 @@ def _compiled(network: torch.nn.Module, mode: str | None, tiny: bool) -> Any:
     return torch.compile(network, fullgraph=True, **how)
 
 
-def _torch_step(network: torch.nn.Module, kind: Kind, options: dict[str, Any], device: str, tiny: bool) -> Step:
+def _torch_step(
+    network: torch.nn.Module, kind: Kind, options: dict[str, Any], device: str, tiny: bool, model: str = ""
+) -> Step:
     optimizer = torch.optim.AdamW(network.parameters(), **options, fused=True)
-    network = _compiled(network, kind.mode, tiny)
+    loss_of = step_loss(model, _compiled(network, kind.mode, tiny), fused=False)
 
     def step(*batch: Tensor) -> Tensor:
         optimizer.zero_grad()
         with torch.autocast(device, dtype=torch.bfloat16):
-            loss = network(*batch)
+            loss = loss_of(*batch)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -105,15 +110,17 @@ def _torch_step(network: torch.nn.Module, kind: Kind, options: dict[str, Any], d
     return step
 
 
-def _apex_step(network: torch.nn.Module, kind: Kind, options: dict[str, Any], tiny: bool) -> Step:
+def _apex_step(network: torch.nn.Module, kind: Kind, options: dict[str, Any], tiny: bool, model: str = "") -> Step:
     # Nothing clips gradients here: they may stay in bfloat16.
     optimizer = FusedAdam(network.parameters(), **options, adam_w_mode=True, materialize_master_grads=False)
-    network, optimizer = amp.initialize(network, optimizer, opt_level="O5", verbosity=0)
-    network = _compiled(network, kind.mode, tiny)
+    # A loss is float32 as it is; logits, for a loss that computes in float32 itself, stay as large as they are.
+    outputs = torch.bfloat16 if model.endswith("-logits") else None
+    network, optimizer = amp.initialize(network, optimizer, opt_level="O5", verbosity=0, cast_model_outputs=outputs)
+    loss_of = step_loss(model, _compiled(network, kind.mode, tiny), fused=True)
 
     def step(*batch: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = network(*batch)
+        loss = loss_of(*batch)
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
         optimizer.step()

@@ -21,7 +21,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("steps")
 
 
-@pytest.mark.parametrize("model", ["gpt2-small", "llama", "resnet50", "unet"])
+@pytest.mark.parametrize("model", ["gpt2-small", "gpt-6x384-logits", "llama", "resnet50", "unet"])
 def test_ours_trains_as_torch_does(steps: ModuleType, model: str) -> None:
     """The fused modules have the same weights and give the same loss, which falls."""
     losses = {}
