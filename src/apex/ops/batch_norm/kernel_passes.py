@@ -63,9 +63,7 @@ def launch_forward(
     eps, momentum, training, relu, channel_dim = spec
     x, last = dense(input, channel_dim)
     device, dtype, strides = x.device, x.dtype, x.stride()
-    given = (x.shape, channel_dim, last, dtype, training, exchange is None, running_mean is not None)
-    flags = (z is not None, weight is not None, bias is not None, relu)
-    launches = _forward_launches(*given, *flags, device)
+    launches = _forward_launches(x.shape, channel_dim, last, dtype, training, exchange is None, relu, device)
     empty = empty_on(device)
     if z is not None and z.stride() != strides:
         z = like(x, z)
@@ -88,17 +86,12 @@ def launch_forward(
             launches.measure((x, partials))
             launches.statistics((partials, mean, variance, old_mean, old_variance), (momentum,))
         if old_mean is not running_mean:
-            running_mean.copy_(old_mean)  # type: ignore[arg-type]
+            running_mean.copy_(old_mean)
         if old_variance is not running_var:
-            running_var.copy_(old_variance)  # type: ignore[arg-type]
+            running_var.copy_(old_variance)
     if launches.apply is not None:
         launches.apply((x, z, weight, bias, mean, variance, y), (eps,))
     return y, mean, variance  # type: ignore[return-value]
-
-
-def _write_back(place: Tensor | None, contiguous: Tensor | None) -> None:
-    if place is not contiguous:
-        place.copy_(contiguous)  # type: ignore[union-attr, arg-type]
 
 
 class ForwardLaunches(NamedTuple):
@@ -116,32 +109,21 @@ class ForwardLaunches(NamedTuple):
 
 @launch_rule
 def _forward_launches(
-    shape: tuple[int, ...],
-    channel_dim: int,
-    last: bool,
-    dtype: torch.dtype,
-    training: bool,
-    alone: bool,
-    running: bool,
-    has_z: bool,
-    has_weight: bool,
-    has_bias: bool,
-    relu: bool,
-    device: torch.device,
+    shape: Any, channel_dim: int, last: bool, dtype: Any, training: bool, alone: bool, relu: bool, device: torch.device
 ) -> ForwardLaunches:
     geometry = _geometry(shape, channel_dim, last)
-    channels, flags = geometry.channels, (has_z, has_weight, has_bias, relu)
+    channels = geometry.channels
     results = (tuple(shape), (channels,), (2 * channels + 1,))
     if training and alone and config.held_whole(math.prod(shape), channels, geometry.last):
         grid, sizes, constants = config.whole_tiling(geometry)
-        constants |= {"HAS_Z": has_z, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "RUNNING": running, "RELU": relu}
-        return ForwardLaunches(*results, whole=kernels_whole.batch_norm_whole.prepare(grid, sizes, **constants))
+        whole = kernels_whole.batch_norm_whole.prepare(grid, sizes, RELU=relu, **constants)
+        return ForwardLaunches(*results, whole=whole)
     here, itemsize = facts(device), dtype.itemsize
-    apply = _apply_launch(geometry, itemsize, *flags, here)
+    apply = _apply_launch(geometry, itemsize, relu, here)
     if not training:
         return ForwardLaunches(*results, apply=apply)
     measure, parts, pitch = _measure_launch(geometry, itemsize, here)
-    statistics = _statistics_launch(parts, channels, pitch, running and alone, not alone)
+    statistics = _statistics_launch(parts, channels, pitch)
     return ForwardLaunches(*results, parts * pitch, None, measure, statistics, apply)
 
 
@@ -164,7 +146,7 @@ def launch_rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
     """[2C + 1]: means, sums of squared deviations and number of values per channel."""
     partials, parts, channels, pitch = _measure(input, channel_dim)
     rank_stats = torch.empty(2 * channels + 1, dtype=torch.float32, device=input.device)
-    _statistics_launch(parts, channels, pitch, False, True)((partials, rank_stats, None, None, None), (0.0,))
+    _statistics_launch(parts, channels, pitch)((partials, rank_stats, None, None, None), (0.0,))
     return rank_stats
 
 
@@ -208,21 +190,20 @@ def _combine(
     mean = torch.empty(channels, dtype=torch.float32, device=partials.device)
     variance = torch.empty_like(mean)
     old_mean, old_variance = _contiguous(running_mean), _contiguous(running_var)
-    launch = _statistics_launch(parts, channels, pitch, running_mean is not None, False)
-    launch((partials, mean, variance, old_mean, old_variance), (momentum,))
-    _write_back(running_mean, old_mean)
-    _write_back(running_var, old_variance)
+    _statistics_launch(parts, channels, pitch)((partials, mean, variance, old_mean, old_variance), (momentum,))
+    if old_mean is not running_mean:
+        running_mean.copy_(old_mean)  # type: ignore[union-attr, arg-type]
+    if old_variance is not running_var:
+        running_var.copy_(old_variance)  # type: ignore[union-attr, arg-type]
     return mean, variance
 
 
 @launch_rule
-def _statistics_launch(parts: int, channels: int, pitch: int, running: bool, rank_stats: bool) -> Any:
+def _statistics_launch(parts: int, channels: int, pitch: int) -> Any:
     part_block, channel_block = config.finish_block(parts)
     return kernels.batch_norm_statistics.prepare(
         (-(-channels // channel_block),),
         (parts, channels, pitch),
-        RUNNING=running,
-        RANK_STATS=rank_stats,
         P_BLOCK=part_block,
         C_BLOCK=channel_block,
         num_warps=config.FINISH_WARPS,
@@ -235,23 +216,12 @@ def launch_normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: 
 
 
 @launch_rule
-def _apply_launch(
-    geometry: config.Geometry,
-    itemsize: int,
-    has_z: bool,
-    has_weight: bool,
-    has_bias: bool,
-    relu: bool,
-    device: DeviceFacts,
-) -> Any:
+def _apply_launch(geometry: config.Geometry, itemsize: int, relu: bool, device: DeviceFacts) -> Any:
     chosen = config.apply_config(*geometry, False, itemsize, device)
     tiles = config.tiling(geometry, chosen.elements)
     return kernels.batch_norm_apply.prepare(
         (tiles.units * tiles.channel_blocks,),
         tiles.sizes,
-        HAS_Z=has_z,
-        HAS_WEIGHT=has_weight,
-        HAS_BIAS=has_bias,
         RELU=relu,
         **tiles.constants,
         num_warps=chosen.num_warps,
@@ -273,7 +243,6 @@ def launch_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     """Gradients of input and addend (None where they are not wanted), weight and bias."""
     eps, _, training, relu, channel_dim = spec
-    mean, variance, weight, bias = channels
     x, last = dense(input, channel_dim)
     device, dtype, strides = x.device, x.dtype, x.stride()
     if dy.stride() != strides:
@@ -281,10 +250,9 @@ def launch_backward(
     if output is not None and output.stride() != strides:
         output = like(x, output)
     dy_dtype, write_dz, alone = dy.dtype, wants_z and relu, exchange is None
-    given = (x.shape, channel_dim, last, dtype, dy_dtype, training, wants_input, alone)
-    flags = (weight is not None, bias is not None, _mask(relu, output), write_dz)
-    launches = _backward_launches(*given, *flags, device)
-    parameters = (_contiguous(weight), _contiguous(bias), mean.contiguous(), variance.contiguous())
+    types, flags = (dtype, dy_dtype), (training, wants_input, alone, relu, write_dz)
+    launches = _backward_launches(x.shape, channel_dim, last, types, flags, device)
+    parameters = _parameters(channels)
     empty, shape = empty_on(device), launches.shape
     sum_dy, sum_dy_xhat = empty(launches.channels, (1,), torch.float32), empty(launches.channels, (1,), torch.float32)
     dx = empty(shape, strides, dtype) if wants_input else None
@@ -323,27 +291,20 @@ class BackwardLaunches(NamedTuple):
 
 @launch_rule
 def _backward_launches(
-    shape: tuple[int, ...],
+    shape: Any,
     channel_dim: int,
     last: bool,
-    dtype: torch.dtype,
-    dy_dtype: torch.dtype,
-    training: bool,
-    wants_input: bool,
-    alone: bool,
-    has_weight: bool,
-    has_bias: bool,
-    mask: int,
-    write_dz: bool,
+    types: tuple[torch.dtype, torch.dtype],
+    flags: tuple[bool, ...],
     device: torch.device,
 ) -> BackwardLaunches:
+    (dtype, dy_dtype), (training, wants_input, alone, relu, write_dz) = types, flags
     geometry = _geometry(shape, channel_dim, last)
     channels, count = geometry.channels, float(geometry.images * geometry.positions)
     results = (tuple(shape), (channels,), (2 * channels + 1,), count)
-    flags = {"HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "MASK": mask, "WRITE_DZ": write_dz}
     if training and wants_input and alone and config.held_whole(math.prod(shape), channels, geometry.last):
         grid, sizes, constants = config.whole_tiling(geometry)
-        whole = kernels_whole.batch_norm_whole_backward.prepare(grid, sizes, **flags, **constants)
+        whole = kernels_whole.batch_norm_whole_backward.prepare(grid, sizes, RELU=relu, **constants)
         return BackwardLaunches(*results, whole=whole)
     here = facts(device)
     pace = config.pace(*geometry, True, dy_dtype.itemsize, here)
@@ -352,7 +313,7 @@ def _backward_launches(
     measure = kernels.batch_norm_measure_backward.prepare(
         (programs * tiles.channel_blocks,),
         (*tiles.sizes, programs),
-        **flags,
+        RELU=relu,
         **tiles.constants,
         UNROLL=pace.unroll,
         num_warps=pace.num_warps,
@@ -361,13 +322,11 @@ def _backward_launches(
     sums = kernels.batch_norm_sums.prepare(
         (-(-channels // channel_block),),
         (programs, channels),
-        RANK_STATS=not alone,
         P_BLOCK=part_block,
         C_BLOCK=channel_block,
         num_warps=config.FINISH_WARPS,
     )
-    parameters = (has_weight, has_bias, 0 if write_dz else mask)
-    apply = _input_gradient_launch(geometry, dtype.itemsize, not alone, *parameters, training, here)
+    apply = _input_gradient_launch(geometry, dtype.itemsize, relu and not write_dz, training, here)
     return BackwardLaunches(*results, programs * 2 * channels, None, measure, sums, apply)
 
 
@@ -377,9 +336,8 @@ def launch_input_gradient(
     """The input's gradient."""
     x, last = dense(input, spec.channel_dim)
     parameters, output = _parameters(channels), like(x, output)
-    flags = (sums.sum_dy_xhat is None, parameters[0] is not None, parameters[1] is not None, _mask(spec.relu, output))
     geometry, dx = _geometry(x.shape, spec.channel_dim, last), torch.empty_like(x)
-    launch = _input_gradient_launch(geometry, x.dtype.itemsize, *flags, spec.training, facts(x.device))
+    launch = _input_gradient_launch(geometry, x.dtype.itemsize, spec.relu, spec.training, facts(x.device))
     sum_dy, sum_dy_xhat = sums.sum_dy.contiguous(), _contiguous(sums.sum_dy_xhat)
     launch((x, like(x, dy), output, *parameters, sum_dy, sum_dy_xhat, dx), (spec.eps, sums.inverse_count))
     return dx
@@ -387,25 +345,15 @@ def launch_input_gradient(
 
 @launch_rule
 def _input_gradient_launch(
-    geometry: config.Geometry,
-    itemsize: int,
-    rank_stats: bool,
-    has_weight: bool,
-    has_bias: bool,
-    mask: int,
-    training: bool,
-    device: DeviceFacts,
+    geometry: config.Geometry, itemsize: int, relu: bool, training: bool, device: DeviceFacts
 ) -> Any:
     chosen = config.apply_config(*geometry, True, itemsize, device)
     tiles = config.tiling(geometry, chosen.elements)
     return kernels.batch_norm_apply_backward.prepare(
         (tiles.units * tiles.channel_blocks,),
         tiles.sizes,
-        HAS_WEIGHT=has_weight,
-        HAS_BIAS=has_bias,
-        MASK=mask,
+        RELU=relu,
         BATCH=training,
-        RANK_STATS=rank_stats,
         **tiles.constants,
         num_warps=chosen.num_warps,
     )
@@ -415,8 +363,3 @@ def _parameters(channels: Channels) -> tuple[Tensor | None, ...]:
     """Weight, bias, mean and variance, in the order of the kernels."""
     mean, variance, weight, bias = channels
     return _contiguous(weight), _contiguous(bias), mean.contiguous(), variance.contiguous()
-
-
-def _mask(relu: bool, output: Tensor | None) -> int:
-    """Where kernels take ReLU's mask from: 0 there is none, 1 the input again, 2 the output."""
-    return 0 if not relu else 1 if output is None else 2

@@ -10,8 +10,8 @@ would take 6 to 10 us longer on an H200 for the 5 that the host saves. Statistic
 
 Rank statistics are what a process tells others: forward such a row, backward `sum_dy`, `sum_dy_xhat` and a count;
 [2C + 1] in both directions. `sum_dy` is the sum of the gradient behind the ReLU mask, `sum_dy_xhat` that of it times
-the normalised input. MASK says where ReLU's mask comes from: 0 there is no ReLU, 1 from its argument, computed again
-(there is no addend), 2 from the output.
+the normalised input. With RELU its mask comes from the output, or where that is None (there is no addend) from its
+argument, computed again. Tensors that a norm does not have are None.
 
 ALIGN, a power of two up to 16, divides the size that is contiguous in memory, C or S: that it was multiplied by ALIGN
 shows Triton how wide loads may be.
@@ -55,9 +55,9 @@ def tile(
 
 
 @triton.jit
-def parameter(pointer, channel, mask, PRESENT: tl.constexpr, absent: tl.constexpr):
+def parameter(pointer, channel, mask, absent: tl.constexpr):
     """Weights or biases of channels, or what stands for those that a norm does not have."""
-    if PRESENT:
+    if pointer is not None:
         values = tl.load(pointer + channel, mask, other=0.0).to(tl.float32)
     else:
         values = tl.full(channel.shape, absent, tl.float32)
@@ -116,12 +116,12 @@ def batch_norm_measure(
 def batch_norm_statistics(
     partials, mean, variance, running_mean, running_variance,
     programs, channels, pitch, momentum,
-    RUNNING: tl.constexpr, RANK_STATS: tl.constexpr, P_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
+    P_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Mean and variance of every channel from those of its parts, and what they do to the running ones.
 
     P_BLOCK parts at a time, around the mean of these, then by Chan's formula. Parts may be empty; if all are,
-    statistics are 0 and the running ones stay. With RANK_STATS, `mean` gets the statistics of the rank, [2C + 1].
+    statistics are 0 and the running ones stay. Without a `variance`, `mean` gets the statistics of the rank, [2C + 1].
     """
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
@@ -147,12 +147,12 @@ def batch_norm_statistics(
         values += here
     count = tl.maximum(values, 1.0)
     tl.store(mean + channel, centre, inside)
-    if RANK_STATS:
+    if variance is None:
         tl.store(mean + channels + channel, sum_of_squares, inside)
         tl.store(mean + 2 * channels, values, mask=tl.program_id(0) == 0)
     else:
         tl.store(variance + channel, sum_of_squares / count, inside)
-    if RUNNING:
+    if running_mean is not None:
         old_mean = tl.load(running_mean + channel, inside, other=0.0).to(tl.float32)
         old_variance = tl.load(running_variance + channel, inside, other=0.0).to(tl.float32)
         share = momentum * tl.minimum(values, 1.0)
@@ -167,8 +167,7 @@ def batch_norm_statistics(
 def batch_norm_apply(
     x, z, weight, bias, mean, variance, y,
     positions, channels, chunks, units, channel_blocks, eps,
-    HAS_Z: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RELU: tl.constexpr, LAST: tl.constexpr,
-    ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+    RELU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The output of one tile; the last tiles first, because the pass before has left those in the cache."""
     unit = units - 1 - tl.program_id(0) // channel_blocks
@@ -179,10 +178,10 @@ def batch_norm_apply(
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
     spread = tl.load(variance + channel, inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(spread + eps) * parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
-    shift = parameter(bias, channel, inside, HAS_BIAS, 0.0)
+    scale = tl.rsqrt(spread + eps) * parameter(weight, channel, inside, 1.0)
+    shift = parameter(bias, channel, inside, 0.0)
     result = (values - centre[None, :]) * scale[None, :] + shift[None, :]
-    if HAS_Z:
+    if z is not None:
         result += tl.load(z + offset, mask, other=0.0).to(tl.float32)
     if RELU:
         # A comparison that keeps NaN, as PyTorch's ReLU does.
@@ -191,14 +190,14 @@ def batch_norm_apply(
 
 
 @triton.jit
-def _masked(gradient, values, x, y, offset, mask, mean, scale, shift, MASK: tl.constexpr):
+def _masked(gradient, values, x, y, offset, mask, mean, scale, shift, RELU: tl.constexpr):
     """The gradient behind the ReLU mask, which is that of ReLU's argument."""
-    if MASK == 1:
-        # Rounded as the output was, which may be 0 then.
-        output = ((values - mean[None, :]) * scale[None, :] + shift[None, :]).to(x.dtype.element_ty)
-        gradient = tl.where(output > 0.0, gradient, 0.0)
-    elif MASK == 2:
-        output = tl.load(y + offset, mask, other=0.0)
+    if RELU:
+        if y is None:
+            # Rounded as the output was, which may be 0 then.
+            output = ((values - mean[None, :]) * scale[None, :] + shift[None, :]).to(x.dtype.element_ty)
+        else:
+            output = tl.load(y + offset, mask, other=0.0)
         gradient = tl.where(output > 0.0, gradient, 0.0)
     return gradient
 
@@ -208,12 +207,12 @@ def _masked(gradient, values, x, y, offset, mask, mean, scale, shift, MASK: tl.c
 def batch_norm_measure_backward(
     x, dy, y, weight, bias, mean, variance, dz, partials,
     positions, channels, chunks, units, channel_blocks, programs, eps,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, MASK: tl.constexpr, WRITE_DZ: tl.constexpr, LAST: tl.constexpr,
-    ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    RELU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Sums of the gradient and of gradient times normalised input over a program's units.
 
-    With WRITE_DZ the gradient behind the ReLU mask is kept: it is that of the addend.
+    `dz`, the gradient of the addend, gets the gradient behind the ReLU mask.
     """
     program = tl.program_id(0) // channel_blocks
     block = tl.program_id(0) % channel_blocks
@@ -221,8 +220,8 @@ def batch_norm_measure_backward(
     inside = channel < channels
     centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps)
-    scale = factor * parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
-    shift = parameter(bias, channel, inside, HAS_BIAS, 0.0)
+    scale = factor * parameter(weight, channel, inside, 1.0)
+    shift = parameter(bias, channel, inside, 0.0)
     sum_dy = tl.zeros((R, C_BLOCK), tl.float32)
     sum_dy_xhat = tl.zeros((R, C_BLOCK), tl.float32)
     for start in tl.range(program, units, programs * UNROLL):
@@ -233,8 +232,8 @@ def batch_norm_measure_backward(
             values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
             # Outside the input the gradient is 0, and so is every term.
             gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
-            gradient = _masked(gradient, values, x, y, offset, mask, centre, scale, shift, MASK)
-            if WRITE_DZ:
+            gradient = _masked(gradient, values, x, y, offset, mask, centre, scale, shift, RELU)
+            if dz is not None:
                 tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask)
             sum_dy += gradient
             sum_dy_xhat += gradient * (values - centre[None, :])
@@ -248,11 +247,11 @@ def batch_norm_measure_backward(
 def batch_norm_sums(
     partials, sum_dy, sum_dy_xhat, rank_stats,
     programs, channels, count,
-    RANK_STATS: tl.constexpr, P_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
+    P_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Adds up what the programs of the pass before have found: the gradients of bias and weight.
 
-    With RANK_STATS they are written to `rank_stats` too, with `count` behind them.
+    They are written to `rank_stats` too, where it is given, with `count` behind them.
     """
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
@@ -267,7 +266,7 @@ def batch_norm_sums(
     total_dy, total_dy_xhat = tl.sum(sums_dy, 0), tl.sum(sums_dy_xhat, 0)
     tl.store(sum_dy + channel, total_dy, inside)
     tl.store(sum_dy_xhat + channel, total_dy_xhat, inside)
-    if RANK_STATS:
+    if rank_stats is not None:
         tl.store(rank_stats + channel, total_dy, inside)
         tl.store(rank_stats + channels + channel, total_dy_xhat, inside)
         tl.store(rank_stats + 2 * channels, count, mask=tl.program_id(0) == 0)
@@ -278,12 +277,12 @@ def batch_norm_sums(
 def batch_norm_apply_backward(
     x, dy, y, weight, bias, mean, variance, sum_dy, sum_dy_xhat, dx,
     positions, channels, chunks, units, channel_blocks, eps, inverse_count,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, MASK: tl.constexpr, BATCH: tl.constexpr, RANK_STATS: tl.constexpr,
-    LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+    RELU: tl.constexpr, BATCH: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
+    C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of the input; without BATCH the statistics did not depend on the input.
 
-    With RANK_STATS, `sum_dy` is the sum of all processes' rank statistics, [2C + 1], which has everything.
+    Without `sum_dy_xhat`, `sum_dy` is the sum of all processes' rank statistics, [2C + 1], which has everything.
     """
     unit = units - 1 - tl.program_id(0) // channel_blocks
     block = tl.program_id(0) % channel_blocks
@@ -292,15 +291,15 @@ def batch_norm_apply_backward(
     offset, mask, _rows = tile(unit, block, positions, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     values = gradient
-    if BATCH or MASK == 1:
+    if BATCH or (RELU and y is None):
         values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps)
-    scale = factor * parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
-    shift = parameter(bias, channel, inside, HAS_BIAS, 0.0)
-    gradient = _masked(gradient, values, x, y, offset, mask, centre, scale, shift, MASK)
+    scale = factor * parameter(weight, channel, inside, 1.0)
+    shift = parameter(bias, channel, inside, 0.0)
+    gradient = _masked(gradient, values, x, y, offset, mask, centre, scale, shift, RELU)
     if BATCH:
-        if RANK_STATS:
+        if sum_dy_xhat is None:
             sum_dy_xhat = sum_dy + channels
             inverse_count = 1.0 / tl.maximum(tl.load(sum_dy + 2 * channels), 1.0)
         mean_dy = tl.load(sum_dy + channel, inside, other=0.0) * inverse_count

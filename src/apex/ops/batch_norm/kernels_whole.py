@@ -32,8 +32,7 @@ def everything(count, positions, channels, LAST: tl.constexpr, R: tl.constexpr, 
 def batch_norm_whole(
     x, z, weight, bias, running_mean, running_variance, mean, variance, y,
     count, positions, channels, eps, momentum,
-    HAS_Z: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RUNNING: tl.constexpr, RELU: tl.constexpr,
-    LAST: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+    RELU: tl.constexpr, LAST: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Statistics, running ones and output."""
     offset, mask, channel, inside = everything(count, positions, channels, LAST, R, C_BLOCK)
@@ -46,16 +45,16 @@ def batch_norm_whole(
     spread = deviations / count
     tl.store(mean + channel, centre, inside)
     tl.store(variance + channel, spread, inside)
-    if RUNNING:
+    if running_mean is not None:
         old_mean = tl.load(running_mean + channel, inside, other=0.0).to(tl.float32)
         old_variance = tl.load(running_variance + channel, inside, other=0.0).to(tl.float32)
         new_mean = (1.0 - momentum) * old_mean + momentum * centre
         new_variance = (1.0 - momentum) * old_variance + momentum * (deviations / tl.maximum(count - 1, 1))
         tl.store(running_mean + channel, new_mean.to(running_mean.dtype.element_ty), inside)
         tl.store(running_variance + channel, new_variance.to(running_variance.dtype.element_ty), inside)
-    scale = tl.rsqrt(spread + eps) * parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
-    result = away * scale[None, :] + parameter(bias, channel, inside, HAS_BIAS, 0.0)[None, :]
-    if HAS_Z:
+    scale = tl.rsqrt(spread + eps) * parameter(weight, channel, inside, 1.0)
+    result = away * scale[None, :] + parameter(bias, channel, inside, 0.0)[None, :]
+    if z is not None:
         result += tl.load(z + offset, mask, other=0.0).to(tl.float32)
     if RELU:
         result = tl.where(result < 0.0, 0.0, result)
@@ -67,8 +66,7 @@ def batch_norm_whole(
 def batch_norm_whole_backward(
     x, dy, y, weight, bias, mean, variance, sum_dy, sum_dy_xhat, dx, dz,
     count, positions, channels, eps,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, MASK: tl.constexpr, WRITE_DZ: tl.constexpr, LAST: tl.constexpr,
-    R: tl.constexpr, C_BLOCK: tl.constexpr,
+    RELU: tl.constexpr, LAST: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sums, which are gradients of bias and weight, and the gradients of input and addend."""
     offset, mask, channel, inside = everything(count, positions, channels, LAST, R, C_BLOCK)
@@ -76,10 +74,10 @@ def batch_norm_whole_backward(
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps)
-    scale = factor * parameter(weight, channel, inside, HAS_WEIGHT, 1.0)
-    shift = parameter(bias, channel, inside, HAS_BIAS, 0.0)
-    gradient = _masked(gradient, values, x, y, offset, mask, centre, scale, shift, MASK)
-    if WRITE_DZ:
+    scale = factor * parameter(weight, channel, inside, 1.0)
+    shift = parameter(bias, channel, inside, 0.0)
+    gradient = _masked(gradient, values, x, y, offset, mask, centre, scale, shift, RELU)
+    if dz is not None:
         tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask)
     away = values - centre[None, :]
     total_dy = tl.sum(gradient, 0)
