@@ -40,9 +40,9 @@ _CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Op:
     """An operator with kernels on GPUs and PyTorch's operators elsewhere; call it with the schema's arguments.
 
-    `reference` and `forward` take the schema's arguments and return its results: first `outputs` that the caller gets,
-    then what only the backward pass needs (None where there is nothing). `backward` takes the outputs' gradients, what
-    was saved, the settings, and `wanted`, a bool for each of `gradients`; it returns one gradient for each of these.
+    `reference` and `forward` take the schema's arguments and return its results: first the output, which the caller
+    gets, then what only the backward pass needs (None where there is nothing). `backward` takes the output's gradient,
+    what was saved, the settings, and `wanted`, a bool for each of `gradients`; it returns one gradient for each.
 
     `saves` names arguments and results (named in the schema) to keep for the backward pass; where that depends on the
     settings, `save(arguments, results)` gives the tensors for these names. `gradients` names the tensors that can
@@ -69,7 +69,6 @@ class Op:
         fake: Callable[..., Results],
         saves: Sequence[str],
         save: Callable[[tuple, tuple], tuple] | None = None,
-        outputs: int = 1,
         gradients: Sequence[str] | None = None,
         strided: Sequence[str] = (),
         same_layout: Sequence[str] = (),
@@ -92,7 +91,6 @@ class Op:
         self.results = [result.name for result in parsed.returns]
         self.saves = tuple(saves)
         self.gradients = tuple(self.arguments[: self.tensors] if gradients is None else gradients)
-        self._outputs = outputs
         self._reference = reference
         self._reference_backward = reference_backward
         self._formula = formula or reference
@@ -104,7 +102,7 @@ class Op:
         self._checks = checks
         self._gradient_places = [self.arguments.index(name) for name in self.gradients]
         self._loose = [i for i, name in enumerate(self.arguments[: self.tensors]) if name not in strided]
-        backward_tensors = (*self.results[:outputs], *self.saves)
+        backward_tensors = (self.results[0], *self.saves)
         self._loose_backward = [i for i, name in enumerate(backward_tensors) if name not in strided]
         names = (*self.arguments, *self.results)
         self._save = save or self._save_by_name
@@ -118,26 +116,26 @@ class Op:
         family.ops.append(self)
 
     def __call__(self, *arguments: Any) -> Any:
-        """The outputs, differentiable; the arguments were checked."""
+        """The output, differentiable; the arguments were checked."""
         if self.runs_kernels(*arguments):
             return self.with_kernels(*arguments)
         if self._reference_backward and self._needs_grad(arguments) and _library.is_eager(arguments[0]):
             return self._node(*arguments)
-        return self._public(_as_tuple(self._reference(*arguments)))
+        return _as_tuple(self._reference(*arguments))[0]
 
     def runs_kernels(self, *arguments: Any) -> bool:
         """Whether kernels take the arguments, or PyTorch's operators."""
         return self._fit(arguments, self.tensors) and (self._takes is None or self._takes(*arguments))
 
     def with_kernels(self, *arguments: Any) -> Any:
-        """The outputs, differentiable, where `runs_kernels` has said so."""
+        """The output, differentiable, where `runs_kernels` has said so."""
         if torch.compiler.is_compiling():
-            return self._public(_as_tuple(self._library_op(*arguments)))
+            return _as_tuple(self._library_op(*arguments))[0]
         if not arguments[0].numel():
-            return self._public(_as_tuple(self._reference(*arguments)))
+            return _as_tuple(self._reference(*arguments))[0]
         if self._needs_grad(arguments):
             return self._launching_node(*arguments)
-        return self._public(self._launch(*arguments))
+        return self._launch(*arguments)[0]
 
     def _needs_grad(self, arguments: tuple) -> bool:
         if torch.is_grad_enabled():
@@ -148,14 +146,14 @@ class Op:
         return False
 
     def differentiable(self, *arguments: Any) -> Any:
-        """The outputs by this op's own autograd node, which keeps nothing but what `saves` names.
+        """The output by this op's own autograd node, which keeps nothing but what `saves` names.
 
         What sees operators alone, torch.func for one, takes no such node and sees the reference.
         """
         if torch.compiler.is_compiling():
-            return self._public(_as_tuple(self._library_op(*arguments)))
+            return _as_tuple(self._library_op(*arguments))[0]
         if _library.sees_operators_only():
-            return self._public(_as_tuple(self._reference(*arguments)))
+            return _as_tuple(self._reference(*arguments))[0]
         return self._node(*arguments)
 
     def run(self, *arguments: Any) -> tuple[Tensor | None, ...]:
@@ -210,10 +208,10 @@ class Op:
         return self._differentiate(gradients, saved, settings, wanted, create_graph=False)
 
     def save(self, ctx: Any, arguments: tuple, results: tuple, launched: bool = False) -> Any:
-        """Keeps what the backward pass needs, and whether kernels took the arguments; returns the outputs."""
+        """Keeps what the backward pass needs, and whether kernels took the arguments; returns the output."""
         ctx.save_for_backward(*self._save(arguments, results))
         ctx.settings, ctx.launched = arguments[self.tensors :], launched
-        return results[0] if self._outputs == 1 else results[: self._outputs]
+        return results[0]
 
     def forward_and_save(self, ctx: Any, *arguments: Any) -> Any:
         """The forward of an autograd Function with a name of its own, whose first arguments are this op's tensors."""
@@ -269,9 +267,6 @@ class Op:
                 return False
         return True
 
-    def _public(self, results: tuple) -> Any:
-        return results[0] if self._outputs == 1 else results[: self._outputs]
-
     def _save_by_name(self, arguments: tuple, results: tuple) -> tuple:
         values = (*arguments, *results)
         return tuple([values[place] for place in self._saved_places])
@@ -302,9 +297,9 @@ class Op:
                         by_name[name].requires_grad_()  # type: ignore[union-attr]
             tensors = [by_name[name] for name in self.arguments[: self.tensors]]
             reference = self._formula if create_graph else self._reference
-            outputs = _as_tuple(reference(*tensors, *settings))[: self._outputs]
+            output = _as_tuple(reference(*tensors, *settings))[0]
             inputs: list[Any] = [by_name[name] for name, needed in zip(self.gradients, wanted, strict=True) if needed]
-            found = torch.autograd.grad(outputs, inputs, gradients, create_graph=create_graph, materialize_grads=True)
+            found = torch.autograd.grad(output, inputs, gradients, create_graph=create_graph, materialize_grads=True)
         remaining = iter(found)
         return tuple(next(remaining) if needed else None for needed in wanted)
 
@@ -322,7 +317,7 @@ class Op:
     def _like_saved(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         """The shape rule of gradients that are like what was saved under the same name."""
         *tensors, wanted = arguments
-        by_name = dict(zip(self.saves, tensors[self._outputs :], strict=False))
+        by_name = dict(zip(self.saves, tensors[1:], strict=False))
         return tuple(
             None
             if not needed
@@ -335,12 +330,10 @@ class Op:
     def _register(self, schema: str, fake: Callable, backward_fake: Callable) -> None:
         """Defines `torch.ops.apex.<name>` and `<name>_backward`, of which an empty tensor stands for None."""
         settings = schema[schema.index("(") + 1 : schema.index(")")].split(", ")[self.tensors :]
-        count = self._outputs
-        places = ["grad_output"] if count == 1 else [f"grad_output{number}" for number in range(count)]
-        tensors = [f"Tensor {place}" for place in places] + [f"Tensor? {name}" for name in self.saves]
+        tensors = ["Tensor grad_output", *(f"Tensor? {name}" for name in self.saves)]
         returns = ", ".join(["Tensor"] * len(self.gradients))
         backward_schema = f"{self.name}_backward({', '.join([*tensors, *settings, 'bool[] wanted'])}) -> ({returns})"
-        inner = count + len(self.saves)
+        inner = 1 + len(self.saves)
         kept = [i for i, name in enumerate(self.results) if name in self._same_layout]
         kept_gradients = [i for i, name in enumerate(self.gradients) if name in self._same_layout]
 
@@ -354,21 +347,20 @@ class Op:
             results = _as_tuple(output)
             ctx.save_for_backward(*self._save(inputs, results))
             ctx.settings = inputs[self.tensors :]
-            ctx.mark_non_differentiable(*results[count:])
+            ctx.mark_non_differentiable(*results[1:])
 
-        def op_backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+        def op_backward(ctx, dy, *unused):  # type: ignore[no-untyped-def]
             wanted = self._wanted(ctx.needs_input_grad)
-            given = (*gradients[:count], *ctx.saved_tensors, *ctx.settings)
-            found = _as_tuple(self._library_backward(*given, list(wanted)))
+            found = _as_tuple(self._library_backward(dy, *ctx.saved_tensors, *ctx.settings, list(wanted)))
             return self._in_schema_order([g if needed else None for g, needed in zip(found, wanted, strict=True)])
 
         def backward_implementation(*arguments):  # type: ignore[no-untyped-def]
             wanted = arguments[-1]
-            found = self.run_backward(arguments[:count], arguments[count:inner], arguments[inner:-1], wanted)
+            found = self.run_backward(arguments[:1], arguments[1:inner], arguments[inner:-1], wanted)
             gradients: list[Any] = [g if needed else None for g, needed in zip(found, wanted, strict=True)]
             for place in kept_gradients:
                 if wanted[place]:
-                    saved = arguments[count + self.saves.index(self.gradients[place])]
+                    saved = arguments[1 + self.saves.index(self.gradients[place])]
                     gradients[place] = laid_out_like(saved, gradients[place])
             return _real(gradients, arguments[0], kept_gradients)
 
@@ -402,23 +394,18 @@ class Op:
         wanted = [exact[place] is not None for place in self._gradient_places]
         inputs = [tensor.requires_grad_() for place in self._gradient_places if (tensor := exact[place]) is not None]
         exact_results = _as_tuple(self._reference(*exact, *in_double))
-        expected = exact_results[: self._outputs]
-        given: list[Any] = [
-            _sample(tuple(output.shape), result.dtype, generator)
-            for output, result in zip(expected, results[: self._outputs], strict=True)
-            if result is not None
-        ]
-        widened = [g.double() for g in given]
-        if expected[0].requires_grad:
+        expected = exact_results[0]
+        given: Any = _sample(tuple(expected.shape), results[0].dtype, generator)  # type: ignore[union-attr]
+        if expected.requires_grad:
             exact_gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-                expected, inputs, widened, materialize_grads=True
+                expected, inputs, given.double(), materialize_grads=True
             )
         else:  # a reference whose derivative is written out
             kept = self._save((*exact, *in_double), exact_results)
-            exact_gradients = self.run_reference_backward(widened, kept, in_double, wanted)
+            exact_gradients = self.run_reference_backward((given.double(),), kept, in_double, wanted)
         saved = self._save((*here, *in_dtype), results)
-        found = self.run_backward([g.to(device) for g in given], saved, in_dtype, wanted)
-        pairs: list[Any] = [*zip(results, expected, strict=False)]
+        found = self.run_backward((given.to(device),), saved, in_dtype, wanted)
+        pairs: list[Any] = [(results[0], expected)]
         pairs += zip([gradient for gradient in found if gradient is not None], exact_gradients, strict=True)
         largest = max(tensor.numel() for tensor in tensors if tensor is not None)
         return max(
