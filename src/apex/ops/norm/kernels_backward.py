@@ -9,7 +9,7 @@ arithmetic is float32. ALIGN: see kernels_forward.py.
     dweight = sum over rows of dy * normalised                               dbias = sum over rows of dy
 
 Each program writes its own row of `partials` (those of the weight first, then those of the bias), to be added in a
-fixed order.
+fixed order. Tensors that a norm does not have, or whose gradients nobody wants, are None.
 """
 
 import triton
@@ -20,20 +20,22 @@ from .kernels_sums import add_up
 
 
 @triton.jit
-def _normalised(
-    saved, mean, rstd, weight, bias, limit,
-    SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+def _load(parameter, column, mask, absent: tl.constexpr):
+    return tl.load(parameter + column, mask=mask, other=None if mask is None else absent).to(tl.float32)
+
+
+@triton.jit
+def _normalised(saved, mean, rstd, weight, bias, limit, FROM_OUTPUT: tl.constexpr):
     if FROM_OUTPUT:
         value = saved
-        if HAS_BIAS:
+        if bias is not None:
             value = value - bias
-        if HAS_WEIGHT:
+        if weight is not None:
             # A weight of zero has erased its column from the output: what is left there is the bias' rounding, if any.
             # A weight near zero magnifies that rounding, but no normalised value exceeds `limit`. NaN stays.
             value = value / tl.where(weight == 0, 1.0, weight)
             value = tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
-    elif SUBTRACT_MEAN:
+    elif mean is not None:
         value = (saved - mean) * rstd
     else:
         value = saved * rstd
@@ -45,9 +47,8 @@ def _normalised(
 def norm_backward_rows(
     dy, saved, weight, bias, statistics, dx, partials, tickets, dweight_sum, dbias_sum,
     rows, row_length, limit,
-    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PARAM_GRADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
-    STAGES: tl.constexpr, GROUP: tl.constexpr,
+    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """A persistent grid: each program walks tiles of ROWS whole rows, the next tiles being loaded meanwhile.
 
@@ -57,15 +58,11 @@ def norm_backward_rows(
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     column_mask = None if FULL else column < row_length
-    w = None
-    b = None
-    if HAS_WEIGHT:
-        w = tl.load(weight + column, mask=column_mask, other=None if FULL else 1.0).to(tl.float32)[None, :]
-    if HAS_BIAS and FROM_OUTPUT:
-        b = tl.load(bias + column, mask=column_mask, other=None if FULL else 0.0).to(tl.float32)[None, :]
-    if PARAM_GRADS:
+    w = None if weight is None else _load(weight, column, column_mask, 1.0)[None, :]
+    b = _load(bias, column, column_mask, 0.0)[None, :] if bias is not None and FROM_OUTPUT else None
+    if partials is not None:
         dweight = tl.zeros([ROWS, BLOCK], tl.float32)
-        if HAS_BIAS:
+        if bias is not None:
             dbias = tl.zeros([ROWS, BLOCK], tl.float32)
     for tile in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -84,26 +81,24 @@ def norm_backward_rows(
         row_mean = None
         if SUBTRACT_MEAN and not FROM_OUTPUT:
             row_mean = tl.load(statistics + rows + row, mask=row_mask, other=None if FULL else 0.0)[:, None]
-        normalised = _normalised(
-            value, row_mean, row_rstd, w, b, limit, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
-        )
+        normalised = _normalised(value, row_mean, row_rstd, w, b, limit, FROM_OUTPUT)
         # Masked elements of `gradient` are zero, so no sum below sees what `normalised` holds there.
-        wdy = gradient * w if HAS_WEIGHT else gradient
+        wdy = gradient if weight is None else gradient * w
         correction = normalised * (tl.sum(wdy * normalised, 1) / row_length)[:, None]
         if SUBTRACT_MEAN:
             correction += (tl.sum(wdy, 1) / row_length)[:, None]
         tl.store(dx + offset, ((wdy - correction) * row_rstd).to(dx.dtype.element_ty), mask=mask)
-        if PARAM_GRADS:
+        if partials is not None:
             dweight += gradient * normalised
-            if HAS_BIAS:
+            if bias is not None:
                 dbias += gradient
-    if PARAM_GRADS:
+    if partials is not None:
         place = partials + program.to(tl.int64) * row_length + column
         tl.store(place, tl.sum(dweight, 0), mask=column_mask)
-        if HAS_BIAS:
+        if bias is not None:
             tl.store(place + tl.num_programs(0).to(tl.int64) * row_length, tl.sum(dbias, 0), mask=column_mask)
         if GROUP:
-            add_up(partials, tickets, dweight_sum, dbias_sum, row_length, column, HAS_BIAS, GROUP)
+            add_up(partials, tickets, dweight_sum, dbias_sum, row_length, column, GROUP)
 
 
 @triton.jit
@@ -122,9 +117,8 @@ def _forgotten(value, NVIDIA: tl.constexpr):
 def norm_backward_held(
     dy, saved, weight, bias, statistics, dx, partials,
     rows, row_length, limit,
-    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PARAM_GRADS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
-    NVIDIA: tl.constexpr,
+    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, BLOCK: tl.constexpr,
+    FULL: tl.constexpr, STAGES: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """A persistent grid for long rows in half precision: a row is read once and held in its own dtype.
 
@@ -141,40 +135,32 @@ def norm_backward_held(
     for row in tl.range(program, rows, tl.num_programs(0), num_stages=STAGES):
         start = tl.cast(row, tl.int64) * row_length
         row_rstd = tl.load(statistics + row)
-        row_mean = tl.load(statistics + rows + row) if SUBTRACT_MEAN and not FROM_OUTPUT else 0.0
+        row_mean = tl.load(statistics + rows + row) if SUBTRACT_MEAN and not FROM_OUTPUT else None
         held_value = tl.load(saved + start + column, mask=mask, other=zero)
         held_gradient = tl.load(dy + start + column, mask=mask, other=zero)
-        w = None
-        b = None
-        if HAS_WEIGHT:
-            w = tl.load(weight + column, mask=mask, other=one).to(tl.float32)
-        if HAS_BIAS and FROM_OUTPUT:
-            b = tl.load(bias + column, mask=mask, other=zero).to(tl.float32)
+        w = None if weight is None else _load(weight, column, mask, 1.0)
+        b = _load(bias, column, mask, 0.0) if bias is not None and FROM_OUTPUT else None
         value = held_value.to(tl.float32)
-        normalised = _normalised(
-            value, row_mean, row_rstd, w, b, limit, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
-        )
-        wdy = held_gradient.to(tl.float32) * w if HAS_WEIGHT else held_gradient.to(tl.float32)
+        normalised = _normalised(value, row_mean, row_rstd, w, b, limit, FROM_OUTPUT)
+        wdy = held_gradient.to(tl.float32) if weight is None else held_gradient.to(tl.float32) * w
         mean_product = tl.sum(wdy * normalised) / row_length
         mean_sum = tl.sum(wdy) / row_length if SUBTRACT_MEAN else 0.0
         value = _forgotten(held_value, NVIDIA).to(tl.float32)
         gradient = _forgotten(held_gradient, NVIDIA).to(tl.float32)
-        if HAS_WEIGHT:
+        if weight is not None:
             w = tl.load(weight + column, mask=mask, other=one, eviction_policy="evict_last").to(tl.float32)
-        normalised = _normalised(
-            value, row_mean, row_rstd, w, b, limit, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
-        )
-        wdy = gradient * w if HAS_WEIGHT else gradient
+        normalised = _normalised(value, row_mean, row_rstd, w, b, limit, FROM_OUTPUT)
+        wdy = gradient if weight is None else gradient * w
         result = (wdy - normalised * mean_product - mean_sum) * row_rstd
         tl.store(dx + start + column, result.to(dx.dtype.element_ty), mask=mask)
-        if PARAM_GRADS:
+        if partials is not None:
             dweight += gradient * normalised
-            if HAS_BIAS:
+            if bias is not None:
                 dbias += gradient
-    if PARAM_GRADS:
+    if partials is not None:
         place = partials + program.to(tl.int64) * row_length + column
         tl.store(place, dweight, mask=mask)
-        if HAS_BIAS:
+        if bias is not None:
             tl.store(place + tl.num_programs(0).to(tl.int64) * row_length, dbias, mask=mask)
 
 
@@ -183,9 +169,8 @@ def norm_backward_held(
 def norm_backward_wide(
     dy, saved, weight, bias, statistics, dx, partials,
     rows, row_length, limit,
-    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PARAM_GRADS: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
+    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, CHUNKS: tl.constexpr,
+    HELD: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """A persistent grid for rows too long to hold beside their weight gradients: each row is read twice, in CHUNKS.
 
@@ -197,18 +182,17 @@ def norm_backward_wide(
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     zero = None if FULL else 0.0
-    one = None if FULL else 1.0
     dweight = ()
     dbias = ()
-    if PARAM_GRADS:
+    if partials is not None:
         for _ in tl.static_range(CHUNKS):
             dweight = dweight + (tl.zeros([BLOCK], tl.float32),)
-            if HAS_BIAS:
+            if bias is not None:
                 dbias = dbias + (tl.zeros([BLOCK], tl.float32),)
     for row in tl.range(program, rows, tl.num_programs(0)):
         start = tl.cast(row, tl.int64) * row_length
         row_rstd = tl.load(statistics + row)
-        row_mean = tl.load(statistics + rows + row) if SUBTRACT_MEAN and not FROM_OUTPUT else 0.0
+        row_mean = tl.load(statistics + rows + row) if SUBTRACT_MEAN and not FROM_OUTPUT else None
         products = tl.zeros([BLOCK], tl.float32)
         sums = tl.zeros([BLOCK], tl.float32)
         held_values = ()
@@ -224,17 +208,11 @@ def norm_backward_wide(
                 gradient = tl.load(dy + start + position, mask=mask, other=zero)
                 held_values = held_values + (value,)
                 held_gradients = held_gradients + (gradient,)
-            w = None
-            b = None
-            if HAS_WEIGHT:
-                w = tl.load(weight + position, mask=mask, other=one).to(tl.float32)
-            if HAS_BIAS and FROM_OUTPUT:
-                b = tl.load(bias + position, mask=mask, other=zero).to(tl.float32)
+            w = None if weight is None else _load(weight, position, mask, 1.0)
+            b = _load(bias, position, mask, 0.0) if bias is not None and FROM_OUTPUT else None
             # Multiplied by rstd after the sum: what differs between the passes is computed twice, not kept.
-            normalised = _normalised(
-                value.to(tl.float32), row_mean, 1.0, w, b, limit, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
-            )
-            wdy = gradient.to(tl.float32) * w if HAS_WEIGHT else gradient.to(tl.float32)
+            normalised = _normalised(value.to(tl.float32), row_mean, 1.0, w, b, limit, FROM_OUTPUT)
+            wdy = gradient.to(tl.float32) if weight is None else gradient.to(tl.float32) * w
             products += wdy * normalised
             if SUBTRACT_MEAN:
                 sums += wdy
@@ -252,31 +230,25 @@ def norm_backward_wide(
                 value = tl.load(saved + start + position, mask=mask, other=zero, eviction_policy="evict_first")
                 gradient = tl.load(dy + start + position, mask=mask, other=zero, eviction_policy="evict_first")
                 gradient = gradient.to(tl.float32)
-            w = None
-            b = None
-            if HAS_WEIGHT:
-                w = tl.load(weight + position, mask=mask, other=one).to(tl.float32)
-            if HAS_BIAS and FROM_OUTPUT:
-                b = tl.load(bias + position, mask=mask, other=zero).to(tl.float32)
-            normalised = _normalised(
-                value.to(tl.float32), row_mean, row_rstd, w, b, limit, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
-            )
-            wdy = gradient * w if HAS_WEIGHT else gradient
+            w = None if weight is None else _load(weight, position, mask, 1.0)
+            b = _load(bias, position, mask, 0.0) if bias is not None and FROM_OUTPUT else None
+            normalised = _normalised(value.to(tl.float32), row_mean, row_rstd, w, b, limit, FROM_OUTPUT)
+            wdy = gradient if weight is None else gradient * w
             result = (wdy - normalised * mean_product - mean_sum) * row_rstd
             tl.store(dx + start + position, result.to(dx.dtype.element_ty), mask=mask)
-            if PARAM_GRADS:
+            if partials is not None:
                 next_dweight = next_dweight + (dweight[chunk] + gradient * normalised,)
-                if HAS_BIAS:
+                if bias is not None:
                     next_dbias = next_dbias + (dbias[chunk] + gradient,)
         dweight = next_dweight
         dbias = next_dbias
-    if PARAM_GRADS:
+    if partials is not None:
         for chunk in tl.static_range(CHUNKS):
             position = chunk * BLOCK + column
             place = partials + program.to(tl.int64) * row_length + position
             mask = None if FULL else position < row_length
             tl.store(place, dweight[chunk], mask=mask)
-            if HAS_BIAS:
+            if bias is not None:
                 tl.store(place + tl.num_programs(0).to(tl.int64) * row_length, dbias[chunk], mask=mask)
 
 
@@ -285,8 +257,7 @@ def norm_backward_wide(
 def norm_backward_row_means(
     dy, saved, weight, bias, statistics, row_means,
     row_length, limit,
-    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """First half of the backward pass for rows of unlimited length: mean(wdy * normalised), then mean(wdy), per row."""
     row_length = row_length // ALIGN * ALIGN
@@ -294,7 +265,7 @@ def norm_backward_row_means(
     column = tl.arange(0, BLOCK)
     start = row * row_length
     row_rstd = tl.load(statistics + row)
-    row_mean = tl.load(statistics + tl.num_programs(0) + row) if SUBTRACT_MEAN and not FROM_OUTPUT else 0.0
+    row_mean = tl.load(statistics + tl.num_programs(0) + row) if SUBTRACT_MEAN and not FROM_OUTPUT else None
     products = tl.zeros([BLOCK], tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
     for chunk in tl.range(0, tl.cdiv(row_length, BLOCK)):
@@ -302,16 +273,10 @@ def norm_backward_row_means(
         mask = position < row_length
         value = tl.load(saved + start + position, mask=mask, other=0.0).to(tl.float32)
         wdy = tl.load(dy + start + position, mask=mask, other=0.0).to(tl.float32)
-        w = None
-        b = None
-        if HAS_WEIGHT:
-            w = tl.load(weight + position, mask=mask, other=1.0).to(tl.float32)
-            wdy = wdy * w
-        if HAS_BIAS and FROM_OUTPUT:
-            b = tl.load(bias + position, mask=mask, other=0.0).to(tl.float32)
-        products += wdy * _normalised(
-            value, row_mean, row_rstd, w, b, limit, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
-        )
+        w = None if weight is None else _load(weight, position, mask, 1.0)
+        wdy = wdy if weight is None else wdy * w
+        b = _load(bias, position, mask, 0.0) if bias is not None and FROM_OUTPUT else None
+        products += wdy * _normalised(value, row_mean, row_rstd, w, b, limit, FROM_OUTPUT)
         sums += wdy
     tl.store(row_means + row, tl.sum(products) / row_length)
     if SUBTRACT_MEAN:
@@ -323,20 +288,16 @@ def norm_backward_row_means(
 def norm_backward_columns(
     dy, saved, weight, bias, statistics, row_means, dx, partials,
     rows, row_length, limit,
-    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PARAM_GRADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Second half for rows of unlimited length: a block of columns per program, walking down a group of rows."""
     row_length = row_length // ALIGN * ALIGN
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     group = tl.program_id(1)
     column_mask = column < row_length
-    w = None
-    b = None
-    if HAS_WEIGHT:
-        w = tl.load(weight + column, mask=column_mask, other=1.0).to(tl.float32)[None, :]
-    if HAS_BIAS and FROM_OUTPUT:
-        b = tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    w = None if weight is None else _load(weight, column, column_mask, 1.0)[None, :]
+    b = _load(bias, column, column_mask, 0.0)[None, :] if bias is not None and FROM_OUTPUT else None
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
     for tile in tl.range(group, tl.cdiv(rows, ROWS), tl.num_programs(1)):
@@ -350,20 +311,18 @@ def norm_backward_columns(
         row_mean = None
         if SUBTRACT_MEAN and not FROM_OUTPUT:
             row_mean = tl.load(statistics + rows + row, mask=row_mask, other=0.0)[:, None]
-        normalised = _normalised(
-            value, row_mean, row_rstd, w, b, limit, SUBTRACT_MEAN, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS
-        )
-        wdy = gradient * w if HAS_WEIGHT else gradient
+        normalised = _normalised(value, row_mean, row_rstd, w, b, limit, FROM_OUTPUT)
+        wdy = gradient if weight is None else gradient * w
         correction = normalised * tl.load(row_means + row, mask=row_mask, other=0.0)[:, None]
         if SUBTRACT_MEAN:
             correction += tl.load(row_means + rows + row, mask=row_mask, other=0.0)[:, None]
         tl.store(dx + offset, ((wdy - correction) * row_rstd).to(dx.dtype.element_ty), mask=mask)
-        if PARAM_GRADS:
+        if partials is not None:
             dweight += gradient * normalised
-            if HAS_BIAS:
+            if bias is not None:
                 dbias += gradient
-    if PARAM_GRADS:
+    if partials is not None:
         place = partials + group.to(tl.int64) * row_length + column
         tl.store(place, tl.sum(dweight, 0), mask=column_mask)
-        if HAS_BIAS:
+        if bias is not None:
             tl.store(place + tl.num_programs(1).to(tl.int64) * row_length, tl.sum(dbias, 0), mask=column_mask)

@@ -18,8 +18,7 @@ from .._launch import kernel
 def norm_forward_rows(
     input, weight, bias, output, statistics,
     rows, row_length, eps,
-    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """ROWS whole rows per program, held in registers. FULL: no row or column needs a mask."""
     row_length = row_length // ALIGN * ALIGN
@@ -45,9 +44,9 @@ def norm_forward_rows(
     row_rstd = tl.rsqrt(tl.sum(x * x, 1) / row_length + eps)
     tl.store(statistics + row, row_rstd, mask=row_mask)
     y = x * row_rstd[:, None]
-    if HAS_WEIGHT:
+    if weight is not None:
         y = y * tl.load(weight + column, mask=column_mask).to(tl.float32)[None, :]
-    if HAS_BIAS:
+    if bias is not None:
         y = y + tl.load(bias + column, mask=column_mask).to(tl.float32)[None, :]
     tl.store(output + offset, y.to(output.dtype.element_ty), mask=mask)
 
@@ -57,8 +56,7 @@ def norm_forward_rows(
 def norm_forward_long(
     input, weight, bias, output, statistics,
     row_length, eps,
-    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr, FULL: tl.constexpr, STREAM: tl.constexpr,
+    ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """One row of any length per program, in chunks, read twice: the second time from the cache.
 
@@ -109,9 +107,9 @@ def norm_forward_long(
         mask = None if FULL else position < row_length
         x = tl.load(row_input + position, mask=mask, eviction_policy="evict_first").to(tl.float32)
         y = (x - row_mean) * row_rstd
-        if HAS_WEIGHT:
+        if weight is not None:
             y = y * tl.load(weight + position, mask=mask, eviction_policy="evict_last").to(tl.float32)
-        if HAS_BIAS:
+        if bias is not None:
             y = y + tl.load(bias + position, mask=mask, eviction_policy="evict_last").to(tl.float32)
         tl.store(
             row_output + position, y.to(output.dtype.element_ty), mask=mask, cache_modifier=".cs" if STREAM else ""

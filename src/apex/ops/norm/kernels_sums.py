@@ -22,7 +22,7 @@ def _sum_rows(source, count, row_length, column, MOST: tl.constexpr):
 
 
 @triton.jit
-def add_up(partials, tickets, dweight, dbias, row_length, column, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr):
+def add_up(partials, tickets, dweight, dbias, row_length, column, GROUP: tl.constexpr):
     """The end of a kernel whose programs have stored their partials: the last program of a GROUP adds up the group's,
     the last of those adds up the sums of groups, which lie behind the partials and are at most GROUP, too.
     """
@@ -32,7 +32,7 @@ def add_up(partials, tickets, dweight, dbias, row_length, column, HAS_BIAS: tl.c
     members = tl.minimum(GROUP, programs - group * GROUP)
     first = group * GROUP * row_length
     mask = column < row_length
-    if HAS_BIAS:
+    if dbias is not None:
         sums = partials + 2 * programs * row_length
     else:
         sums = partials + programs * row_length
@@ -40,13 +40,13 @@ def add_up(partials, tickets, dweight, dbias, row_length, column, HAS_BIAS: tl.c
         tl.store(
             sums + group * row_length + column, _sum_rows(partials + first, members, row_length, column, GROUP), mask
         )
-        if HAS_BIAS:
+        if dbias is not None:
             total = _sum_rows(partials + programs * row_length + first, members, row_length, column, GROUP)
             tl.store(sums + (groups + group) * row_length + column, total, mask)
         if is_last_block(tickets, groups):
             total = _sum_rows(sums, groups, row_length, column, GROUP)
             tl.store(dweight + column, total.to(dweight.dtype.element_ty), mask)
-            if HAS_BIAS:
+            if dbias is not None:
                 total = _sum_rows(sums + groups * row_length, groups, row_length, column, GROUP)
                 tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask)
 
@@ -67,11 +67,11 @@ def _sum_columns(partials, result, count, row_length, ROWS: tl.constexpr, BLOCK:
 def sum_partials(
     partials, dweight, dbias,
     count, row_length,
-    ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Adds `count` partial gradients per column: weight in the first row of programs, bias in the second."""
     row_length = row_length // ALIGN * ALIGN
-    if HAS_BIAS:
+    if dbias is not None:
         if tl.program_id(1) == 0:
             _sum_columns(partials, dweight, count, row_length, ROWS, BLOCK)
         else:

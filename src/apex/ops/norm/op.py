@@ -167,8 +167,7 @@ def launch_forward(input: Tensor, weight: Tensor | None, bias: Tensor | None, *s
     """Output and statistics, as `reference.forward`."""
     row_length, eps, subtract_mean, _, out_dtype, input_dtype = settings
     device = input.device
-    flags = (subtract_mean, weight is not None, bias is not None)
-    launches = _forward_launch(input.shape, row_length, input_dtype, out_dtype, *flags, device)
+    launches = _forward_launch(input.shape, row_length, input_dtype, out_dtype, subtract_mean, device)
     empty = empty_on(device)
     output = empty(launches.shape, launches.strides, out_dtype)
     statistics = empty(launches.statistics, launches.statistics_strides, torch.float32)
@@ -193,14 +192,12 @@ def _forward_launch(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     subtract_mean: bool,
-    has_weight: bool,
-    has_bias: bool,
     device: torch.device,
 ) -> ForwardLaunch:
     rows = math.prod(shape) // row_length
     chosen = config.forward_config(rows, row_length, dtype.itemsize, subtract_mean, facts(device))
     flags: dict[str, Any] = {"ALIGN": math.gcd(16, row_length), "SUBTRACT_MEAN": subtract_mean}
-    flags |= {"HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "BLOCK": chosen.block, "num_warps": chosen.num_warps}
+    flags |= {"BLOCK": chosen.block, "num_warps": chosen.num_warps}
     if chosen.rows_per_program:
         launch = kernels_forward.norm_forward_rows.prepare(
             (-(-rows // chosen.rows_per_program),),
@@ -228,7 +225,7 @@ def launch_backward(
     row_length, _, subtract_mean, from_output, _, input_dtype, wanted = settings
     device, dtype = saved.device, saved.dtype
     param_grads = weight is not None and (wanted[1] or wanted[2])
-    flags = (subtract_mean, from_output, weight is not None, bias is not None, param_grads)
+    flags = (subtract_mean, from_output, bias is not None, param_grads)
     launches = _backward_launches(saved.shape, row_length, dtype, flags, device)
     empty = empty_on(device)
     dx = empty(launches.shape, launches.strides, input_dtype)
@@ -271,16 +268,14 @@ class BackwardLaunches(NamedTuple):
 def _backward_launches(
     shape: tuple[int, ...], row_length: int, dtype: torch.dtype, flags: tuple[bool, ...], device: torch.device
 ) -> BackwardLaunches:
-    subtract_mean, from_output, has_weight, has_bias, param_grads = flags
+    subtract_mean, from_output, has_bias, param_grads = flags
     shape, rows, here = tuple(shape), math.prod(shape) // row_length, facts(device)
     chosen = config.backward_config(rows, row_length, dtype.itemsize, has_bias and param_grads, here)
     group = chosen.group if param_grads else 0
     partials = chosen.programs + -(-chosen.programs // group) if group else chosen.programs
     sizes, align = (rows, row_length), math.gcd(16, row_length)
     common: dict[str, Any] = {"ALIGN": align, "SUBTRACT_MEAN": subtract_mean, "FROM_OUTPUT": from_output}
-    common |= {"HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias}
-    main = {**common, "PARAM_GRADS": param_grads, "BLOCK": chosen.block}
-    main |= {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+    main = {**common, "BLOCK": chosen.block, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
     row_means = sums = None
     if chosen.kind == "rows":
         launch = kernels_backward.norm_backward_rows.prepare(
@@ -323,7 +318,6 @@ def _backward_launches(
             (-(-row_length // block), 1 + has_bias),
             (chosen.programs, row_length),
             ALIGN=align,
-            HAS_BIAS=has_bias,
             ROWS=256,  # nearly all in one step: 2 us less than 64 by 32 at 16384x1024, no more elsewhere
             BLOCK=block,
             num_warps=4,
