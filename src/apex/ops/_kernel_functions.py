@@ -1,4 +1,4 @@
-"""Functions that kernels of several families call: last-block counters, sums of rows and random words."""
+"""Functions that kernels of several families call."""
 
 import triton
 import triton.language as tl
@@ -32,6 +32,16 @@ def sum_rows(rows, number, column, columns, ROWS: tl.constexpr):
         place = rows + row.to(tl.int64)[:, None] * columns + column[None, :]
         sums += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
     return tl.sum(sums, 0)
+
+
+@triton.jit
+def parameter(pointer, channel, mask, absent: tl.constexpr):
+    """Weights or biases of channels in float32, or what stands for those that a norm does not have."""
+    if pointer is not None:
+        values = tl.load(pointer + channel, mask, other=0.0).to(tl.float32)
+    else:
+        values = tl.full(channel.shape, absent, tl.float32)
+    return values
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._kernel_functions import parameter
 from .._launch import kernel
 
 # Numbers that differ from shape to shape and would have kernels compiled anew for being 1 or a multiple of 16, which of
@@ -52,16 +53,6 @@ def tile(
         offset = begin + first_channel * positions + first + (column.to(tl.int64) * positions + row)
     mask = (row < rows) & (block * C_BLOCK + column < channels)
     return offset, mask, rows
-
-
-@triton.jit
-def parameter(pointer, channel, mask, absent: tl.constexpr):
-    """Weights or biases of channels, or what stands for those that a norm does not have."""
-    if pointer is not None:
-        values = tl.load(pointer + channel, mask, other=0.0).to(tl.float32)
-    else:
-        values = tl.full(channel.shape, absent, tl.float32)
-    return values
 
 
 @kernel

@@ -9,8 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._kernel_functions import parameter
 from .._launch import kernel
-from .kernels import _masked, parameter
+from .kernels import _masked
 
 
 @triton.jit

@@ -16,7 +16,7 @@ shows Triton how wide loads may be.
 import triton
 import triton.language as tl
 
-from .._kernel_functions import is_last_block
+from .._kernel_functions import is_last_block, parameter
 from .._launch import kernel
 
 
@@ -76,20 +76,9 @@ def _finish(normalised, weight, bias, SILU: tl.constexpr):
 
 
 @triton.jit
-def _parameter(pointer, channel, mask, PRESENT: tl.constexpr, absent: tl.constexpr):
-    """Weights or biases of channels, or what stands for those that a norm does not have."""
-    if PRESENT:
-        values = tl.load(pointer + channel, mask, other=0.0).to(tl.float32)
-    else:
-        values = tl.full(channel.shape, absent, tl.float32)
-    return values
-
-
-@triton.jit
-def _parameters(weight, bias, channel, mask, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _parameters(weight, bias, channel, mask):
     """Weights and biases of channels."""
-    scale = _parameter(weight, channel, mask, HAS_WEIGHT, 1.0)
-    return scale, _parameter(bias, channel, mask, HAS_BIAS, 0.0)
+    return parameter(weight, channel, mask, 1.0), parameter(bias, channel, mask, 0.0)
 
 
 @triton.jit
@@ -104,12 +93,10 @@ def _gradient_and_xhat(x, dy, offset, mask, mean, factor, scale, shift, SILU: tl
 
 
 @triton.jit
-def _store_parameter_gradients(
-    dweight, dbias, sum_dy, sum_dy_xhat, channel, mask, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr
-):
-    if HAS_WEIGHT:
+def _store_parameter_gradients(dweight, dbias, sum_dy, sum_dy_xhat, channel, mask):
+    if dweight is not None:
         tl.store(dweight + channel, sum_dy_xhat.to(dweight.dtype.element_ty), mask)
-    if HAS_BIAS:
+    if dbias is not None:
         tl.store(dbias + channel, sum_dy.to(dbias.dtype.element_ty), mask)
 
 
@@ -128,10 +115,7 @@ def _sum_pairs(pairs, count, channels, column, inside, ROWS: tl.constexpr, COLUM
 
 
 @triton.jit
-def _add_up(
-    scratch, tickets, dweight, dbias, images, channels, groups,
-    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, D_BLOCK: tl.constexpr,
-):  # fmt: skip
+def _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D: tl.constexpr, D_BLOCK: tl.constexpr):
     """The end of a kernel with a program per group of an image, each of which has filled its place in the first part of
     `scratch`: the last program of a group sums over the images."""
     group = tl.program_id(0) % groups
@@ -144,7 +128,7 @@ def _add_up(
             sum_dy += tl.load(found, within < D, other=0.0, cache_modifier=".cg")
             sum_dy_xhat += tl.load(found + channels, within < D, other=0.0, cache_modifier=".cg")
         channel = group * D + within
-        _store_parameter_gradients(dweight, dbias, sum_dy, sum_dy_xhat, channel, within < D, HAS_WEIGHT, HAS_BIAS)
+        _store_parameter_gradients(dweight, dbias, sum_dy, sum_dy_xhat, channel, within < D)
 
 
 @kernel
@@ -152,8 +136,8 @@ def _add_up(
 def group_norm_forward_small(
     x, weight, bias, y, statistics,
     positions, channels, groups, eps,
-    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
-    ALIGN: tl.constexpr, S_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
+    D: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, S_BLOCK: tl.constexpr,
+    D_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per group of an image."""
     positions, channels = _aligned(positions, channels, LAST, ALIGN)
@@ -172,7 +156,7 @@ def group_norm_forward_small(
     tl.store(statistics + program * 2, mean)
     tl.store(statistics + program * 2 + 1, variance)
     channel = group * D + column
-    scale, shift = _parameters(weight, bias, channel, column < D, HAS_WEIGHT, HAS_BIAS)
+    scale, shift = _parameters(weight, bias, channel, column < D)
     result = _finish(centred * tl.rsqrt(variance + eps), scale, shift, SILU)
     tl.store(y + offset, result.to(y.dtype.element_ty), mask)
 
@@ -234,14 +218,14 @@ def group_norm_statistics(
 def group_norm_apply(
     x, weight, bias, statistics, y,
     positions, channels, groups, chunks, eps,
-    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
-    ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+    D: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
+    C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The output of one tile."""
     image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
-    scale, shift = _parameters(weight, bias, channel, inside, HAS_WEIGHT, HAS_BIAS)
+    scale, shift = _parameters(weight, bias, channel, inside)
     result = _finish((values - mean[None, :]) * factor[None, :], scale[None, :], shift[None, :], SILU)
     tl.store(y + offset, result.to(y.dtype.element_ty), mask)
 
@@ -251,8 +235,8 @@ def group_norm_apply(
 def group_norm_backward_small(
     x, dy, weight, bias, statistics, dx, scratch, tickets, dweight, dbias,
     images, positions, channels, groups, eps,
-    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
-    ALIGN: tl.constexpr, S_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr, WHOLE: tl.constexpr, ADD_UP: tl.constexpr,
+    D: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, S_BLOCK: tl.constexpr,
+    D_BLOCK: tl.constexpr, WHOLE: tl.constexpr, ADD_UP: tl.constexpr,
 ):  # fmt: skip
     """One program per group of an image, or with WHOLE one per group of all images.
 
@@ -266,7 +250,7 @@ def group_norm_backward_small(
     column = within[None, :]
     mask = (row < positions) & (column < D)
     channel = group * D + column
-    scale, shift = _parameters(weight, bias, channel, column < D, HAS_WEIGHT, HAS_BIAS)
+    scale, shift = _parameters(weight, bias, channel, column < D)
     count = positions * D
     first = 0 if WHOLE else program // groups
     last = images if WHOLE else program // groups + 1
@@ -288,13 +272,13 @@ def group_norm_backward_small(
         tl.store(dx + offset, result.to(dx.dtype.element_ty), mask)
     if WHOLE:
         channel = group * D + within
-        _store_parameter_gradients(dweight, dbias, sum_dy, sum_dy_xhat, channel, within < D, HAS_WEIGHT, HAS_BIAS)
+        _store_parameter_gradients(dweight, dbias, sum_dy, sum_dy_xhat, channel, within < D)
     else:
         sums = scratch + (program // groups).to(tl.int64) * 2 * channels + group * D + within
         tl.store(sums, sum_dy, within < D)
         tl.store(sums + channels, sum_dy_xhat, within < D)
         if ADD_UP:
-            _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, HAS_WEIGHT, HAS_BIAS, D_BLOCK)
+            _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, D_BLOCK)
 
 
 @triton.jit
@@ -324,8 +308,8 @@ def _group(
 def group_norm_forward_walk(
     x, weight, bias, y, statistics,
     positions, channels, groups, eps,
-    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
-    ALIGN: tl.constexpr, S_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, S_BLOCK: tl.constexpr,
+    D_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program per group of an image.
 
@@ -351,7 +335,7 @@ def group_norm_forward_walk(
     tl.store(statistics + tl.program_id(0) * 2 + 1, variance)
     channel = (tl.program_id(0) % groups) * D + column
     factor = tl.rsqrt(variance + eps)
-    scale, shift = _parameters(weight, bias, channel, column < D, HAS_WEIGHT, HAS_BIAS)
+    scale, shift = _parameters(weight, bias, channel, column < D)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         mask = (tile * S_BLOCK + row < positions) & (column < D)
         place = begin + (offset + tile * S_BLOCK * step)
@@ -365,8 +349,8 @@ def group_norm_forward_walk(
 def group_norm_backward_walk(
     x, dy, weight, bias, statistics, dx, scratch, tickets, dweight, dbias,
     images, positions, channels, groups, eps,
-    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
-    ALIGN: tl.constexpr, S_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr, STAGES: tl.constexpr, ADD_UP: tl.constexpr,
+    D: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, S_BLOCK: tl.constexpr,
+    D_BLOCK: tl.constexpr, STAGES: tl.constexpr, ADD_UP: tl.constexpr,
 ):  # fmt: skip
     """One program per group of an image, which it walks through in tiles of S_BLOCK positions, reading it twice.
 
@@ -378,7 +362,7 @@ def group_norm_backward_walk(
     begin, row, column, offset, step = _group(positions, channels, groups, D, LAST, S_BLOCK, D_BLOCK)
     mean = tl.load(statistics + program * 2)
     factor = tl.rsqrt(tl.load(statistics + program * 2 + 1) + eps)
-    scale, shift = _parameters(weight, bias, first_channel + column, column < D, HAS_WEIGHT, HAS_BIAS)
+    scale, shift = _parameters(weight, bias, first_channel + column, column < D)
     sum_dy = tl.zeros((S_BLOCK, D_BLOCK), tl.float32)
     sum_dy_xhat = tl.zeros((S_BLOCK, D_BLOCK), tl.float32)
     tiles = tl.cdiv(positions, S_BLOCK)
@@ -395,7 +379,7 @@ def group_norm_backward_walk(
     found = scratch + (program // groups).to(tl.int64) * 2 * channels + first_channel + within
     tl.store(found, channel_dy, within < D)
     tl.store(found + channels, channel_dy_xhat, within < D)
-    weights, _ = _parameters(weight, bias, first_channel + within, within < D, HAS_WEIGHT, HAS_BIAS)
+    weights, _ = _parameters(weight, bias, first_channel + within, within < D)
     count = 1.0 * positions * D
     mean_dy = tl.sum(channel_dy * weights) / count
     mean_dy_xhat = tl.sum(channel_dy_xhat * weights) / count
@@ -406,7 +390,7 @@ def group_norm_backward_walk(
         result = factor * (gradient * scale - mean_dy - xhat * mean_dy_xhat)
         tl.store(dx + place, result.to(dx.dtype.element_ty), mask)
     if ADD_UP:
-        _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, HAS_WEIGHT, HAS_BIAS, D_BLOCK)
+        _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, D_BLOCK)
 
 
 @kernel
@@ -414,8 +398,8 @@ def group_norm_backward_walk(
 def group_norm_backward_tile(
     x, dy, weight, bias, statistics, scratch, dx,
     images, positions, channels, groups, chunks, eps,
-    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
-    ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+    D: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
+    C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of the input.
 
@@ -426,7 +410,7 @@ def group_norm_backward_tile(
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
-    scale, shift = _parameters(weight, bias, channel, inside, HAS_WEIGHT, HAS_BIAS)
+    scale, shift = _parameters(weight, bias, channel, inside)
     xhat = (values - mean[None, :]) * factor[None, :]
     if SILU:
         gradient = _silu_gradient(gradient, xhat * scale[None, :] + shift[None, :])
@@ -449,7 +433,7 @@ def group_norm_backward_tile(
 def group_norm_sums(
     scratch, weight,
     images, positions, channels, groups, chunks,
-    D: tl.constexpr, HAS_WEIGHT: tl.constexpr, CHUNK_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
+    D: tl.constexpr, CHUNK_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums over the chunks per channel, and their means over a group; one program per group of an image."""
     program = tl.program_id(0)
@@ -462,7 +446,7 @@ def group_norm_sums(
     sums = scratch + image.to(tl.int64) * 2 * channels + group * D + within
     tl.store(sums, channel_dy, within < D)
     tl.store(sums + channels, channel_dy_xhat, within < D)
-    scale = _parameter(weight, group * D + within, within < D, HAS_WEIGHT, 1.0)
+    scale = parameter(weight, group * D + within, within < D, 1.0)
     count = 1.0 * positions * D
     tl.store(means + program * 2, tl.sum(channel_dy * scale) / count)
     tl.store(means + program * 2 + 1, tl.sum(channel_dy_xhat * scale) / count)
@@ -473,10 +457,10 @@ def group_norm_sums(
 def group_norm_parameter_gradients(
     scratch, dweight, dbias,
     images, channels,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, N_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
+    N_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums over the images of the first part of `scratch`."""
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
     sum_dy, sum_dy_xhat = _sum_pairs(scratch, images, channels, channel, inside, N_BLOCK, C_BLOCK)
-    _store_parameter_gradients(dweight, dbias, sum_dy, sum_dy_xhat, channel, inside, HAS_WEIGHT, HAS_BIAS)
+    _store_parameter_gradients(dweight, dbias, sum_dy, sum_dy_xhat, channel, inside)

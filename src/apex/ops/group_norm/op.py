@@ -122,8 +122,7 @@ def launch_forward(
     """One launch where a program takes a whole group, three where groups are cut up."""
     x, last = _dense(input)
     device, dtype = x.device, x.dtype
-    flags = (last, silu, weight is not None, bias is not None)
-    shapes, launches = _forward_launches(x.shape, groups, dtype, flags, device)
+    shapes, launches = _forward_launches(x.shape, groups, dtype, last, silu, device)
     empty = empty_on(device)
     y = empty(shapes.input, x.stride(), dtype)
     statistics = empty(shapes.statistics, shapes.statistics_strides, torch.float32)
@@ -147,19 +146,9 @@ class _Shapes(NamedTuple):
     partials: tuple[int, ...] | None = None
 
 
-class _Flags(NamedTuple):
-    """What kernels are compiled for: channels last, SiLU, weight and bias."""
-
-    last: bool
-    silu: bool
-    has_weight: bool
-    has_bias: bool
-
-    def constants(self, group_channels: int, contiguous: int) -> dict[str, Any]:
-        """The constants of a kernel; `contiguous` divides the size that is contiguous in memory."""
-        last, silu, has_weight, has_bias = self
-        parameters = {"D": group_channels, "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias}
-        return {**parameters, "SILU": silu, "LAST": last, "ALIGN": math.gcd(contiguous, 16)}
+def _constants(group_channels: int, last: bool, silu: bool, contiguous: int) -> dict[str, Any]:
+    """The constants of kernels; `contiguous` divides the size that is contiguous in memory."""
+    return {"D": group_channels, "SILU": silu, "LAST": last, "ALIGN": math.gcd(contiguous, 16)}
 
 
 def _prepare_whole(
@@ -171,16 +160,16 @@ def _prepare_whole(
 
 @launch_rule
 def _forward_launches(
-    shape: tuple[int, ...], groups: int, dtype: torch.dtype, given: tuple[bool, ...], on: torch.device
+    shape: tuple[int, ...], groups: int, dtype: torch.dtype, last: bool, silu: bool, on: torch.device
 ) -> tuple[_Shapes, tuple[Any, ...]]:
     """What is made, and the kernels, which lack their tensors."""
     images, positions, channels, groups = sizes = _sizes(shape, groups)
-    flags, itemsize, device = _Flags(*given), dtype.itemsize, facts(on)
+    itemsize, device = dtype.itemsize, facts(on)
     shapes = _Shapes(tuple(shape), (images, groups, 2), (2 * groups, 2, 1))
     group_channels = channels // groups
-    apart = config.groups_apart(images * positions * channels, group_channels * itemsize, flags.last)
-    if apart and config.held_forward(positions, group_channels, flags.last):
-        constants = flags.constants(group_channels, group_channels if flags.last else positions)
+    apart = config.groups_apart(images * positions * channels, group_channels * itemsize, last)
+    if apart and config.held_forward(positions, group_channels, last):
+        constants = _constants(group_channels, last, silu, group_channels if last else positions)
         kernel = kernels.group_norm_forward_small
         chosen = config.small_config(positions, group_channels, "forward", itemsize, device)
         if chosen is None:
@@ -189,9 +178,9 @@ def _forward_launches(
             constants["STAGES"] = 1 if chosen is None else chosen.stages
         if chosen is not None:
             return shapes, (_prepare_whole(kernel, images * groups, sizes[1:], chosen, **constants),)
-    tile, shared = _tiles(sizes, itemsize, flags.last, "forward", device)
-    constants = flags.constants(group_channels, channels if flags.last else positions)
-    layout = {"LAST": flags.last, "ALIGN": constants["ALIGN"]}
+    tile, shared = _tiles(sizes, itemsize, last, "forward", device)
+    constants = _constants(group_channels, last, silu, channels if last else positions)
+    layout = {"LAST": last, "ALIGN": constants["ALIGN"]}
     grid, others = (images * tile.chunks, tile.channel_blocks), (*sizes[1:], tile.chunks)
     measure = kernels.group_norm_measure.prepare(grid, (positions, channels, tile.chunks), **layout, **shared)
     add_up = kernels.group_norm_statistics.prepare((images * groups,), others, R=tile.rows, **_adding(group_channels))
@@ -231,8 +220,7 @@ def launch_backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor | None, Ten
         dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
     device, dtype = x.device, x.dtype
     param_grads = (wanted[1] or wanted[2]) and (weight is not None or bias is not None)
-    flags = (last, silu, weight is not None, bias is not None)
-    launches = _backward_launches(x.shape, groups, dtype, flags, param_grads, device)
+    launches = _backward_launches(x.shape, groups, dtype, last, silu, param_grads, device)
     empty = empty_on(device)
     dx = empty(launches.input, x.stride(), dtype)
     dweight = empty(launches.channels, (1,), weight.dtype) if param_grads and weight is not None else None
@@ -266,30 +254,23 @@ class BackwardLaunches(NamedTuple):
 
 @launch_rule
 def _backward_launches(
-    shape: tuple[int, ...],
-    groups: int,
-    dtype: torch.dtype,
-    given: tuple[bool, ...],
-    param_grads: bool,
-    on: torch.device,
+    shape: tuple[int, ...], groups: int, dtype: Any, last: bool, silu: bool, param_grads: bool, on: torch.device
 ) -> BackwardLaunches:
     images, positions, channels, groups = sizes = _sizes(shape, groups)
-    flags, itemsize, device, results = _Flags(*given), dtype.itemsize, facts(on), (tuple(shape), (channels,))
+    itemsize, device, results = dtype.itemsize, facts(on), (tuple(shape), (channels,))
     group_channels = channels // groups
     small = walk = None
-    if config.groups_apart(images * positions * channels, group_channels * itemsize, flags.last):
+    if config.groups_apart(images * positions * channels, group_channels * itemsize, last):
         small = config.small_config(positions, group_channels, "backward", itemsize, device)
         if small is None:
             walk = config.walk_config(images, positions, channels, group_channels, "backward", itemsize, device)
     # Programs of different images add up what they found, if there is a ticket for every group.
     add_up = param_grads and groups <= TICKETS and device.publishes_for_all
-    constants = flags.constants(group_channels, group_channels if flags.last else positions)
+    constants = _constants(group_channels, last, silu, group_channels if last else positions)
     image_block, channel_block = config.PARAMETER_BLOCK
     parameters = kernels.group_norm_parameter_gradients.prepare(
         (-(-channels // channel_block),),
         (images, channels),
-        HAS_WEIGHT=flags.has_weight,
-        HAS_BIAS=flags.has_bias,
         N_BLOCK=image_block,
         C_BLOCK=channel_block,
         num_warps=config.SUM_WARPS,
@@ -310,13 +291,11 @@ def _backward_launches(
         return BackwardLaunches(
             *results, elements, launch, parameters=parameters if param_grads and not add_up else None
         )
-    tile, shared = _tiles(sizes, itemsize, flags.last, "backward", device)
-    constants = {**flags.constants(group_channels, channels if flags.last else positions), **shared}
+    tile, shared = _tiles(sizes, itemsize, last, "backward", device)
+    constants = {**_constants(group_channels, last, silu, channels if last else positions), **shared}
     grid, sizes = (images * tile.chunks, tile.channel_blocks), (*sizes, tile.chunks)
     of_tile = kernels.group_norm_backward_tile.prepare(grid, sizes, **constants)
-    sums = kernels.group_norm_sums.prepare(
-        (images * groups,), sizes, HAS_WEIGHT=flags.has_weight, **_adding(group_channels)
-    )
+    sums = kernels.group_norm_sums.prepare((images * groups,), sizes, **_adding(group_channels))
     elements += images * 2 * (groups + tile.chunks * channels)
     return BackwardLaunches(*results, elements, cut=(of_tile, sums), parameters=parameters if param_grads else None)
 
