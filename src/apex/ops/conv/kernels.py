@@ -8,22 +8,18 @@ from .._launch import kernel
 
 @kernel
 @triton.jit
-def conv_epilogue(
-    values, scale, bias, mask,
-    elements, channels,
-    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def conv_epilogue(values, scale, bias, mask, elements, channels, BLOCK: tl.constexpr):
     """max(values * scale + bias, 0), and 0 where `mask` is 0; channels lie side by side."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < elements
     channel = (offset % channels).to(tl.int32)
     result = tl.load(values + offset, inside, other=0.0).to(tl.float32)
-    if HAS_SCALE:
+    if scale is not None:
         result *= tl.load(scale + channel, inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         result += tl.load(bias + channel, inside, other=0.0).to(tl.float32)
     result = tl.where(result <= 0.0, 0.0, result)  # not by tl.maximum: NaN must stay NaN
-    if HAS_MASK:
+    if mask is not None:
         result = tl.where(tl.load(mask + offset, inside, other=0) == 0, 0.0, result)
     tl.store(values + offset, result.to(values.dtype.element_ty), inside)
 
@@ -51,48 +47,13 @@ def _fold_norm(weight, gamma, scaled, beta, mean, variance, scale, shift, rows, 
 @kernel
 @triton.jit
 def fold_norms(
-    weight0,
-    gamma0,
-    scaled0,
-    beta0,
-    mean0,
-    variance0,
-    scale0,
-    shift0,
-    weight1,
-    gamma1,
-    scaled1,
-    beta1,
-    mean1,
-    variance1,
-    scale1,
-    shift1,
-    weight2,
-    gamma2,
-    scaled2,
-    beta2,
-    mean2,
-    variance2,
-    scale2,
-    shift2,
-    weight3,
-    gamma3,
-    scaled3,
-    beta3,
-    mean3,
-    variance3,
-    scale3,
-    shift3,
-    rows0,
-    columns0,
-    rows1,
-    columns1,
-    rows2,
-    columns2,
-    rows3,
-    columns3,
+    weight0, gamma0, scaled0, beta0, mean0, variance0, scale0, shift0,
+    weight1, gamma1, scaled1, beta1, mean1, variance1, scale1, shift1,
+    weight2, gamma2, scaled2, beta2, mean2, variance2, scale2, shift2,
+    weight3, gamma3, scaled3, beta3, mean3, variance3, scale3, shift3,
+    rows0, columns0, rows1, columns1, rows2, columns2, rows3, columns3,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """scaled = weight * scale of up to four weights, by `program_id(1)`, with a scale for each row (output channel).
 
     scale = gamma / sqrt(variance) and shift = beta - mean * scale are stored; without a variance gamma is the scale.

@@ -203,9 +203,6 @@ def launch_epilogue(output: Tensor, scale: Tensor | None, bias: Tensor | None, m
         (-(-elements // _BLOCK),),
         (output, scale, bias, mask),
         (elements, output.shape[1]),
-        HAS_SCALE=scale is not None,
-        HAS_BIAS=bias is not None,
-        HAS_MASK=mask is not None,
         BLOCK=_BLOCK,
         num_warps=4,
     )

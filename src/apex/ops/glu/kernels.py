@@ -41,8 +41,7 @@ def _activation(x, KIND: tl.constexpr):
 def glu_forward(
     input, bias, output,
     rows, width, column_blocks,
-    ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
+    ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """One tile per program."""
     width = width // ALIGN * ALIGN
@@ -54,7 +53,7 @@ def glu_forward(
     place = input + row[:, None] * (2 * width) + column[None, :]
     gate = tl.load(place, mask=mask).to(tl.float32)
     value = tl.load(place + width, mask=mask).to(tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         gate += tl.load(bias + column, mask=column_mask).to(tl.float32)[None, :]
         value += tl.load(bias + width + column, mask=column_mask).to(tl.float32)[None, :]
     activated, _ = _activation(gate, ACTIVATION)
@@ -67,8 +66,8 @@ def glu_forward(
 def glu_backward(
     dy, input, bias, dinput, partials,
     rows, width, column_blocks, groups,
-    ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A block of columns per program, walking down every `groups`-th tile; its sums of columns go to `partials`."""
     width = width // ALIGN * ALIGN
@@ -76,7 +75,7 @@ def glu_backward(
     group = program // column_blocks
     column = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)
     column_mask = None if FULL else column < width
-    if HAS_BIAS:
+    if bias is not None:
         gate_bias = tl.load(bias + column, mask=column_mask).to(tl.float32)[None, :]
         value_bias = tl.load(bias + width + column, mask=column_mask).to(tl.float32)[None, :]
     gate_sum = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -89,7 +88,7 @@ def glu_backward(
         gate = tl.load(input + offset, mask=mask, other=zero).to(tl.float32)
         value = tl.load(input + offset + width, mask=mask, other=zero).to(tl.float32)
         gradient = tl.load(dy + row[:, None] * width + column[None, :], mask=mask, other=zero).to(tl.float32)
-        if HAS_BIAS:
+        if bias is not None:
             gate += gate_bias
             value += value_bias
         activated, slope = _activation(gate, ACTIVATION)
@@ -97,10 +96,10 @@ def glu_backward(
         dvalue = gradient * activated
         tl.store(dinput + offset, dgate.to(dinput.dtype.element_ty), mask=mask)
         tl.store(dinput + offset + width, dvalue.to(dinput.dtype.element_ty), mask=mask)
-        if BIAS_GRAD:
+        if partials is not None:
             gate_sum += dgate
             value_sum += dvalue
-    if BIAS_GRAD:
+    if partials is not None:
         place = partials + group.to(tl.int64) * (2 * width) + column
         tl.store(place, tl.sum(gate_sum, 0), mask=column_mask)
         tl.store(place + width, tl.sum(value_sum, 0), mask=column_mask)

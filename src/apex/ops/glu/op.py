@@ -72,25 +72,25 @@ def launch_forward(input: Tensor, bias: Tensor | None, activation: str) -> Tenso
     *outer, columns = input.shape
     output = torch.empty(*outer, columns // 2, dtype=input.dtype, device=input.device)
     sizes, device = (input.numel() // columns, columns // 2, input.dtype.itemsize), facts(input.device)
-    _forward_launch(*sizes, activation, bias is not None, device)((input, bias, output))
+    _forward_launch(*sizes, activation, device)((input, bias, output))
     return output
 
 
 @launch_rule
-def _forward_launch(rows: int, width: int, itemsize: int, activation: str, has_bias: bool, device: DeviceFacts) -> Any:
+def _forward_launch(rows: int, width: int, itemsize: int, activation: str, device: DeviceFacts) -> Any:
     tile = config.forward_tile(rows, width, itemsize, device)
     column_blocks = -(-width // tile.block)
     return kernels.glu_forward.prepare(
         (-(-rows // tile.rows) * column_blocks,),
         (rows, width, column_blocks),
-        **_constants(rows, width, activation, has_bias, tile),
+        **_constants(rows, width, activation, tile),
     )
 
 
-def _constants(rows: int, width: int, activation: str, has_bias: bool, tile: config.Tile) -> dict[str, Any]:
+def _constants(rows: int, width: int, activation: str, tile: config.Tile) -> dict[str, Any]:
     """What the kernels of both passes are compiled for, and their warps."""
     full = rows % tile.rows == 0 and width % tile.block == 0
-    kind = {"ALIGN": math.gcd(width, 16), "ACTIVATION": activation, "HAS_BIAS": has_bias}
+    kind = {"ALIGN": math.gcd(width, 16), "ACTIVATION": activation}
     return {**kind, "ROWS": tile.rows, "BLOCK": tile.block, "FULL": full, "num_warps": tile.num_warps}
 
 
@@ -98,9 +98,8 @@ def launch_backward(
     dy: Tensor, input: Tensor, bias: Tensor | None, activation: str, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor | None]:
     bias_grad, columns = bias is not None and wanted[1], input.shape[-1]
-    flags = (bias is not None, bias_grad)
     launch, sum_partials, groups = _backward_launches(
-        input.numel() // columns, columns // 2, input.dtype.itemsize, activation, *flags, facts(input.device)
+        input.numel() // columns, columns // 2, input.dtype.itemsize, activation, bias_grad, facts(input.device)
     )
     dinput = torch.empty_like(input)
     partials = torch.empty(groups, columns, dtype=torch.float32, device=input.device) if bias_grad else None
@@ -114,7 +113,7 @@ def launch_backward(
 
 @launch_rule
 def _backward_launches(
-    rows: int, width: int, itemsize: int, activation: str, has_bias: bool, bias_grad: bool, device: DeviceFacts
+    rows: int, width: int, itemsize: int, activation: str, bias_grad: bool, device: DeviceFacts
 ) -> tuple[Any, Any, int]:
     """The kernel of the backward pass, the one that adds up its sums for the bias, and how many sums there are."""
     tile = config.backward_tile(rows, width, itemsize, bias_grad, device)
@@ -123,8 +122,7 @@ def _backward_launches(
     launch = kernels.glu_backward.prepare(
         (groups * column_blocks,),
         (rows, width, column_blocks, groups),
-        **_constants(rows, width, activation, has_bias, tile),
-        BIAS_GRAD=bias_grad,
+        **_constants(rows, width, activation, tile),
         STAGES=tile.num_stages,
         num_stages=tile.num_stages,
     )
