@@ -7,6 +7,9 @@ All arithmetic is float32. Run-time arguments first, constants last.
 MASK: 0 none, 1 causal, 2 hides what is not zero, 3 is added. NOISE: 0 no dropout, 1 a Philox seed, 2 one byte per
 element that tells what is kept. FULL: no query and no key needs a bound. ALIGN: a power of two up to 16 that divides
 `keys`, which is given as `keys_by_align` times it: bounds that it divides let loads and stores be as wide.
+
+Functions get `at`, which is the queries of a program, the position of their rows among all, and how many queries and
+keys there are; and `drop`, which is the noise, the share that is dropped, and the scale of what is kept.
 """
 
 import triton
@@ -84,14 +87,13 @@ def _logits(
 
 
 @triton.jit
-def _kept(
-    noise, query, row, start, queries, keys, dropout,
-    NOISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
+def _kept(drop, at, start, NOISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr):
     """What dropout keeps of the BLOCK keys from `start` on, however rows and keys are spread over programs.
 
     Philox counts groups of four keys and rows; its four results serve the four keys.
     """
+    noise, dropout, _ = drop
+    query, row, queries, keys = at
     if NOISE == SEED:
         none = tl.zeros([ROWS, BLOCK // 4], tl.int32)
         four = none + (start // 4 + tl.arange(0, BLOCK // 4)[None, :])
@@ -107,18 +109,18 @@ def _kept(
 
 @triton.jit
 def _store_output(
-    output, probabilities, noise, y, query, row, start, queries, keys, dropout, kept_scale,
+    output, probabilities, y, drop, at, start,
     NOISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     if NOISE != 0:
-        _store(probabilities, y, query, row, start, queries, keys, BLOCK, FULL)
-        kept = _kept(noise, query, row, start, queries, keys, dropout, NOISE, ROWS, BLOCK, FULL)
-        y = tl.where(kept, y * kept_scale, 0.0)
-    _store(output, y, query, row, start, queries, keys, BLOCK, FULL)
+        _store(probabilities, y, at, start, BLOCK, FULL)
+        y = tl.where(_kept(drop, at, start, NOISE, ROWS, BLOCK, FULL), y * drop[2], 0.0)
+    _store(output, y, at, start, BLOCK, FULL)
 
 
 @triton.jit
-def _store(output, y, query, row, start, queries, keys, BLOCK: tl.constexpr, FULL: tl.constexpr):
+def _store(output, y, at, start, BLOCK: tl.constexpr, FULL: tl.constexpr):
+    query, row, queries, keys = at
     column = start + tl.arange(0, BLOCK)[None, :]
     pointer = output + row * keys + column
     if FULL:
@@ -144,6 +146,7 @@ def softmax_forward(
         head = (group % heads).to(tl.int64)
         mask += batch * mask_batch_stride + head * mask_head_stride
         mask += query * mask_query_stride
+    at, drop = (query, row, queries, keys), (noise, dropout, kept_scale)
     input += row * keys
     columns = tl.arange(0, BLOCK)[None, :]
     if HELD:
@@ -152,10 +155,7 @@ def softmax_forward(
         top = tl.max(x, 1, keep_dims=True)
         x = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
         y = x * _inverse(tl.sum(x, 1, keep_dims=True), MASK)
-        _store_output(
-            output, probabilities, noise, y, query, row, 0, queries, keys, dropout, kept_scale,
-            NOISE, ROWS, BLOCK, FULL,
-        )  # fmt: skip
+        _store_output(output, probabilities, y, drop, at, 0, NOISE, ROWS, BLOCK, FULL)
     else:
         # One maximum for the row, one sum per lane: a single exponential per element.
         end = keys
@@ -176,10 +176,7 @@ def softmax_forward(
             if start < end:
                 x = _logits(input, mask, query, start + columns, queries, keys, seen, scale, MASK, FULL, ALIGN)
                 y = tl.exp(x - finite_top) * inverse
-            _store_output(
-                output, probabilities, noise, y, query, row, start, queries, keys, dropout, kept_scale,
-                NOISE, ROWS, BLOCK, FULL,
-            )  # fmt: skip
+            _store_output(output, probabilities, y, drop, at, start, NOISE, ROWS, BLOCK, FULL)
 
 
 @triton.jit
@@ -192,11 +189,12 @@ def _inverse(total, MASK: tl.constexpr):
 
 @triton.jit
 def _gradient(
-    dy, probabilities, noise, query, row, start, queries, keys, seen, dropout, kept_scale,
+    dy, probabilities, drop, at, start, seen,
     MASK: tl.constexpr, NOISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the probabilities, and these; zero where there is nothing to see."""
+    query, row, queries, keys = at
     BOUNDED: tl.constexpr = MASK == CAUSAL or not FULL
     column = start + tl.arange(0, BLOCK)[None, :]
     bound = _read_bound(query, column, queries, keys, seen, MASK, FULL, ALIGN)
@@ -206,8 +204,7 @@ def _gradient(
         gradient = tl.where(column < seen, gradient, 0.0)
         y = tl.where(column < seen, y, 0.0)
     if NOISE != 0:
-        kept = _kept(noise, query, row, start, queries, keys, dropout, NOISE, ROWS, BLOCK, FULL)
-        gradient = tl.where(kept, gradient * kept_scale, 0.0)
+        gradient = tl.where(_kept(drop, at, start, NOISE, ROWS, BLOCK, FULL), gradient * drop[2], 0.0)
     return gradient, y
 
 
@@ -224,31 +221,23 @@ def softmax_backward(
     # Causal bfloat16 in pairs: 64x2048x2048 in 263 us on an H200 (in order: 266), 16x8192x8192 in 1066 (1106).
     _group, query, row = _rows(queries, blocks, ROWS, HELD and MASK == CAUSAL)
     seen = (query + (keys - queries) + 1).to(tl.int32)
+    at, drop = (query, row, queries, keys), (noise, dropout, kept_scale)
     if HELD:
-        gradient, y = _gradient(
-            dy, probabilities, noise, query, row, 0, queries, keys, seen, dropout, kept_scale,
-            MASK, NOISE, ROWS, BLOCK, FULL, ALIGN,
-        )  # fmt: skip
+        gradient, y = _gradient(dy, probabilities, drop, at, 0, seen, MASK, NOISE, ROWS, BLOCK, FULL, ALIGN)
         inner = tl.sum(gradient * y, 1, keep_dims=True)
-        _store(dx, y * (gradient - inner) * scale, query, row, 0, queries, keys, BLOCK, FULL)
+        _store(dx, y * (gradient - inner) * scale, at, 0, BLOCK, FULL)
     else:
         end = keys
         if MASK == CAUSAL:
             end = tl.max(seen)
         lane_sum = tl.zeros([ROWS, BLOCK], tl.float32)
         for start in tl.range(0, end, BLOCK):
-            gradient, y = _gradient(
-                dy, probabilities, noise, query, row, start, queries, keys, seen, dropout, kept_scale,
-                MASK, NOISE, ROWS, BLOCK, FULL, ALIGN,
-            )  # fmt: skip
+            gradient, y = _gradient(dy, probabilities, drop, at, start, seen, MASK, NOISE, ROWS, BLOCK, FULL, ALIGN)
             lane_sum += gradient * y
         inner = tl.sum(lane_sum, 1, keep_dims=True)
         for start in tl.range(0, keys, BLOCK):
             result = tl.zeros([ROWS, BLOCK], tl.float32)
             if start < end:
-                gradient, y = _gradient(
-                    dy, probabilities, noise, query, row, start, queries, keys, seen, dropout, kept_scale,
-                    MASK, NOISE, ROWS, BLOCK, FULL, ALIGN,
-                )  # fmt: skip
+                gradient, y = _gradient(dy, probabilities, drop, at, start, seen, MASK, NOISE, ROWS, BLOCK, FULL, ALIGN)
                 result = y * (gradient - inner) * scale
-            _store(dx, result, query, row, start, queries, keys, BLOCK, FULL)
+            _store(dx, result, at, start, BLOCK, FULL)
