@@ -44,7 +44,7 @@ def tile(
     first = (unit % chunks).to(positions.dtype) * R
     row = tl.arange(0, R)[:, None]
     column = tl.arange(0, C_BLOCK)[None, :]
-    rows = tl.where(unit < units, tl.minimum(positions - first, R), 0)
+    rows = tl.where((unit >= 0) & (unit < units), tl.minimum(positions - first, R), 0)
     begin = image.to(tl.int64) * positions * channels
     first_channel = (block * C_BLOCK).to(tl.int64)
     if LAST:
@@ -80,9 +80,9 @@ def batch_norm_measure(
     counts = tl.zeros((R,), tl.float32)
     for start in tl.range(program, units, programs * UNROLL):
         for step in tl.static_range(UNROLL):
-            offset, mask, rows = tile(
-                start + step * programs, block, positions, channels, chunks, units, LAST, ALIGN, R, C_BLOCK
-            )
+            # The last tiles first, because what wrote the input has left those in the cache.
+            unit = units - 1 - (start + step * programs)
+            offset, mask, rows = tile(unit, block, positions, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
             # What is not there differs by nothing.
             away = tl.load(x + offset, mask, other=pivot).to(tl.float32) - pivot.to(tl.float32)
             total += away
@@ -160,8 +160,8 @@ def batch_norm_apply(
     positions, channels, chunks, units, channel_blocks, eps,
     RELU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The output of one tile; the last tiles first, because the pass before has left those in the cache."""
-    unit = units - 1 - tl.program_id(0) // channel_blocks
+    """The output of one tile."""
+    unit = tl.program_id(0) // channel_blocks
     block = tl.program_id(0) % channel_blocks
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
