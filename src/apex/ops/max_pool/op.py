@@ -26,7 +26,7 @@ LARGEST_WINDOW = 11
 # Elements of an input below which PyTorch's operator runs, for which the host has less to do.
 NATIVE_BELOW = 1 << 22
 # Elements of a tile, forward and backward.
-FORWARD_TILE, BACKWARD_TILE = 1024, 2048
+FORWARD_TILE, BACKWARD_TILE = 1024, 1024
 
 
 def max_pool2d(input: Tensor, kernel_size: int, stride: int | None = None, padding: int = 0) -> Tensor:
@@ -86,11 +86,13 @@ def launch_backward(
 ) -> Tensor:
     images, rows, columns, channels = dy.shape
     dx = dy.new_empty(images, height, width, channels)
-    grid, tile = _cut(images, height * width, channels, BACKWARD_TILE)
+    # Four values of the input at a time are in the same windows: these are read once for them.
+    together, first = (2, 0) if stride == 2 else (1, padding)
+    positions = -(-(height + padding - first) // together) * -(-(width + padding - first) // together)
+    grid, tile = _cut(images, positions, channels, BACKWARD_TILE)
+    constants = {"K": window, "S": stride, "P": padding, "D": together, "R": tile[0], "C_BLOCK": tile[1]}
     sizes = (height, width, rows, columns, channels)
-    kernels.max_pool_backward(
-        grid, (dy, index, dx), sizes, K=window, S=stride, P=padding, R=tile[0], C_BLOCK=tile[1], num_warps=4
-    )
+    kernels.max_pool_backward(grid, (dy, index, dx), sizes, **constants, num_warps=4)
     return dx
 
 
