@@ -57,13 +57,9 @@ class Bottleneck(nn.Module):
         return self.norm3(self.convolution3(y), self.shortcut(x))
 
 
-def resnet50(
-    norm: Callable[[int, bool], nn.Module] = NormReLU,
-    first: int = 64,
-    pool: Callable[[int, int, int], nn.Module] = nn.MaxPool2d,
-) -> nn.Module:
+def resnet50(norm: Callable[[int, bool], nn.Module] = NormReLU, first: int = 64) -> nn.Module:
     """A network of ResNet-50's shape; `norm` makes a batch norm, with ReLU or without, for so many channels."""
-    layers: list[nn.Module] = [nn.Conv2d(3, first, 7, 2, 3, bias=False), norm(first, True), pool(3, 2, 1)]
+    layers: list[nn.Module] = [nn.Conv2d(3, first, 7, 2, 3, bias=False), norm(first, True), nn.MaxPool2d(3, 2, 1)]
     inputs = first
     for width, count in ((first, 3), (2 * first, 4), (4 * first, 6), (8 * first, 3)):
         for index in range(count):

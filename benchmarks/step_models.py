@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from amp_models import NormReLU, fused_norm, resnet50
 from torch import Tensor, nn
 
+import apex
 from apex.contrib.group_norm import GroupNorm
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.fused_bias_swiglu import fused_bias_swiglu
 from apex.fused_dense import FusedDenseGeluDense
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
-from apex.ops.max_pool import max_pool2d
 from apex.ops.rope import rotary_embedding_pair
 
 Batch = tuple[Tensor, ...]
@@ -153,19 +153,14 @@ class Llama(nn.Module):
         return token_loss(self.norm(x), self.head.weight, targets, self.fused)
 
 
-class MaxPool(nn.MaxPool2d):
-    """PyTorch's module with the operator of apex."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return max_pool2d(x, self.kernel_size, self.stride, self.padding)
-
-
 class Classifier(nn.Module):
     """A network of ResNet-50's shape and its loss."""
 
     def __init__(self, fused: bool, first: int = 64) -> None:
         super().__init__()
-        self.layers = resnet50(fused_norm, first, MaxPool) if fused else resnet50(NormReLU, first)
+        self.layers = resnet50(fused_norm if fused else NormReLU, first)
+        if fused:
+            apex.fuse(self.layers, verbose=False)  # the first convolution and max pooling
 
     def forward(self, images: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.layers(images).float(), targets)

@@ -123,6 +123,11 @@ CASES: dict[str, tuple[Any, tuple[int, ...], set[str]]] = {
     ),
     "gated MLP": (lambda: GatedMLP(nn.SiLU()), (5, 8), {"gated MLP"}),
     "in a row": (stem, (2, 3, 6, 6), {"norm + activation in a row", "group norm"}),
+    "first layers": (
+        lambda: nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.MaxPool2d(3, 2, 1)),
+        (2, 3, 9, 9),
+        {"convolution of few channels", "max pooling"},
+    ),
     "bottleneck": (lambda: Bottleneck(8, False), (2, 8, 5, 5), {"residual block: batch norm + add + ReLU"}),
     "with downsample": (lambda: Bottleneck(8, True), (2, 8, 5, 5), {"residual block: batch norm + add + ReLU"}),
     "timm": (lambda: TimmBlock(8), (2, 8, 5, 5), {"residual block: batch norm + add + ReLU"}),
@@ -195,6 +200,8 @@ def test_cross_entropy(reduction: str) -> None:
         (TimmBlock(8, nn.Sigmoid()), "it has se"),
         (PreActivation(8, False), "computes something else"),
         (RMSNorm(8).to("meta"), "on no device"),
+        (nn.MaxPool2d((3, 2)), "not square"),
+        (nn.MaxPool2d(3, ceil_mode=True), "ceil_mode"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,4 +1,4 @@
-"""Rules for convolutional networks: batch norm with what follows it, group norm with SiLU."""
+"""Rules for convolutional networks: first convolutions, max pooling, batch norm and group norm with what follows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..ops.batch_norm import average_factor, batch_norm
+from ..ops.max_pool import max_pool2d
+from ..ops.stem_conv import stem_conv2d, stem_fits
 from .norms import group_norm_forward
-from .rule import Rule, has_hooks, names_used, nothing, random_input
+from .rule import Rule, has_hooks, names_used, nothing, random_input, unless_overridden
 
 
 def inherits_forward(*classes: Any) -> Callable[[Any], bool]:
@@ -114,7 +117,43 @@ def _block_probe(module: Any) -> Tensor:
     return random_input(module, 2, module.conv1.in_channels, 8, 8)
 
 
+def _is_stem(module: Any) -> bool:
+    """A convolution of images with few channels that kernels take."""
+    return isinstance(module, nn.Conv2d) and (
+        len({*module.stride}) == len({*module.padding}) == 1  # padding may be a word
+        and (*module.dilation, module.groups, module.padding_mode) == (1, 1, 1, "zeros")
+        and stem_fits(module.out_channels, module.in_channels, module.kernel_size, module.stride[0])
+    )
+
+
+def stem_forward(self: Any, input: Tensor) -> Tensor:
+    return stem_conv2d(input, self.weight, self.bias, self.stride[0], self.padding[0])
+
+
+def _pool_reason(module: Any) -> str:
+    if not all(isinstance(each, int) for each in (module.kernel_size, module.stride, module.padding)):
+        return "its windows are not square"
+    return "it has dilation, ceil_mode or return_indices" if _pool_options(module) != (1, False, False) else ""
+
+
+def _pool_options(module: Any) -> tuple[Any, ...]:
+    return module.dilation, module.ceil_mode, module.return_indices
+
+
+def pool_forward(self: Any, input: Tensor) -> Tensor:
+    if input.dim() != 4 or not input.is_floating_point():
+        return functional.max_pool2d(input, self.kernel_size, self.stride, self.padding)
+    return max_pool2d(input, self.kernel_size, self.stride, self.padding)
+
+
 RULES = [
+    Rule("convolution of few channels", _is_stem, unless_overridden(nn.Conv2d), lambda original: stem_forward),
+    Rule(
+        "max pooling",
+        lambda module: isinstance(module, nn.MaxPool2d),
+        unless_overridden(nn.MaxPool2d, _pool_reason),
+        lambda original: pool_forward,
+    ),
     Rule(
         "residual block: batch norm + add + ReLU",
         lambda module: set(names_used(type(module).forward)) in _BLOCKS,
