@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from apex.ops.multi_tensor import packed_floats, rules
-from apex.ops.multi_tensor.op import adam_hyper, expect, expect_flag, in_slots, update
+from apex.ops.multi_tensor.list_updates import adam_hyper, expect, expect_flag, in_slots, update
 
 
 def _step(named, noop, grad_scale, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay) -> None:

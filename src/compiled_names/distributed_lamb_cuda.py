@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from apex.ops.multi_tensor import rules
-from apex.ops.multi_tensor.op import expect, expect_flag, in_slots, number, per_tensor, read_once, update
+from apex.ops.multi_tensor.list_updates import expect, expect_flag, in_slots, number, per_tensor, read_once, update
 from apex.ops.multi_tensor.packed_floats import to_bytes
 
 

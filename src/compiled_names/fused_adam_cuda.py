@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from apex.ops.multi_tensor import rules
-from apex.ops.multi_tensor.op import TensorLists, adam_hyper, expect, expect_flag, in_slots, number, update
+from apex.ops.multi_tensor.list_updates import TensorLists, adam_hyper, expect, expect_flag, in_slots, number, update
 from apex.ops.multi_tensor.packed_floats import from_bytes, to_bytes
 from apex.ops.multi_tensor.packed_floats import maybe_cast as _cast
 from apex.ops.multi_tensor.rule import Rule

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import distributed_lamb_cuda
-from apex.ops.multi_tensor.op import read_once
+from apex.ops.multi_tensor.list_updates import read_once
 from tests.compiled_names.lists import (
     CHUNK,
     F16,

@@ -47,10 +47,10 @@ def test_a_request_that_cannot_be_met_changes_nothing() -> None:
 
 
 def test_the_override_ends_with_its_block() -> None:
-    before = _library.requested()
+    before = _library.requested
     with pytest.raises(ZeroDivisionError), _library.implementation("torch"):
         raise ZeroDivisionError
-    assert _library.requested() == before
+    assert _library.requested == before
 
 
 def test_unknown_implementation() -> None:

@@ -61,7 +61,7 @@ def planning(gpu: GPU, keep: bool = True) -> Iterator[MutableSequence[Launch]]:
     Fake tensors are taken as such, too. Without `keep` launches are made and forgotten, for what they allocate.
     """
     # The dispatch forgets its answers about such tensors when this begins and when it ends.
-    with pretend(gpu.facts), _library.implementation(_library.requested()), recording(keep) as launches:
+    with pretend(gpu.facts), _library.implementation(_library.requested), recording(keep) as launches:
         yield launches
 
 

@@ -74,7 +74,8 @@ FAMILIES: dict[str, OpFamily] = {}
 _META = torch.device("meta")
 _is_tracing, _are_functorch_transforms_active = torch._C._is_tracing, torch._C._are_functorch_transforms_active
 
-_requested: _env.Implementation = _env.requested_implementation()
+# The implementation asked for by `APEX_IMPL` or by `implementation`: auto, triton or torch.
+requested: _env.Implementation = _env.requested_implementation()
 _choices: dict[tuple[str, torch.device, torch.dtype], Choice] = {}
 _runs_triton: dict[tuple[str, torch.device, torch.dtype], bool] = {}
 _reported: set[tuple[str, str]] = set()
@@ -87,18 +88,13 @@ def register_family(family: OpFamily) -> OpFamily:
     return family
 
 
-def requested() -> _env.Implementation:
-    """The implementation asked for by `APEX_IMPL` or by `implementation`."""
-    return _requested
-
-
 @contextlib.contextmanager
 def implementation(name: _env.Implementation) -> Iterator[None]:
     """Overrides `APEX_IMPL` for the code inside, in this process."""
     if name not in ("auto", "triton", "torch"):
         raise ValueError(f"implementation {name!r} is not known; use auto, triton or torch")
-    global _requested
-    previous = _requested
+    global requested
+    previous = requested
     _set_requested(name)
     try:
         yield
@@ -107,8 +103,8 @@ def implementation(name: _env.Implementation) -> Iterator[None]:
 
 
 def _set_requested(name: _env.Implementation) -> None:
-    global _requested
-    _requested = name
+    global requested
+    requested = name
     _choices.clear()
     _runs_triton.clear()
 
@@ -156,10 +152,10 @@ def explain(family: OpFamily, device: torch.device, dtype: torch.dtype) -> Choic
 
 
 def _choose(family: OpFamily, device: torch.device, dtype: torch.dtype) -> Choice:
-    if _requested == "torch":
+    if requested == "torch":
         return Choice("torch", "APEX_IMPL=torch")
     obstacle = _triton_obstacle(family, device, dtype)
-    if _requested == "triton":
+    if requested == "triton":
         if obstacle is not None:
             raise RuntimeError(f"APEX_IMPL=triton was asked for, but {family.name} cannot run it: {obstacle}")
         return Choice("triton", "APEX_IMPL=triton")
@@ -192,12 +188,12 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
     device = tensor.device
     if type(tensor) not in PLAIN:
         if not is_stand_in(tensor):
-            if _requested == "triton":
+            if requested == "triton":
                 raise RuntimeError(f"APEX_IMPL=triton was asked for, but kernels do not take a {type(tensor).__name__}")
             return False
         device = _META
     if torch.compiler.is_compiling():
-        return _answer_while_compiling(family.name, device, tensor.dtype, _requested)
+        return _answer_while_compiling(family.name, device, tensor.dtype, requested)
     if sees_operators_only():
         return False
     key = (family.name, device, tensor.dtype)

@@ -5,10 +5,11 @@ import threading
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from apex.ops import _library
 from apex.ops.multi_tensor import Lists, make_lists, rules, scale
-from apex.ops.multi_tensor.grouping import groups_of, known_groups
+from apex.ops.multi_tensor.op import groups_of, known_groups
 from apex.ops.multi_tensor.torch_lists import TorchLists
 from apex.ops.multi_tensor.triton_lists import TritonLists
 from tests.harness import Route, assert_close, assert_equal_bits, routes
@@ -217,3 +218,25 @@ def test_threads_do_not_share_tables(route: Route) -> None:
             other.join()
             lists.apply(rules.SCALE, {"factor": 2.0})
     assert [tensor.unique().item() for tensor in (*mine, *theirs)] == [8.0, 8.0, 1.0, 1.0]
+
+
+def test_tables_are_found_only_where_kernels_may_run() -> None:
+    """PyTorch's operators take over while torch.func, a forward-mode derivative or a trace looks on, or by request."""
+    pytest.importorskip("triton")
+    tensors = [torch.ones(41), torch.ones(43)]
+    found = []
+
+    def look(x: Tensor) -> Tensor:
+        found.append(known_groups((tensors, tensors)) is not None)
+        return x.sum()
+
+    with _library.implementation("triton"):
+        scale(tensors, tensors, 1.0)
+        look(tensors[0])
+        torch.func.grad(look)(torch.ones(2))
+        torch.jit.trace(look, (torch.ones(2),), check_trace=False)
+        with forward_ad.dual_level():
+            look(tensors[0])
+    with _library.implementation("torch"):
+        look(tensors[0])
+    assert found == [True, False, False, False, False]

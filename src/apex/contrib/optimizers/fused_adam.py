@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ops.multi_tensor import rules
-from ...ops.multi_tensor.op import number, update
+from ...ops.multi_tensor.list_updates import number, update
 from ...optimizers._base import adam_hyperparameters, state_dtype
 from ...optimizers._checks import check_options
 from ._explicit_grads import ExplicitGradsOptimizer, Member

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import required
 
 from ...ops.multi_tensor import rules
-from ...ops.multi_tensor.op import number, update
+from ...ops.multi_tensor.list_updates import number, update
 from ...optimizers._checks import check_nesterov, check_options
 from ...optimizers.fused_sgd import momentum_dtype
 from ._explicit_grads import ExplicitGradsOptimizer, Member

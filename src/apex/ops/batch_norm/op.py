@@ -105,7 +105,7 @@ def runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec) -> bool:
     """Not for few elements, nor where nothing follows the norm, unless it is one that PyTorch is slow or inexact at."""
     if not _library.runs_triton(FAMILY, input):
         return False
-    if _library.requested() == "triton":
+    if _library.requested == "triton":
         return True
     if z is not None and input.element_size() <= 2:
         return True  # PyTorch would round the norm before it adds

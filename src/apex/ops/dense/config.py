@@ -27,7 +27,7 @@ GELU_BLOCK = 2048
 def is_large(elements: int, between_layers: bool = False) -> bool:
     """Whether a layer with so many elements is for our kernels, as one of a perceptron or of dense_gelu_dense."""
     limit = SMALL_BETWEEN_LAYERS if between_layers else SMALL
-    return elements >= limit or (elements > 0 and _library.requested() == "triton")
+    return elements >= limit or (elements > 0 and _library.requested == "triton")
 
 
 class ActivationTile(NamedTuple):

@@ -217,7 +217,7 @@ def _accumulate(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
     if d_weight.dtype == input.dtype:
         d_weight.addmm_(d_output.t(), input)
     elif _library.runs_triton(FAMILY, input) and d_weight.numel() and input.shape[0]:
-        if _library.requested() == "auto" and _torch_accumulates(input.device, input.dtype):
+        if _library.requested == "auto" and _torch_accumulates(input.device, input.dtype):
             torch.addmm(d_weight, d_output.t(), input, out_dtype=torch.float32, out=d_weight)
         elif d_weight.is_contiguous():
             launch_accumulation(input.contiguous(), d_output.contiguous(), d_weight)

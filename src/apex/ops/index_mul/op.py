@@ -29,7 +29,7 @@ def prefers_operators(in2: Tensor) -> bool:
     """
     if in2.dtype not in (torch.float32, torch.float64):
         return False
-    small = in2.numel() < config.NATIVE_BELOW and _library.requested() == "auto"
+    small = in2.numel() < config.NATIVE_BELOW and _library.requested == "auto"
     return small or not _library.runs_triton(FAMILY, in2)
 
 

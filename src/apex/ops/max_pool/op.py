@@ -130,6 +130,6 @@ MAX_POOL = Op(
         dy.shape[0], height, width, dy.shape[3]
     ),
     saves=("index",),
-    takes=lambda input, *_: input.numel() >= NATIVE_BELOW or _library.requested() == "triton",
+    takes=lambda input, *_: input.numel() >= NATIVE_BELOW or _library.requested == "triton",
     checks=[{"input": (2, 9, 11, 24), "window": 3, "stride": 2, "padding": 1, "height": 9, "width": 11}],
 )

@@ -3,6 +3,6 @@
 `TritonLists` and `TorchLists` (made by `make_lists`) apply an update rule of `rules`; `op` has functions of lists.
 """
 
-from .grouping import Lists, make_lists
-from .op import axpby, clip, clipped_before, l2norm, lamb_step, mask, max_norm, scale, update_scale_hysteresis, zero
+from .list_updates import lamb_step, update_scale_hysteresis
+from .op import Lists, axpby, clip, clipped_before, l2norm, make_lists, mask, max_norm, scale, zero
 from .rule import Rule

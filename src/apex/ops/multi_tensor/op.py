@@ -1,4 +1,4 @@
-"""Functions of lists of tensors: scaling, sums, norms and update rules, in a pass per device and combination of dtypes.
+"""Functions of lists of tensors: scaling, sums and norms, in a pass per device and combination of dtypes.
 
 `overflow` is a tensor of one number that becomes 1 when an input has an infinite or NaN element; `noop` one that turns
 the work off on the device when it is not 0. Both may be the same. `nonfinite_counts`, int32 [tensors, 2], counts
@@ -8,24 +8,32 @@ infinite and NaN elements of every tensor that is checked.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+import itertools
+import operator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.autograd import forward_ad
 
+from .. import _library
+from .._checks import check_tensors
+from .._tolerance import excess
 from . import rules
-from .grouping import Groups, Lists, Slots, check, groups_of, groups_with_masks, known_groups
-from .rule import Rule
-from .tables import upload
+from .flat import laid_out_alike
+from .rule import SLOTS, Rule
+from .tables import current_stream, upload
+from .torch_lists import TorchLists
+from .triton_lists import TritonLists
 
-_NAMES = tuple(f"tensor_lists[{index}]" for index in range(6))
+Slots = Sequence[Sequence[Tensor] | None]
+Lists = TritonLists | TorchLists
+Groups = list[tuple[Sequence[int], Lists]]
 
-TensorLists = Sequence[Sequence[Tensor]]
-_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what `read_once` read
-
-NamedSlots = tuple[Slots, Sequence[str]]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def scale(
@@ -40,8 +48,8 @@ def scale(
 ) -> None:
     """`outputs[i] = factor * inputs[i]`; they may be the same tensors."""
     for indices, lists in groups_of((outputs, inputs), names):
-        on_device = _factor_on(factor, lists.device) if isinstance(factor, Tensor) else None
-        counters = _counters(nonfinite_counts, indices, lists.device)
+        on_device = factor_on(factor, lists.device) if isinstance(factor, Tensor) else None
+        counters = None if nonfinite_counts is None else _counters(nonfinite_counts, indices, lists.device)
         lists.apply(
             rules.SCALE,
             {"factor": 1.0 if on_device is not None else factor},
@@ -51,19 +59,20 @@ def scale(
             noop=flag_on(noop, lists.device),
             checks=(1,) if overflow is not None else (),
         )
-        _add_counters(nonfinite_counts, counters, indices)
+        if counters is not nonfinite_counts:
+            _add_counters(nonfinite_counts, counters, indices)
 
 
-def _counters(nonfinite_counts: Tensor | None, indices: Sequence[int], device: torch.device) -> Tensor | None:
+def _counters(nonfinite_counts: Tensor, indices: Sequence[int], device: torch.device) -> Tensor:
     """Where the counts of a group are added: `nonfinite_counts` itself if the group has all tensors, else zeros."""
-    if nonfinite_counts is None or (len(indices) == len(nonfinite_counts) and nonfinite_counts.device == device):
+    if len(indices) == len(nonfinite_counts) and nonfinite_counts.device == device:
         return nonfinite_counts
     return torch.zeros(len(indices), 2, dtype=torch.int32, device=device)
 
 
-def _add_counters(totals: Tensor | None, counters: Tensor | None, indices: Sequence[int]) -> None:
-    if totals is not None and counters is not None and counters is not totals:
-        totals[upload(indices, torch.int64, totals.device)] += counters.to(totals.device)
+def _add_counters(totals: Any, counters: Any, indices: Sequence[int]) -> None:
+    """Adds the counts of a group to those of all tensors."""
+    totals[upload(indices, torch.int64, totals.device)] += counters.to(totals.device)
 
 
 @torch.no_grad()
@@ -106,8 +115,8 @@ def axpby(
     wanted = ((0, checks_sum), (1, "x" in checks), (2, "y" in checks))
     slots = tuple(slot for slot, is_checked in wanted if overflow is not None and is_checked)
     for indices, lists in groups_of((outputs, x, y), names):
-        on_device = _factor_on(a, lists.device) if isinstance(a, Tensor) else None
-        counters = _counters(nonfinite_counts, indices, lists.device)
+        on_device = factor_on(a, lists.device) if isinstance(a, Tensor) else None
+        counters = None if nonfinite_counts is None else _counters(nonfinite_counts, indices, lists.device)
         lists.apply(
             rules.AXPBY,
             {"a": 1.0 if on_device is not None else a, "b": b.reshape(()) if isinstance(b, Tensor) else b},
@@ -116,7 +125,8 @@ def axpby(
             nonfinite_counts=counters,
             checks=slots,
         )
-        _add_counters(nonfinite_counts, counters, indices)
+        if counters is not nonfinite_counts:
+            _add_counters(nonfinite_counts, counters, indices)
 
 
 def l2norm(
@@ -197,7 +207,7 @@ def _norm(
     root = len(groups) == 1 and not rule.maximum
     totals = []
     for indices, lists in groups:
-        on_device = _factor_on(factor, lists.device) if isinstance(factor, Tensor) else None
+        on_device = factor_on(factor, lists.device) if isinstance(factor, Tensor) else None
         hyper = {} if rule is rules.MAXIMUM else {"factor": 1.0 if on_device is not None else factor}
         options: dict[str, Any] = {
             "grad_scale": on_device,
@@ -223,42 +233,6 @@ def _norm(
     return (stacked.amax() if rule.maximum else stacked.sum().sqrt()).reshape(1), each
 
 
-@torch.no_grad()
-def update_scale_hysteresis(
-    current_scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-) -> Tensor:
-    """Lowers the loss scale after `hysteresis` overflows, raises it after `growth_interval` steps without; in place.
-
-    No wait for the device: everything is computed with `where`.
-    """
-    overflowed = found_inf.reshape(current_scale.shape) > 0
-    patience = torch.where(overflowed, hysteresis_tracker - 1, hysteresis_tracker)
-    backs_off = overflowed & (patience <= 0)
-    successes = growth_tracker + 1
-    # In double, so that factors that are no powers of two give the same sequence everywhere.
-    grown = (current_scale.double() * growth_factor).to(current_scale.dtype)
-    lowered = (current_scale.double() * backoff_factor).to(current_scale.dtype)
-    # As upstream's kernel, which knows no numbers below the smallest normal one.
-    lowered = torch.where(
-        lowered < torch.finfo(current_scale.dtype).smallest_normal, torch.zeros_like(lowered), lowered
-    )
-    # Growth that would leave float32 is not taken; the tracker starts anew all the same.
-    grows = ~overflowed & (successes == growth_interval)
-    current_scale.copy_(
-        torch.where(backs_off, lowered, torch.where(grows & torch.isfinite(grown), grown, current_scale))
-    )
-    growth_tracker.copy_(torch.where(overflowed | grows, torch.zeros_like(successes), successes))
-    hysteresis_tracker.copy_(torch.where(overflowed, patience, torch.full_like(patience, hysteresis)))
-    return current_scale
-
-
 def flag_on(flag: Tensor | None, device: torch.device) -> Tensor | None:
     """The flag; raises unless it is on the device of the tensors."""
     if flag is None or flag.device == device:
@@ -266,207 +240,209 @@ def flag_on(flag: Tensor | None, device: torch.device) -> Tensor | None:
     raise ValueError(f"the flag is on {flag.device}, tensors are on {device}; they must be on the same device")
 
 
-# Update rules over lists that a caller brings along. Optimizers keep their own buckets; these are for functions that
-# are called with lists, the compiled names above all.
-
-
-def expect(tensor_lists: TensorLists, *counts: int) -> None:
-    """Raises unless there are as many lists as one of `counts`."""
-    if len(tensor_lists) not in counts:
-        wanted = " or ".join(map(str, counts))
-        raise ValueError(f"tensor_lists has {len(tensor_lists)} lists; {wanted} are expected")
-
-
-def expect_flag(flag: Tensor, name: str = "noop_flag") -> Tensor:
-    """The flag; raises unless it is a tensor of one number."""
-    if not isinstance(flag, Tensor):
-        raise TypeError(f"{name} is a {type(flag).__name__}; a tensor of one number is expected")
-    if flag.numel() != 1:
-        raise ValueError(f"{name} has {flag.numel()} elements; a tensor of one number is expected")
-    return flag
-
-
-def in_slots(tensor_lists: TensorLists, *order: int | None) -> NamedSlots:
-    """The lists in the order of a rule's slots (and, sixth, the copy of slot 0), and what errors call them."""
-    slots = [None if index is None else tensor_lists[index] for index in order]
-    return slots, ["" if index is None else _NAMES[index] for index in order]
-
-
-@torch.no_grad()
-def update(
-    rule: Rule,
-    named: NamedSlots,
-    hyper: dict[str, Any],
-    flags: tuple[bool, ...] = (),
-    *,
-    noop: Tensor | None = None,
-    grad_scale: float | Tensor = 1.0,
-    whole: Tensor | None = None,
-) -> list[Tensor]:
-    """One pass of `rule`, see `TorchLists.apply`; what it measured, for each group of tensors."""
-    found = []
-    for indices, lists in groups_of(*named):
-        measured = lists.apply(
-            rule,
-            hyper,
-            flags,
-            noop=flag_on(noop, lists.device),
-            grad_scale=_factor_on(grad_scale, lists.device),
-            whole=None if whole is None else _rows(whole, indices, lists.device),
-        )
-        if measured is not None:
-            found.append(measured)
-    return found
-
-
-def adam_hyper(
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int | Tensor,
-    bias_correction: int,
-    weight_decay: float,
-    **more: Any,
-) -> dict[str, Any]:
-    """What the rules of Adam and its relatives call the numbers of compiled names, in the order these have."""
-    numbers = {"lr": number(lr), "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    return {**numbers, "step": number(step), "bias_correction": bool(bias_correction), **more}
-
-
-def lamb_step(
-    lists: Lists,
-    hyper: dict[str, Any],
-    flags: tuple[bool, ...],
-    *,
-    noop: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    seed: int | None = None,
-) -> None:
-    """A step of LAMB, whose length per tensor the first pass measures for the second. FLAGS: decoupled decay."""
-    found = lists.apply(rules.LAMB_MOMENTS, hyper, flags, noop=noop, grad_scale=grad_scale)
-    lists.apply(rules.LAMB_STEP, hyper, flags, noop=noop, whole=found, seed=seed)
-
-
-@torch.no_grad()
-def lamb(
-    named: NamedSlots,
-    hyper: dict[str, Any],
-    *,
-    decoupled: bool,
-    adapts: bool,
-    noop: Tensor | None = None,
-    grad_scale: float | Tensor = 1.0,
-) -> None:
-    """A step of LAMB, or, unless it `adapts` its length to the parameter's, of Adam.
-
-    Half-precision moments are too coarse to compute the step from them a second time: gradients then become the steps.
-    """
-    moments = (tensor for tensors in named[0][2:4] for tensor in tensors or ())
-    if not adapts:
-        update(rules.LAMB_UNSCALED, named, hyper, (decoupled,), noop=noop, grad_scale=grad_scale)
-    elif any(tensor.dtype.itemsize < 4 for tensor in moments):
-        _lamb_through_gradients(named, hyper, decoupled, noop, grad_scale)
-    else:
-        for _, lists in groups_of(*named):
-            here = flag_on(noop, lists.device)
-            lamb_step(lists, hyper, (decoupled,), noop=here, grad_scale=_factor_on(grad_scale, lists.device))
-
-
-def _lamb_through_gradients(
-    named: NamedSlots, hyper: dict[str, Any], decoupled: bool, noop: Tensor | None, grad_scale: float | Tensor
-) -> None:
-    slots, names = named
-    params, gradients, first, second = slots[:4]
-    assert params is not None
-    assert gradients is not None
-    check(slots, names)  # of the second pass too, before the first changes anything
-    if not params:
-        return
-    device = params[0].device
-    options = {key: hyper[key] for key in ("beta1", "beta2", "eps", "step", "bias_correction")}
-    options["beta3"] = 1 - hyper["beta1"] if hyper["grad_averaging"] else 1.0
-    update(
-        rules.LAMB_UPDATE,
-        ((params, gradients, first, second, gradients), (*names[:4], names[1])),
-        options,
-        (decoupled,),
-        noop=noop,
-        grad_scale=grad_scale,
-        whole=torch.full((len(params), 2), hyper["weight_decay"], dtype=torch.float32, device=device),
-    )
-    norms = [l2norm(tensors, per_tensor=True)[1] for tensors in (params, gradients)]
-    update(
-        rules.LAMB_WEIGHTS,
-        ((params, gradients, None, None, None, *slots[5:]), (*names[:2], "", "", "", *names[5:])),
-        {"lr": hyper["lr"]},
-        noop=noop,
-        whole=torch.stack(norms, 1),
-    )
-
-
-def clip_factor(norm: float | Tensor, largest: float | Tensor) -> float | Tensor:
-    """What shortens gradients of this norm to the largest one allowed; 1 if they are no longer than that."""
-    if not isinstance(norm, Tensor) and not isinstance(largest, Tensor):
-        return largest / norm if norm > largest else 1.0
-    device = next(each.device for each in (norm, largest) if isinstance(each, Tensor))
-    norm = torch.as_tensor(norm, dtype=torch.float64, device=device)
-    return torch.where(norm > largest, largest / norm, 1.0).reshape(())
-
-
-def per_tensor(tensors: Sequence[Tensor], **named: Tensor) -> Tensor:
-    """One or two numbers for each tensor, [tensors, 2], given by name as vectors."""
-    for name, values in named.items():
-        if values.numel() != len(tensors):
-            raise ValueError(f"{name} has {values.numel()} elements; there are {len(tensors)} tensors")
-    columns = [values.detach().reshape(-1) for values in named.values()]
-    return torch.stack((columns[0], columns[-1]), 1)
-
-
-@torch.no_grad()
-def average_norms(
-    gradients: Sequence[Tensor], norms: Tensor, beta: float, *, maximum: bool, overflow: Tensor, name: str
-) -> None:
-    """Moves `norms` [tensors] towards the gradients' norms: the largest values, or the roots of average squares."""
-    if norms.numel() != len(gradients):
-        raise ValueError(f"{name} has {norms.numel()} elements; there are {len(gradients)} tensors")
-    if not gradients:
-        return
-    measure = max_norm if maximum else l2norm
-    found = measure(gradients, per_tensor=True, overflow=overflow, names=("", _NAMES[0]))[1].view(norms.shape)
-    if maximum:
-        norms.mul_(beta).add_(found, alpha=1 - beta)
-    else:
-        norms.square_().mul_(beta).addcmul_(found, found, value=1 - beta).sqrt_()
-
-
-def number(value: float | Tensor) -> float | Tensor:
-    """A number for a rule's `scalars`: tensors, which stay on their device, in double precision."""
-    return value.detach().to(torch.float64).reshape(()) if isinstance(value, Tensor) else value
-
-
-def read_once(values: Tensor) -> list[float]:
-    """The numbers of a small tensor. Waits for the device the first time, and again after an operation in place.
-
-    A change that PyTorch does not count (through `.data`) goes unnoticed on a device other than the CPU.
-    """
-    if values.device.type == "cpu" or values.is_inference():
-        return values.tolist()
-    stamp = (values._version, values.data_ptr())
-    entry = _read.get(values)
-    if entry is None or entry[0] != stamp:
-        entry = _read[values] = (stamp, values.tolist())
-    return entry[1]
-
-
-def _factor_on(factor: float | Tensor, device: torch.device) -> Tensor | None:
+def factor_on(factor: float | Tensor, device: torch.device) -> Tensor | None:
     if isinstance(factor, Tensor):
         return factor.detach().reshape(1).to(device, torch.float32)
     return None if factor == 1.0 else torch.full((1,), factor, dtype=torch.float32, device=device)
 
 
-def _rows(whole: Tensor, indices: Sequence[int], device: torch.device) -> Tensor:
-    """The rows of `whole` that belong to the tensors of a group."""
-    if len(indices) != len(whole):
-        whole = whole[upload(indices, torch.int64, whole.device)]
-    return whole.to(device, torch.float32).contiguous()
+# Groups ---------------------------------------------------------------------------------------------------------------
+# Lists of any tensors become groups that one rule can walk over: checked, sorted, sent through the dispatch.
+
+
+def self_check(device: torch.device) -> float:
+    """The largest error of one AdamW step and one norm, as a multiple of its tolerance."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    sizes = (7, 5000, 1)
+    slots = [
+        [torch.rand(size, generator=generator, dtype=torch.float32, device="cpu") for size in sizes] for _ in range(4)
+    ]
+    exact = [[tensor.double() for tensor in tensors] for tensors in slots]
+    ours = [[tensor.to(device) for tensor in tensors] for tensors in slots]
+    hyper = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+    expected_norm = torch.cat(exact[1]).norm().reshape(1)
+    lists = make_lists([*ours, None])
+    norm = lists.measured_total(rules.SQUARE_SUM, {}, root=True)
+    lists.apply(rules.ADAM, hyper, (True, False))
+    make_lists([*exact, None]).apply(rules.ADAM, hyper, (True, False))
+    pairs = [(norm, expected_norm), *zip(ours[0], exact[0], strict=True)]
+    return max(excess(found.cpu(), expected, torch.float32) for found, expected in pairs)
+
+
+FAMILY = _library.register_family(
+    _library.OpFamily("multi_tensor", "update rules, scaling and norms over lists of tensors", self_check)
+)
+
+
+def check(slots: Slots, names: Sequence[str]) -> None:
+    """Raises unless all lists match each other, tensor by tensor."""
+    used = [(name, tensors) for name, tensors in zip(names, slots, strict=True) if tensors is not None]
+    first_name, first = used[0]
+    for name, tensors in used:
+        if len(tensors) != len(first):
+            raise ValueError(f"{name} has {len(tensors)} tensors, {first_name} has {len(first)}")
+        for index, (tensor, expected) in enumerate(zip(tensors, first, strict=True)):
+            if not isinstance(tensor, Tensor):
+                check_tensors(**{f"{name}[{index}]": tensor})  # raises; names of all would take longer than the rest
+            if tensor.dtype not in DTYPES:
+                raise TypeError(
+                    f"{name}[{index}] is {tensor.dtype}; float16, bfloat16, float32 and float64 are accepted"
+                )
+            if tensor.layout != torch.strided:
+                raise TypeError(f"{name}[{index}] is sparse ({tensor.layout}); only dense tensors are accepted")
+            if tensor.numel() != expected.numel():
+                raise ValueError(
+                    f"{name}[{index}] has {tensor.numel()} elements, {first_name}[{index}] has {expected.numel()}"
+                )
+            if tensor.device != expected.device:
+                raise ValueError(f"{name}[{index}] is on {tensor.device}, {first_name}[{index}] on {expected.device}")
+
+
+def kernel_fits(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernel can take tensors of the same index: dense, laid out alike, of types it knows."""
+    return all(_library.runs_triton(FAMILY, tensor) for tensor in tensors) and laid_out_alike(tensors)
+
+
+def make_lists(slots: Slots, copy: Sequence[Tensor] | None = None) -> Lists:
+    """The lists of one group, on the implementation that the dispatch chooses."""
+    used = [tensors for tensors in (*slots, copy) if tensors]
+    fits = all(map(kernel_fits, zip(*used, strict=True)))
+    return TritonLists(slots, copy) if fits else TorchLists(slots, copy)
+
+
+def groups_of(slots: Slots, names: Sequence[str]) -> Groups:
+    """Every group of the lists, which are checked: indices, and the lists of these tensors.
+
+    A group shares its device and, list by list, its dtype and its way through the dispatch. `names` are those of the
+    slots that are given.
+    """
+    found = known_groups(slots)
+    if found is not None:
+        return found
+    check(slots, names)
+    return _grouped(slots, kernel_fits)
+
+
+def groups_with_masks(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> Groups:
+    """Groups of tensors in slot 0 and their masks, uint8 tensors of the same shapes, in slot 2."""
+    slots: Slots = (tensors, None, masks)
+    fits = lambda pair: _library.runs_triton(FAMILY, pair[0]) and laid_out_alike(pair)  # noqa: E731
+    return known_groups(slots) or _grouped(slots, fits)
+
+
+def _grouped(slots: Slots, kernel_fits: Callable[[Sequence[Tensor]], bool]) -> Groups:
+    used = [tensors for tensors in slots if tensors is not None]
+    members: dict[Any, list[int]] = {}
+    for index, tensors in enumerate(zip(*used, strict=True)):
+        key = (tensors[0].device, kernel_fits(tensors), *(tensor.dtype for tensor in tensors))
+        members.setdefault(key, []).append(index)
+    groups: Groups = []
+    for (_, fits, *_), indices in members.items():
+        chosen = _rule_slots(slots, indices)
+        groups.append((indices, TritonLists(*chosen) if fits else TorchLists(*chosen)))
+    _remember(slots, groups)
+    return groups
+
+
+def _rule_slots(slots: Slots, indices: Sequence[int]) -> tuple[Slots, Sequence[Tensor] | None]:
+    """All slots of a rule, and the list that gets a copy of slot 0, with the tensors of these indices."""
+    chosen = [
+        tensors if tensors is None or len(indices) == len(tensors) else [tensors[index] for index in indices]
+        for tensors in slots
+    ]
+    if len(chosen) > SLOTS:
+        return chosen[:SLOTS], chosen[SLOTS]
+    return (*chosen, *(None,) * (SLOTS - len(chosen))), None
+
+
+# Tables that are kept from call to call -------------------------------------------------------------------------------
+# Loss scalers and norms get gradients of the same sizes at every step, and mostly at the same addresses.
+
+_MOST_KEPT = 32
+# Checks, as compiled graphs do it of their inputs, types, dtypes, devices, sizes and strides of tensors: 17 us for 160
+# of them on the host of an H200, half of what it takes to look at each from Python.
+_Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+
+
+class _Kept(NamedTuple):
+    looks_right: Callable[..., bool]
+    groups: Groups
+
+
+_kept: OrderedDict[tuple[Any, ...], _Kept] = OrderedDict()
+
+
+def looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A check of tensors given one by one: whether they are of the types, dtypes, sizes, strides, ... of these.
+
+    It may say no to those that are, and does where one is given twice. It holds no tensor.
+    """
+    if _Guards is None:
+        return lambda *others: False
+    return _Guards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    ).check
+
+
+def known_groups(slots: Slots) -> Groups | None:
+    """Groups made earlier for tensors of the same sizes and dtypes on this stream, pointed to these; else None."""
+    key = _key(slots)
+    kept = None if key is None else _kept.get(key)
+    if kept is None:
+        return None
+    try:
+        if not kept.looks_right(*_different(slots)):
+            return None
+    except (RuntimeError, TypeError):  # sparse tensors, or none
+        return None
+    for indices, lists in kept.groups:
+        lists.point_to(*_rule_slots(slots, indices))
+    return kept.groups
+
+
+def _remember(slots: Slots, groups: Groups) -> None:
+    """Keeps groups for `known_groups`; the oldest are dropped where there are too many."""
+    key = _key(slots) if all(isinstance(lists, TritonLists) for _, lists in groups) else None
+    if key is None:
+        return
+    _kept.pop(key, None)
+    _kept[key] = _Kept(looks_like(_different(slots)), groups)
+    if len(_kept) > _MOST_KEPT:
+        _kept.popitem(last=False)
+
+
+def _key(slots: Slots) -> tuple[Any, ...] | None:
+    """The key under which groups are kept: number of tensors, first and last shape, and what the dispatch asks for.
+
+    None where nothing is kept: of subclasses, and while a CUDA graph is recorded, since what is uploaded then is there
+    for that graph alone. A thread has its own, since what one has found is not to be pointed elsewhere by another.
+    """
+    first = next((tensors[0] for tensors in slots if tensors), None)
+    if first is None or type(first) not in _library.PLAIN:
+        return None
+    stream = current_stream(first.device)
+    if stream < 0:
+        return None
+    key: list[Any] = [threading.get_ident(), first.device, stream, _library.requested, forward_ad._current_level]
+    for index, tensors in enumerate(slots):
+        if not tensors:
+            key.append(None)
+        elif index and _is_same(tensors, slots[index - 1]):
+            key.append("in place")
+        else:
+            key.append((len(tensors), getattr(tensors[0], "shape", None), getattr(tensors[-1], "shape", None)))
+    return tuple(key)
+
+
+def _is_same(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool:
+    return tensors is others or (
+        others is not None and len(tensors) == len(others) and all(map(operator.is_, tensors, others))
+    )
+
+
+def _different(slots: Slots) -> Sequence[Tensor]:
+    """All tensors of the slots; a list that is in two neighbouring slots is taken once."""
+    different = [t for index, t in enumerate(slots) if t and not (index and _is_same(t, slots[index - 1]))]
+    return different[0] if len(different) == 1 else list(itertools.chain.from_iterable(different))

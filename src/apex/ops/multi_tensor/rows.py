@@ -15,7 +15,7 @@ from .. import _device
 from .._recording import Number
 from . import config
 from .flat import is_dense
-from .grouping import kernel_fits
+from .op import kernel_fits
 from .rule import GRADIENT, Rule
 from .tables import INDICES, Layout, PointerTable, keep_if_captured, upload
 from .torch_lists import Slots, TorchLists

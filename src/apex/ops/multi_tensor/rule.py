@@ -33,14 +33,15 @@ class Rule:
     """An update rule.
 
     `function` is the maths, `helpers` are the functions it calls. `scalars(**hyper)` turns hyperparameters into the
-    numbers that `function` takes; it works on floats and on float64 tensors alike. `reads` and `writes` name slots.
-    `quantities` says how many of the terms are wanted, `maximum` that they are maximised instead of summed.
+    numbers that `function` takes, and works on floats and on float64 tensors alike; without it they are these numbers,
+    in their order. `reads` and `writes` name slots. `quantities` says how many of the terms are wanted,
+    `maximum` that they are maximised instead of summed.
     """
 
     function: Callable[..., tuple[Any, ...]]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    scalars: Callable[..., tuple[Any, ...]]
+    scalars: Callable[..., tuple[Any, ...]] | None = None
     helpers: tuple[Callable[..., Any], ...] = ()
     quantities: int = 0
     maximum: bool = False

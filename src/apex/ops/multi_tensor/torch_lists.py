@@ -110,7 +110,7 @@ class TorchLists:
                 skip = noop.reshape(()) != 0  # no wait for the device
             elif noop.item() != 0:
                 return found.to(torch.float32) if rule.quantities else None
-        scalars = tuple(map(self._number, rule.scalars(**hyper)))
+        scalars = tuple(map(self._number, hyper.values() if rule.scalars is None else rule.scalars(**hyper)))
         scalars, flags = (*scalars, *_ZEROS[len(scalars) :]), (*flags, *_OFF[len(flags) :])
         for piece in self._pieces():
             values: list[Any] = [self._read(piece, slot) if slot in rule.reads else 0.0 for slot in range(SLOTS)]

@@ -263,7 +263,7 @@ class TritonLists:
 
     def _numbers(self, rule: Rule, hyper: dict[str, Any]) -> tuple[tuple[Any, ...], Tensor | None, tuple[int, ...]]:
         """The rule's numbers, 0 in place of those on the device; these; and where among them each is, else -1."""
-        numbers = rule.scalars(**hyper)
+        numbers = tuple(hyper.values()) if rule.scalars is None else rule.scalars(**hyper)
         if _NUMBERS.issuperset(map(type, numbers)):
             return numbers, None, _ON_HOST
         here = [self._here(value) for value in numbers]

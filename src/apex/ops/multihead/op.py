@@ -179,7 +179,7 @@ def dropout_add(x: Tensor, residual: Tensor, dropout: float) -> Tensor:
         raise ValueError(f"x has shape {list(x.shape)}, the residual {list(residual.shape)}: they must be equal")
     if dropout == 0.0:
         return residual + x
-    is_large = x.numel() >= NATIVE_BELOW or (x.numel() > 0 and _library.requested() == "triton")
+    is_large = x.numel() >= NATIVE_BELOW or (x.numel() > 0 and _library.requested == "triton")
     if torch.compiler.is_compiling() or not is_large or not _takes_kernel(x, residual):
         return residual + F.dropout(x, dropout)
     seed = torch.empty(1, dtype=torch.int64, device=x.device).random_()

@@ -80,7 +80,7 @@ def _norm(
     arguments = (input, weight, bias, _row_length(shape), eps, subtract_mean, memory_efficient, out_dtype, input.dtype)
     if memory_efficient and torch.is_grad_enabled():
         return NORM.differentiable(*arguments)
-    if (numel < config.NATIVE_BELOW and _library.requested() == "auto") or not NORM.runs_kernels(*arguments):
+    if (numel < config.NATIVE_BELOW and _library.requested == "auto") or not NORM.runs_kernels(*arguments):
         return reference.torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
     return NORM.with_kernels(*arguments)
 

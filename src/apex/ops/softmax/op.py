@@ -59,7 +59,7 @@ def _is_native(input: Tensor, scale: float) -> bool:
     It is for a small input, whose time is the host's: two operators are quicker than an autograd node of ours (29 and
     38 us on an H200's host), but not than a kernel launch without one. Half precision must not round the product.
     """
-    if torch._C._is_any_autocast_enabled() or not input.is_cuda or _library.requested() != "auto":
+    if torch._C._is_any_autocast_enabled() or not input.is_cuda or _library.requested != "auto":
         return False  # autocast would make the result float32
     exact = input.dtype.itemsize > 2 or (abs(scale) <= 1.0 and abs(math.frexp(scale)[0]) == 0.5)
     differentiable = input.requires_grad and torch.is_grad_enabled()

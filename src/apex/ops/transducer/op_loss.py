@@ -91,7 +91,7 @@ def _can_walk() -> bool:
     """Whether this Triton has what the walk over the lattices is made of: 3.2 cannot gather."""
     if hasattr(kernels.tl, "gather"):
         return True
-    if _library.requested() == "triton":
+    if _library.requested == "triton":
         raise RuntimeError("APEX_IMPL=triton was asked for, but the transducer loss needs Triton 3.3 or later")
     return False
 

@@ -44,11 +44,11 @@ def _factor(factor=1.0):
     return (factor,)
 
 
-SCALE = Rule(_scale, reads=(1,), writes=(0,), scalars=_factor)
-SCALE_EACH = Rule(_scale_each, reads=(1,), writes=(0,), scalars=lambda: ())
-AXPBY = Rule(_axpby, reads=(1, 2), writes=(0,), scalars=lambda a, b: (a, b))
-MASK = Rule(_mask, reads=(0, 2), writes=(0,), scalars=lambda: ())
+SCALE = Rule(_scale, reads=(1,), writes=(0,))
+SCALE_EACH = Rule(_scale_each, reads=(1,), writes=(0,))
+AXPBY = Rule(_axpby, reads=(1, 2), writes=(0,))
+MASK = Rule(_mask, reads=(0, 2), writes=(0,))
 SQUARE_SUM = Rule(_square_sum, reads=(1,), writes=(), scalars=_factor, quantities=1)
 SCALE_SQUARE_SUM = Rule(_square_sum, reads=(1,), writes=(0,), scalars=_factor, quantities=1)
 SCALE_AFTER_SQUARE_SUM = Rule(_scale_after_square_sum, reads=(1,), writes=(0,), scalars=_factor, quantities=1)
-MAXIMUM = Rule(_absolute_maximum, (1,), (), scalars=lambda: (), quantities=1, maximum=True)
+MAXIMUM = Rule(_absolute_maximum, reads=(1,), writes=(), quantities=1, maximum=True)

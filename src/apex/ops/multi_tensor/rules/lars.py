@@ -35,6 +35,6 @@ def _lars_scalars(*, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, trust_co
     return lr, momentum, 1 - dampening * (1 - first), weight_decay, trust_coefficient, eps
 
 
-LARS_NORMS = Rule(_lars_norms, reads=(0, 1), writes=(), scalars=lambda: (), quantities=2)
+LARS_NORMS = Rule(_lars_norms, reads=(0, 1), writes=(), quantities=2)
 LARS = Rule(_lars, reads=(0, 1, 2), writes=(0, 2), scalars=_lars_scalars)
 PLAIN_LARS = Rule(_lars, reads=(0, 1), writes=(0,), scalars=_lars_scalars)

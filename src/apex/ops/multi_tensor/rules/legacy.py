@@ -107,7 +107,7 @@ def _lamb_weights(values, whole, scalars, FLAGS):
 LAMB_UPDATE = Rule(
     _lamb_update, reads=(0, 1, 2, 3), writes=(2, 3, 4), scalars=_lamb_update_scalars, helpers=(_moments, _direction)
 )
-LAMB_WEIGHTS = Rule(_lamb_weights, reads=(0, 1), writes=(0,), scalars=lambda lr: (lr,))
+LAMB_WEIGHTS = Rule(_lamb_weights, reads=(0, 1), writes=(0,))
 
 
 def _larc(values, whole, scalars, FLAGS):
