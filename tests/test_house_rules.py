@@ -289,28 +289,38 @@ def files_passed(function: Callable[[], object]) -> set[str]:
     return passed
 
 
-def test_few_files_are_passed() -> None:
-    """What a reader goes through to follow a call; the second call, which makes no table of addresses anew."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_few_files_are_passed(device: str) -> None:
+    """What a reader goes through to follow a call; a later call, which makes no table of addresses anew."""
     from apex import amp, normalization, optimizers
     from apex.ops import _library
 
-    x = torch.ones(4, 16)
-    norm = normalization.FusedLayerNorm(16).requires_grad_(False)
-    param = torch.nn.Parameter(torch.ones(16))
-    param.grad = torch.ones(16)
+    x = torch.ones(4, 16, device=device)
+    norm = normalization.FusedLayerNorm(16).requires_grad_(False).to(device)
+    param = torch.nn.Parameter(torch.ones(16, device=device))
+    param.grad = torch.ones(16, device=device)
     adam = optimizers.FusedAdam([param])
-    model = torch.nn.Linear(16, 1)
-    optimizer = optimizers.FusedAdam(model.parameters())
+
+    def check(function: Callable[[], object], most: int) -> None:
+        files_passed(function)
+        passed = files_passed(function)
+        assert len(passed) <= most, passed
+
     with _library.implementation("triton"):
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
-        losses = [model(x).sum() for _ in range(2)]
+        check(lambda: norm(x), 6)
+        check(adam.step, 7)
+        for level in ("O2", "O5"):
+            model = torch.nn.Linear(16, 1).to(device)
+            model, optimizer = amp.initialize(
+                model, optimizers.FusedAdam(model.parameters()), opt_level=level, verbosity=0
+            )
+            losses = [model(x).sum() for _ in range(2)]
 
-        def train() -> None:
-            with amp.scale_loss(losses.pop(), optimizer) as loss:
-                loss.backward()
-            optimizer.step()
+            def train() -> None:
+                with amp.scale_loss(losses.pop(), optimizer) as loss:  # noqa: B023
+                    loss.backward()
+                optimizer.step()  # noqa: B023
+                optimizer.zero_grad()  # noqa: B023
 
-        for most, function in ((6, lambda: norm(x)), (7, adam.step), (15, train)):
-            files_passed(function)
-            assert len(files_passed(function)) <= most
-    amp.shutdown()
+            check(train, 10)
+            amp.shutdown()

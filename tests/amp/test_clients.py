@@ -1,6 +1,7 @@
 """What published projects do with amp beyond its documentation."""
 
 import inspect
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -196,3 +197,17 @@ def test_a_subclass_of_a_fused_optimizer_that_calls_the_kernel() -> None:
         results.append(train(model, optimizer, 4, overflow_at(1))[2:])
         amp.shutdown()
     assert results[0] == pytest.approx(results[1], rel=1e-3)
+
+
+def test_hooks_that_a_script_replaces() -> None:
+    """Scripts put methods of upstream's arguments in their place: none before, the scaler after the backward pass."""
+    model = small_model()
+    model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level="O2")
+    called = []
+    after = optimizer._post_amp_backward
+    optimizer._prepare_amp_backward = MethodType(lambda self: called.append("before"), optimizer)
+    optimizer._post_amp_backward = MethodType(lambda self, scaler: called.append(after(scaler) and "after"), optimizer)
+    before = values(model.parameters())
+    train(model, optimizer, 1)
+    assert called == ["before", "after"]
+    assert not torch.equal(before[0], model[0].weight)

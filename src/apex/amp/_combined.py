@@ -2,19 +2,23 @@
 
 Gradients move to their places when a backward pass is over. A user may break that sharing (`p.grad = ...`) at any time:
 what was moved away is moved back at the next backward pass, and the numbers do not depend on it. A parameter without a
-gradient keeps having none, as without combining; its place holds zeros.
+gradient keeps having none, as without combining; its place holds zeros. With `combine_ddp` the buffers are averaged
+over all processes before they are unscaled.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..ops._host import on_host
+from .._distributed.collectives import start
+from .._distributed.comparison import common_device, gathered
 from ..ops.multi_tensor.flat import FlatBuffer, flat, offsets_of
-from ._combined_ddp import CombinedReduction
 from ._master_params import AmpOptimizerState
 from .scaler import LossScaler, NonfiniteCounts
 
@@ -60,69 +64,40 @@ class _Kind:
     """Model parameters of one dtype and device, and their masters where they have any."""
 
     def __init__(self, params: list[Tensor], masters: list[Tensor]) -> None:
-        offsets, size = offsets_of(params)
+        self._layout = offsets_of(params)
         self.params = params
-        self._layout = offsets, size
-        self.grads = _FlatGradients(params, offsets, size)
-        # At the same offsets, so that one pass can go from one buffer to the other.
-        self.masters = _FlatGradients(masters, offsets, size) if masters else None
+        self.grads = _FlatGradients(params, *self._layout)
+        # The gradients that the optimizer uses. At the same offsets, so that one pass can go from buffer to buffer.
+        self.target = _FlatGradients(masters, *self._layout) if masters else self.grads
         self._fresh: _FlatGradients | None = None
         # Where the gradients of the last backward pass are.
         self._source = self.grads
 
-    def collect(self, stashed: dict[Tensor, Tensor]) -> tuple[Tensor, list[bool]]:
+    def collect(self, accumulated: dict[Tensor, Tensor]) -> tuple[Tensor, list[bool]]:
         """Puts the new gradients together; returns the buffer, and which parameters have one."""
         new = [param.grad for param in self.params]
-        earlier = any(stashed.get(param) is not None for param in self.params)
-        if earlier and self.masters is None:
-            self._fresh = self._fresh or _FlatGradients(self.params, *self._layout)
-            self._source = self._fresh
-        else:
-            self._source = self.grads
+        self._source = self.grads
+        if self.target is self.grads and any(param in accumulated for param in self.params):
+            self._source = self._fresh = self._fresh or _FlatGradients(self.params, *self._layout)
         self._source.put(new)
         return self._source.values, [gradient is not None for gradient in new]
 
-    def unscale(self, present: list[bool], stashed: dict[Tensor, Tensor], scaler: LossScaler) -> NonfiniteCounts:
+    def unscale(self, present: list[bool], accumulated: dict[Tensor, Tensor], scaler: LossScaler) -> NonfiniteCounts:
         """Unscales what was collected, and adds it to what was there before; `present` has a gradient."""
-        if self.masters is not None:
-            return self._unscale_to_masters(self.masters, present, scaler)
-        earlier = [stashed.get(param) for param in self.params]
-        if self._source is self.grads:
-            counted = self._run(scaler, self.grads, self.grads, None)
+        source, target = self._source, self.target
+        if target is self.grads:
+            earlier = [accumulated.get(param) for param in self.params]
         else:
-            self.grads.put(earlier)
-            counted = self._run(scaler, self._source, self.grads, self.grads)
-        self.grads.give([new or gradient is not None for new, gradient in zip(present, earlier, strict=True)])
-        return counted
-
-    def _unscale_to_masters(self, masters: _FlatGradients, present: list[bool], scaler: LossScaler) -> NonfiniteCounts:
-        earlier = [master.grad for master in masters.members]
-        self.grads.give(present)
+            earlier = [master.grad for master in target.members]
+            self.grads.give(present)
+        counts = torch.zeros(len(self.params), 2, dtype=torch.int32, device=source.values.device)
         if all(gradient is None for gradient in earlier):
-            counted = self._run(scaler, self.grads, masters, None)
+            scaler.unscale(source.parts, target.parts, None, source is target, nonfinite_counts=counts)
         else:
-            masters.put(earlier)
-            counted = self._run(scaler, self.grads, masters, masters)
-        masters.give([new or gradient is not None for new, gradient in zip(present, earlier, strict=True)])
-        return counted
-
-    def _run(
-        self, scaler: LossScaler, source: _FlatGradients, target: _FlatGradients, earlier: _FlatGradients | None
-    ) -> NonfiniteCounts:
-        """Unscales the buffer as a whole where the host can count afterwards what is not finite, else by its parts."""
-        at_once = on_host(source.values) and on_host(scaler.overflow)
-        tensors = lambda each: [each.values] if at_once else each.parts  # noqa: E731
-        nonfinite_counts = torch.zeros(len(self.params), 2, dtype=torch.int32, device=source.values.device)
-        counters = None if at_once else nonfinite_counts
-        if earlier is None:
-            in_place = source is target
-            scaler.unscale(tensors(source), tensors(target), models_are_masters=in_place, nonfinite_counts=counters)
-        else:
-            scaler.unscale_with_stashed(tensors(source), tensors(earlier), tensors(target), nonfinite_counts=counters)
-        if at_once and scaler.overflow_known_on_host():
-            counts = [[place.isinf().sum(), place.isnan().sum()] for place in target.views]
-            nonfinite_counts = torch.tensor(counts, dtype=torch.int32, device=nonfinite_counts.device)
-        return NonfiniteCounts(self.params, nonfinite_counts)
+            target.put(earlier)
+            scaler.unscale_with_stashed(source.parts, target.parts, target.parts, nonfinite_counts=counts)
+        target.give([new or gradient is not None for new, gradient in zip(present, earlier, strict=True)])
+        return NonfiniteCounts(self.params, counts)
 
 
 class CombinedGradients:
@@ -138,30 +113,29 @@ class CombinedGradients:
     def after_backward(self, scaler: LossScaler, reduces: bool = False) -> list[NonfiniteCounts]:
         """Unscales the new gradients, or with `reduces` their mean, and adds them to what was there before."""
         self._make()
-        stashed = self._stash.accumulated_grads
-        collected = [kind.collect(stashed) for kind in self._kinds]
+        accumulated = self._stash.accumulated_grads
+        collected = [kind.collect(accumulated) for kind in self._kinds]
         present = [each for _, each in collected]
         if reduces and self._reduction is not None and self._reduction.is_needed():
             present = self._reduction.reduce([buffer for buffer, _ in collected], present)
-        counted = [kind.unscale(each, stashed, scaler) for kind, each in zip(self._kinds, present, strict=True)]
+        counted = [kind.unscale(each, accumulated, scaler) for kind, each in zip(self._kinds, present, strict=True)]
         self._stash.accumulated_grads = {}
         return counted
 
     def buffers(self) -> list[Tensor]:
         """The buffers that hold the gradients of what the optimizer updates."""
         self._make()
-        return [(kind.masters or kind.grads).values for kind in self._kinds]
+        return [kind.target.values for kind in self._kinds]
 
     def zero(self) -> None:
         """Zeroes all gradients in place."""
         for kind in self._kinds:
-            for each in (kind.grads, kind.masters):
-                if each is not None:
-                    each.values.zero_()
+            kind.grads.values.zero_()
+            kind.target.values.zero_()
 
     def moved_away(self) -> list[Tensor]:
         """What the optimizer is about to update with gradients that are not in the buffers."""
-        return [param for kind in self._kinds for param in (kind.masters or kind.grads).moved_away()]
+        return [param for kind in self._kinds for param in kind.target.moved_away()]
 
     def _make(self) -> None:
         stash = self._stash
@@ -177,3 +151,68 @@ class CombinedGradients:
             sorted_params.setdefault((False, param.dtype, param.device), ([], []))[0].append(param)
         self._kinds = [_Kind(params, masters) for params, masters in sorted_params.values()]
         self._made_for = wanted
+
+
+class CombinedReduction:
+    """The mean over all processes of flat buffers, each sent in `parts` messages that are under way together."""
+
+    def __init__(self, parts: int) -> None:
+        self.parts = parts
+        self._checked: list[object] = []
+
+    def is_needed(self) -> bool:
+        """Whether there are other processes. A script that runs alone needs no process group."""
+        if dist.is_available() and dist.is_initialized():
+            return True
+        if dist.is_available() and dist.is_torchelastic_launched():
+            raise RuntimeError(
+                "amp.initialize was called with combine_ddp=True, and torchrun has started several processes, but they "
+                "are not connected: call torch.distributed.init_process_group before the first backward pass"
+            )
+        return False
+
+    @torch.no_grad()
+    def reduce(self, buffers: Sequence[Tensor], present: Sequence[list[bool]]) -> list[list[bool]]:
+        """Averages the buffers in place; `present` says for which parameters this process has gradients.
+
+        Returns for which parameters any process has.
+        """
+        self._check(buffers, present)
+        if not buffers:
+            return []
+        flags = [flag for each in present for flag in each]
+        anywhere = torch.ones(len(flags), dtype=torch.uint8, device=buffers[0].device)
+        for position in (position for position, flag in enumerate(flags) if not flag):
+            anywhere[position] = 0
+        what = "the reduction of combined gradients"
+        works = [
+            start(what, dist.all_reduce, part)
+            for buffer in buffers
+            for part in buffer.split(max(1, -(-buffer.numel() // self.parts)))
+            if part.numel()
+        ]
+        works.append(start(what, dist.all_reduce, anywhere, op=dist.ReduceOp.MAX))
+        for work in works:
+            work.wait()
+        for buffer in buffers:
+            buffer.mul_(1 / dist.get_world_size())
+        # Who has all gradients need not ask the device what others have.
+        known = iter(flags if all(flags) else anywhere.bool().tolist())
+        return [[next(known) for _ in each] for each in present]
+
+    def _check(self, buffers: Sequence[Tensor], present: Sequence[list[bool]]) -> None:
+        """Raises, in all processes, where buffers are not alike."""
+        layout = [(str(buffer.dtype), buffer.numel(), len(each)) for buffer, each in zip(buffers, present, strict=True)]
+        if layout == self._checked:
+            return
+        facts = [zlib.crc32(repr(layout).encode())]
+        mine = torch.tensor(facts, dtype=torch.int64, device=common_device(buffers, None))
+        everywhere = gathered(mine, "parameters", None)
+        different = [rank for rank, other in enumerate(everywhere) if other != everywhere[0]]
+        if different:
+            raise RuntimeError(
+                f"combine_ddp=True needs the same parameters in all processes, but those of rank 0 and rank "
+                f"{different[0]} differ; rank {dist.get_rank()} has {layout} (dtype, elements, parameters). For an "
+                "optimizer whose parameters are not shared set optimizer.combine_ddp = False"
+            )
+        self._checked = list(layout)

@@ -1,8 +1,9 @@
 """`scale_loss`, and what amp does around an optimizer's backward passes and steps.
 
 Gradients are unscaled, steps with an overflow skipped, masters copied to the model. The functions behind `scale_loss`
-become methods of the optimizer: `scale_loss` calls `prepare_amp_backward` before and `post_amp_backward` after the
-backward pass; the user calls `step` and `zero_grad`. The handles of the older interface are in `opt.py`.
+become methods of the optimizer, which clients call and replace: `scale_loss` calls `_prepare_amp_backward` before and
+`_post_amp_backward` after the backward pass; the user calls `step` and `zero_grad`. The handles of the older interface
+are in `opt.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,6 +30,7 @@ from .scaler import LossScaler, NonfiniteCounts, OverflowMessages, names_of_para
 
 _overflow_messages = OverflowMessages()
 _ORIGINAL_UPDATE = LossScaler.update_scale
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -54,28 +57,39 @@ def scale_loss(
     if not options["enabled"]:
         yield loss
         return
-    check_loss(loss)
-    optimizer_list = checked_optimizers(optimizers)
-    scaler = _scaler(loss_id)
-    check_flags(delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check)
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        check_loss(loss)  # raises, as the next ones
+    if type(delay_unscale) is not bool or type(delay_overflow_check) is not bool:
+        check_flags(delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check)
+    count = len(_amp_state.loss_scalers)
+    if not isinstance(loss_id, int) or not -count <= loss_id < count:
+        raise IndexError(
+            f"loss_id={loss_id} is unknown: amp.initialize was called with num_losses={count}, and counting starts at 0"
+        )
+    scaler: LossScaler = _amp_state.loss_scalers[loss_id]
+    optimizer_list = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     stashes = [optimizer._amp_stash for optimizer in optimizer_list if hasattr(optimizer, "_amp_stash")]
-    moves_gradients = any(stash.has_masters or stash.combined is not None for stash in stashes)
-    does_nothing = not moves_gradients and not scaler.dynamic and scaler.loss_scale() == 1.0
-    if not does_nothing or options["master_weights"]:
-        # A step of one that amp does not know, a copy perhaps, would leave the model as it is.
-        _check_optimizers(optimizer_list)
+    does_nothing = not scaler.dynamic and scaler.loss_scale() == 1.0
+    for stash in stashes:
+        does_nothing = does_nothing and not stash.has_masters and stash.combined is None
+    if len(stashes) != len(optimizer_list):
+        checked_optimizers(optimizer_list)
+        if not does_nothing or options["master_weights"]:
+            _refuse_unknown(optimizer_list)
     if does_nothing:
-        with _casting.casts(False):
+        with _autocast_off():
             yield loss.float()
         return
     scaler.to(loss.device)
     prepared = [optimizer for optimizer in optimizer_list if not optimizer._amp_stash.params_have_scaled_gradients]
     for optimizer in prepared:
-        optimizer._prepare_amp_backward(scaler)
+        optimizer._prepare_amp_backward()
+        if optimizer._amp_stash.takes_gradients:
+            optimizer._amp_stash.inner._set_loss_scale(scaler._scale)
     _overflow_messages.read()
-    with _casting.casts(False):
+    with _autocast_off():
         try:
-            yield loss.float() * scaler.scale_tensor().reshape(())
+            yield loss.float() * scaler._scale.reshape(())
         except BaseException:
             for optimizer in prepared:
                 restore_grads(optimizer._amp_stash)
@@ -83,23 +97,18 @@ def scale_loss(
         for stash in stashes:
             stash.params_have_scaled_gradients = bool(delay_unscale)
         if not delay_unscale:
-            scaler.clear_overflow_state()
+            if scaler.dynamic:
+                scaler.clear_overflow_state()
             with torch.no_grad():
-                counts = [each for optimizer in optimizer_list for each in optimizer._post_amp_backward(scaler)]
+                counts: list[NonfiniteCounts] = []
+                for optimizer in optimizer_list:
+                    counts += optimizer._post_amp_backward(scaler) or ()  # a client's own returns None
                 if not delay_overflow_check:
-                    _update_scale(scaler, loss_id, optimizer_list, counts)
+                    _update_scale(scaler, loss_id, stashes, counts)
 
 
-def _scaler(loss_id: int) -> LossScaler:
-    count = len(_amp_state.loss_scalers)
-    if not isinstance(loss_id, int) or not -count <= loss_id < count:
-        raise IndexError(
-            f"loss_id={loss_id} is unknown: amp.initialize was called with num_losses={count}, and counting starts at 0"
-        )
-    return _amp_state.loss_scalers[loss_id]
-
-
-def _check_optimizers(optimizers: list[Any]) -> None:
+def _refuse_unknown(optimizers: list[Any]) -> None:
+    """Raises for optimizers that amp does not know, copies perhaps: a step of theirs would leave the model as it is."""
     for optimizer in optimizers:
         if not hasattr(optimizer, "_amp_stash"):
             raise RuntimeError(
@@ -107,25 +116,31 @@ def _check_optimizers(optimizers: list[Any]) -> None:
             )
 
 
-def _update_scale(scaler: LossScaler, loss_id: int, optimizers: list[Any], counts: list[NonfiniteCounts]) -> None:
+def _autocast_off() -> contextlib.AbstractContextManager[None]:
+    """Autocast off on this thread; with O2, O3 and O5 it is off already, and there is nothing to do."""
+    is_off = not torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
+    return _NO_CONTEXT if is_off else _casting.casts(False)
+
+
+def _update_scale(
+    scaler: LossScaler, loss_id: int, stashes: list[AmpOptimizerState], counts: list[NonfiniteCounts]
+) -> None:
     """Adapts the scale, and has the optimizers skip their next step if gradients overflowed."""
-    stashes = [optimizer._amp_stash for optimizer in optimizers]
     if type(scaler).update_scale is not _ORIGINAL_UPDATE:  # a client's own, which may ask other processes
         waiting, skips = stashes, scaler.update_scale()
     else:
         scaler.update_scale_on_device()
         if not scaler.dynamic:
             return
-        waiting, recording = [], _recording.current
+        waiting, recording, found_inf = [], _recording.current, scaler._overflow_buf
         is_captured = recording is not None and recording.captures
         for stash in stashes:
             # Of a captured step what an optimizer changed is put back on the device.
             if not stash.takes_found_inf and not is_captured:
                 waiting.append(stash)
-            elif stash.found_inf is None:
-                stash.found_inf = scaler.overflow
             else:
-                stash.found_inf = torch.maximum(stash.found_inf, scaler.overflow)
+                earlier = stash.found_inf
+                stash.found_inf = found_inf if earlier is None else torch.maximum(earlier, found_inf)
         skips = bool(waiting) and scaler._has_overflow
     if skips:
         for stash in waiting:
@@ -144,11 +159,10 @@ def disable_casts() -> Iterator[None]:
 # Before and after the backward pass -----------------------------------------------------------------------------------
 
 
-def prepare_amp_backward(self: Any, scaler: LossScaler) -> None:
+def prepare_amp_backward(self: Any) -> None:
     """Puts unscaled gradients aside, so that a backward pass with another scale does not add to them."""
     stash: AmpOptimizerState = self._amp_stash
     if stash.takes_gradients:
-        stash.inner._set_loss_scale(scaler.scale_tensor())
         return
     if not stash.saw_first_backward:
         adopt_changes(stash)
@@ -179,9 +193,9 @@ def post_amp_backward(self: Any, scaler: LossScaler) -> list[NonfiniteCounts]:
     stash: AmpOptimizerState = self._amp_stash
     if stash.takes_gradients:
         inner = stash.inner
-        inner._grad_scale = scaler.scale_tensor().reciprocal()  # zero_grad may have been called since
+        inner._grad_scale = scaler._scale.reciprocal()  # zero_grad may have been called since
         if scaler.dynamic:
-            scaler.note_overflow(inner._found_inf())
+            scaler._add_found_inf(inner._found_inf())
         return []
     if stash.combined is not None:
         return stash.combined.after_backward(scaler, reduces=bool(self.combine_ddp))
@@ -197,67 +211,71 @@ class _Scales(NamedTuple):
 
 
 def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCounts]:
-    """Gradients with one dtype, device and treatment are unscaled in one pass, without waiting for the device."""
-    lists: dict[Any, list[tuple[Any, ...]]] = {}
-    sparse: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    """Unscales new gradients and adds earlier ones, in a pass for each dtype and device, without waiting for it.
 
-    def add(kind: str, param: Tensor, grad: Tensor, output: Tensor, earlier: Tensor | None = None) -> None:
-        lists.setdefault((kind, grad.dtype, grad.device), []).append((param, grad, output, earlier))
-
-    def add_sparse(param: Tensor, grad: Tensor, target: Tensor, earlier: Tensor | None) -> None:
-        """Unscales the values of a sparse gradient for `target`."""
-        grad = grad.coalesce()
-        values = grad.values().to(target.dtype, copy=True)
-        add("in place", param, values, values)
-        options: Any = {"dtype": values.dtype, "device": values.device, "is_coalesced": True}
-        new = torch.sparse_coo_tensor(grad.indices(), values, grad.shape, check_invariants=False, **options)
-        sparse.append((target, new, earlier))
-
+    Gradients of half-precision parameters go to their masters; where the optimizer unscales them itself they stay where
+    they are, and are brought to one scale.
+    """
     scales = _kept_scale(stash.inner, scaler) if stash.optimizer_unscales else None
-    if scales is None:
-        for param, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
-            if param.grad is None:
-                continue
-            if param.grad.layout != torch.strided:
-                add_sparse(param, param.grad, master, master.grad)
-            elif master.grad is None:
-                master.grad = torch.empty_like(master)
-                add("to master", param, param.grad, master.grad)
-            else:
-                add("added", param, param.grad, master.grad, master.grad)
-    for param in stash.all_fp32_from_fp32_params if scales is None else stash.model_params:
-        grad, earlier = param.grad, stash.accumulated_grads.get(param)
-        if grad is None:
-            param.grad = earlier
-            if earlier is not None and scales is not None:
-                add("rescaled", param, earlier, earlier)
-        elif grad.layout != torch.strided:
-            add_sparse(param, grad, param, earlier)
+    halves, masters, own = stash.all_fp16_params, stash.all_fp32_from_fp16_params, stash.all_fp32_from_fp32_params
+    if scales is not None:
+        own, halves, masters = halves + own, [], []
+    accumulated, stash.accumulated_grads = stash.accumulated_grads, {}
+    # (parameter, gradient, where the result goes, earlier gradient) of every pass.
+    passes: defaultdict[Any, list[tuple[Tensor, Tensor, Tensor, Any]]] = defaultdict(list)
+    sparse: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    not_renewed: list[Tensor] = []
+    for param, target in zip(halves + own, masters + own, strict=True):
+        grad = param.grad
+        if target is not param:
+            earlier = target.grad
         else:
-            add("in place" if earlier is None else "added", param, grad, grad, earlier)
-    stash.accumulated_grads = {}
+            earlier = accumulated.get(param) if accumulated else None
+        if grad is None:
+            if target is param and earlier is not None:
+                param.grad = earlier
+                not_renewed.append(earlier)
+            continue
+        if grad.layout != torch.strided:
+            copied = _sparse_copy(grad, target.dtype)
+            sparse.append((target, copied, earlier))
+            output = grad = copied._values()
+            earlier = None
+        elif target is param:
+            output = grad
+        else:
+            output = earlier if earlier is not None else torch.empty_like(target)
+            target.grad = output
+        passes[earlier is not None, output is grad, grad.dtype, grad.device].append((param, grad, output, earlier))
+    if scales is not None and not_renewed:
+        scale(not_renewed, not_renewed, scales.kept / scales.earlier)
 
     found = []
-    for (kind, _, device), members in lists.items():
+    for (adds, in_place, _, device), members in passes.items():
         # Where the optimizer divides by the scale and nothing asks for overflow, they stay as they are.
-        if kind == "in place" and scales is not None and scales.earlier is scales.new and not scaler.dynamic:
+        if scales is not None and scales.earlier is scales.new and not adds and not scaler.dynamic:
             continue
-        params, grads, outputs, earlier_grads = (list(column) for column in zip(*members, strict=True))
-        if kind == "rescaled":
-            assert scales is not None
-            scale(grads, outputs, scales.kept / scales.earlier)
-            continue
-        counts = torch.zeros(len(params), 2, dtype=torch.int32, device=device)
-        if kind == "added":
+        params, grads, outputs, earlier_grads = map(list, zip(*members, strict=True))
+        counts = torch.zeros(len(params), 2, dtype=torch.int32, device=device) if scaler.dynamic else None
+        if adds:
             options: Any = {"nonfinite_counts": counts, "checks_sum": scales is not None}
             scaler.unscale_with_stashed(grads, earlier_grads, outputs, scales, **options)
         else:
             override = None if scales is None else scales.new / scales.kept
-            scaler.unscale(grads, outputs, None, kind == "in place", override, nonfinite_counts=counts)
-        found.append(NonfiniteCounts(params, counts))
+            scaler.unscale(grads, outputs, None, in_place, override, nonfinite_counts=counts)
+        if counts is not None:
+            found.append(NonfiniteCounts(params, counts))
     for target, new, before in sparse:
         target.grad = new if before is None else before + new
     return found
+
+
+def _sparse_copy(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of a sparse gradient in another dtype, whose values can be changed in place."""
+    grad = grad.coalesce()
+    values = grad.values().to(dtype, copy=True)
+    options: Any = {"dtype": dtype, "device": values.device, "is_coalesced": True, "check_invariants": False}
+    return torch.sparse_coo_tensor(grad.indices(), values, grad.shape, **options)
 
 
 def _kept_scale(inner: Any, scaler: LossScaler) -> _Scales:
@@ -266,7 +284,7 @@ def _kept_scale(inner: Any, scaler: LossScaler) -> _Scales:
     It is the smallest of the backward passes before a step: half precision could not hold the gradients of one loss at
     the larger scale of another.
     """
-    new = scaler.scale_tensor()
+    new = scaler._scale
     earlier = inner.most_recent_scale if inner.scale_set_by_backward else new
     inner.most_recent_scale, inner.scale_set_by_backward = new.clamp(max=earlier), True
     return _Scales(new, earlier, inner.most_recent_scale)
@@ -316,7 +334,7 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
         elif found_inf is not None:
             step = functools.partial(_undone_if, found_inf, inner, step)
         try:
-            with _casting.casts(False):
+            with _autocast_off():
                 result = step(*args, **kwargs)
         finally:
             if takes_flag:

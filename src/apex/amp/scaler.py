@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops import _recording
-from ..ops._host import HOST, HostCopy, on_host
+from ..ops._host import HOST
 from ..ops.multi_tensor import axpby, scale
 from ._amp_state import _amp_state, maybe_print
 from ._checks import check_scaling, checked_loss_scale
@@ -122,22 +122,9 @@ class LossScaler:
         """The scale, float32 [1]."""
         return self._scale
 
-    @property
-    def overflow(self) -> Tensor:
-        """1 if the gradients of the last backward pass overflowed, else 0; float32 [1]."""
-        return self._overflow_buf
-
-    def overflow_known_on_host(self) -> bool:
-        """Whether the host knows, without waiting, that the gradients overflowed."""
-        return self.dynamic and on_host(self._overflow_buf) and self._has_overflow
-
     def clear_overflow_state(self) -> None:
         """Forgets the last overflow; in new memory, because a step that is queued may still have to read the flag."""
         self._overflow_buf = torch.zeros_like(self._scale)
-
-    def note_overflow(self, found_inf: Tensor) -> None:
-        """Notes overflow where `found_inf`, float32 [1], is not 0."""
-        self._add_found_inf(found_inf)
 
     def update_scale_on_device(self) -> None:
         """Adapts a dynamic scale to the overflow flag."""
@@ -275,31 +262,42 @@ class NonfiniteCounts(NamedTuple):
     counts: Tensor
 
 
-class _Note(NamedTuple):
+class _Report(NamedTuple):
     """Overflow flag, scale and counters after one backward pass, on their way to the host."""
 
     loss_id: int
     floor: float | None
-    sent: HostCopy
     params: list[Tensor]
+    values: Tensor
+    arrived: Callable[[], bool]
+
+
+def _copy_to_host(tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+    """A copy in the host's memory, and what tells, without waiting, whether it is there."""
+    if tensor.is_cpu:
+        return tensor, lambda: True
+    values = tensor.to(HOST, non_blocking=True)
+    event = torch.Event(tensor.device)
+    event.record(torch.accelerator.current_stream(tensor.device))
+    return values, event.query
 
 
 class OverflowMessages:
     """Overflow flags of backward passes on their way to the host, and the messages that follow from them."""
 
     def __init__(self) -> None:
-        self._pending: deque[_Note] = deque()
-        self._skipped: dict[int, int] = {}
-        self._skipped_at_floor: dict[int, int] = {}
+        self._pending: deque[_Report] = deque()
+        # By loss: how many steps in a row were skipped, and how many of them with the scale at its floor.
+        self._skipped: dict[int, tuple[int, int]] = {}
 
     def note(self, scaler: LossScaler, loss_id: int, counted: list[NonfiniteCounts]) -> None:
         """Sends to the host what it will want to say if the gradients overflowed."""
-        if not self._pending and scaler.overflow.is_cpu and not scaler._has_overflow:
-            self._skipped[loss_id] = self._skipped_at_floor[loss_id] = 0
+        found_inf = scaler._overflow_buf
+        if not self._pending and found_inf.is_cpu and not scaler._has_overflow:
+            self._skipped[loss_id] = 0, 0
             return
-        device = scaler.overflow.device
-        counters = [each.counts.to(device, torch.float32).flatten() for each in counted]
-        values = torch.cat((scaler.overflow.float(), scaler.scale_tensor(), *counters))
+        counters = [each.counts.to(found_inf.device, torch.float32).flatten() for each in counted]
+        values = torch.cat((found_inf.float(), scaler._scale, *counters))
         params = [param for each in counted for param in each.params]
         send = functools.partial(self._send, values, loss_id, scaler._min_loss_scale, params)
         recording = _recording.current
@@ -310,7 +308,7 @@ class OverflowMessages:
             send()
 
     def _send(self, values: Tensor, loss_id: int, floor: float | None, params: list[Tensor]) -> None:
-        self._pending.append(_Note(loss_id, floor, HostCopy(values), params))
+        self._pending.append(_Report(loss_id, floor, params, *_copy_to_host(values)))
         if len(self._pending) == 1:
             self.read()
 
@@ -319,39 +317,35 @@ class OverflowMessages:
         recording = _recording.current
         if recording is not None and recording.captures:
             return
-        while self._pending and self._pending[0].sent.arrived:
+        while self._pending and self._pending[0].arrived():
             self._report(self._pending.popleft())
 
     def clear(self) -> None:
         """Forgets everything."""
         self.__init__()  # type: ignore[misc]
 
-    def _report(self, note: _Note) -> None:
-        overflowed, scale, *counters = note.sent.values.tolist()
+    def _report(self, report: _Report) -> None:
+        overflowed, scale, *counters = report.values.tolist()
         if not overflowed:
-            self._skipped[note.loss_id] = self._skipped_at_floor[note.loss_id] = 0
+            self._skipped[report.loss_id] = 0, 0
             return
-        skipped = self._skipped[note.loss_id] = self._skipped.get(note.loss_id, 0) + 1
-        nonfinite = _nonfinite_parameters(note.params, counters)
-        maybe_print(f"Gradient overflow.  Skipping step, loss scaler {note.loss_id} reducing loss scale to {scale}")
+        skipped, at_floor = self._skipped.get(report.loss_id, (0, 0))
+        floor = 1.0 if report.floor is None else report.floor
+        skipped, at_floor = skipped + 1, at_floor + 1 if scale <= floor else 0
+        gives_up = at_floor >= _amp_state.overflow_patience
+        self._skipped[report.loss_id] = skipped, 0 if gives_up else at_floor
+        nonfinite = _nonfinite_parameters(report.params, counters)
+        maybe_print(f"Gradient overflow.  Skipping step, loss scaler {report.loss_id} reducing loss scale to {scale}")
         maybe_print(f"  {nonfinite}")
         if skipped % _HINT_AFTER == 0:
             maybe_print(
                 f"  {skipped} steps in a row were skipped. A few are normal while the scale is found; if it goes on, "
                 "look at the parameters named above, lower the learning rate, clip gradients, or use bfloat16 (O4, O5)"
             )
-        self._give_up_at_floor(note, scale, nonfinite)
-
-    def _give_up_at_floor(self, note: _Note, scale: float, nonfinite: str) -> None:
-        if scale > (1.0 if note.floor is None else note.floor):
-            self._skipped_at_floor[note.loss_id] = 0
-            return
-        count = self._skipped_at_floor[note.loss_id] = self._skipped_at_floor.get(note.loss_id, 0) + 1
-        if count >= _amp_state.overflow_patience:
-            self._skipped_at_floor[note.loss_id] = 0
+        if gives_up:
             raise FloatingPointError(
-                f"gradients overflowed in {count} steps in a row with loss scale {scale}, which cannot be lowered any "
-                f"further: {nonfinite}. The loss or the model itself produces values that are not finite "
+                f"gradients overflowed in {at_floor} steps in a row with loss scale {scale}, which cannot be lowered "
+                f"any further: {nonfinite}. The loss or the model itself produces values that are not finite "
                 "(amp.initialize(overflow_patience=...) sets how many such steps are tolerated)"
             )
 
