@@ -66,7 +66,7 @@ class Target:
 TARGETS = {name: Target(gpu) for name, gpu in _ahead.GPUS.items()}
 
 # Kernels that launch rules choose for some GPUs only.
-NOT_CHOSEN = {"cuda": {"sum_groups"}, "hip": {"norm_backward_held"}}
+NOT_CHOSEN = {"hip": {"norm_backward_held"}}
 # GPUs without float8, where nothing launches these.
 NO_FLOAT8 = {"sm_80", "gfx90a"}
 

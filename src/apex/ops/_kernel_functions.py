@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from ._launch import kernel
+
 
 @triton.jit
 def is_last_block(counter, blocks):
@@ -32,6 +34,15 @@ def sum_rows(rows, number, column, columns, ROWS: tl.constexpr):
         place = rows + row.to(tl.int64)[:, None] * columns + column[None, :]
         sums += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
     return tl.sum(sums, 0)
+
+
+@kernel
+@triton.jit
+def sum_bias_partials(partials, dbias, count, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds up `count` rows of partial sums in a fixed order: the gradient of a bias."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = sum_rows(partials, count, column, columns, ROWS)
+    tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=column < columns)
 
 
 @triton.jit

@@ -46,8 +46,8 @@ def gelu_forward(input, output, elements, BLOCK: tl.constexpr, FULL: tl.constexp
 def activation_backward(
     dy, saved, dz, active, partials, tickets, dbias,
     rows, columns, rows_per_program,
-    ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, BIAS_GRAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, FULL: tl.constexpr, FINISH: tl.constexpr,
+    ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    FULL: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
     """The gradient before an activation, and sums of it over the rows that a program walks: the bias gradient.
 
@@ -81,9 +81,9 @@ def activation_backward(
                 output = value * _gelu_gate(value, value * value)
                 tl.store(active + offset, output.to(active.dtype.element_ty), mask=mask)
         tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask=mask)
-        if BIAS_GRAD:
+        if partials is not None:
             sums += gradient
-    if BIAS_GRAD:
+    if partials is not None:
         place = partials + group.to(tl.int64) * columns + column
         tl.store(place, tl.sum(sums, 0).to(partials.dtype.element_ty), mask=None if FULL else column < columns)
         if FINISH:
@@ -100,15 +100,6 @@ def activation_backward(
                 if is_last_block(own_tickets, unions):
                     total = sum_rows(rows_of_unions, unions, column, columns, ROWS)
                     tl.store(dbias + column, total.to(dbias.dtype.element_ty), column < columns)
-
-
-@kernel
-@triton.jit
-def sum_groups(partials, dbias, groups, columns, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """The bias gradient from the partial sums of `groups` programs, added in a fixed order."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = sum_rows(partials, groups, column, columns, GROUPS)
-    tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=column < columns)
 
 
 @kernel

@@ -22,6 +22,7 @@ from .._tolerance import excess
 from . import config, reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
+shared_kernels = _library.LazyModule(f"{_library.__package__}._kernel_functions")
 
 _HALF = (torch.float16, torch.bfloat16)
 # Programs that leave their sums to the last of them.
@@ -175,7 +176,6 @@ def _activation_launches(
         (rows, columns, rows_per_program),
         ALIGN=math.gcd(columns, 16),
         ACTIVATION=reference.ACTIVATIONS.index(activation),
-        BIAS_GRAD=bias_grad,
         ROWS=tile.rows,
         BLOCK=tile.block,
         STAGES=tile.stages,
@@ -185,7 +185,9 @@ def _activation_launches(
     )
     if not partials or finish:
         return launch, None, partials
-    add_up = kernels.sum_groups.prepare((-(-columns // 64),), (groups, columns), GROUPS=32, BLOCK=64, num_warps=4)
+    add_up = shared_kernels.sum_bias_partials.prepare(
+        (-(-columns // 64),), (groups, columns), ROWS=32, BLOCK=64, num_warps=4
+    )
     return launch, add_up, partials
 
 

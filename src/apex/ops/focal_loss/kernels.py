@@ -28,8 +28,8 @@ def _log1p(x):
 @triton.jit
 def _block(
     logits, targets, grad, base, total, scale, alpha, gamma, half_smoothing,
-    CLASSES: tl.constexpr, REAL: tl.constexpr, SQUARE: tl.constexpr, WANT_GRAD: tl.constexpr, GROUPS: tl.constexpr,
-    VECTOR: tl.constexpr, MASKED: tl.constexpr,
+    CLASSES: tl.constexpr, REAL: tl.constexpr, SQUARE: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """The losses of one block that begins at element `base`; stores its gradient where that is wanted.
 
@@ -74,7 +74,7 @@ def _block(
         power = wrong * wrong
     else:
         power = tl.exp(gamma * (tl.minimum(z, 0.0) - log_term))
-    if WANT_GRAD:
+    if grad is not None:
         slope = power * (gamma * tl.where(z >= 0, small, large) * cross_entropy + (wrong - half_smoothing))
         slope = tl.where(right, -alpha * scale, (1.0 - alpha) * scale) * slope
         tl.store(grad + offset, tl.where(counted, slope, 0.0).to(grad.dtype.element_ty), mask=mask)
@@ -86,35 +86,35 @@ def _block(
 def focal_loss_pass(
     logits, targets, grad, partials, grad_loss, num_positives,
     total, alpha, gamma, half_smoothing,
-    CLASSES: tl.constexpr, REAL: tl.constexpr, SQUARE: tl.constexpr, WANT_LOSS: tl.constexpr, GROUPS: tl.constexpr,
-    VECTOR: tl.constexpr, FULL: tl.constexpr,
+    CLASSES: tl.constexpr, REAL: tl.constexpr, SQUARE: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
-    """Every block that is this program's turn: its losses with WANT_LOSS, else its gradient.
+    """Every block that is this program's turn: its gradient where there is `grad`, else its losses.
 
     FULL: the blocks divide the elements; if they do not, the last program takes what remains.
     """
     program = tl.program_id(0)
     size = tl.full([], GROUPS * VECTOR, tl.int64)
     scale = 1.0
-    if not WANT_LOSS:
+    if grad is not None:
         scale = tl.load(grad_loss).to(tl.float32) / tl.load(num_positives).to(tl.float32)
     losses = tl.zeros([GROUPS, VECTOR], tl.float32)
     for block in tl.range(program, total // (GROUPS * VECTOR), tl.num_programs(0)):
         found = _block(
             logits, targets, grad, block * size, total, scale, alpha, gamma, half_smoothing,
-            CLASSES, REAL, SQUARE, not WANT_LOSS, GROUPS, VECTOR, False,
+            CLASSES, REAL, SQUARE, GROUPS, VECTOR, False,
         )  # fmt: skip
-        if WANT_LOSS:
+        if partials is not None:
             losses += found
     if not FULL:
         if program == tl.num_programs(0) - 1:
             found = _block(
                 logits, targets, grad, total // (GROUPS * VECTOR) * size, total, scale, alpha, gamma, half_smoothing,
-                CLASSES, REAL, SQUARE, not WANT_LOSS, GROUPS, VECTOR, True,
+                CLASSES, REAL, SQUARE, GROUPS, VECTOR, True,
             )  # fmt: skip
-            if WANT_LOSS:
+            if partials is not None:
                 losses += found
-    if WANT_LOSS:
+    if partials is not None:
         tl.store(partials + program, tl.sum(losses))
 
 

@@ -109,7 +109,6 @@ def _prepare_pass(
         CLASSES=all_classes,
         REAL=real,
         SQUARE=square,
-        WANT_LOSS=want_loss,
         GROUPS=config.BLOCK // vector,
         VECTOR=vector,
         FULL=total % config.BLOCK == 0,

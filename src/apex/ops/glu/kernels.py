@@ -1,4 +1,4 @@
-"""Triton kernels of gated linear units: forward, backward, and the sum of the bias's partial gradients.
+"""Triton kernels of gated linear units: forward and backward.
 
 An input is `rows` x (2 * `width`), contiguous: the gate in the first half of each row, the value in the second. All
 arithmetic is float32. A tile is ROWS x BLOCK of the output; FULL: no row or column needs a mask. Programs are numbered
@@ -9,7 +9,6 @@ that this was multiplied by ALIGN shows Triton how wide loads may be.
 import triton
 import triton.language as tl
 
-from .._kernel_functions import sum_rows
 from .._launch import kernel
 
 
@@ -126,12 +125,3 @@ def glu_pair_backward(dy, gate, value, dgate, dvalue, count, ACTIVATION: tl.cons
     along_gate = gradient * tl.load(value + place, mask=mask).to(tl.float32) * slope
     tl.store(dgate + place, along_gate.to(dgate.dtype.element_ty), mask=mask)
     tl.store(dvalue + place, (gradient * activated).to(dvalue.dtype.element_ty), mask=mask)
-
-
-@kernel
-@triton.jit
-def glu_sum_partials(partials, dbias, count, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds `count` partial gradients per column."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = sum_rows(partials, count, column, columns, ROWS)
-    tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=column < columns)

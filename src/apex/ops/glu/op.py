@@ -19,6 +19,7 @@ from .._op import Op
 from . import config, reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
+shared_kernels = _library.LazyModule(f"{_library.__package__}._kernel_functions")
 
 # Positions within a row are 32-bit in the kernels.
 LONGEST_ROW = 2**31 - 2**17
@@ -127,7 +128,9 @@ def _backward_launches(
         num_stages=tile.num_stages,
     )
     columns = 2 * width
-    sums = kernels.glu_sum_partials.prepare((-(-columns // 32),), (groups, columns), ROWS=64, BLOCK=32, num_warps=4)
+    sums = shared_kernels.sum_bias_partials.prepare(
+        (-(-columns // 32),), (groups, columns), ROWS=64, BLOCK=32, num_warps=4
+    )
     return launch, sums, groups
 
 

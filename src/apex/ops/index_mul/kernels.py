@@ -57,14 +57,13 @@ def _flush(total, current, ended, first, end, chunk, offsets, grad1, partials, c
 def index_mul_backward(
     grad_out, in1, in2, grad_grad1, grad_grad2, keys, order, offsets, grad1, grad2, grad_grad_out, partials,
     count, in1_rows, width, column_blocks,
-    ALIGN: tl.constexpr, NEED2: tl.constexpr, TWICE: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """CHUNKS chunks of sorted positions per program, side by side.
 
-    grad2 = in1[index] * grad_out unless NEED2 is false, and grad1 sums grad_out * in2. TWICE: the derivative of that,
-    grad_grad_out = grad_grad1[index] * in2 + grad_grad2 * in1[index], grad2 = grad_grad1[index] * grad_out, and grad1
-    sums grad_grad2 * grad_out.
+    grad2, unless it is None, = in1[index] * grad_out, and grad1 sums grad_out * in2. With grad_grad1 and grad_grad2 the
+    derivative of that, grad_grad_out = grad_grad1[index] * in2 + grad_grad2 * in1[index], grad2 = grad_grad1[index] *
+    grad_out, and grad1 sums grad_grad2 * grad_out.
     """
     width = width // ALIGN * ALIGN
     program = tl.program_id(0)
@@ -90,7 +89,7 @@ def index_mul_backward(
         place1 = key.to(tl.int64)[:, None] * width + column[None, :]
         mask1 = known[:, None] & column_mask
         gradient = tl.load(grad_out + place, mask=mask, other=0.0).to(tl.float32)
-        if TWICE:
+        if grad_grad1 is not None:
             of1 = tl.load(grad_grad1 + place1, mask=mask1, other=float("nan")).to(tl.float32)
             of2 = tl.load(grad_grad2 + place, mask=mask, other=0.0).to(tl.float32)
             value1 = tl.load(in1 + place1, mask=mask1, other=float("nan")).to(tl.float32)
@@ -101,7 +100,7 @@ def index_mul_backward(
             total += of2 * gradient
         else:
             value2 = tl.load(in2 + place, mask=mask, other=0.0).to(tl.float32)
-            if NEED2:
+            if grad2 is not None:
                 value1 = tl.load(in1 + place1, mask=mask1, other=float("nan")).to(tl.float32)
                 tl.store(grad2 + place, (gradient * value1).to(grad2.dtype.element_ty), mask=mask)
             total += gradient * value2

@@ -118,14 +118,13 @@ def launch_sums(
     count, width = in2.shape
     in1_rows = in1.shape[0]
     grad_grad1, grad_grad2 = grad_grads or (None, None)
-    twice = grad_grad1 is not None
-    add, finish, chunks = _sums_launches(count, in1_rows, width, need2, twice, facts(in2.device))
+    add, finish, chunks = _sums_launches(count, in1_rows, width, facts(in2.device))
     keys, order = torch.sort(index.to(torch.int32), stable=True)
     rows = torch.arange(in1_rows + 1, dtype=torch.int32, device=in2.device)
     offsets = torch.searchsorted(keys, rows, out_int32=True)
     grad1 = torch.empty_like(in1)
     grad2 = torch.empty_like(in2) if need2 else None
-    grad_grad_out = torch.empty_like(grad_out) if twice else None
+    grad_grad_out = torch.empty_like(grad_out) if grad_grads else None
     partials = torch.empty(2 * chunks, width, dtype=torch.float32, device=in2.device)
     given = (grad_out, in1, in2, grad_grad1, grad_grad2, keys, order, offsets)
     add((*given, grad1, grad2, grad_grad_out, partials))
@@ -134,9 +133,7 @@ def launch_sums(
 
 
 @launch_rule
-def _sums_launches(
-    count: int, in1_rows: int, width: int, need2: bool, twice: bool, device: DeviceFacts
-) -> tuple[Any, Any, int]:
+def _sums_launches(count: int, in1_rows: int, width: int, device: DeviceFacts) -> tuple[Any, Any, int]:
     """The kernel that sums over parts of the rows, the one that adds up sums of several parts, and how many parts."""
     tile, steps = config.backward_tile(width, device), config.backward_steps(count, device)
     chunks, column_blocks = -(-count // steps), -(-width // tile.block)
@@ -145,8 +142,6 @@ def _sums_launches(
         (-(-chunks // tile.rows) * column_blocks,),
         sizes,
         ALIGN=math.gcd(width, 16),
-        NEED2=need2,
-        TWICE=twice,
         CHUNKS=tile.rows,
         STEPS=steps,
         BLOCK=tile.block,

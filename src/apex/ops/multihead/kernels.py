@@ -18,9 +18,9 @@ def _is_kept(word, dropout):
 
 
 @triton.jit
-def _load(tensor, first, count, PRESENT: tl.constexpr, SIZE: tl.constexpr):
+def _load(tensor, first, count, SIZE: tl.constexpr):
     """A stretch of a tensor from `first` on; zeros where there is none."""
-    if PRESENT:
+    if tensor is not None:
         index = first + tl.arange(0, SIZE)
         values = tl.load(tensor + index, mask=index < count, other=0.0).to(tl.float32)
     else:
@@ -38,12 +38,9 @@ def _store(output, values, residual, bits, first, count, kept_scale, SIZE: tl.co
 
 @kernel
 @triton.jit
-def dropout_add(
-    x, residual, seed, kept, output, count, dropout, kept_scale,
-    DRAWS: tl.constexpr, QUARTER: tl.constexpr,
-):  # fmt: skip
-    """output = dropout(x) + residual, with the bits of what is `kept` written, if it DRAWS; else they are read, and
-    there is no residual.
+def dropout_add(x, residual, seed, kept, output, count, dropout, kept_scale, QUARTER: tl.constexpr):
+    """output = dropout(x) + residual, with the bits of what is `kept` written, if there is a seed; else they are read,
+    and there is no residual.
 
     What is drawn depends on the seed and on an element's place alone.
     """
@@ -52,11 +49,11 @@ def dropout_add(
     first, second = program * (4 * QUARTER), program * (4 * QUARTER) + QUARTER
     third, fourth = second + QUARTER, second + 2 * QUARTER
     # All loads before the arithmetic of Philox, which takes as long as they do.
-    x_a, r_a = _load(x, first, count, True, QUARTER), _load(residual, first, count, DRAWS, QUARTER)
-    x_b, r_b = _load(x, second, count, True, QUARTER), _load(residual, second, count, DRAWS, QUARTER)
-    x_c, r_c = _load(x, third, count, True, QUARTER), _load(residual, third, count, DRAWS, QUARTER)
-    x_d, r_d = _load(x, fourth, count, True, QUARTER), _load(residual, fourth, count, DRAWS, QUARTER)
-    if DRAWS:
+    x_a, r_a = _load(x, first, count, QUARTER), _load(residual, first, count, QUARTER)
+    x_b, r_b = _load(x, second, count, QUARTER), _load(residual, second, count, QUARTER)
+    x_c, r_c = _load(x, third, count, QUARTER), _load(residual, third, count, QUARTER)
+    x_d, r_d = _load(x, fourth, count, QUARTER), _load(residual, fourth, count, QUARTER)
+    if seed is not None:
         a, b, c, d = random_words(tl.load(seed), places, 10)
         bits = _is_kept(a, dropout) + 2 * _is_kept(b, dropout) + 4 * _is_kept(c, dropout) + 8 * _is_kept(d, dropout)
         tl.store(kept + places, bits.to(tl.uint8))
