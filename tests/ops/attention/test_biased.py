@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library
-from apex.ops.attention import attention, op_biased, reference
+from apex.ops._device import forget_launches
+from apex.ops.attention import attention, config, op_biased, reference
 from tests.harness import Route, assert_equal_bits, routes
 from tests.ops.attention.cases import BIASED_CASES, LARGE_BIASED_CASES, SHARED_CASES, BiasedCase, assert_close
 
@@ -191,12 +192,29 @@ def test_masks_and_biases_of_two_dtypes_one_after_the_other(route: Route) -> Non
 
 @pytest.mark.parametrize("route", routes())
 def test_frozen_bias_costs_no_launch(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_biased, "dquery_from_dlogits_launch", lambda *arguments: pytest.fail("launched"))
+    monkeypatch.setattr(op_biased, "dquery_dbias_launch", lambda *arguments: pytest.fail("launched"))
+    forget_launches()
     inputs, mask, dout = BIASED_CASES[2].tensors(route.device)
     query = inputs[0].requires_grad_()
     with _library.implementation(route.implementation):
         output = attention(query, *inputs[1:3], mask, inputs[3])
         assert torch.autograd.grad(output, query, dout)[0].shape == query.shape
+
+
+@pytest.mark.parametrize("route", [r for r in routes() if r.id in ("interpreter", "gpu-triton")])
+@pytest.mark.parametrize("length", [17, 131])
+def test_odd_rows_of_the_bias_are_copied(route: Route, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward pass reads the copy, whose rows are longer, and gives the same bits."""
+    query, key, value = (torch.randn(2, 2, length, 16, device=route.device, dtype=torch.float16) for _ in range(3))
+    bias = torch.randn(1, 2, length, length, device=route.device, dtype=torch.float16)
+    outputs = []
+    with _library.implementation(route.implementation):
+        for copies in (False, True):
+            monkeypatch.setattr(config, "padded_bias", lambda *sizes, copies=copies: 8 * -(-length // 8) * copies)
+            forget_launches()
+            outputs.append(attention(query, key, value, None, bias))
+    forget_launches()
+    assert_equal_bits(outputs[:1], outputs[1:])
 
 
 @pytest.mark.parametrize("route", routes())

@@ -70,3 +70,26 @@ def test_kernels_know_what_divides_the_lengths() -> None:
         assert config.pitch(rows) % 16 == 0
         # The last tile of queries reaches as far: what lies beyond them is written, too.
         assert config.pitch(rows) <= -(-rows // tile.queries) * tile.queries
+
+
+def test_sums_of_batches_have_enough_programs() -> None:
+    for plane in (256, 1024, 4 * 384 * 384):
+        for group in (1, 7, 500):
+            batches, elements = config.sum_block(plane, group, LARGE)
+            assert batches < 2 * group
+            assert batches * elements <= config.SUMMED_ELEMENTS
+            assert elements == 64 or plane >= elements * LARGE.multiprocessors
+
+
+def test_biases_are_copied_where_odd_rows_of_many_batches_are_read() -> None:
+    assert config.padded_bias(18, 4, 503, 503, 18, 2) == 504
+    assert not config.padded_bias(18, 4, 503, 503, 18, 4)
+    assert not config.padded_bias(18, 4, 502, 502, 18, 2)
+    assert not config.padded_bias(18, 4, 503, 503, 1, 2)
+    assert not config.padded_bias(4, 1, 63, 63, 4, 2)
+
+
+def test_tiles_of_keys_with_a_bias_do_not_spill() -> None:
+    """128 keys of heads of 64 keep 296 bytes per thread outside of registers."""
+    for length in (112, 248, 576):
+        assert config.keys_tile(64, 2, length, length, "mask bias", LARGE).keys <= 64

@@ -82,7 +82,7 @@ def AttnTri(
 ) -> Tensor:
     """The attention; `is_training` makes no difference, since what a backward pass needs is kept if one can follow."""
     check_floats(q=q, k=k, v=v)
-    return attention(q, k, v, mask, bias, inf)
+    return op_biased.attend(q, k, v, mask, bias, inf)
 
 
 def AttnBiasJIT(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, bias: Tensor, inf: float) -> Tensor:

@@ -27,6 +27,13 @@ STORED_BYTES = 512 << 20
 # single values were stored, PyTorch's operators 85.
 DLOGITS_PITCH = 16
 
+# From so many batches that share a bias, and so many logits on, odd rows of it are copied first.
+PADDED_GROUP = 4
+PADDED_LOGITS = 1 << 20
+
+# Elements of the blocks that are added up for the gradient of a bias: 64 for each of the 128 threads of a program.
+SUMMED_ELEMENTS = 8192
+
 # Programs of a launch that has most likely nothing to do: as many as run at the same time.
 REPAIRS_PER_MULTIPROCESSOR = 3
 
@@ -105,10 +112,12 @@ def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: s
     """For the gradients of keys and values."""
     block = head_block(head_dim)
     # Two accumulators: larger tiles run out of registers. Packed: 372 (64 keys: 392; before, 408 and
-    # with 64 queries 463); 16 sequences with heads of 128: 208 (128 keys: 251, 32 keys: 414).
+    # with 64 queries 463); 16 sequences with heads of 128: 208 (128 keys: 251, 32 keys: 414). With a bias and heads of
+    # 64, all gradients of 58 batches of 2 heads, 576 long: 209 (128 keys: 398, of which threads keep 296 bytes outside
+    # of registers).
     if element_size == 4:
         tile = Tile(32, 64, 4, 2) if block <= 32 else Tile(32, 32, 4, 2 if block <= 64 else 1)
-    elif block <= 64:
+    elif block <= 64 and not (block == 64 and "bias" in kind):
         tile = Tile(32, 128, 4, 2)
     else:
         tile = Tile(32, 64, 4, 2) if block <= 128 else Tile(32, 32, 4, 2)
@@ -186,6 +195,29 @@ def tile_constants(
 def pitch(rows: int) -> int:
     """Elements from one key's stored gradients of logits to the next's."""
     return -(-rows // DLOGITS_PITCH) * DLOGITS_PITCH
+
+
+def padded_bias(batches: int, heads: int, rows: int, columns: int, group: int, element_size: int) -> int:
+    """The pitch of a copy of the bias that the forward pass reads instead of it, 0 where there is none.
+
+    Of half-precision rows with an odd number of keys single values are loaded and sorted by shuffles: 18 batches of 4
+    heads, 503 long and 8 wide, took 235, PyTorch's attention, which copies them too, 195.
+    """
+    odd = element_size == 2 and columns % 2 == 1
+    worth = group >= PADDED_GROUP and batches * heads * rows * columns >= PADDED_LOGITS
+    return -(-columns // 8) * 8 if odd and worth else 0
+
+
+@launch_rule
+def sum_block(plane: int, group: int, device: DeviceFacts) -> tuple[int, int]:
+    """Batches and elements of the blocks in which a program adds up `plane` elements of each batch of a group.
+
+    Few elements per program where there are few in all, so that more programs share them.
+    """
+    elements = 1024
+    while elements > 64 and plane < elements * device.multiprocessors:
+        elements //= 2
+    return min(next_power_of_2(group), SUMMED_ELEMENTS // elements), elements
 
 
 def batches_at_once(batches: int, batch_bytes: int, group: int) -> int:

@@ -59,7 +59,7 @@ def _queries_tiles(
         biases = products
         terms = products
         if HAS_BIAS:
-            biases = bias_tile(bias + column, r[:, None], n[None, :], m_left, left, columns, WHOLE_M and WHOLE_N)
+            biases = bias_tile(bias + column, r[:, None], n[None, :], m_left, left, columns, WHOLE_M, WHOLE_N)
         if HAS_MASK:
             terms = key_terms(mask + column, n, left, inf)[None, :]
         p = _probabilities(
@@ -182,7 +182,7 @@ def attention_backward_keys(
         terms = key_terms(mask + (z // mask_group) * columns + first, n, left, inf)[:, None]
     if HAS_BIAS:
         bias += ((z // bias_group) * heads + h) * rows * columns + first
-        following = bias_tile(bias, r[None, :], n[:, None], partners, left, columns, False)
+        following = bias_tile(bias, r[None, :], n[:, None], partners, left, columns, False, False)
     if DROPS:
         head_key = key_of_head(seed, z * heads + h)
     dks = tl.zeros((BN, BD), tl.float32)
@@ -210,7 +210,7 @@ def attention_backward_keys(
             # Loaded a step ahead by hand: the pipeliner does not take transposed tiles.
             biases = following
             bias += BM * columns
-            following = bias_tile(bias, r[None, :], n[:, None], m_left - BM, left, columns, False)
+            following = bias_tile(bias, r[None, :], n[:, None], m_left - BM, left, columns, False, False)
         p = _probabilities(
             products, biases, terms, largest[None, :], reciprocal[None, :], scale, HAS_MASK, HAS_BIAS
         )  # fmt: skip
@@ -235,37 +235,72 @@ def attention_backward_keys(
     store_tile(dv + z * dv_z + h * dv_h + column * dv_n, dvs * kept, left, dv_n, head_dim, BN, BD)
 
 
+@triton.jit
+def _sum_of_batches(
+    dlogits, dbias, program, plane, group, first_group, rows, pitch,
+    ADDS: tl.constexpr, BATCHES: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """ELEMENTS of the gradient of a bias, which `group` batches share; a batch's gradients of logits are a plane."""
+    blocks = tl.cdiv(plane, ELEMENTS)
+    group_index = program // blocks
+    e = (program % blocks) * ELEMENTS + tl.arange(0, ELEMENTS)
+    z = tl.arange(0, BATCHES)
+    dbias += (first_group + group_index) * plane + e
+    inside = (e < plane) & (e % pitch < rows)
+    pointers = dlogits + (group_index * group + z[:, None]) * plane + e[None, :]
+    sums = tl.zeros((ELEMENTS,), tl.float32)
+    for batch in range(0, group, BATCHES):
+        values = tl.load(pointers, mask=(z[:, None] < group - batch) & (e[None, :] < plane), other=0.0)
+        sums += tl.sum(values.to(tl.float32), 0)
+        pointers += BATCHES * plane
+    if ADDS:
+        sums += tl.load(dbias, mask=inside, other=0.0)
+    tl.store(dbias, sums.to(dbias.dtype.element_ty), mask=inside)
+
+
 @kernel
 @triton.jit
 def attention_backward_stored(
-    dlogits, k, dq,
-    heads, rows, columns, head_dim, k_z, k_h, k_n, d_z, d_h, d_m, first_batch, scale,
-    ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    dlogits, k, dq, dbias,
+    heads, rows, columns, head_dim, k_z, k_h, k_n, d_z, d_h, d_m, first_batch, programs, group, first_group, scale,
+    SUMS: tl.constexpr, ADDS: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, FULL_M: tl.constexpr,
+    FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, BATCHES: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the queries from that of the logits, as `attention_backward_keys` stores it."""
+    """Gradient of the queries from that of the logits, as `attention_backward_keys` stores it.
+
+    SUMS: programs from `programs` on add up the gradients of logits of `group` batches, which share a bias, for its
+    gradient `dbias` [groups, H, N, pitch of M]; ADDS: to what is there already.
+    """
     pitch = tl.cdiv(aligned(rows, ALIGN_M), PITCH) * PITCH
     columns = aligned(columns, ALIGN_N)
-    blocks = tl.cdiv(rows, BM)
     program = tl.program_id(0)
-    zh = (program // blocks).to(tl.int64)
-    first = (program % blocks) * BM
-    z = zh // heads + first_batch
-    h = zh % heads
-    dlogits += zh * columns * pitch + first
-    k += z * k_z + h * k_h
-    left = rows - first
-    r = tl.arange(0, BM)
-    n = tl.arange(0, BN)
-    result = tl.zeros((BM, BD), tl.float32)
-    for column in range(0, columns, BN):
-        pointers = dlogits + n[:, None] * pitch + r[None, :]
-        if FULL_M and FULL_N:
-            ds = tl.load(pointers)
-        else:
-            ds = tl.load(pointers, mask=(n[:, None] < columns - column) & (r[None, :] < pitch - first), other=0.0)
-        ks = tile(k, columns - column, k_n, head_dim, BN, BD, FULL_N, FULL_D)
-        result = dot(tl.trans(ds), ks, result, PRECISION)
-        k += BN * k_n
-        dlogits += tl.cast(BN, tl.int64) * pitch
-    store_tile(dq + z * d_z + h * d_h + first.to(tl.int64) * d_m, result * scale, left, d_m, head_dim, BM, BD)
+    if program >= programs:
+        if SUMS:
+            plane = tl.cast(heads, tl.int64) * columns * pitch
+            _sum_of_batches(
+                dlogits, dbias, program - programs, plane, group, first_group, rows, pitch, ADDS, BATCHES, ELEMENTS
+            )
+    else:
+        blocks = tl.cdiv(rows, BM)
+        zh = (program // blocks).to(tl.int64)
+        first = (program % blocks) * BM
+        z = zh // heads + first_batch
+        h = zh % heads
+        dlogits += zh * columns * pitch + first
+        k += z * k_z + h * k_h
+        left = rows - first
+        r = tl.arange(0, BM)
+        n = tl.arange(0, BN)
+        result = tl.zeros((BM, BD), tl.float32)
+        for column in range(0, columns, BN):
+            pointers = dlogits + n[:, None] * pitch + r[None, :]
+            if FULL_M and FULL_N:
+                ds = tl.load(pointers)
+            else:
+                ds = tl.load(pointers, mask=(n[:, None] < columns - column) & (r[None, :] < pitch - first), other=0.0)
+            ks = tile(k, columns - column, k_n, head_dim, BN, BD, FULL_N, FULL_D)
+            result = dot(tl.trans(ds), ks, result, PRECISION)
+            k += BN * k_n
+            dlogits += tl.cast(BN, tl.int64) * pitch
+        store_tile(dq + z * d_z + h * d_h + first.to(tl.int64) * d_m, result * scale, left, d_m, head_dim, BM, BD)

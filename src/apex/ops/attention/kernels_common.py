@@ -127,8 +127,11 @@ def key_terms(mask, n, left, inf):
 
 
 @triton.jit
-def bias_tile(bias, m, n, m_left, n_left, columns, WHOLE: tl.constexpr):
+def bias_tile(bias, m, n, m_left, n_left, pitch, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr):
     """The bias of queries `m` and keys `n`, which already have their dimensions, in either order."""
-    if WHOLE:
-        return tl.load(bias + m * columns + n)
-    return tl.load(bias + m * columns + n, mask=(m < m_left) & (n < n_left), other=0.0)
+    pointers = bias + m * pitch + n
+    if WHOLE_M and WHOLE_N:
+        return tl.load(pointers)
+    if WHOLE_N:
+        return tl.load(pointers, mask=m < m_left, other=0.0)
+    return tl.load(pointers, mask=(m < m_left) & (n < n_left), other=0.0)

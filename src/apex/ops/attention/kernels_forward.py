@@ -22,7 +22,7 @@ from .kernels_common import (
 
 @triton.jit
 def _forward_tiles(
-    result, largest, norm, qs, k, v, mask, bias, keys, begin, end, partners, m_left, columns, head_dim, k_n, v_n,
+    result, largest, norm, qs, k, v, mask, bias, keys, begin, end, partners, m_left, pitch, head_dim, k_n, v_n,
     threshold, scale, inf,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
     FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
@@ -39,7 +39,9 @@ def _forward_tiles(
         if HAS_MASK or HAS_BIAS:
             logits = products * (scale * LOG2E)
             if HAS_BIAS:
-                biases = bias_tile(bias + column, r[:, None], n[None, :], m_left, left, columns, WHOLE_M and WHOLE_N)
+                # The rows of the bias are as long as their pitch, so that tiles are loaded as far.
+                inside = pitch - column
+                biases = bias_tile(bias + column, r[:, None], n[None, :], m_left, inside, pitch, WHOLE_M, WHOLE_N)
                 logits += biases.to(tl.float32) * LOG2E
             if HAS_MASK:
                 logits += key_terms(mask + column, n, left, inf)[None, :]
@@ -78,7 +80,7 @@ def _forward_program(
     q, k, v, mask, bias, cu, seed, out, statistics = tensors
     batch, heads, rows, columns, head_dim, total = sizes
     q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane = strides
-    mask_group, bias_group, threshold, scale, inf, kept = options
+    mask_group, bias_group, threshold, pitch, scale, inf, kept = options
     z, h, first, start, count, partners = locate(program, cu, batch, heads, rows, columns, total, PACKED, TAIL, BM)
     row = start + first
     left = count - first
@@ -88,7 +90,7 @@ def _forward_program(
     if HAS_MASK:
         mask += (z // mask_group) * columns
     if HAS_BIAS:
-        bias += (((z // bias_group) * heads + h) * rows + first) * columns
+        bias += (((z // bias_group) * heads + h) * rows + first) * pitch
     r = tl.arange(0, BM)
     keys = r.to(tl.uint32)
     if DROPS:
@@ -101,12 +103,12 @@ def _forward_program(
         # At least one: where a compiler must expect none, it makes the matrix units wait for each product.
         whole = tl.maximum(whole, BN)
     result, largest, norm = _forward_tiles(
-        result, largest, norm, qs, k, v, mask, bias, keys, whole * 0, whole, partners, left, columns, head_dim, k_n,
+        result, largest, norm, qs, k, v, mask, bias, keys, whole * 0, whole, partners, left, pitch, head_dim, k_n,
         v_n, threshold, scale, inf, HAS_MASK, HAS_BIAS, DROPS, FULL_M, True, FULL_D, PRECISION, BM, BN, BD,
     )  # fmt: skip
     if not FULL_N:
         result, largest, norm = _forward_tiles(
-            result, largest, norm, qs, k, v, mask, bias, keys, whole, partners, partners, left, columns, head_dim, k_n,
+            result, largest, norm, qs, k, v, mask, bias, keys, whole, partners, partners, left, pitch, head_dim, k_n,
             v_n, threshold, scale, inf, HAS_MASK, HAS_BIAS, DROPS, FULL_M, False, FULL_D, PRECISION, BM, BN, BD,
         )  # fmt: skip
     reciprocal = 1.0 / norm
@@ -129,20 +131,20 @@ def attention_forward(
     q, k, v, mask, bias, cu, seed, out, statistics,
     batch, heads, rows, columns, head_dim, total,
     q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane,
-    mask_group, bias_group, threshold, scale, inf, kept,
+    mask_group, bias_group, threshold, pitch, scale, inf, kept,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
-    SAVES: tl.constexpr, REPAIRS: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, FULL_M: tl.constexpr,
-    FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr,
+    SAVES: tl.constexpr, REPAIRS: tl.constexpr, ALIGN_P: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr,
+    FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Output and statistics, a tile of queries per program.
+    """Output and statistics, a tile of queries per program. `pitch` is the stride of the bias from row to row.
 
     REPAIRS: only if packed sequences do not fill all rows; where they do, what is there already is right. Few programs,
     which end at once or take all tiles.
     """
     sizes = (batch, heads, aligned(rows, ALIGN_M), aligned(columns, ALIGN_N), head_dim, total)
     strides = (q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane)
-    options = (mask_group, bias_group, threshold, scale, inf, kept)
+    options = (mask_group, bias_group, threshold, aligned(pitch, ALIGN_P), scale, inf, kept)
     tensors = (q, k, v, mask, bias, cu, seed, out, statistics)
     if REPAIRS:
         filled = tl.load(cu + batch) == total

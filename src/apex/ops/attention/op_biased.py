@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _library
 from .._checks import check_floats, check_optional_tensors
-from .._device import facts
+from .._device import contiguous_strides, empty_on, facts, launch_rule
 from .._op import Op
 from . import config, reference
 from .op_common import (
@@ -23,7 +23,7 @@ from .op_common import (
     Strides,
     autocast_dtype,
     dkey_dvalue_launch,
-    dquery_from_dlogits_launch,
+    dquery_dbias_launch,
     dquery_launch,
     output_launch,
     takes_head,
@@ -41,7 +41,13 @@ def attention(
     `mask` (1 to attend, 0 not to) and `bias` are broadcast to [..., H, M, N]. `mask` has no gradient.
     """
     check_floats(query=query, key=key, value=value)
-    check_optional_tensors(mask=mask)
+    return attend(query, key, value, mask, bias, inf)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, inf: float) -> Tensor:
+    """As `attention`, of floating-point tensors."""
+    if mask is not None and not isinstance(mask, Tensor):
+        check_optional_tensors(mask=mask)
     if bias is not None:
         check_floats(bias=bias)
     dtype = autocast_dtype(query)
@@ -69,20 +75,25 @@ def checked_arguments(
     if value.shape != of_keys:
         raise ValueError(f"value has shape {list(value.shape)}, key has {list(of_keys)}; they must be equal")
     logits = (*shape[:-1], of_keys[-2])
-    for name, added in (("mask", mask), ("bias", bias)):
-        if added is not None and not _broadcasts(added.shape, logits):
-            raise ValueError(f"{name} has shape {list(added.shape)}, which does not broadcast to {list(logits)}")
     if not dtype.is_floating_point:
         raise TypeError(f"attention needs floating-point tensors, query is {dtype}")
-    for name, given in (("key", key), ("value", value), ("mask", mask), ("bias", bias)):
-        if given is not None and given.device != device:
+    for name, given in (("key", key), ("value", value)):
+        if given.device != device:
             raise ValueError(f"{name} is on {given.device}, query on {device}")
-        if name in ("key", "value") and given is not None and given.dtype != dtype:
+        if given.dtype != dtype:
             raise TypeError(f"{name} is {given.dtype}, query {dtype}; they must be equal")
-    if mask is not None and mask.requires_grad:
-        mask = mask.detach()
-    if mask is not None and mask.dtype in _library.TOO_WIDE and dtype != torch.float64:
-        mask = mask.to(torch.float32)
+    for name, added in (("mask", mask), ("bias", bias)):
+        if added is None:
+            continue
+        if not _broadcasts(added.shape, logits):
+            raise ValueError(f"{name} has shape {list(added.shape)}, which does not broadcast to {list(logits)}")
+        if added.device != device:
+            raise ValueError(f"{name} is on {added.device}, query on {device}")
+    if mask is not None:
+        if mask.requires_grad:
+            mask = mask.detach()
+        if mask.dtype in _library.TOO_WIDE and dtype != torch.float64:
+            mask = mask.to(torch.float32)
     return query, key, value, mask, bias, inf
 
 
@@ -108,6 +119,26 @@ def _takes(query: Tensor, key: Tensor, *others: object) -> bool:
     return takes_head(query) and query.numel() > 0 and key.numel() > 0
 
 
+# Sizes, strides and dtype of a tensor: all that launches depend on.
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+# Sizes and strides of a result.
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _form(tensor: Tensor | None) -> Form | None:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
+
+
+class ForwardLaunch(NamedTuple):
+    """The kernel of a forward pass, which lacks its tensors and `inf`; the layouts of its results."""
+
+    main: Any
+    output: Layout
+    statistics: Layout
+    scale: float
+    bias: Layout | None  # of a copy of the bias whose rows begin at aligned addresses, if there must be one
+
+
 def launch_forward(
     query: Tensor,
     key: Tensor,
@@ -119,120 +150,224 @@ def launch_forward(
     saves: bool = True,
 ) -> tuple[Tensor | None, ...]:
     """Output, laid out like the query, and statistics if it `saves` them."""
-    if not _takes(query, key):
-        return ATTENTION.run_reference(query, key, value, mask, bias, inf)
-    (query, q), (key, k), (value, v) = _with_strides(query), _with_strides(key), _with_strides(value)
-    problem, mask, bias = _problem(query, key, mask, bias, inf)
-    output, o = _empty_like(query)
-    statistics = _empty_statistics(query, mask, bias) if saves else None
+    device = query.device
+    forms = (_form(query), _form(key), _form(value), _form(mask), _form(bias))
+    launch = _forward_launch(forms, saves, device)
+    if launch is None:
+        if not _takes(query, key):
+            return ATTENTION.run_reference(query, key, value, mask, bias, inf)
+        return launch_forward(*_fitted(query, key, value, mask, bias, inf), inf, saves=saves)
+    empty = empty_on(device)
+    output = empty(*launch.output, query.dtype)
+    statistics = empty(*launch.statistics, torch.float32) if saves else None
+    if bias is not None and launch.bias is not None:
+        padded = empty(*launch.bias, bias.dtype)
+        padded[..., : bias.shape[-1]].copy_(bias)
+        bias = padded
     tensors = (query, key, value, mask, bias, None, None, output, statistics)
-    problem.launch(output_launch, tensors, (*q, *k, *v, *o), saves)
+    launch.main(tensors, (launch.scale, inf, 1.0))
     return output, statistics
+
+
+@launch_rule
+def _forward_launch(forms: tuple[Any, ...], saves: bool, device: torch.device) -> ForwardLaunch | None:
+    """None where kernels do not take the tensors as they are."""
+    found = _problem(*forms, device)
+    if found is None:
+        return None
+    problem, strides = found
+    output, o = _like(forms[0])
+    bias, pitch = None, config.padded_bias(*problem[:4], problem.bias_group, forms[4][2].itemsize) if forms[4] else 0
+    if pitch:
+        problem, sizes = problem._replace(bias_pitch=pitch), (*forms[4][0][:-1], pitch)
+        bias = (sizes, contiguous_strides(sizes))
+    main = output_launch(problem, (*strides, *o), saves, facts(device))
+    planes = 2 if problem.mask_group or problem.bias_group else 1
+    statistics = (planes, problem.batch, problem.heads, problem.rows)
+    return ForwardLaunch(main, output, (statistics, contiguous_strides(statistics)), problem.scale, bias)
+
+
+class BackwardLaunches(NamedTuple):
+    """The kernels of a backward pass, which lack their tensors and `inf`; the layouts of its results.
+
+    `parts` has two launches for some of the batches each. Without `dlogits` there is one part: the gradient of the
+    queries, then those of keys and values. Else gradients of keys, values and logits, then those of queries and bias
+    from the latter.
+    """
+
+    parts: tuple[tuple[Any, Any], ...]
+    dquery: Layout
+    dkey: Layout
+    dvalue: Layout
+    scale: float
+    dlogits: Layout | None = None
+    dbias: Layout = ((), ())
+    sums: torch.dtype | None = None  # of the gradient of the bias; None where the gradients of logits are just that
 
 
 def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
     """Gradients of query, key, value and, if wanted, bias; `saved` is what `ATTENTION` saves, then `inf`."""
     query, key, value, mask, bias, output, statistics, inf, wanted = saved
+    dtype = bias.dtype if bias is not None and wanted[3] else None
+    found = _gradients(dout, query, key, value, mask, bias, output, statistics, inf, dtype)
+    if found is not None:
+        return found
     if not _takes(query, key):
         return ATTENTION.run_reference_backward((dout,), saved[:7], (inf,), wanted)
-    (query, q), (key, k), (value, v) = _with_strides(query), _with_strides(key), _with_strides(value)
-    (output, o), (dout, g) = _with_strides(output), _with_strides(dout)
-    (dquery, dq), (dkey, dk), (dvalue, dv) = _empty_like(query), _empty_like(key), _empty_like(value)
-    problem, kernel_mask, kernel_bias = _problem(query, key, mask, bias, inf)
-    given = (query, key, value, kernel_mask, kernel_bias, None, None, output, dout, statistics)
-    strides = (*q, *k, *v, *o, *g)
-    if bias is None or kernel_bias is None or not wanted[3]:
+    *fitted, kernel_bias = _fitted(query, key, value, mask, bias, inf)
+    if dtype is not None and kernel_bias.numel() != bias.numel():  # there is more to add up
+        dtype = torch.float32
+    found = _gradients(_readable(dout), *fitted, kernel_bias, _readable(output), statistics, inf, dtype)
+    assert found is not None
+    dquery, dkey, dvalue, dbias = found
+    if dbias is not None:
+        padded = (1,) * (kernel_bias.dim() - bias.dim()) + tuple(bias.shape)
+        dbias = dbias.sum_to_size(padded).reshape(bias.shape).to(bias.dtype)
+    return dquery, dkey, dvalue, dbias
+
+
+def _gradients(dout: Tensor, *given: Any) -> tuple[Tensor | None, ...] | None:
+    """As `launch_backward`, that of the bias in `dtype` unless it is None; None where kernels take no such tensors."""
+    query, key, value, mask, bias, output, statistics, inf, dtype = given
+    device, of_query = query.device, query.dtype
+    forms = (_form(query), _form(key), _form(value), _form(mask), _form(bias))
+    launches = _backward_launches(forms, _form(output), _form(dout), dtype, device)
+    if launches is None:
+        return None
+    empty, floats = empty_on(device), (launches.scale, inf, 1.0)
+    dquery, dkey = empty(*launches.dquery, of_query), empty(*launches.dkey, of_query)
+    dvalue, dbias = empty(*launches.dvalue, of_query), None
+    tensors = (query, key, value, mask, bias, None, None, output, dout, statistics)
+    if launches.dlogits is None:
         delta = torch.empty_like(statistics[0])
-        problem.launch(dquery_launch, (*given, delta, dquery), (*strides, *dq))
-        problem.launch(dkey_dvalue_launch, (*given, delta, None, dkey, dvalue), (*strides, *dk, *dv), None)
+        ((of_dquery, of_dkey_dvalue),) = launches.parts
+        of_dquery((*tensors, delta, dquery), floats)
+        of_dkey_dvalue((*tensors, delta, None, dkey, dvalue), floats)
         return dquery, dkey, dvalue, None
+    dlogits = empty(*launches.dlogits, of_query)
+    if launches.sums is not None:
+        dbias = empty(*launches.dbias, launches.sums)
+    for of_dkey_dvalue, of_dquery_dbias in launches.parts:
+        of_dkey_dvalue((*tensors, None, dlogits, dkey, dvalue), floats)
+        of_dquery_dbias((dlogits, key, dquery, dbias), floats[:1])
+    dbias = dlogits.as_strided(*launches.dbias) if dbias is None else dbias
+    return dquery, dkey, dvalue, dbias if dbias.dtype == dtype else dbias.to(dtype)
+
+
+@launch_rule
+def _backward_launches(
+    forms: tuple[Any, ...], output: Form, dout: Form, dtype: torch.dtype | None, device: torch.device
+) -> BackwardLaunches | None:
+    """None where kernels do not take the tensors as they are."""
+    found, o, g = _problem(*forms, device), _strides(*output), _strides(*dout)
+    if found is None or o is None or g is None:
+        return None
+    problem, strides = found
+    strides, here = (*strides, *o, *g), facts(device)
+    (dquery, dq), (dkey, dk), (dvalue, dv) = map(_like, forms[:3])
+    results, of_keys = (dquery, dkey, dvalue, problem.scale), (*strides, *dk, *dv)
+    if dtype is None:
+        of_queries = dquery_launch(problem, (*strides, *dq), here)
+        return BackwardLaunches(((of_queries, dkey_dvalue_launch(problem, of_keys, None, here)),), *results)
 
     # Gradients of logits are stored, part by part: computing them a second time for the bias takes longer.
     batch, heads, rows, columns, *_ = problem
     group, pitch = problem.bias_group, config.pitch(rows)
-    at_once = config.batches_at_once(batch, heads * pitch * columns * query.dtype.itemsize, group)
-    dlogits = query.new_empty((at_once, heads, columns, pitch))
-    # In float32 where there is more to add up, because the bias was expanded.
-    dtype = kernel_bias.dtype if kernel_bias.numel() == bias.numel() else torch.float32
-    sums: list[Tensor] = []
-    for first, count in config.parts_of_batches(batch, at_once, group):
-        batches = (first, count)
-        problem.launch(dkey_dvalue_launch, (*given, None, dlogits, dkey, dvalue), (*strides, *dk, *dv), batches)
-        of_dquery = dquery_from_dlogits_launch(problem, (*k, *dq), batches, facts(query.device))
-        of_dquery((dlogits, key, dquery), problem.floats()[:1])
-        stored = dlogits[:count]
-        if count <= group:
-            total = stored.sum(0, keepdim=True, dtype=dtype if count == group else torch.float32)
-        else:  # several whole groups
-            total = stored.view(count // group, group, heads, columns, pitch).sum(1, dtype=dtype)
-        if first % group:  # not the first part of its group
-            sums[-1] += total
-        else:
-            sums.append(total)
-    dbias = (sums[0] if len(sums) == 1 else torch.cat(sums))[..., :rows].transpose(-1, -2)
-    return dquery, dkey, dvalue, _summed_like(dbias, bias, query, key).to(bias.dtype)
+    at_once = config.batches_at_once(batch, heads * pitch * columns * problem.dtype.itemsize, group)
+    batches = config.parts_of_batches(batch, at_once, group)
+    # Parts of one group are added one after the other.
+    sums = torch.float32 if at_once < group else dtype
+    if group == len(batches) == 1 and dtype == problem.dtype:
+        sums = None
+    key_strides = strides[3:6]
+    parts = tuple(
+        (
+            dkey_dvalue_launch(problem, of_keys, part, here),
+            dquery_dbias_launch(problem, (*key_strides, *dq), part, sums is not None, here),
+        )
+        for part in batches
+    )
+    stored = (at_once, heads, columns, pitch)
+    # As [..., H, N, pitch of M].
+    sizes = tuple(forms[4][0])
+    lead = contiguous_strides((*(1,) * (3 - len(sizes)), *sizes[:-2], columns, pitch))[:-2]
+    dbias = (sizes, (*lead, 1, pitch)[-len(sizes) :])
+    return BackwardLaunches(parts, *results, (stored, contiguous_strides(stored)), dbias, sums)
 
 
 def _problem(
-    query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, inf: float
-) -> tuple[Problem, Tensor | None, Tensor | None]:
-    """The problem, and mask [..., N] and bias [..., H, M, N] as the kernels take them."""
-    *lead, heads, rows, head_dim = query.shape
+    query: Form, key: Form, value: Form, mask: Form | None, bias: Form | None, device: torch.device
+) -> tuple[Problem, tuple[int, ...]] | None:
+    """The problem, and the strides of query, key and value; None where kernels do not take the tensors as they are."""
+    *lead, heads, rows, head_dim = query[0]
+    columns, dtype = key[0][-2], query[2]
+    strides = (_strides(*query), _strides(*key), _strides(*value))
+    groups = (_group(mask, lead, (1, 1, columns)), _group(bias, lead, (heads, rows, columns)))
+    if None in strides or None in groups:
+        return None
+    problem = Problem(math.prod(lead), heads, rows, columns, head_dim, dtype, device, *groups)
+    return problem, (*strides[0], *strides[1], *strides[2])
+
+
+def _group(added: Form | None, lead: list[int], inner: tuple[int, int, int]) -> int | None:
+    """How many batches share a mask or a bias, 0 if there is none; None where kernels do not take it as it is.
+
+    They take contiguous ones of [..., *inner] that the batches which lie together share.
+    """
+    if added is None:
+        return 0
+    sizes, strides, dtype = added
+    outer = _outer_sizes(sizes, lead)
+    padded = (*(1,) * (len(lead) + 3 - len(sizes)), *sizes)
+    dense = contiguous_strides(sizes)
+    contiguous = all(size == 1 or strides[place] == dense[place] for place, size in enumerate(sizes))
+    if padded != (*outer, *inner) or not contiguous or dtype not in _library.TRITON_DTYPES:
+        return None
+    return math.prod(lead) // math.prod(outer)
+
+
+def _outer_sizes(sizes: Sequence[int], lead: list[int]) -> list[int]:
+    """Of the batches to which a mask or bias is broadcast: those that lie together share it where they can."""
+    outer = [1] * (len(lead) + 3 - len(sizes)) + list(sizes[:-3])
+    own = len(lead)
+    while own and outer[own - 1] == 1:
+        own -= 1
+    return outer if outer[:own] == lead[:own] else lead
+
+
+def _fitted(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, inf: float
+) -> tuple[Any, ...]:
+    """The tensors, or copies of them, as the kernels take them: mask [..., 1, 1, N] and bias [..., H, M, N]."""
+    *lead, heads, rows, _ = query.shape
     columns = key.shape[-2]
-    mask_group = bias_group = 0
     if mask is not None and mask.dim() > 1 and (mask.shape[-2] != 1 or (mask.dim() > 2 and mask.shape[-3] != 1)):
         # A mask of single logits, not of whole keys, becomes a part of the bias.
         terms = (mask.to(torch.float32) - 1) * inf
         mask, bias = None, terms if bias is None else bias + terms
-    if mask is not None:
-        mask, mask_group = _grouped(mask, lead, (1, 1, columns))
-    if bias is not None:
-        bias, bias_group = _grouped(bias, lead, (heads, rows, columns))
-    problem = Problem(
-        math.prod(lead), heads, rows, columns, head_dim, query.dtype, query.device, inf, mask_group, bias_group
-    )
-    return problem, mask, bias
+    added = []
+    for tensor, inner in ((mask, (1, 1, columns)), (bias, (heads, rows, columns))):
+        if tensor is not None:
+            if tensor.dtype not in _library.TRITON_DTYPES:
+                tensor = tensor.to(torch.float32)
+            tensor = tensor.expand(*_outer_sizes(tensor.shape, lead), *inner).contiguous()
+        added.append(tensor)
+    return _readable(query), _readable(key), _readable(value), *added
 
 
-def _grouped(tensor: Tensor, lead: list[int], inner: tuple[int, int, int]) -> tuple[Tensor, int]:
-    """A mask or bias broadcast to [..., *inner], and the number of batches that share one.
-
-    Batches that share it are kept together where they lie together.
-    """
-    padded = (1,) * (len(lead) + 3 - tensor.dim()) + tuple(tensor.shape)
-    outer = list(padded[: len(lead)])
-    own = len(lead)
-    while own and outer[own - 1] == 1:
-        own -= 1
-    if outer[:own] != lead[:own]:
-        outer = lead
-    groups = math.prod(outer)
-    if tensor.dtype not in _library.TRITON_DTYPES:
-        tensor = tensor.to(torch.float32)
-    if (*outer, *inner) != padded:
-        tensor = tensor.expand(*outer, *inner)
-    return tensor.contiguous(), math.prod(lead) // groups
+def _readable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that kernels can read."""
+    return tensor.contiguous() if _strides(tensor.shape, tensor.stride()) is None else tensor
 
 
-def _summed_like(dbias: Tensor, bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The gradient of what the kernels took, summed over what `bias` was broadcast along."""
-    if dbias.numel() != bias.numel():
-        full = (*query.shape[:-1], key.shape[-2])
-        padded = (1,) * (len(full) - bias.dim()) + tuple(bias.shape)
-        groups = dbias.shape[0]
-        lead = padded[:-3] if math.prod(padded[:-3]) == groups else full[:-3]
-        dbias = dbias.reshape(*lead, *full[-3:]).sum_to_size(padded)
-    return dbias.reshape(bias.shape)
-
-
-def _strides(tensor: Tensor) -> Strides | None:
+def _strides(sizes: Sequence[int], strides: Sequence[int], *_: torch.dtype) -> Strides | None:
     """Strides of batch, head and row with which a kernel can read or write a tensor; None if it cannot."""
-    shape, strides = tensor.shape, tensor.stride()
-    if (strides[-1] != 1 and shape[-1] != 1) or strides[-2] >= LARGEST_ROW_STRIDE:
+    row = 0 if sizes[-2] == 1 else strides[-2]
+    if (strides[-1] != 1 and sizes[-1] != 1) or row >= LARGEST_ROW_STRIDE:
         return None
     batch = next_stride = None
-    for place in range(len(shape) - 4, -1, -1):
-        size, stride = shape[place], strides[place]
+    for place in range(len(sizes) - 4, -1, -1):
+        size, stride = sizes[place], strides[place]
         if size == 1:
             continue
         if batch is None:
@@ -240,26 +375,16 @@ def _strides(tensor: Tensor) -> Strides | None:
         elif stride != next_stride:
             return None
         next_stride = stride * size
-    return batch or 0, strides[-3], strides[-2]
+    return batch or 0, strides[-3], row
 
 
-def _with_strides(tensor: Tensor) -> tuple[Tensor, Strides]:
-    """The tensor, or a copy that kernels can read, and its strides."""
-    strides = _strides(tensor)
-    if strides is None:
-        tensor = tensor.contiguous()
-        strides = _strides(tensor)
-    assert strides is not None
-    return tensor, strides
-
-
-def _empty_like(tensor: Tensor) -> tuple[Tensor, Strides]:
-    """Memory for a result, laid out like `tensor` where kernels can write that, and its strides."""
-    result = torch.empty_like(tensor)
-    strides = _strides(result)
-    if strides is None:
-        return _with_strides(torch.empty_like(tensor, memory_format=torch.contiguous_format))
-    return result, strides
+def _like(form: Form) -> tuple[Layout, Strides]:
+    """The layout of a result like a tensor of this form where kernels can write that, and its strides."""
+    sizes, strides, dtype = form
+    strides = torch.empty_like(torch.empty_strided(sizes, strides, dtype=dtype, device="meta")).stride()
+    if _strides(sizes, strides) is None:
+        strides = contiguous_strides(sizes)
+    return (tuple(sizes), strides), _strides(sizes, strides)  # type: ignore[return-value]
 
 
 def _empty_statistics(query: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -47,10 +47,11 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 class Problem(NamedTuple):
     """Sizes and options of an attention, beside its tensors.
 
-    `mask_group` and `bias_group` are how many batches share a mask or a bias, 0 where there is none. `total` is the
-    number of rows of packed sequences, 0 where none are packed; `batch` then counts the sequences, and `tail` says that
-    rows after the last one are to be zeros. `cudnn_first` says that cuDNN has computed an attention of sequences of
-    `rows` each, which is right if they have that length and fill all rows.
+    `mask_group` and `bias_group` are how many batches share a mask or a bias, 0 where there is none. `bias_pitch` is
+    the stride of the bias from row to row in the forward pass, 0 where nothing lies between rows. `total` is the number
+    of rows of packed sequences, 0 where none are packed; `batch` then counts the sequences, and `tail` says that rows
+    after the last one are to be zeros. `cudnn_first` says that cuDNN has computed an attention of sequences of `rows`
+    each, which is right if they have that length and fill all rows.
     """
 
     batch: int
@@ -60,13 +61,18 @@ class Problem(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    inf: float = 0.0
     mask_group: int = 0
     bias_group: int = 0
     total: int = 0
     tail: bool = False
     dropout_p: float = 0.0
     cudnn_first: bool = False
+    bias_pitch: int = 0
+
+    @property
+    def scale(self) -> float:
+        """What logits are multiplied by."""
+        return 1 / math.sqrt(self.head_dim)
 
     def _statistics_strides(self) -> tuple[int, int, int]:
         """Of batch and head, and from plane to plane."""
@@ -96,7 +102,7 @@ class Problem(NamedTuple):
         return (batch * -(-rows // block) + tail) * self.heads
 
     def prepare(
-        self, kernel: Any, programs: int, tile: config.Tile, strides: tuple[int, ...], *more: int, **flags: bool
+        self, kernel: Any, programs: int, tile: config.Tile, strides: tuple[int, ...], *more: int, **flags: int
     ) -> Any:
         """The launch of a kernel with these sizes and options; `more` and `flags` are what it takes beside them."""
         mask_group, bias_group, total, dropout = self.mask_group, self.bias_group, self.total, self.dropout_p
@@ -115,11 +121,7 @@ class Problem(NamedTuple):
 
     def launch(self, rule: Any, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], *more: Any) -> None:
         """Launches what a rule below prepares for this problem, with the tensors that it names."""
-        rule(self, strides, *more, facts(self.device))(tensors, self.floats())
-
-    def floats(self) -> tuple[float, float, float]:
-        """What kernels multiply logits and kept probabilities by, and take from excluded logits."""
-        return 1 / math.sqrt(self.head_dim), self.inf, 1 / (1 - self.dropout_p)
+        rule(self, strides, *more, facts(self.device))(tensors, (self.scale, 0.0, 1 / (1 - self.dropout_p)))
 
 
 @launch_rule
@@ -133,7 +135,9 @@ def output_launch(problem: Problem, strides: tuple[int, ...], saves: bool, devic
     repairs = problem.cudnn_first
     if repairs:
         programs = min(programs, config.REPAIRS_PER_MULTIPROCESSOR * device.multiprocessors)
-    return problem.prepare(kernels_forward.attention_forward, programs, tile, strides, SAVES=saves, REPAIRS=repairs)
+    pitch = problem.bias_pitch or problem.columns
+    flags = {"SAVES": saves, "REPAIRS": repairs, "ALIGN_P": math.gcd(pitch, 16)}
+    return problem.prepare(kernels_forward.attention_forward, programs, tile, strides, pitch, **flags)
 
 
 @launch_rule
@@ -162,18 +166,26 @@ def dkey_dvalue_launch(
     return problem.prepare(kernels_backward.attention_backward_keys, programs, tile, strides, first, STORES=stores)
 
 
-@launch_rule
-def dquery_from_dlogits_launch(
-    problem: Problem, strides: tuple[int, ...], batches: tuple[int, int], device: DeviceFacts
+def dquery_dbias_launch(
+    problem: Problem, strides: tuple[int, ...], batches: tuple[int, int], sums: bool, device: DeviceFacts
 ) -> Any:
-    """From dlogits, as `dkey_dvalue_launch` writes them for `batches`, and key: writes dquery; takes one float.
+    """From dlogits, as `dkey_dvalue_launch` writes them for `batches`, and key: writes dquery and, if it `sums`, dbias.
 
-    `strides` are those of key and dquery.
+    `strides` are those of key and dquery. Takes one float.
     """
     tile = problem.choose(config.stored_tile)
     first, count = batches
+    programs = problem.programs(count, problem.rows, tile.queries)
+    group, plane = min(count, problem.bias_group), problem.heads * problem.columns * config.pitch(problem.rows)
+    block = config.sum_block(plane, group, device)
+    sum_programs = count // group * -(-plane // block[1]) if sums else 0
+    place = (first, programs, group, first // problem.bias_group)
     return kernels_backward.attention_backward_stored.prepare(
-        (problem.programs(count, problem.rows, tile.queries),),
-        (problem.heads, problem.rows, problem.columns, problem.head_dim, *strides, first),
+        (programs + sum_programs,),
+        (problem.heads, problem.rows, problem.columns, problem.head_dim, *strides, *place),
+        SUMS=sums,
+        ADDS=first % problem.bias_group > 0,
+        BATCHES=block[0],
+        ELEMENTS=block[1],
         **problem.tiling(tile),
     )

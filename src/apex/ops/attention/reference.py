@@ -103,6 +103,11 @@ def sdpa_attention(
 ) -> Tensor:
     """As `attention`."""
     dtype = query.dtype
+    if mask is not None and not _host.on_host(query):
+        # Of a row without keys PyTorch's fused gradient on a GPU knows the logarithm of a sum alone, in which `inf`
+        # leaves no digits of the number of keys.
+        with autocast_off(query):
+            return attention(query, key, value, mask, bias, inf)
     if dtype == torch.float16 and mask is not None:
         # float16 has no `inf`: rows without keys would be NaN instead of the average that other dtypes give.
         wide = None if bias is None else bias.float()
