@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -216,7 +217,7 @@ def test_what_waits_for_the_device_runs_eagerly_and_the_line_is_named() -> None:
     optimizer = FusedAdam(model.parameters(), lr=0.01)
     twin = small_model("cuda")
     other = FusedAdam(twin.parameters(), lr=0.01)
-    calls = []
+    calls: deque[float] = deque()  # the length of a list would be noticed
 
     def train(network: nn.Module, opt: Any, inputs: Tensor, targets: Tensor) -> Tensor:
         opt.zero_grad()

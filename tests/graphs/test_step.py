@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_arguments_are_checked(options: dict[str, Any], message: str) -> None:
 
 def test_inputs_outputs_and_kinds() -> None:
     """Graphs by shape, layout, dtype and the values of what is no tensor; results are written over."""
-    calls = []
+    calls = deque()  # the length of a list would be noticed
 
     def step(batch: dict[str, Any], scale: float = 1.0) -> dict[str, Any]:
         calls.append(scale)
@@ -162,7 +163,7 @@ def test_a_capture_that_fails_leaves_no_trace() -> None:
     """State in Python is as before, the step runs once, and the message names the line."""
     eager = Training(None, device="cpu", schedule=False).run(8).outcome()
     graph = Training(None, device="cpu", schedule=False)
-    seen = []
+    seen = deque()
 
     def reading(*batch: Tensor) -> Tensor:
         loss = graph.train_step(*batch)
@@ -321,7 +322,7 @@ def test_what_every_call_changes_in_python_is_named() -> None:
         return x * count
 
     run = captured(counting)
-    with pytest.warns(UserWarning, match="every call changes count, a Python number"):
+    with pytest.warns(UserWarning, match="every call changes count, which no graph can"):
         found = [float(run(torch.ones(1))) for _ in range(6)]
     assert found == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 

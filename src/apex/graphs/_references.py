@@ -1,4 +1,4 @@
-"""What a Python function refers to besides its arguments: numbers, which a graph would freeze, and modules."""
+"""What a Python function refers to besides its arguments: numbers, which a graph would freeze, tensors and modules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dis
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -14,33 +14,64 @@ import torch
 from torch import nn
 
 from ..ops._recording import Guard
+from ._state import Place, holds_tensors
 
 _NUMBERS = (bool, int, float, complex, str, type(None))
+MODES = "the training mode of modules"
 
 
 class References:
-    """Numbers, flags and strings that a function reads from outside, and whether the modules that it names are trained.
+    """What a function reads from outside: numbers, flags and strings, tensors, modules.
 
     Looked at: variables of enclosing functions, globals of its file, attributes of `self` and of other objects that it
-    names, items of dicts; also of functions in the same file that it calls. Not: what is inside of modules and lists.
+    names, items of dicts and lists; also of functions in the same file that it calls. Of modules, also of those among
+    its `arguments`: their mode, and the tensors that they hold. Not: numbers inside of modules and lists.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
         self._readers: dict[str, Callable[[], Any]] = {}
-        self._modules: list[nn.Module] = []
+        self._tensors: list[Place] = []
+        self._modules: dict[int, nn.Module] = {}
+        self.scalers: list[Any] = []
         self._seen: set[int] = set()
         self._look(function, None)
-        each = {id(module): module for root in self._modules for module in root.modules()}
-        if each:  # a module in evaluation mode computes something else
-            self._readers["the training mode of modules"] = lambda: [module.training for module in each.values()]
+        for argument in arguments:
+            self._note(argument)
+        if self._modules:  # a module in evaluation mode computes something else
+            self._readers[MODES] = lambda: [module.training for module in self._modules.values()]
 
     def guards(self) -> list[Guard]:
         """Everything as it is now."""
         return [Guard(name, read, read()) for name, read in self._readers.items()]
 
+    def places(self) -> list[Place]:
+        """Where it finds tensors, or may put others; and modes of modules."""
+        found = list(self._tensors)
+        for module in self._modules.values():
+            for entries in (vars(module), module._buffers):
+                for key, value in entries.items():
+                    if key == "training" or holds_tensors(value):
+                        name = f"{type(module).__name__}.{key}"
+                        found.append(Place(name, lambda entries=entries: entries, key, may_change=True))  # type: ignore[misc]
+        return found
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Those of the modules."""
+        found = (param for module in self._modules.values() for param in module._parameters.values())
+        return [param for param in found if param is not None and type(param) in (torch.Tensor, nn.Parameter)]
+
+    def _note(self, value: Any) -> bool:
+        if isinstance(value, nn.Module):
+            self._modules.update((id(module), module) for module in value.modules())
+        elif isinstance(value, torch.amp.GradScaler):
+            self.scalers.append(value)
+        return isinstance(value, nn.Module | torch.amp.GradScaler | torch.optim.Optimizer)
+
     def _look(self, function: Any, file: str | None) -> None:
         """At a function, if it is in the given file."""
         if isinstance(function, functools.partial):
+            for argument in (*function.args, *function.keywords.values()):
+                self._note(argument)
             self._look(function.func, file)
             return
         if not isinstance(function, FunctionType | MethodType):
@@ -51,41 +82,43 @@ class References:
         self._seen.add(id(code))
         if isinstance(function, MethodType):
             owner = code.co_varnames[0] if code.co_varnames else "self"
-            self._add(owner, functools.partial(getattr, function, "__self__"), code)
+            self._add(Place(owner, lambda: function, "__self__"), code)
         plain = inspect.unwrap(getattr(function, "__func__", function))
         for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
-            self._add(name, functools.partial(getattr, cell, "cell_contents"), code)
+            self._add(Place(name, lambda cell=cell: cell, "cell_contents", named=True), code)  # type: ignore[misc]
         for name in sorted(_loaded(code) & plain.__globals__.keys()):
-            self._add(name, functools.partial(plain.__globals__.__getitem__, name), code)
+            self._add(Place(name, lambda: plain.__globals__, name, named=True), code)
 
-    def _add(self, name: str, read: Callable[[], Any], code: CodeType, depth: int = 0) -> None:
-        try:
-            value = read()
-        except ValueError:  # a variable that has no value yet
-            return
+    def _add(self, place: Place, code: CodeType, depth: int = 0) -> None:
+        value = place.read()
         if isinstance(value, _NUMBERS):
-            self._readers[name] = read
+            self._readers[place.name] = place.read
         elif isinstance(value, FunctionType | MethodType | functools.partial):
             self._look(value, code.co_filename)
-        elif isinstance(value, nn.Module | torch.optim.Optimizer):
-            self._readers[f"which object {name} is"] = lambda: id(read())
-            if isinstance(value, nn.Module):
-                self._modules.append(value)
+        elif holds_tensors(value):
+            self._tensors.append(place)
+        elif self._note(value):
+            self._readers[f"which object {place.name} is"] = lambda: id(place.read())
         elif depth == 0 and not isinstance(value, ModuleType | type | torch.Tensor):
-            for part, reader in _parts(name, value, code):
-                self._add(part, reader, code, depth + 1)
+            if isinstance(value, list | set):
+                self._readers[f"the length of {place.name}"] = lambda: len(place.read())
+            for part in _parts(place, value, code):
+                self._add(part, code, depth + 1)
 
 
-def _parts(name: str, value: Any, code: CodeType) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Attributes of an object, and items of a dict, that a function names."""
-    if isinstance(value, dict):
-        constants = (constant for inner in _with_inner(code) for constant in inner.co_consts)
-        for key in (each for each in constants if isinstance(each, str) and each in value):
-            yield f"{name}[{key!r}]", functools.partial(value.__getitem__, key)
+def _parts(place: Place, value: Any, code: CodeType) -> Iterator[Place]:
+    """Attributes of an object, and items of a dict, that a function names; tensors in a dict or list."""
+    if isinstance(value, dict | list):
+        constants = {
+            constant for inner in _with_inner(code) for constant in inner.co_consts if isinstance(constant, str)
+        }
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if key in constants or holds_tensors(item):
+                yield Place(f"{place.name}[{key!r}]", place.read, key, named=True)
     else:
         for owner, attribute in sorted(_attributes(code)):
-            if owner == name and attribute in getattr(value, "__dict__", ()):
-                yield f"{name}.{attribute}", functools.partial(getattr, value, attribute)
+            if owner == place.name and attribute in getattr(value, "__dict__", ()):
+                yield Place(f"{place.name}.{attribute}", place.read, attribute, named=True)
 
 
 def code_of(function: Any) -> CodeType | None:
@@ -112,6 +145,8 @@ def _attributes(code: CodeType) -> set[tuple[str, str]]:
     for inner in _with_inner(code):
         variable = None
         for each in dis.get_instructions(inner):
+            if each.opname in ("COPY", "DUP_TOP"):  # between a variable and its attribute in `self.count += 1`
+                continue
             if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and variable is not None:
                 found.add((variable, each.argval))
             # Two variables may be loaded by one instruction.

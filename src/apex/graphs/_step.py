@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +18,7 @@ from ..ops import _recording
 from ..ops._graph import CudaGraphs
 from ..ops._host import on_host
 from ._captured import Graph, Inputs, watched
-from ._references import References, line_of
+from ._references import MODES, References, line_of
 from ._state import hyperparameters, parameters
 
 
@@ -38,35 +41,50 @@ class CapturedStep:
         self._warmup = warmup
         self._max_graphs = max_graphs
         self._backend = CudaGraphs() if backend is None else backend
+        # The method of a class that this is for one object.
+        self._decorated: CapturedStep | None = None
         self._reset()
 
     def _reset(self) -> None:
         self.reason: str | None = None
         self._graphs: dict[Any, list[Graph]] = {}
         self._calls: dict[Any, int] = {}
+        # Kinds that no graph fits any more, and that have run eagerly since: what is new is there by now.
+        self._rehearsed: set[Any] = set()
         self._optimizers: dict[int, Any] = {}
         self._params: list[Tensor] = []
         self._replays = self._captures = 0
-        self._is_full = False
+        self._has_said = False
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A method that is decorated has graphs for each instance."""
         if instance is None:
             return self
-        name = f"_captured_{self.__name__}"  # type: ignore[attr-defined]
+        name = f"_captured_{self.__qualname__}"  # type: ignore[attr-defined]  # a method may call that of a base class
         if name not in vars(instance):
             bound = self._function.__get__(instance, owner)  # type: ignore[attr-defined]
             options: dict[str, Any] = {"warmup": self._warmup, "max_graphs": self._max_graphs}
             vars(instance)[name] = CapturedStep(bound, backend=type(self._backend)(), **options)
+            vars(instance)[name]._decorated = self
         return vars(instance)[name]
 
+    def __reduce__(self) -> Any:
+        """Copied and pickled like a function, by its name where it has the function's; graphs stay behind."""
+        if self._decorated is not None:
+            return CapturedStep.__get__, (self._decorated, self._function.__self__)  # type: ignore[attr-defined]
+        name = getattr(self, "__qualname__", "")
+        with contextlib.suppress(AttributeError, KeyError):
+            if operator.attrgetter(name)(sys.modules[self.__module__]) is self:
+                return name
+        return functools.partial(CapturedStep, warmup=self._warmup, max_graphs=self._max_graphs), (self._function,)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = Inputs(args, kwargs)
+        inputs = Inputs((args, kwargs))
         tensors = self._params or [tensor for tensor in inputs.tensors if not on_host(tensor)]
         device = None if self.reason else self._backend.device_of(tensors)
         if device is None:
             return self._function(*args, **kwargs)
-        kind = inputs.kind
+        kind = (*inputs.kind, *_modes(device))
         try:
             count = self._calls.get(kind, 0)
         except TypeError as error:  # an array of NumPy, a set
@@ -78,9 +96,14 @@ class CapturedStep:
         if graph is not None:
             self._replays += 1
             return graph(inputs)
-        if sum(map(len, self._graphs.values())) >= self._max_graphs:
-            self._say_full(difference)
+        if self.graphs >= self._max_graphs:
+            why = f"; the last one did not fit because of {difference}" if difference else ""
+            self._say_once(f"has {self.graphs} graphs (max_graphs) and runs eagerly where none of them fits{why}")
             return self._eagerly(inputs, device)
+        if difference is not None and kind not in self._rehearsed:
+            self._rehearsed.add(kind)
+            return self._rehearse(inputs, kind, device)
+        self._rehearsed.discard(kind)
         return self._capture(inputs, kind, device)
 
     def _eagerly(self, inputs: Inputs, device: torch.device) -> Any:
@@ -88,7 +111,7 @@ class CapturedStep:
 
         With the kernels of a captured call, so that these are compiled by then.
         """
-        args, kwargs = inputs.with_tensors(inputs.tensors)
+        args, kwargs = inputs.value
         recording = _recording.active(_recording.Recording(False, device))
         with self._backend.aside(device), recording, watched(self._optimizers):
             outputs = self._function(*args, **kwargs)
@@ -97,15 +120,20 @@ class CapturedStep:
         return _pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
 
     def _rehearse(self, inputs: Inputs, kind: Any, device: torch.device) -> Any:
-        references = References(self._function).guards()
+        references = [each for each in References(self._function, inputs.leaves).guards() if each.name != MODES]
         numbers = hyperparameters(self._optimizers.values())
         outputs = self._eagerly(inputs, device)
+        if len(self._calls) >= 8 * self._max_graphs and kind not in self._calls:
+            self._calls = {known: count for known, count in self._calls.items() if known in self._graphs}
+            self._say_once("gets arguments of another kind at nearly every call, and runs eagerly with them")
         self._calls[kind] = self._calls.get(kind, 0) + 1
         if self._calls[kind] == self._warmup:
             for guard in (*references, *numbers):
                 if not guard.holds():
-                    cure = "call the scheduler outside of the function" if guard in numbers else "make it a tensor"
-                    self._give_up(f"every call changes {guard.name}, a Python number, which no graph can do; {cure}")
+                    cure = "call the scheduler" if guard in numbers else "make it a tensor, or do this"
+                    self._give_up(
+                        f"every call changes {guard.name}, which no graph can; {cure} outside of the function"
+                    )
                     break
         return outputs
 
@@ -114,6 +142,7 @@ class CapturedStep:
         graphs, difference = self._graphs.setdefault(kind, []), None
         for graph in [graph for graph in graphs if graph.state.is_stale()]:
             graphs.remove(graph)
+            difference = "the memory of parameters"
         for graph in graphs:
             difference = graph.differs()
             if difference is None:
@@ -121,7 +150,7 @@ class CapturedStep:
         return None, difference
 
     def _capture(self, inputs: Inputs, kind: Any, device: torch.device) -> Any:
-        references = References(self._function)
+        references = References(self._function, inputs.leaves)
         try:
             graph = Graph(self._function, inputs, self._optimizers, references, self._backend, device)
         except Exception as error:  # whatever a capture does not allow comes as errors of all kinds
@@ -143,12 +172,11 @@ class CapturedStep:
         self.reason = f"{place}{reason}"
         self._warn(f"cannot be captured and runs eagerly. {self.reason}", 5)
 
-    def _say_full(self, difference: str | None) -> None:
-        if not self._is_full:
-            self._is_full = True
-            why = f"; the last one did not fit because of {difference}" if difference else ""
-            message = f"has {self._max_graphs} graphs (max_graphs) and runs eagerly where none of them fits{why}. "
-            self._warn(message + "What differs from call to call should come as a tensor argument of the same shape", 4)
+    def _say_once(self, message: str) -> None:
+        if not self._has_said:
+            self._has_said = True
+            cure = "What differs from call to call should come as a tensor argument of the same shape"
+            self._warn(f"{message}. {cure}", 5)
 
     def _warn(self, message: str, stacklevel: int) -> None:
         name = getattr(self._function, "__qualname__", type(self._function).__name__)
@@ -169,6 +197,12 @@ class CapturedStep:
             return f"eager: {self.reason}"
         eager = sum(self._calls.values())
         return f"{self.graphs} graphs, {eager} eager calls, {self._captures} captures, {self._replays} replays"
+
+
+def _modes(device: torch.device) -> tuple[Any, ...]:
+    """Modes that are set around a call, and that change what it computes."""
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
 
 def capture(train_step: Callable[..., Any] | None = None, *, warmup: int = 3, max_graphs: int = 8) -> Any:
