@@ -21,14 +21,14 @@ def _gelu_gate(x, square):
 
 
 @triton.jit
-def _gelu_slope(x):
-    """The derivative of gelu."""
-    # Beyond 10 it is 0 or 1 to the last digit, and its terms may overflow. Not by tl.clamp: NaN must stay NaN.
-    x = tl.where(x > 10.0, 10.0, x)
-    x = tl.where(x < -10.0, -10.0, x)
+def _gelu_gate_and_slope(x):
+    """The gate, and the derivative of gelu."""
+    # Beyond 11 both are 0 or 1 exactly, and terms may overflow. NaN must stay NaN.
+    x = tl.minimum(x, 11.0, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.maximum(x, -11.0, propagate_nan=tl.PropagateNan.ALL)
     square = x * x
     gate = _gelu_gate(x, square)
-    return gate + x * gate * (1.0 - gate) * (1.5957691216057308 + 0.21406444881780076 * square)
+    return gate, gate + x * gate * (1.0 - gate) * (1.5957691216057308 + 0.21406444881780076 * square)
 
 
 @kernel
@@ -76,10 +76,10 @@ def activation_backward(
         elif ACTIVATION == SIGMOID:
             gradient = gradient * value * (1.0 - value)
         else:
-            gradient = gradient * _gelu_slope(value)
+            gate, slope = _gelu_gate_and_slope(value)
+            gradient = gradient * slope
             if active is not None:
-                output = value * _gelu_gate(value, value * value)
-                tl.store(active + offset, output.to(active.dtype.element_ty), mask=mask)
+                tl.store(active + offset, (value * gate).to(active.dtype.element_ty), mask=mask)
         tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask=mask)
         if partials is not None:
             sums += gradient

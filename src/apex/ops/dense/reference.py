@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .._library import compute_dtype
+
 ACTIVATIONS = ("none", "relu", "sigmoid", "gelu")
 GELU_FACTOR, GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
 
@@ -23,6 +25,12 @@ def activate(values: Tensor, activation: str) -> Tensor:
     if activation == "sigmoid":
         return torch.sigmoid(values)
     return functional.gelu(values, approximate="tanh") if activation == "gelu" else values
+
+
+def gelu_by_sigmoid(values: Tensor) -> Tensor:
+    """The same, of which Inductor makes a kernel with two special functions per value; it writes out a tanh."""
+    wide = values.to(compute_dtype(values))
+    return (wide * torch.sigmoid(2 * GELU_FACTOR * wide * (1 + GELU_CUBIC * wide * wide))).to(values.dtype)
 
 
 def activation_backward(dy: Tensor, saved: Tensor, activation: str) -> Tensor:

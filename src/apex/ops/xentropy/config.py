@@ -17,6 +17,10 @@ ALIGNMENT = 16
 # Rows up to this length are held in registers, several per program.
 SHORT_ROW = 1024
 
+# Bytes of a row from which the gradient that takes its place leaves the cache to rows that are still to be read again:
+# bfloat16 768x128256 in 140, else 158, 1664x50304 in 104, else 105, but 2816x32000 in 115, else 110.
+STREAMED_ROW = 3 << 15
+
 # Logits of a chunk: a tenth of all, within these limits of elements (192 and 512 MiB in half precision). Smaller chunks
 # make slower matrix products: 8192x2048x131072 on an H200 took 24.3 ms in chunks of 512 rows, 22.8 of 1024 and 21.5 of
 # 2048, where a linear layer and PyTorch's loss took 22.8. In another run chunks of 768 rows took 23.3, of 832 and 896
@@ -55,12 +59,14 @@ class ShortConfig(NamedTuple):
 
 @tunable(lambda config: ("groups", "lanes", "num_warps"))
 def forward_config(rows: int, classes: int, element_size: int, gradient: bool, device: DeviceFacts) -> BlockConfig:
+    # Where a row is read again for its gradient, as few rows at a time as keep the device busy: 1664x50304 in 105, with
+    # two accesses in flight 111, with 512 threads 123, when 53 MB of rows are at work, which the cache does not hold.
+    if gradient:
+        return _fitted(classes, element_size, groups=1, lanes=1024, device=device)
     # Two accesses in flight: bfloat16 8192x131072 in 484, with four 523, with eight 854; 16384x50257 in 389, with four
-    # 472. More threads do better where a row is read again for its gradient (2048x50257 in 148, else 170), and where
-    # there are too few rows for every multiprocessor to have several (64x131072 in 18, with 256 threads 28).
-    lanes = 512 if gradient else 256
-    if rows < 4 * device.multiprocessors:
-        lanes = 1024
+    # 472. More threads do better where there are too few rows for every multiprocessor to have several (64x131072 in
+    # 18, with 256 threads 28).
+    lanes = 1024 if rows < 4 * device.multiprocessors else 256
     return _fitted(classes, element_size, groups=2, lanes=lanes, device=device)
 
 

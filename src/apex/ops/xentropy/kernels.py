@@ -72,10 +72,12 @@ def _slope(x, position, label, log_sum, scale, own, others):
 def _write_gradient(
     source, target, source_start, target_start, classes, label, counted, log_sum, scale, smoothing, first, step,
     EDGES: tl.constexpr, SAME_STRIDE: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    EVICT: tl.constexpr = "",
 ):  # fmt: skip
     """Writes a row's gradient: the blocks `first`, `first + step`, ... and with block 0 the edges.
 
-    Only `counted` rows are read; the gradient of the others, padding, is zero whatever their logits are.
+    Only `counted` rows are read; the gradient of the others, padding, is zero whatever their logits are. EVICT: the
+    cache's policy for what is read and written here.
     """
     BLOCK: tl.constexpr = GROUPS * LANES * VECTOR
     label = tl.where((label >= 0) & (label < classes), label, -1).to(tl.int32)
@@ -90,9 +92,9 @@ def _write_gradient(
     if counted:
         for begin in tl.range(first * BLOCK, whole, step * BLOCK):
             position = begin + offset
-            x = tl.load(body_source + position).to(tl.float32)
+            x = tl.load(body_source + position, eviction_policy=EVICT).to(tl.float32)
             slope = _slope(x, position + head, label, log_sum, scale, own, others)
-            tl.store(body_target + position, slope.to(target.dtype.element_ty))
+            tl.store(body_target + position, slope.to(target.dtype.element_ty), eviction_policy=EVICT)
     else:
         for begin in tl.range(first * BLOCK, whole, step * BLOCK):
             tl.store(body_target + (begin + offset), zeros)
@@ -116,13 +118,13 @@ def _write_gradient(
 def xentropy_forward(
     logits, labels, losses, log_sums, row_scale,
     row_stride, classes, padding_idx, scale_stride, smoothing,
-    SMOOTHED: tl.constexpr, EDGES: tl.constexpr, GRADIENT: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
+    SMOOTHED: tl.constexpr, EDGES: tl.constexpr, GRADIENT: tl.constexpr, STREAM: tl.constexpr, GROUPS: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """The loss of each row and the logarithm of its sum of exponentials; one program per row.
 
     Both are zero for padding, which is not read. GRADIENT: puts the gradient of the loss, times the row's scale if
-    there is one, into the place of the logits.
+    there is one, into the place of the logits; STREAM: the cache is for rows that are to be read again.
     """
     BLOCK: tl.constexpr = GROUPS * LANES * VECTOR
     row = tl.program_id(0).to(tl.int64)
@@ -168,7 +170,7 @@ def xentropy_forward(
         tl.debug_barrier()  # every thread has read its part of the row before another overwrites it
         _write_gradient(
             logits, logits, row_start, row_start, classes, label, counted, log_sum, scale, smoothing, 0, 1,
-            EDGES, True, GROUPS, LANES, VECTOR,
+            EDGES, True, GROUPS, LANES, VECTOR, "evict_first" if STREAM else "",
         )  # fmt: skip
 
 

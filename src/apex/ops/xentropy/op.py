@@ -162,6 +162,7 @@ def _losses_launch(
         SMOOTHED=smoothed,
         EDGES=row_stride % config.ALIGNMENT != 0 or classes % config.ALIGNMENT != 0,
         GRADIENT=gradient,
+        STREAM=gradient and classes * itemsize >= config.STREAMED_ROW,
         GROUPS=chosen.groups,
         LANES=chosen.lanes,
         VECTOR=16 // itemsize,
