@@ -211,3 +211,14 @@ def test_hooks_that_a_script_replaces() -> None:
     train(model, optimizer, 1)
     assert called == ["before", "after"]
     assert not torch.equal(before[0], model[0].weight)
+
+
+def test_small_functions_that_scripts_import() -> None:
+    """By accident, it seems, and without calling them; a script must not stop at the import."""
+    from apex.amp.compat import filter_attrs
+    from apex.amp.rnn_compat import has_old_rnns
+    from apex.amp.utils import is_fp_tensor
+
+    assert filter_attrs(torch, ["float16", "no_such_type"]) == ["float16"]
+    assert has_old_rnns() is False
+    assert [is_fp_tensor(x) for x in (torch.ones(1), [torch.ones(1), torch.ones(1).int()], 1.0)] == [True, False, False]

@@ -1,6 +1,6 @@
 """Mixed precision: `initialize`, `scale_loss`, and the functions around them."""
 
-from . import _casting, compat, lists, rnn_compat, utils, wrap
+from . import _casting, compat, lists, rnn_compat, utils
 from ._amp_state import _amp_state, master_params
 from ._initialize import release_all
 from .amp import (
@@ -53,5 +53,4 @@ __all__ = [
     "shutdown",
     "state_dict",
     "utils",
-    "wrap",
 ]

@@ -60,7 +60,7 @@ class _FlatGradients(FlatBuffer):
         ]
 
 
-class _Kind:
+class _GradientBuffers:
     """Model parameters of one dtype and device, and their masters where they have any."""
 
     def __init__(self, params: list[Tensor], masters: list[Tensor]) -> None:
@@ -103,39 +103,41 @@ class _Kind:
 class CombinedGradients:
     """The buffers of one optimizer; made at the first backward pass, and anew when its parameters change."""
 
-    def __init__(self, stash: AmpOptimizerState, check: bool, reduction: CombinedReduction | None = None) -> None:
+    def __init__(self, stash: AmpOptimizerState, check: bool = False, ddp_parts: int | None = None) -> None:
+        """`check` is for steps, which then refuse gradients that are somewhere else; `ddp_parts` for `combine_ddp`."""
         self._stash = stash
         self.check = check
-        self._reduction = reduction
-        self._kinds: list[_Kind] = []
+        self._reduction = None if ddp_parts is None else _Reduction(ddp_parts)
+        self._by_dtype: list[_GradientBuffers] = []
         self._made_for: list[Any] = []
 
     def after_backward(self, scaler: LossScaler, reduces: bool = False) -> list[NonfiniteCounts]:
         """Unscales the new gradients, or with `reduces` their mean, and adds them to what was there before."""
         self._make()
         accumulated = self._stash.accumulated_grads
-        collected = [kind.collect(accumulated) for kind in self._kinds]
-        present = [each for _, each in collected]
+        collected = [each.collect(accumulated) for each in self._by_dtype]
+        present = [has_gradient for _, has_gradient in collected]
         if reduces and self._reduction is not None and self._reduction.is_needed():
             present = self._reduction.reduce([buffer for buffer, _ in collected], present)
-        counted = [kind.unscale(each, accumulated, scaler) for kind, each in zip(self._kinds, present, strict=True)]
+        pairs = zip(self._by_dtype, present, strict=True)
+        counted = [each.unscale(has_gradient, accumulated, scaler) for each, has_gradient in pairs]
         self._stash.accumulated_grads = {}
         return counted
 
     def buffers(self) -> list[Tensor]:
         """The buffers that hold the gradients of what the optimizer updates."""
         self._make()
-        return [kind.target.values for kind in self._kinds]
+        return [each.target.values for each in self._by_dtype]
 
     def zero(self) -> None:
         """Zeroes all gradients in place."""
-        for kind in self._kinds:
-            kind.grads.values.zero_()
-            kind.target.values.zero_()
+        for each in self._by_dtype:
+            each.grads.values.zero_()
+            each.target.values.zero_()
 
     def moved_away(self) -> list[Tensor]:
         """What the optimizer is about to update with gradients that are not in the buffers."""
-        return [param for kind in self._kinds for param in kind.target.moved_away()]
+        return [param for each in self._by_dtype for param in each.target.moved_away()]
 
     def _make(self) -> None:
         stash = self._stash
@@ -147,13 +149,14 @@ class CombinedGradients:
             params, masters = sorted_params.setdefault((True, param.dtype, param.device), ([], []))
             params.append(param)
             masters.append(master)
-        for param in filter(lambda param: param.requires_grad, stash.all_fp32_from_fp32_params):
-            sorted_params.setdefault((False, param.dtype, param.device), ([], []))[0].append(param)
-        self._kinds = [_Kind(params, masters) for params, masters in sorted_params.values()]
+        for param in stash.all_fp32_from_fp32_params:
+            if param.requires_grad:
+                sorted_params.setdefault((False, param.dtype, param.device), ([], []))[0].append(param)
+        self._by_dtype = [_GradientBuffers(params, masters) for params, masters in sorted_params.values()]
         self._made_for = wanted
 
 
-class CombinedReduction:
+class _Reduction:
     """The mean over all processes of flat buffers, each sent in `parts` messages that are under way together."""
 
     def __init__(self, parts: int) -> None:

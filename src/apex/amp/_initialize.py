@@ -25,18 +25,17 @@ def initialize_models_and_optimizers(
     optimizers: Any,
     properties: Any,
     cast_model_outputs: torch.dtype | None,
-    *,
-    combine_grad: bool,
-    check_combined: bool,
-    ddp_parts: int | None,
+    combine: dict[str, Any] | None,
 ) -> Any:
-    """Checks everything first, then changes models and optimizers, all or none; returns them as they came."""
+    """Checks everything first, then changes models and optimizers, all or none; returns them as they came.
+
+    `combine` has the options of `CombinedGradients`, or is None where gradients are not combined.
+    """
     model_list, optimizer_list = as_lists(models, optimizers)
     _check_models(model_list, properties)
-    combines = combine_grad or check_combined or ddp_parts is not None
-    if properties.cast_model_type in HALF or properties.loss_scale != 1.0 or combines:
+    if properties.cast_model_type in HALF or properties.loss_scale != 1.0 or combine is not None:
         _check_whole(model_list)
-    _check_optimizers(model_list, optimizer_list, properties, combines)
+    _check_optimizers(model_list, optimizer_list, properties, combine is not None)
     with unchanged_on_failure(model_list, optimizer_list):
         release(model_list, optimizer_list)
         # Not copies: casting gives the parameters other memory, and the masters take this one over.
@@ -50,14 +49,7 @@ def initialize_models_and_optimizers(
         for model in model_list:
             prepare_model(model, properties, cast_model_outputs)
         for optimizer in optimizer_list:
-            process_optimizer(
-                optimizer,
-                properties,
-                originals,
-                combine_grad=combine_grad,
-                check_combined=check_combined,
-                ddp_parts=ddp_parts,
-            )
+            process_optimizer(optimizer, properties, originals, combine)
         if properties.patch_torch_functions:
             init(loss_scale=properties.loss_scale, patch_type=properties.patch_torch_functions_type)
         else:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ._amp_state import HALF, _amp_state, float32_values
-from ._combined import CombinedGradients, CombinedReduction
+from ._combined import CombinedGradients
 from ._master_params import AmpOptimizerState, adopt_frozen, cast_states, collect_params, half_params, note_model_params
 from .handle import amp_step_of, amp_zero_grad_of, masters_to_model, post_amp_backward, prepare_amp_backward
 
@@ -19,15 +19,12 @@ _ABSENT = object()
 
 
 def process_optimizer(
-    optimizer: Any,
-    properties: Any,
-    originals: dict[Tensor, Tensor],
-    *,
-    combine_grad: bool,
-    check_combined: bool,
-    ddp_parts: int | None,
+    optimizer: Any, properties: Any, originals: dict[Tensor, Tensor], combine: dict[str, Any] | None
 ) -> None:
-    """Makes an optimizer ready; `originals` are its parameters from before they were cast."""
+    """Makes an optimizer ready. `originals` are its parameters from before they were cast.
+
+    `combine` has the options of `CombinedGradients`, or is None where gradients are not combined.
+    """
     stash = optimizer._amp_stash = AmpOptimizerState(optimizer)
     stash.has_masters = bool(properties.master_weights) and not stash.takes_gradients
     for group in optimizer.param_groups:
@@ -36,9 +33,8 @@ def process_optimizer(
         _keep_exact_weights(stash, originals)
     elif not stash.has_masters:
         cast_states(optimizer, half_params(optimizer))
-    if combine_grad or check_combined or ddp_parts is not None:
-        reduction = None if ddp_parts is None else CombinedReduction(ddp_parts)
-        stash.combined = CombinedGradients(stash, check_combined, reduction)
+    if combine is not None:
+        stash.combined = CombinedGradients(stash, **combine)
     else:
         stash.optimizer_unscales = stash.has_masters and not getattr(optimizer, "materialize_master_grads", True)
     stash.lazy_init_called = True
@@ -54,7 +50,7 @@ def process_optimizer(
     }
     attributes = {name: MethodType(function, optimizer) for name, function in methods.items()}
     # Clients switch it off for optimizers whose parameters are not the same in all processes.
-    for name, value in {**attributes, "combine_ddp": ddp_parts is not None}.items():
+    for name, value in {**attributes, "combine_ddp": combine is not None and combine["ddp_parts"] is not None}.items():
         stash.replaced[name] = vars(optimizer).get(name, _ABSENT)
         setattr(optimizer, name, value)
     note_model_params(stash)

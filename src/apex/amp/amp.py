@@ -21,29 +21,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 _registered: list[tuple[Any, str, str]] = []
 
 
-def _tensors_of(values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
+# What arguments are cast to; None for the widest type among them.
+_DTYPES = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "promote": None}
+
+
+def _widest(values: Any) -> torch.dtype | None:
+    """The type that floating-point tensors in nested containers promote to; None without any."""
+    dtypes = []
 
     def note(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
-            found.append(value)
+            dtypes.append(value.dtype)
         return value
 
     applier(values, note)
-    return found
-
-
-def _widest(args: Any, kwargs: Any) -> torch.dtype | None:
-    dtypes = [tensor.dtype for tensor in _tensors_of((args, kwargs))]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
-def with_changed_arguments(
-    function: Callable[..., Any],
-    is_active: Callable[[], bool],
-    change: Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]],
-) -> Callable[..., Any]:
-    """`function`, called with what `change` makes of its arguments while `is_active()`.
+def _wrapped(function: Callable[..., Any], cast: str) -> Callable[..., Any]:
+    """`function` with its floating-point arguments cast (a key of `_DTYPES`) while casts are on.
 
     A function of PyTorch then runs without autocast, in the type that was chosen for it. What a user's own function
     calls inside is cast as everywhere.
@@ -52,26 +48,18 @@ def with_changed_arguments(
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not is_active():
+        if not _casting.active():
             return function(*args, **kwargs)
-        args, kwargs = change(args, kwargs)
+        dtype = _DTYPES[cast] or _widest((args, kwargs))
+        if dtype is not None:
+            cast_tensor = lambda value: to_type(dtype, value) if isinstance(value, Tensor) else value  # noqa: E731
+            args, kwargs = applier(args, cast_tensor), applier(kwargs, cast_tensor)
         if not without_casts:
             return function(*args, **kwargs)
         with _casting.casts(False, cache=torch.is_autocast_cache_enabled()):
             return function(*args, **kwargs)
 
     return wrapper
-
-
-def _wrapped(function: Callable[..., Any], choose: Callable[[Any, Any], torch.dtype | None]) -> Callable[..., Any]:
-    """`function` with its floating-point arguments in the type that `choose` finds for them, while casts are on."""
-
-    def change(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        dtype = choose(args, kwargs)
-        cast = lambda value: to_type(dtype, value) if dtype and isinstance(value, Tensor) else value  # noqa: E731
-        return applier(args, cast), applier(kwargs, cast)
-
-    return with_changed_arguments(function, _casting.active, change)
 
 
 def _is_of_torch(function: Any) -> bool:
@@ -83,32 +71,24 @@ def _is_of_torch(function: Any) -> bool:
     return home in known or str(home).startswith("torch._C")
 
 
-_CHOICES: dict[str, Callable[[Any, Any], torch.dtype | None]] = {
-    "half": lambda args, kwargs: torch.float16,
-    "bfloat16": lambda args, kwargs: torch.bfloat16,
-    "float": lambda args, kwargs: torch.float32,
-    "promote": _widest,
-}
-
-
 def half_function(fn: F) -> F:
     """Decorator: floating-point arguments become float16 while casts are on."""
-    return _wrapped(fn, _CHOICES["half"])  # type: ignore[return-value]
+    return _wrapped(fn, "half")  # type: ignore[return-value]
 
 
 def bfloat16_function(fn: F) -> F:
     """Decorator: floating-point arguments become bfloat16 while casts are on."""
-    return _wrapped(fn, _CHOICES["bfloat16"])  # type: ignore[return-value]
+    return _wrapped(fn, "bfloat16")  # type: ignore[return-value]
 
 
 def float_function(fn: F) -> F:
     """Decorator: floating-point arguments become float32 while casts are on."""
-    return _wrapped(fn, _CHOICES["float"])  # type: ignore[return-value]
+    return _wrapped(fn, "float")  # type: ignore[return-value]
 
 
 def promote_function(fn: F) -> F:
     """Decorator: floating-point arguments become the widest type among them while casts are on."""
-    return _wrapped(fn, _CHOICES["promote"])  # type: ignore[return-value]
+    return _wrapped(fn, "promote")  # type: ignore[return-value]
 
 
 def _check_name(module: Any, name: str) -> None:
@@ -148,7 +128,7 @@ def apply_registrations(dtype: torch.dtype) -> None:
         for module, name, cast in [*_registered, *lists.changes(dtype)]:
             _check_name(module, name)
             original = getattr(module, name)
-            setattr(module, name, _wrapped(original, _CHOICES[cast]))
+            setattr(module, name, _wrapped(original, cast))
             undo.append(functools.partial(setattr, module, name, original))
     except BaseException:
         while undo:
