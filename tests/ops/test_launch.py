@@ -128,7 +128,7 @@ def test_pretended_device_ends_with_its_block() -> None:
 
 def test_rules_that_were_asked_by_device_answer_anew_for_a_pretended_one() -> None:
     """The keys are the same: of tensors without memory, say, which stand for those of every GPU."""
-    arguments = ((4096, 512), 512, torch.float32, (True, False, True, True, True), torch.device("meta"))
+    arguments = ((4096, 512), 512, torch.float32, (True, False, True, True), torch.device("meta"))
     partials = []
     for multiprocessors in (7, 14):
         other = _device.DeviceFacts("other", "cuda", multiprocessors, warp_size=32, shared_memory=1 << 17)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import PLAIN
+from ._library import PLAIN, TRITON_DTYPES
 
 
 def check_tensors(**arguments: Any) -> None:
@@ -52,21 +52,19 @@ def values_at_hand(tensor: Tensor) -> list[Any] | None:
     return None
 
 
-def check_per_channel(input: Tensor, channels: int, **parameters: Tensor | None) -> None:
-    """Raises for parameters, given by name, that do not have a value for each channel on the input's device."""
-    shape, device = (channels,), input.device
+def check_parameters(input: Tensor, shape: tuple[int, ...], **parameters: Tensor | None) -> None:
+    """Raises for parameters, given by name, that are no floating-point tensors of this shape on the input's device."""
+    device = input.device
     for name, parameter in parameters.items():
         if parameter is None:
             continue
         if type(parameter) not in PLAIN and not isinstance(parameter, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(parameter).__name__}")
         if parameter.shape != shape:
-            raise ValueError(
-                f"{name} has shape {list(parameter.shape)}, expected one value for each of {channels} channels"
-            )
+            raise ValueError(f"{name} has shape {list(parameter.shape)}, expected {list(shape)}")
         if parameter.device != device:
             raise ValueError(f"{name} is on {parameter.device}, the input on {device}")
-        if not parameter.dtype.is_floating_point:
+        if parameter.dtype not in TRITON_DTYPES and not parameter.dtype.is_floating_point:
             raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
 
 

@@ -185,22 +185,36 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
     what to do with it; but for a FakeTensor while launches are planned (`is_stand_in`). Nor where
     `sees_operators_only`.
     """
-    device = tensor.device
+    if not torch.compiler.is_compiling():
+        return runs_triton_now(family, tensor)
+    if type(tensor) in PLAIN:
+        return _answer_while_compiling(family.name, tensor.device, tensor.dtype, requested)
+    return _takes_subclass(tensor) and _answer_while_compiling(family.name, _META, tensor.dtype, requested)
+
+
+def runs_triton_now(family: OpFamily, tensor: torch.Tensor) -> bool:
+    """`runs_triton` where no graph is being compiled."""
+    device, dtype = tensor.device, tensor.dtype
     if type(tensor) not in PLAIN:
-        if not is_stand_in(tensor):
-            if requested == "triton":
-                raise RuntimeError(f"APEX_IMPL=triton was asked for, but kernels do not take a {type(tensor).__name__}")
+        if not _takes_subclass(tensor):
             return False
         device = _META
-    if torch.compiler.is_compiling():
-        return _answer_while_compiling(family.name, device, tensor.dtype, requested)
-    if sees_operators_only():
+    if _is_tracing() or _are_functorch_transforms_active() or forward_ad._current_level >= 0:  # as the function below
         return False
-    key = (family.name, device, tensor.dtype)
+    key = (family.name, device, dtype)
     answer = _runs_triton.get(key)
     if answer is None:
-        answer = _runs_triton[key] = explain(family, device, tensor.dtype).implementation == "triton"
+        answer = _runs_triton[key] = explain(family, device, dtype).implementation == "triton"
     return answer
+
+
+def _takes_subclass(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a subclass stands for one that kernels take; raises where it does not and they must."""
+    if is_stand_in(tensor):
+        return True
+    if requested == "triton":
+        raise RuntimeError(f"APEX_IMPL=triton was asked for, but kernels do not take a {type(tensor).__name__}")
+    return False
 
 
 def sees_operators_only() -> bool:

@@ -101,15 +101,14 @@ class Op:
         self._sums_rounded_products = sums_rounded_products
         self._checks = checks
         self._gradient_places = [self.arguments.index(name) for name in self.gradients]
+        self._gradients_lead = self._gradient_places == list(range(len(self.gradients)))
         self._loose = [i for i, name in enumerate(self.arguments[: self.tensors]) if name not in strided]
         backward_tensors = (self.results[0], *self.saves)
         self._loose_backward = [i for i, name in enumerate(backward_tensors) if name not in strided]
         names = (*self.arguments, *self.results)
         self._save = save or self._save_by_name
         self._saved_places = [] if save else [names.index(name) for name in self.saves]
-        self._gradients_lead = self.gradients == tuple(self.arguments[: len(self.gradients)])
-        self._padding = (None,) * (len(self.arguments) - len(self.gradients))
-        self._node = _library.eager_apply(_node_of(self, self.forward_and_save))
+        self._node = _library.eager_apply(_node_of(self, lambda ctx, arguments: self.forward_and_save(ctx, *arguments)))
         self._launching_node = _library.eager_apply(_node_of(self, self._launch_and_save))
         self._same_layout = frozenset(same_layout)
         self._register(schema, fake, backward_fake or self._like_saved)
@@ -117,25 +116,25 @@ class Op:
 
     def __call__(self, *arguments: Any) -> Any:
         """The output, differentiable; the arguments were checked."""
-        if self.runs_kernels(*arguments):
-            return self.with_kernels(*arguments)
+        if self.runs_kernels(arguments):
+            return self.with_kernels(arguments)
         if self._reference_backward and self._needs_grad(arguments) and _library.is_eager(arguments[0]):
-            return self._node(*arguments)
+            return self._node(*arguments[: self.tensors], arguments[self.tensors :])
         return _as_tuple(self._reference(*arguments))[0]
 
-    def runs_kernels(self, *arguments: Any) -> bool:
+    def runs_kernels(self, arguments: tuple) -> bool:
         """Whether kernels take the arguments, or PyTorch's operators."""
         return self._fit(arguments, self.tensors) and (self._takes is None or self._takes(*arguments))
 
-    def with_kernels(self, *arguments: Any) -> Any:
+    def with_kernels(self, arguments: tuple) -> Any:
         """The output, differentiable, where `runs_kernels` has said so."""
         if torch.compiler.is_compiling():
             return _as_tuple(self._library_op(*arguments))[0]
         if not arguments[0].numel():
             return _as_tuple(self._reference(*arguments))[0]
         if self._needs_grad(arguments):
-            return self._launching_node(*arguments)
-        return self._launch(*arguments)[0]
+            return self._launching_node(*arguments[: self.tensors], arguments[self.tensors :])
+        return self._launch(arguments)[0]
 
     def _needs_grad(self, arguments: tuple) -> bool:
         if torch.is_grad_enabled():
@@ -154,12 +153,12 @@ class Op:
             return _as_tuple(self._library_op(*arguments))[0]
         if _library.sees_operators_only():
             return _as_tuple(self._reference(*arguments))[0]
-        return self._node(*arguments)
+        return self._node(*arguments[: self.tensors], arguments[self.tensors :])
 
     def run(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         """All results, without autograd."""
         if self._fit(arguments, self.tensors) and arguments[0].numel():
-            return self._launch(*arguments)
+            return self._launch(arguments)
         return self.run_reference(*arguments)
 
     def run_reference(self, *arguments: Any) -> tuple[Tensor | None, ...]:
@@ -173,14 +172,14 @@ class Op:
         """`run` for code that torch.compile may trace, which takes an empty tensor for None there."""
         return _as_tuple((self._library_op if torch.compiler.is_compiling() else self.run)(*arguments))
 
-    def _launch(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+    def _launch(self, arguments: tuple) -> tuple[Tensor | None, ...]:
         try:
             results = self._forward(*_contiguous(arguments, self._loose))
             return results if type(results) is tuple else _as_tuple(results)
         except Exception as error:
             if not _tuned.give_up(self.family.name, error):
                 raise
-        return self._launch(*arguments)
+        return self._launch(arguments)
 
     def run_backward(self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]) -> Found:
         """The gradients that are wanted, None for the others, without autograd."""
@@ -218,12 +217,12 @@ class Op:
         if torch.compiler.is_compiling():
             return self.save(ctx, arguments, _as_tuple(self._library_op(*arguments)))
         if self._fit(arguments, self.tensors) and arguments[0].numel():
-            return self._launch_and_save(ctx, *arguments)
+            return self._launch_and_save(ctx, arguments)
         return self.save(ctx, arguments, self.run_reference(*arguments))
 
-    def _launch_and_save(self, ctx: Any, *arguments: Any) -> Any:
+    def _launch_and_save(self, ctx: Any, arguments: tuple) -> Any:
         """The same where kernels take the arguments."""
-        return self.save(ctx, arguments, self._launch(*arguments), True)
+        return self.save(ctx, arguments, self._launch(arguments), True)
 
     def backward_from_saved(
         self, ctx: Any, *gradients: Tensor, wanted: Sequence[bool] | None = None
@@ -231,14 +230,15 @@ class Op:
         """The backward of such a Function: one gradient for each of `gradients`, None where it is not wanted."""
         if wanted is None:
             wanted = self._wanted(ctx.needs_input_grad)
-        compute = self.run_backward
         if torch.compiler.is_compiling():
             compute = self.run_or_trace_backward
         elif torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
             compute = self.second_derivative
         # Where kernels took the arguments they take what was saved of them: only gradients need be asked.
-        elif ctx.launched and _library.runs_triton(self.family, gradients[0]):
+        elif ctx.launched and _library.runs_triton_now(self.family, gradients[0]):
             return self._launch_backward((*gradients, *ctx.saved_tensors), ctx.settings, wanted)
+        else:
+            compute = self.run_backward
         return compute(gradients, ctx.saved_tensors, ctx.settings, wanted)
 
     def _wanted(self, needed: tuple[bool, ...]) -> Sequence[bool]:
@@ -272,12 +272,14 @@ class Op:
         values = (*arguments, *results)
         return tuple([values[place] for place in self._saved_places])
 
-    def _in_schema_order(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """One gradient for each argument of the schema."""
-        if self._gradients_lead:
-            return (*gradients, *self._padding)
-        by_name = dict(zip(self.gradients, gradients, strict=True))
-        return tuple(by_name.get(name) for name in self.arguments)
+    def _in_order(self, gradients: Sequence[Tensor | None], padding: tuple[None, ...]) -> tuple[Tensor | None, ...]:
+        """One gradient for each tensor of the schema, None where it has none, and `padding` behind them."""
+        if len(gradients) == self.tensors:
+            return (*gradients, *padding)
+        found: list[Tensor | None] = [None] * self.tensors
+        for place, gradient in zip(self._gradient_places, gradients, strict=True):
+            found[place] = gradient
+        return (*found, *padding)
 
     def _differentiate(
         self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool], create_graph: bool
@@ -335,6 +337,7 @@ class Op:
         returns = ", ".join(["Tensor"] * len(self.gradients))
         backward_schema = f"{self.name}_backward({', '.join([*tensors, *settings, 'bool[] wanted'])}) -> ({returns})"
         inner = 1 + len(self.saves)
+        padding = (None,) * (len(self.arguments) - self.tensors)
         kept = [i for i, name in enumerate(self.results) if name in self._same_layout]
         kept_gradients = [i for i, name in enumerate(self.gradients) if name in self._same_layout]
 
@@ -353,7 +356,7 @@ class Op:
         def op_backward(ctx, dy, *unused):  # type: ignore[no-untyped-def]
             wanted = self._wanted(ctx.needs_input_grad)
             found = _as_tuple(self._library_backward(dy, *ctx.saved_tensors, *ctx.settings, list(wanted)))
-            return self._in_schema_order([g if needed else None for g, needed in zip(found, wanted, strict=True)])
+            return self._in_order([g if needed else None for g, needed in zip(found, wanted, strict=True)], padding)
 
         def backward_implementation(*arguments):  # type: ignore[no-untyped-def]
             wanted = arguments[-1]
@@ -420,11 +423,14 @@ class Op:
         return max(TOLERANCES[actual.dtype]) * float(exact.detach().abs().max()) if self._sums_rounded_products else 0.0
 
 
-def _node_of(op: Op, forward: Callable[..., Any]) -> type[torch.autograd.Function]:
-    """The node of eager autograd."""
+def _node_of(op: Op, forward_and_save: Callable[[Any, tuple], Any]) -> type[torch.autograd.Function]:
+    """The node of eager autograd, whose arguments are an op's tensors and one tuple of its settings."""
 
-    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-        return op._in_schema_order(op.backward_from_saved(ctx, *gradients))
+    def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
+        return forward_and_save(ctx, (*arguments[:-1], *arguments[-1]))
+
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        return op._in_order(op.backward_from_saved(ctx, dy), (None,))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}
     # The name in errors and profiles: PyTorch takes it when the class is made.

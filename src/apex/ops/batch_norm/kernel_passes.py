@@ -23,8 +23,10 @@ kernels_whole = _library.LazyModule(f"{__package__}.kernels_whole")
 
 def dense(tensor: Tensor, channel_dim: int) -> tuple[Tensor, bool]:
     """The tensor as the kernels take it, contiguous in one of the two layouts, and whether channels are last in it."""
-    if channel_dim == -1 or tensor.is_contiguous():
-        return tensor.contiguous(), channel_dim == -1
+    if tensor.is_contiguous():
+        return tensor, channel_dim == -1
+    if channel_dim == -1:
+        return tensor.contiguous(), True
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         return tensor, True
     if tensor.stride(1) == 1:
@@ -40,7 +42,8 @@ def like(x: Tensor, tensor: Tensor | None) -> Any:
 
 
 def _contiguous(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.contiguous()
+    # Twice as quick as `contiguous`, which makes an object.
+    return parameter if parameter is None or parameter.is_contiguous() else parameter.contiguous()
 
 
 def _geometry(shape: tuple[int, ...], channel_dim: int, last: bool) -> config.Geometry:
@@ -362,4 +365,4 @@ def _input_gradient_launch(
 def _parameters(channels: Channels) -> tuple[Tensor | None, ...]:
     """Weight, bias, mean and variance, in the order of the kernels."""
     mean, variance, weight, bias = channels
-    return _contiguous(weight), _contiguous(bias), mean.contiguous(), variance.contiguous()
+    return _contiguous(weight), _contiguous(bias), _contiguous(mean), _contiguous(variance)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_floats, check_per_channel, check_tensors
+from .._checks import check_floats, check_parameters, check_tensors
 from .._device import DeviceFacts, facts, launch_rule
 from .._op import Op
 from . import config, reference
@@ -66,7 +66,7 @@ def check(input: Tensor, bias: Tensor | None, activation: str) -> None:
             f"the last dimension of the input holds gate and value, so it must be even and at most {LONGEST_ROW}; its "
             f"shape is {list(shape)}"
         )
-    check_per_channel(input, shape[-1], bias=bias)
+    check_parameters(input, shape[-1:], bias=bias)
 
 
 def launch_forward(input: Tensor, bias: Tensor | None, activation: str) -> Tensor:

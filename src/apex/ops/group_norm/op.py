@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_per_channel, check_tensors
+from .._checks import check_parameters, check_tensors
 from .._device import DeviceFacts, empty_on, facts, launch_rule, next_power_of_2
 from .._op import Op, laid_out_like
 from .._partial_sums import TICKETS, partial_sums
@@ -38,8 +38,8 @@ def group_norm(
     """
     check(input, num_groups, weight, bias, activation)
     arguments = (input, weight, bias, num_groups, eps, bool(activation))
-    if GROUP_NORM.runs_kernels(*arguments):
-        return GROUP_NORM.with_kernels(*arguments)
+    if GROUP_NORM.runs_kernels(arguments):
+        return GROUP_NORM.with_kernels(arguments)
     # Of nothing PyTorch's operator leaves gradients undefined.
     if not _library.runs_triton(FAMILY, input) and input.numel() != 0:
         return reference.torch_group_norm(*arguments)
@@ -59,7 +59,7 @@ def check(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | 
     channels = input.shape[1]
     if num_groups < 1 or channels % num_groups:
         raise ValueError(f"the {channels} channels of the input cannot be cut into num_groups={num_groups}")
-    check_per_channel(input, channels, weight=weight, bias=bias)
+    check_parameters(input, (channels,), weight=weight, bias=bias)
 
 
 def group_norm_forward(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_tensors
+from .._checks import check_parameters, check_tensors
 from .._device import contiguous_strides, empty_on, facts, launch_rule
 from .._op import Op
 from .._partial_sums import partial_sums
@@ -71,18 +71,18 @@ def _norm(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     shape = checked_shape(input, normalized_shape, weight, bias)
-    out_dtype = out_dtype or input.dtype
-    numel = input.numel()
+    dtype, numel = input.dtype, input.numel()
+    out_dtype = out_dtype or dtype
     # torch.jit.trace, under which sizes are tensors, sees operators, not kernel launches. An exported program has
     # PyTorch's operators, which ONNX knows and which run without apex.
     if type(numel) is Tensor or not numel or (torch.compiler.is_compiling() and reference.is_exporting()):
         return reference.torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
-    arguments = (input, weight, bias, _row_length(shape), eps, subtract_mean, memory_efficient, out_dtype, input.dtype)
+    arguments = (input, weight, bias, _row_length(shape), eps, subtract_mean, memory_efficient, out_dtype, dtype)
     if memory_efficient and torch.is_grad_enabled():
         return NORM.differentiable(*arguments)
-    if (numel < config.NATIVE_BELOW and _library.requested == "auto") or not NORM.runs_kernels(*arguments):
+    if (numel < config.NATIVE_BELOW and _library.requested == "auto") or not NORM.runs_kernels(arguments):
         return reference.torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
-    return NORM.with_kernels(*arguments)
+    return NORM.with_kernels(arguments)
 
 
 def forward_and_save(
@@ -106,32 +106,32 @@ def checked_shape(
     input: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> tuple[int, ...]:
     """`normalized_shape` as a tuple, after every argument was found fit."""
-    if not isinstance(input, Tensor):
+    if type(input) not in _library.PLAIN:
         check_tensors(input=input)
-    if type(normalized_shape) is torch.Size or not isinstance(normalized_shape, numbers.Integral):
-        shape = tuple(normalized_shape)  # type: ignore[arg-type]
-    else:
+    if isinstance(normalized_shape, tuple):
+        shape = normalized_shape
+    elif isinstance(normalized_shape, numbers.Integral):
         shape = (int(normalized_shape),)
-    sizes, device = input.shape, input.device
-    if sizes and type(sizes[0]) is Tensor:  # so they are in torch.jit.trace; PyTorch's operator checks them
+    else:
+        shape = tuple(normalized_shape)  # type: ignore[arg-type]
+    sizes = input.shape
+    if sizes and type(sizes[-1]) is Tensor:  # so they are in torch.jit.trace; PyTorch's operator checks them
         return shape
-    if not shape or sizes[-len(shape) :] != shape:
+    if not shape or tuple(sizes)[-len(shape) :] != shape:  # a part of a torch.Size takes three times as long
         raise ValueError(
             f"normalized_shape={list(shape)} must be the trailing dimensions of the input, whose shape is {list(sizes)}"
         )
-    if not input.dtype.is_floating_point:
+    if input.dtype not in _library.TRITON_DTYPES and not input.dtype.is_floating_point:
         raise TypeError(f"a norm needs a floating-point input, got {input.dtype}")
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if type(parameter) not in _library.PLAIN and not isinstance(parameter, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(parameter).__name__}")
-        if parameter.shape != shape:
-            raise ValueError(f"{name} has shape {list(parameter.shape)}, expected normalized_shape={list(shape)}")
-        if parameter.device != device:
-            raise ValueError(f"{name} is on {parameter.device}, the input on {device}")
-        if not parameter.dtype.is_floating_point:
-            raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
+    device = input.device
+    for parameter in (weight, bias):
+        if parameter is not None and (
+            type(parameter) not in _library.PLAIN
+            or parameter.dtype not in _library.TRITON_DTYPES
+            or parameter.shape != shape
+            or parameter.device != device
+        ):
+            check_parameters(input, shape, weight=weight, bias=bias)
     if bias is not None and weight is None:
         raise ValueError("a bias needs a weight beside it")
     return shape
