@@ -66,9 +66,9 @@ def _self_forward(
     inputs, input_weights, output_weights, input_biases, output_biases, heads, mask, is_training, dropout_prob
 ):
     dropout = float(dropout_prob) if is_training else 0.0
-    weights = input_weights, output_weights, input_biases, output_biases
-    outputs, packed, core = explicit.self_forward(
-        inputs, *weights, heads=int(heads), scale=_scale(inputs, heads), mask=mask, dropout=dropout
+    parameters = (inputs,), (input_weights, output_weights), (input_biases, output_biases)
+    outputs, (packed,), core = explicit.forward(
+        *parameters, mask=mask, heads=int(heads), scale=_scale(inputs, heads), dropout=dropout
     )
     return outputs, packed, core, core.kept(dropout)
 
@@ -79,8 +79,8 @@ def _self_backward(
 ) -> list[Tensor]:  # fmt: skip
     core = matmul2_results, softmax_results, dropout_results, dropout_mask
     settings = int(heads), _scale(inputs, heads), float(dropout_prob), biases
-    saved = inputs, input_weights, output_weights, input_lin_results, *core
-    gradients = explicit.self_backward(output_grads, saved, settings)
+    saved = (inputs,), (input_weights, output_weights), (input_lin_results,), core
+    gradients = explicit.backward(output_grads, *saved, settings)
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -209,11 +209,10 @@ def encdec_multihead_attn_forward(
     outputs]"""
     mask = _mask(use_mask, use_time_mask, pad_mask)
     dropout = float(dropout_prob) if is_training else 0.0
-    tensors = inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, None, None, None
-    outputs, projected, packed, core = explicit.encdec_forward(
-        *tensors, heads=int(heads), scale=_scale(inputs_q, heads), mask=mask, dropout=dropout
-    )
-    return [projected, packed, core.probabilities, core.dropped, core.kept(dropout), core.context, outputs]
+    weights = input_weights_q, input_weights_kv, output_weights
+    settings = {"heads": int(heads), "scale": _scale(inputs_q, heads), "dropout": dropout}
+    outputs, packed, core = explicit.forward((inputs_q, inputs_kv), weights, (None,) * 3, mask=mask, **settings)
+    return [*packed, core.probabilities, core.dropped, core.kept(dropout), core.context, outputs]
 
 
 def encdec_multihead_attn_backward(
@@ -224,8 +223,8 @@ def encdec_multihead_attn_backward(
     weights = input_weights_q, input_weights_kv, output_weights
     core = matmul2_results, softmax_results, dropout_results, dropout_mask
     settings = int(heads), _scale(inputs_q, heads), float(dropout_prob), False
-    saved = inputs_q, inputs_kv, *weights, input_lin_q_results, input_lin_kv_results, *core
-    gradients = explicit.encdec_backward(output_grads, saved, settings)
+    saved = (inputs_q, inputs_kv), weights, (input_lin_q_results, input_lin_kv_results), core
+    gradients = explicit.backward(output_grads, *saved, settings)
     return [gradient for gradient in gradients if gradient is not None]
 
 

@@ -47,9 +47,8 @@ def expected_self(module: SelfMultiheadAttn, x: Tensor, mask: Mask | None) -> Te
             bias = torch.stack([parameters[f"{name}_bias"].view(HEADS, -1) for name in "qkv"], 1).reshape(-1)
     else:
         weight, bias = parameters["in_proj_weight"], parameters.get("in_proj_bias")
-    attended = reference.self_attention(
-        expected_norm(module, x), weight, module.out_proj_weight, bias, module.out_proj_bias, HEADS, mask
-    )
+    weights, biases = (weight, module.out_proj_weight), (bias, module.out_proj_bias)
+    attended = reference.attention([expected_norm(module, x)], weights, biases, HEADS, mask)
     return x + attended if module.include_norm_add else attended
 
 
@@ -111,15 +110,10 @@ def test_encdec_attention(impl: str, bias: bool, norm_add: bool, kind: str) -> N
     mask = make_mask(kind, LENGTH, KEYS, BATCH, "cpu", blind=True)
     output, weights = module(query, key, key, **arguments(mask))
     assert weights is None
-    expected = reference.encdec_attention(
-        expected_norm(module, query),
-        key,
-        module.in_proj_weight_q,
-        module.in_proj_weight_kv,
-        module.out_proj_weight,
-        module.in_proj_bias_q,
-        module.in_proj_bias_kv,
-        module.out_proj_bias,
+    expected = reference.attention(
+        (expected_norm(module, query), key),
+        (module.in_proj_weight_q, module.in_proj_weight_kv, module.out_proj_weight),
+        (module.in_proj_bias_q, module.in_proj_bias_kv, module.out_proj_bias),
         HEADS,
         mask,
     )
@@ -310,7 +304,7 @@ def test_sizes_of_one_and_none(impl: str, norm_add: bool, shape: tuple) -> None:
     weights = module.in_proj_weight_q, module.in_proj_weight_kv, module.out_proj_weight
     expected = torch.zeros_like(query)
     if query.numel() and keys:
-        expected = reference.encdec_attention(normed, key, *weights, None, None, None, heads)
+        expected = reference.attention([normed, key], weights, [None] * 3, heads)
     still, _ = module(query, key, key, is_training=False)
     torch.testing.assert_close(still, query + expected if norm_add else expected)
     dropped, _ = module(query, key, key)

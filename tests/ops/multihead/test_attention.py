@@ -115,9 +115,7 @@ def test_step_by_step(route: Route, kind: str, dtype: torch.dtype, dropout: floa
         results = []
         for noise in (core.noise, kept):
             gradients = [torch.empty_like(part) for part in parts]
-            explicit.attend_backward(
-                dy, *parts, core.probabilities, core.dropped, noise, scale, dropout, tuple(gradients)
-            )
+            explicit.attend_backward(dy, parts, (core.probabilities, core.dropped, noise), scale, dropout, gradients)
             results.append(gradients)
     assert kept.shape == ((batch * heads, queries, keys) if dropout else (0, queries, keys))
     wide = doubles(parts)

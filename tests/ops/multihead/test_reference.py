@@ -45,15 +45,9 @@ def test_self_attention_is_torchs_but_for_the_order_of_rows(kind: str, bias: boo
     # Theirs has all queries first; ours has, head after head, its queries, keys and values.
     order = torch.arange(3 * WIDTH).view(3, HEADS, SIZE).transpose(0, 1).flatten()
     mask, arguments = masks(kind)
-    actual = reference.self_attention(
-        x,
-        theirs.in_proj_weight[order],
-        theirs.out_proj.weight,
-        theirs.in_proj_bias[order] if bias else None,
-        theirs.out_proj.bias if bias else None,
-        HEADS,
-        mask,
-    )
+    weights = theirs.in_proj_weight[order], theirs.out_proj.weight
+    biases = (theirs.in_proj_bias[order], theirs.out_proj.bias) if bias else (None, None)
+    actual = reference.attention([x], weights, biases, HEADS, mask)
     torch.testing.assert_close(actual, theirs(x, x, x, need_weights=False, **arguments)[0])
 
 
@@ -77,7 +71,7 @@ def test_encdec_attention_written_out() -> None:
                     context[i, rows] += weight / sum(weights) * (wkv[v_rows] @ key[t, b])
         expected[:, b] = context @ wo.T
     mask = Mask(MaskKind.PADDING, hidden)
-    actual = reference.encdec_attention(query, key, wq, wkv, wo, None, None, None, HEADS, mask)
+    actual = reference.attention([query, key], [wq, wkv, wo], [None] * 3, HEADS, mask)
     torch.testing.assert_close(actual, expected)
 
 

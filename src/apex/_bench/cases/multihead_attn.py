@@ -163,11 +163,9 @@ def expected_results(problem: Problem) -> list[Expected]:
         norm = parameters["lyr_nrm_gamma_weights"], parameters["lyr_nrm_beta_weights"]
         query = F.layer_norm(query, (setting.width,), *norm, 1e-5)
     out = parameters["out_proj_weight"]
-    if setting.encdec:
-        weights = parameters["in_proj_weight_q"], parameters["in_proj_weight_kv"], out
-        output = reference.encdec_attention(query, inputs[1], *weights, None, None, None, setting.heads, mask)
-    else:
-        output = reference.self_attention(query, parameters["in_proj_weight"], out, None, None, setting.heads, mask)
+    projections = ("in_proj_weight_q", "in_proj_weight_kv") if setting.encdec else ("in_proj_weight",)
+    weights = *(parameters[name] for name in projections), out
+    output = reference.attention((query, *inputs[1:]), weights, (None,) * len(weights), setting.heads, mask)
     if setting.norm_add:
         output = inputs[0] + output
     gradients = torch.autograd.grad(output, leaves, problem.gradient.double())

@@ -19,6 +19,24 @@ from ...ops.multihead import explicit
 # Step by step, with a backward pass from what each step left.
 
 
+def _forward(ctx: Any, inputs: int, given: Sequence[Any], cover: Any, *settings: Any) -> Tensor:
+    """Attention of so many inputs, which come first among the tensors given, then weights, then biases or None."""
+    heads, scale, dropout = settings
+    tensors, weights = explicit.in_autocast_dtype(*given), 2 * inputs + 1
+    parameters = tensors[:inputs], tensors[inputs:weights], tensors[weights:]
+    outputs, packed, core = explicit.forward(*parameters, mask=cover, heads=heads, scale=scale, dropout=dropout)
+    ctx.save_for_backward(*tensors[:weights], *packed, core.context, core.probabilities, core.dropped, core.noise)
+    ctx.settings = inputs, (*settings, given[weights] is not None)
+    return outputs
+
+
+def _backward(ctx: Any, output_grads: Tensor) -> tuple[Tensor | None, ...]:
+    inputs, settings = ctx.settings
+    saved, weights = ctx.saved_tensors, 2 * inputs + 1
+    given = saved[:inputs], saved[inputs:weights], saved[weights:-4], saved[-4:]
+    return explicit.backward(output_grads, *given, settings)
+
+
 class SelfAttnFunc(torch.autograd.Function):
     """(use_time_mask, is_training, heads, scale, inputs, input_weights, output_weights, input_biases, output_biases,
     mask, is_additive_mask, dropout_prob): self attention with both projections; biases may be None."""
@@ -26,19 +44,13 @@ class SelfAttnFunc(torch.autograd.Function):
     @staticmethod
     def forward(ctx, use_time_mask, is_training, heads, scale, *arguments) -> Tensor:  # type: ignore[override]
         *given, mask, is_additive_mask, dropout_prob = arguments
-        dropout = dropout_prob if is_training else 0.0
-        tensors = explicit.in_autocast_dtype(*given)
         cover = multihead.make_mask(mask, use_time_mask, is_additive_mask)
-        outputs, packed, core = explicit.self_forward(*tensors, heads=heads, scale=scale, mask=cover, dropout=dropout)
-        ctx.save_for_backward(*tensors[:3], packed, core.context, core.probabilities, core.dropped, core.noise)
-        ctx.settings = heads, scale, dropout, given[3] is not None
-        return outputs
+        return _forward(ctx, 1, given, cover, heads, scale, dropout_prob if is_training else 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, output_grads: Tensor):  # type: ignore[override]
-        gradients = explicit.self_backward(output_grads, ctx.saved_tensors, ctx.settings)
-        return None, None, None, None, *gradients, None, None, None
+        return None, None, None, None, *_backward(ctx, output_grads), None, None, None
 
 
 class EncdecAttnFunc(torch.autograd.Function):
@@ -49,22 +61,13 @@ class EncdecAttnFunc(torch.autograd.Function):
     @staticmethod
     def forward(ctx, use_time_mask, is_training, heads, scale, *arguments) -> Tensor:  # type: ignore[override]
         *given, mask, dropout_prob = arguments
-        dropout = dropout_prob if is_training else 0.0
-        tensors = explicit.in_autocast_dtype(*given)
         cover = multihead.make_mask(mask, use_time_mask, additive=False)
-        outputs, projected, packed, core = explicit.encdec_forward(
-            *tensors, heads=heads, scale=scale, mask=cover, dropout=dropout
-        )
-        results = projected, packed, core.context, core.probabilities, core.dropped, core.noise
-        ctx.save_for_backward(*tensors[:5], *results)
-        ctx.settings = heads, scale, dropout, given[5] is not None
-        return outputs
+        return _forward(ctx, 2, given, cover, heads, scale, dropout_prob if is_training else 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, output_grads: Tensor):  # type: ignore[override]
-        gradients = explicit.encdec_backward(output_grads, ctx.saved_tensors, ctx.settings)
-        return None, None, None, None, *gradients, None, None
+        return None, None, None, None, *_backward(ctx, output_grads), None, None
 
 
 # Through PyTorch's fused attention, which has its own derivative; the logits are never stored.

@@ -17,28 +17,22 @@ def check_dropout(dropout: float) -> None:
         raise ValueError(f"dropout={dropout} must be at least 0 and less than 1")
 
 
-def check_self(inputs: Tensor, input_weights: Tensor, output_weights: Tensor, heads: int, dropout: float) -> None:
-    width = _check_inputs("query", inputs)
+def check_attention(inputs: Sequence[Tensor], weights: Sequence[Tensor], heads: int, dropout: float) -> None:
+    """`inputs` are one that attends to itself, or queries and keys; `weights` those of each and of the outputs."""
+    width = _check_inputs("query", inputs[0])
+    names, parts = ("input_weights", "output_weights"), (3, 1)
+    if len(inputs) == 2:
+        names, parts = ("input_weights_q", "input_weights_kv", "output_weights"), (1, 2, 1)  # type: ignore[assignment]
+        _check_inputs("key", inputs[1])
+        if inputs[0].shape[1:] != inputs[1].shape[1:]:
+            shapes = [list(each.shape) for each in inputs]
+            raise ValueError(f"query {shapes[0]} and key {shapes[1]} must agree in batch and embedding")
     check_heads(width, heads)
     check_dropout(dropout)
-    _check_weights("input_weights", input_weights, 3 * width, width)
-    _check_weights("output_weights", output_weights, width, width)
-
-
-def check_encdec(inputs_q: Tensor, inputs_kv: Tensor, weights: Sequence[Tensor], heads: int, dropout: float) -> None:
-    """`weights` are those of the queries, of keys and values, and of the outputs."""
-    width = _check_inputs("query", inputs_q)
-    _check_inputs("key", inputs_kv)
-    if inputs_q.shape[1:] != inputs_kv.shape[1:]:
-        raise ValueError(
-            f"query {list(inputs_q.shape)} and key {list(inputs_kv.shape)} must agree in batch and embedding"
-        )
-    check_heads(width, heads)
-    check_dropout(dropout)
-    for name, weight, rows in zip(
-        ("input_weights_q", "input_weights_kv", "output_weights"), weights, (1, 2, 1), strict=True
-    ):
-        _check_weights(name, weight, rows * width, width)
+    for name, weight, count in zip(names, weights, parts, strict=True):
+        if weight.shape != (count * width, width):
+            expected = [count * width, width]
+            raise ValueError(f"{name} has shape {list(weight.shape)}, expected {expected} for this query")
 
 
 def _check_inputs(name: str, tensor: Tensor) -> int:
@@ -46,8 +40,3 @@ def _check_inputs(name: str, tensor: Tensor) -> int:
     if tensor.dim() != 3:
         raise ValueError(f"the {name} has shape {list(tensor.shape)}, expected [length, batch, embed_dim]")
     return tensor.shape[2]
-
-
-def _check_weights(name: str, weights: Tensor, rows: int, columns: int) -> None:
-    if weights.shape != (rows, columns):
-        raise ValueError(f"{name} has shape {list(weights.shape)}, expected {[rows, columns]} for this query")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import softmax
 from .._library import autocast_dtype
-from .checks import check_encdec, check_self
+from .checks import check_attention
 from .masks import Mask, broadcastable, check_mask
 
 
@@ -71,21 +71,13 @@ def attend(
 
 
 def attend_backward(
-    gradient: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    probabilities: Tensor,
-    dropped: Tensor,
-    noise: Tensor | None,
-    scale: float,
-    dropout: float,
-    into: tuple[Tensor, Tensor, Tensor],
+    gradient: Tensor, parts: Sequence[Tensor], core: Sequence[Any], scale: float, dropout: float, into: Sequence[Tensor]
 ) -> None:
-    """Fills `into` with the gradients of queries, keys and values, given that of the context.
+    """Fills `into` with the gradients of `parts`, which are queries, keys and values, given that of the context.
 
-    `noise` may be the bytes that `Core.kept` gave.
+    `core` are probabilities, dropped and noise, or in place of the noise the bytes that `Core.kept` gave.
     """
+    (queries, keys, values), (probabilities, dropped, noise) = parts, core
     gradient = gradient.reshape(queries.shape).transpose(0, 1)
     d_queries, d_keys, d_values = (part.transpose(0, 1) for part in into)
     _multiply_into(d_values, dropped.transpose(1, 2), gradient)
@@ -123,74 +115,47 @@ def linear_backward(
     return d_inputs, d_weights, rows.sum(0) if biases else None
 
 
-def self_forward(
-    inputs: Tensor, *parameters: Any, heads: int, scale: float, mask: Mask | None, dropout: float
-) -> tuple[Tensor, Tensor, Core]:
-    """Outputs, packed projections [S, B, 3E] and the core's results.
+def forward(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Any], *, mask: Mask | None, **settings: Any
+) -> tuple[Tensor, list[Tensor], Core]:
+    """Outputs, the packed projections of each input, [S, B, 3E] or [S, B, E] and [T, B, 2E], and the core's results.
 
-    `parameters` are the weights of inputs and of outputs, then their biases, which may be None.
+    Attention of one input to itself, or of the first to the second. `weights` and `biases`, which may be None, are
+    those of each input and of the outputs; `settings` are heads, scale and dropout.
     """
-    input_weights, output_weights, input_biases, output_biases = parameters
-    check_self(inputs, input_weights, output_weights, heads, dropout)
-    packed = F.linear(inputs, input_weights, input_biases).contiguous()
-    queries, keys, values = split(packed, heads, 3)
+    heads, scale, dropout = settings["heads"], settings["scale"], settings["dropout"]
+    check_attention(inputs, weights, heads, dropout)
+    packed = [F.linear(*each).contiguous() for each in zip(inputs, weights[:-1], biases[:-1], strict=True)]
+    queries, keys, values = split(packed, heads)
     core = attend(queries, keys, values, heads, scale, mask, dropout)
-    return F.linear(core.context.view(inputs.shape), output_weights, output_biases), packed, core
+    return F.linear(core.context.view(inputs[0].shape), weights[-1], biases[-1]), packed, core
 
 
-def self_backward(gradient: Tensor, saved: Sequence[Any], settings: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """Gradients of inputs, both weights and, if there are any, both biases.
+def backward(
+    gradient: Tensor,
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    packed: Sequence[Tensor],
+    core: Sequence[Any],
+    settings: Sequence[Any],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of inputs, weights and biases, the latter None where there are none.
 
-    `saved` are inputs, both weights, packed projections, and of the core context, probabilities, dropped and noise;
-    `settings` are heads, scale, dropout and whether there are biases.
+    `core` are context, probabilities, dropped and noise; `settings` heads, scale, dropout and whether there are biases.
     """
-    inputs, input_weights, output_weights, packed, context, probabilities, dropped, noise = saved
     heads, scale, dropout, biases = settings
-    d_context, d_output_weights, d_output_biases = linear_backward(gradient, context, output_weights, biases)
-    d_packed = torch.empty_like(packed)
-    (queries, keys, values), into = split(packed, heads, 3), split(d_packed, heads, 3)
-    attend_backward(d_context, queries, keys, values, probabilities, dropped, noise, scale, dropout, into)
-    d_inputs, d_input_weights, d_input_biases = linear_backward(d_packed, inputs, input_weights, biases)
-    return d_inputs, d_input_weights, d_output_weights, d_input_biases, d_output_biases
+    d_context, d_output_weights, d_output_biases = linear_backward(gradient, core[0], weights[-1], biases)
+    d_packed = [torch.empty_like(each) for each in packed]
+    attend_backward(d_context, split(packed, heads), core[1:], scale, dropout, split(d_packed, heads))
+    found = [linear_backward(*each, biases) for each in zip(d_packed, inputs, weights[:-1], strict=True)]
+    d_inputs, d_weights, d_biases = zip(*found, strict=True)
+    return *d_inputs, *d_weights, d_output_weights, *d_biases, d_output_biases
 
 
-def encdec_forward(
-    inputs_q: Tensor, inputs_kv: Tensor, *parameters: Any, heads: int, scale: float, mask: Mask | None, dropout: float
-) -> tuple[Tensor, Tensor, Tensor, Core]:
-    """Outputs, projected queries [S, B, E], packed keys and values [T, B, 2E] and the core's results.
-
-    `parameters` are the weights of queries, of keys and values and of outputs, then their biases, which may be None.
-    """
-    weights, (biases_q, biases_kv, output_biases) = parameters[:3], parameters[3:]
-    check_encdec(inputs_q, inputs_kv, weights, heads, dropout)
-    projected = F.linear(inputs_q, weights[0], biases_q).contiguous()
-    packed = F.linear(inputs_kv, weights[1], biases_kv).contiguous()
-    (queries,), (keys, values) = split(projected, heads, 1), split(packed, heads, 2)
-    core = attend(queries, keys, values, heads, scale, mask, dropout)
-    return F.linear(core.context.view(inputs_q.shape), weights[2], output_biases), projected, packed, core
-
-
-def encdec_backward(gradient: Tensor, saved: Sequence[Any], settings: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """Gradients of both inputs, the three weights and, if there are any, the three biases.
-
-    `saved` are both inputs, the three weights, projected queries, packed keys and values, and of the core what
-    `self_backward` takes; `settings` too.
-    """
-    inputs_q, inputs_kv, weights_q, weights_kv, output_weights, projected, packed, context, *core = saved
-    probabilities, dropped, noise = core
-    heads, scale, dropout, biases = settings
-    d_context, d_output_weights, d_output_biases = linear_backward(gradient, context, output_weights, biases)
-    d_projected, d_packed = torch.empty_like(projected), torch.empty_like(packed)
-    (queries,), (keys, values) = split(projected, heads, 1), split(packed, heads, 2)
-    into = (*split(d_projected, heads, 1), *split(d_packed, heads, 2))
-    attend_backward(d_context, queries, keys, values, probabilities, dropped, noise, scale, dropout, into)
-    d_inputs_q, d_weights_q, d_biases_q = linear_backward(d_projected, inputs_q, weights_q, biases)
-    d_inputs_kv, d_weights_kv, d_biases_kv = linear_backward(d_packed, inputs_kv, weights_kv, biases)
-    weights = d_weights_q, d_weights_kv, d_output_weights
-    return d_inputs_q, d_inputs_kv, *weights, d_biases_q, d_biases_kv, d_output_biases
-
-
-def split(packed: Tensor, heads: int, parts: int) -> Any:
-    """Views [length, B*H, D] of each of the `parts` that lie beside each other per head."""
-    length, batch, width = packed.shape
-    return packed.view(length, batch * heads, parts, width // (parts * heads)).unbind(2)
+def split(packed: Sequence[Tensor], heads: int) -> list[Tensor]:
+    """Queries, keys and values as views [length, B*H, D]; those of one head lie beside each other in `packed`."""
+    views: list[Tensor] = []
+    for each, parts in zip(packed, (3,) if len(packed) == 1 else (1, 2), strict=True):
+        length, batch, width = each.shape
+        views += each.view(length, batch * heads, parts, width // (parts * heads)).unbind(2)
+    return views

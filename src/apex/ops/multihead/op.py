@@ -8,6 +8,7 @@ each other: a row of the packed queries, keys and values is [B, H, 3, D], of pac
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .. import _library
 from .._tolerance import excess_of_norm
 from ..norm import layer_norm
 from . import reference
-from .checks import check_dropout, check_encdec, check_self
+from .checks import check_attention, check_dropout
 from .masks import Mask, MaskKind, added_logits, check_mask
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -111,62 +112,58 @@ def _split(packed: Tensor, heads: int, parts: int, folded: bool) -> tuple[Tensor
     return packed.reshape(length, *shape, parts, width // (parts * heads)).unbind(3)
 
 
-def self_attention(
-    inputs: Tensor, *parameters: Any, heads: int, mask: Mask | None = None, dropout: float = 0.0
-) -> Tensor:
+def self_attention(inputs: Tensor, *parameters: Any, heads: int, **options: Any) -> Tensor:
     """Attention of `inputs` [S, B, E] to itself.
 
     `parameters` are the weights of the inputs, [H * 3 * D, E], and of the outputs and, if there are any, both biases.
+    `options` are a `mask` and `dropout`.
     """
-    input_weights, output_weights, *biases = parameters
-    check_self(inputs, input_weights, output_weights, heads, dropout)
-    input_biases, output_biases = biases or (None, None)
-    packed = F.linear(inputs, input_weights, input_biases)
-    folded = _folds(packed, inputs.shape[1] * heads, inputs.shape[0])
-    queries, keys, values = _split(packed, heads, 3, folded)
-    return F.linear(_attend(queries, keys, values, heads, mask, dropout), output_weights, output_biases)
+    return _attention((inputs,), parameters[:2], parameters[2:] or (None, None), heads, **options)
 
 
-def encdec_attention(
-    inputs_q: Tensor, inputs_kv: Tensor, *weights: Tensor, heads: int, mask: Mask | None = None, dropout: float = 0.0
-) -> Tensor:
+def encdec_attention(inputs_q: Tensor, inputs_kv: Tensor, *weights: Tensor, heads: int, **options: Any) -> Tensor:
     """Attention of `inputs_q` [S, B, E] to `inputs_kv` [T, B, E].
 
-    `weights` are those of the queries, of keys and values, [H * 2 * D, E], and of the outputs.
+    `weights` are those of the queries, of keys and values, [H * 2 * D, E], and of the outputs; `options` are a `mask`
+    and `dropout`.
     """
-    check_encdec(inputs_q, inputs_kv, weights, heads, dropout)
-    projected, packed = F.linear(inputs_q, weights[0]), F.linear(inputs_kv, weights[1])
-    folded = _folds(projected, inputs_q.shape[1] * heads, inputs_kv.shape[0])
-    (queries,) = _split(projected, heads, 1, folded)
-    keys, values = _split(packed, heads, 2, folded)
-    return F.linear(_attend(queries, keys, values, heads, mask, dropout), weights[2])
+    return _attention((inputs_q, inputs_kv), weights, (None,) * 3, heads, **options)
+
+
+def _attention(
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: Sequence[Any],
+    heads: int,
+    mask: Mask | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    check_attention(inputs, weights, heads, dropout)
+    packed = [F.linear(*each) for each in zip(inputs, weights[:-1], biases[:-1], strict=True)]
+    folded = _folds(packed[0], inputs[0].shape[1] * heads, inputs[-1].shape[0])
+    counted = zip(packed, (3,) if len(packed) == 1 else (1, 2), strict=True)
+    queries, keys, values = (part for each, count in counted for part in _split(each, heads, count, folded))
+    return F.linear(_attend(queries, keys, values, heads, mask, dropout), weights[-1], biases[-1])
 
 
 def self_attention_norm_add(
     inputs: Tensor, gamma: Tensor, beta: Tensor, *parameters: Any, heads: int, dropout: float = 0.0, **options: Any
 ) -> Tensor:
     """`inputs` plus the dropped-out self attention of their layer norm; `parameters` as for `self_attention`."""
-    check_self(inputs, parameters[0], parameters[1], heads, dropout)
+    check_attention((inputs,), parameters[:2], heads, dropout)
     normed = layer_norm(inputs, (inputs.shape[2],), gamma, beta, NORM_EPS)
     outputs = self_attention(normed, *parameters, heads=heads, dropout=dropout, **options)
     return dropout_add(outputs, inputs, dropout)
 
 
 def encdec_attention_norm_add(
-    inputs_q: Tensor,
-    inputs_kv: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    *weights: Tensor,
-    heads: int,
-    dropout: float = 0.0,
-    **options: Any,
+    inputs_q: Tensor, inputs_kv: Tensor, gamma: Tensor, beta: Tensor, *weights: Tensor, heads: int, **options: Any
 ) -> Tensor:
     """`inputs_q` plus the dropped-out attention of their layer norm to `inputs_kv`; as for `encdec_attention`."""
-    check_encdec(inputs_q, inputs_kv, weights, heads, dropout)
+    dropout = options.get("dropout", 0.0)
+    check_attention((inputs_q, inputs_kv), weights, heads, dropout)
     normed = layer_norm(inputs_q, (inputs_q.shape[2],), gamma, beta, NORM_EPS)
-    outputs = encdec_attention(normed, inputs_kv, *weights, heads=heads, dropout=dropout, **options)
-    return dropout_add(outputs, inputs_q, dropout)
+    return dropout_add(encdec_attention(normed, inputs_kv, *weights, heads=heads, **options), inputs_q, dropout)
 
 
 def dropout_add(x: Tensor, residual: Tensor, dropout: float) -> Tensor:

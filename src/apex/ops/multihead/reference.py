@@ -6,6 +6,7 @@ T keys, B batches, H heads, D the size of a head, E = H * D.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,38 +41,19 @@ def attend(
     return context.reshape(queries.shape[0], queries.shape[1] // heads, -1).to(queries.dtype)
 
 
-def self_attention(
-    inputs: Tensor,
-    input_weights: Tensor,
-    output_weights: Tensor,
-    input_biases: Tensor | None,
-    output_biases: Tensor | None,
-    heads: int,
-    mask: Mask | None = None,
+def attention(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Any], heads: int, mask: Mask | None = None
 ) -> Tensor:
-    """Rows of `input_weights` belong, head after head, to its queries, its keys and its values: [H, 3, D, E]."""
-    queries, keys, values = _project(inputs, input_weights, input_biases, heads, 3)
-    context = attend(queries, keys, values, heads, queries.shape[2] ** -0.5, mask)
-    return _linear(context, output_weights, output_biases)
+    """Of one input to itself, or of the first input to the second.
 
-
-def encdec_attention(
-    inputs_q: Tensor,
-    inputs_kv: Tensor,
-    input_weights_q: Tensor,
-    input_weights_kv: Tensor,
-    output_weights: Tensor,
-    input_biases_q: Tensor | None,
-    input_biases_kv: Tensor | None,
-    output_biases: Tensor | None,
-    heads: int,
-    mask: Mask | None = None,
-) -> Tensor:
-    """Rows of `input_weights_kv` belong, head after head, to its keys and its values: [H, 2, D, E]."""
-    (queries,) = _project(inputs_q, input_weights_q, input_biases_q, heads, 1)
-    keys, values = _project(inputs_kv, input_weights_kv, input_biases_kv, heads, 2)
+    `weights` and `biases`, which may be None, are those of each input and of the outputs. Rows of a weight belong, head
+    after head, to its queries, keys and values, as far as it has them: [H, 3, D, E]; [H, 1, D, E] and [H, 2, D, E].
+    """
+    counts = (3,) if len(inputs) == 1 else (1, 2)
+    given = zip(inputs, weights[:-1], biases[:-1], counts, strict=True)
+    queries, keys, values = (part for x, w, b, count in given for part in _project(x, w, b, heads, count))
     context = attend(queries, keys, values, heads, queries.shape[2] ** -0.5, mask)
-    return _linear(context, output_weights, output_biases)
+    return _linear(context, weights[-1], biases[-1])
 
 
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
