@@ -35,14 +35,14 @@ class AmpState:
         self.overflow_patience = 100
         self.models: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()  # _models.ModelRecord
         self.optimizers: WeakSet[Any] = WeakSet()
-        # The float32 master of a model's half-precision parameter. Of one without master, the float32 values that it is
-        # the rounding of, where they are known: from a checkpoint, or kept for an optimizer that makes its own masters.
+        # By half-precision parameter of a model: its float32 master, an nn.Parameter. Where it has none, the float32
+        # values that it was rounded from, if known: from a checkpoint, or for an optimizer that makes its own masters.
         self.masters: Any = WeakIdKeyDictionary()
         # Called by shutdown in reverse order; each gives back what was changed in the process.
         self.undo: list[Callable[[], None]] = []
 
     def reset(self) -> None:
-        """Undoes everything, newest first."""
+        """Calls what is in `undo`, newest first, and forgets the session."""
         while self.undo:
             self.undo.pop()()
         vars(self).pop("opt_properties", None)

@@ -1,12 +1,13 @@
 """O1 and O4: PyTorch's autocast, switched on for the thread instead of for a block of code.
 
 `initialize` switches it on, so that a loss that is computed outside the model is cast like the model's own operators.
-The copies of weights that autocast keeps live only inside a model's forward pass: outside, weights change. Up to
-PyTorch 2.10 there are none. During backward passes and optimizer steps autocast is off.
+During backward passes and optimizer steps it is off.
 
-Outside of models, the thread where amp is on is known by autocast's cache being off, which it is nowhere else. So a
-model that is called there with autocast switched off knows that the user did it, and a model that is called by another
-thread (of nn.DataParallel) knows that nobody did, and switches it on.
+A model's forward pass runs in autocast blocks of its own (`run_cast`): so it is cast in other threads too, those of
+nn.DataParallel, and PyTorch may keep the copies of weights that it casts until the pass is over, which it does from
+2.11 on. Outside of models weights change between two uses, so autocast's cache is off there, and nowhere else. That
+tells a model that finds autocast off why: with the cache off the user switched it off on the thread where amp is on,
+and it stays off; with the cache on this is another thread, where nobody has switched it on yet.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Casting:
 
 
 class _OfThread(threading.local):
-    """What `switch_on` made of this thread's autocast, and what gives it back; None where it did nothing."""
+    """This thread's autocast as `switch_on` left it, and what restores it; None where `switch_on` was not called."""
 
     modes: Any = None
     restore: Callable[[], None] | None = None
@@ -84,7 +85,7 @@ def leave_thread() -> None:
 
 
 def switch_off() -> None:
-    """Casts nothing any more, but that only a thread itself can switch its autocast off."""
+    """Ends all casts. Only a thread itself can switch its autocast off: a warning says where it stays on."""
     leave_thread()
     if _state.thread not in (None, threading.current_thread()) and _state.thread.is_alive():
         warnings.warn(
@@ -100,7 +101,7 @@ def switch_off() -> None:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Casts nothing inside, models included."""
+    """Nothing inside is cast, not even in models."""
     _state.suspended += 1
     try:
         with casts(False, cache=torch.is_autocast_cache_enabled()):
@@ -128,14 +129,14 @@ def run_cast(forward: Callable[..., Any], dtype: torch.dtype, args: Any, kwargs:
     """A model's forward pass under autocast, in whichever thread it runs, with copies of weights kept until its end."""
     if not _state.on or _state.suspended:
         return forward(*args, **kwargs)
-    nobody_switched_off = torch.is_autocast_cache_enabled()
-    names = [name for name in _state.device_types if nobody_switched_off or torch.is_autocast_enabled(name)]
+    is_other_thread = torch.is_autocast_cache_enabled()
+    names = [name for name in _state.device_types if is_other_thread or torch.is_autocast_enabled(name)]
     # Copies made without grad mode would carry no gradient; keep none.
     return _under(names, forward, dtype, _KEEPS_COPIES and torch.is_grad_enabled(), args, kwargs)
 
 
 def _under(names: list[str], forward: Callable[..., Any], dtype: Any, cache: bool, args: Any, kwargs: Any) -> Any:
-    """Under PyTorch's own context managers, which torch.compile knows, one for each device type."""
+    """A forward pass in PyTorch's own autocast blocks, which torch.compile knows, one for each device type."""
     if not names:
         return forward(*args, **kwargs)
     with torch.autocast(names[0], dtype=dtype, cache_enabled=cache):

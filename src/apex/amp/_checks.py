@@ -14,12 +14,12 @@ _SMALLEST, _LARGEST = torch.finfo(torch.float32).smallest_normal, torch.finfo(to
 
 
 def is_flag(value: Any) -> bool:
-    """Whether a value is a bool, an integer or a NumPy bool in its place, or None, for nothing said."""
+    """Whether a value can be a flag: a bool, an integer, a NumPy bool, or None for one that is not given."""
     return value is None or isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
 
 
 def check_flags(**flags: Any) -> None:
-    """Raises for flags, given by name, that are something else than True or False."""
+    """Raises for arguments, given by name, that are no flags (`is_flag`)."""
     for name, value in flags.items():
         if not is_flag(value):
             raise TypeError(f"{name} must be True or False, not {value!r}")
@@ -37,7 +37,7 @@ def check_count(name: str, value: Any) -> None:
 
 
 def check_type(name: str, value: Any, accepted: tuple[torch.dtype, ...] = ()) -> None:
-    """Raises for what is neither None nor a dtype: one of the accepted ones, or any of floating-point numbers."""
+    """Raises unless the value is None, or one of the accepted dtypes; without any, a floating-point one."""
     if value is None:
         return
     names = ", ".join(map(str, accepted)) if accepted else "a floating-point torch.dtype, as torch.float16,"
@@ -48,7 +48,7 @@ def check_type(name: str, value: Any, accepted: tuple[torch.dtype, ...] = ()) ->
 
 
 def checked_number(name: str, value: Any, low: float, high: float, accepted: str) -> float:
-    """The number, between two bounds that it may have; `accepted` says in words what they are."""
+    """The value as a float; raises unless it is between `low` and `high`, which `accepted` says in words."""
     try:
         if isinstance(value, (str, bytes, bool)):
             raise TypeError
@@ -61,7 +61,7 @@ def checked_number(name: str, value: Any, low: float, high: float, accepted: str
 
 
 def checked_scale(name: str, value: Any, or_else: str = "") -> float:
-    """A loss scale that is a number."""
+    """The value as a float; raises unless it can be a loss scale."""
     return checked_number(name, value, _SMALLEST, _LARGEST, f"a positive number that is finite in float32{or_else}")
 
 
@@ -85,7 +85,7 @@ def check_scaling(
     backoff_factor: Any,
     names: dict[str, str] | None = None,
 ) -> None:
-    """Raises for numbers with which a dynamic scale could not work; `names` has other names that arguments go by."""
+    """Raises for numbers with which a dynamic scale could not work; `names` has what the caller calls arguments."""
     called = {"init_scale": "init_scale", "scale_factor": "scale_factor", "backoff_factor": "backoff_factor"}
     called.update(names or {})
     checked_scale(called["init_scale"], init_scale)
@@ -103,7 +103,7 @@ def check_scaling(
 
 
 def check_loss(loss: Any) -> None:
-    """Raises for what cannot be scaled and differentiated."""
+    """Raises for a loss that is not a tensor of floating-point numbers."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss must be a tensor, not {type(loss).__name__}")
     if not loss.is_floating_point():
@@ -111,7 +111,7 @@ def check_loss(loss: Any) -> None:
 
 
 def checked_optimizers(optimizers: Any) -> list[Any]:
-    """One optimizer or a list of them, as a list."""
+    """One optimizer, or a list or tuple of them, as a list; raises for what has no `param_groups`."""
     listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     for optimizer in listed:
         if not hasattr(optimizer, "param_groups"):

@@ -81,7 +81,7 @@ class AmpOptimizerState:
 
 
 def collect_params(optimizer: Any, params: list[Tensor], originals: dict[Tensor, Tensor]) -> list[Tensor]:
-    """Notes parameters that the optimizer is to update; returns what belongs in its groups: with masters, those.
+    """Sorts parameters into the lists of the stash; returns what belongs in the optimizer's groups: masters, if any.
 
     `originals` holds values from before the model was cast, which are more exact than its parameters are now.
     """
@@ -100,7 +100,7 @@ def collect_params(optimizer: Any, params: list[Tensor], originals: dict[Tensor,
 
 
 def adopt_frozen(optimizer: Any, trained: Container[Tensor] = ()) -> None:
-    """Makes masters for parameters that are frozen no more, or are in `trained`."""
+    """Makes masters for parameters that were frozen: those that require gradients now, or are in `trained`."""
     stash: AmpOptimizerState = optimizer._amp_stash
     chosen = {id(param) for param in stash.frozen if param.requires_grad or param in trained}
     if not chosen:
@@ -115,7 +115,7 @@ def adopt_frozen(optimizer: Any, trained: Container[Tensor] = ()) -> None:
 
 @torch.no_grad()
 def adopt_changes(stash: AmpOptimizerState) -> None:
-    """Masters of parameters that were changed since initialize take over the change, without waiting for the device.
+    """Gives masters the values of parameters that were changed since `initialize`, without waiting for the device.
 
     Wrappers and scripts broadcast parameters between initialize and the first backward pass, which is where upstream
     made the masters. An element that is still the rounding of its master keeps the digits of the master.

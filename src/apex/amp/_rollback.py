@@ -1,4 +1,7 @@
-"""Everything that `initialize` may change, noted before it does, so that a call that fails leaves no trace."""
+"""Everything that `initialize` may change, noted before it does, so that a call that fails leaves no trace.
+
+The `_snapshot` functions note a state and return a function that restores it.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ def unchanged_on_failure(models: list[nn.Module], optimizers: list[Any]) -> Iter
     # Optimizers of the session as well: they are released if they have masters for one of the models.
     optimizers = [*optimizers, *(known for known in _amp_state.optimizers if known not in optimizers)]
     restore = [
-        _session(),
-        *(_module(module) for model in models for module in model.modules()),
-        *(_optimizer(optimizer) for optimizer in optimizers),
-        *(_tensor(tensor) for tensor in _tensors(models, optimizers)),
+        _snapshot_session(),
+        *(_snapshot_module(module) for model in models for module in model.modules()),
+        *(_snapshot_optimizer(optimizer) for optimizer in optimizers),
+        *(_snapshot_tensor(tensor) for tensor in _tensors(models, optimizers)),
     ]
     try:
         yield
@@ -36,7 +39,7 @@ def unchanged_on_failure(models: list[nn.Module], optimizers: list[Any]) -> Iter
         raise
 
 
-def _session() -> Callable[[], None]:
+def _snapshot_session() -> Callable[[], None]:
     attributes = dict(vars(_amp_state))
     undo = list(_amp_state.undo)
     models, masters, optimizers = dict(_amp_state.models), dict(_amp_state.masters), list(_amp_state.optimizers)
@@ -60,7 +63,7 @@ def _session() -> Callable[[], None]:
     return restore
 
 
-def _module(module: nn.Module) -> Callable[[], None]:
+def _snapshot_module(module: nn.Module) -> Callable[[], None]:
     attributes = dict(vars(module))
     # Whoever registered a hook refers to the dict that has it, so its items are noted and the dict is kept.
     # A model may have something else of such a name: transformers with gradient checkpointing has a list.
@@ -76,7 +79,7 @@ def _module(module: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def _optimizer(optimizer: Any) -> Callable[[], None]:
+def _snapshot_optimizer(optimizer: Any) -> Callable[[], None]:
     inner = innermost(optimizer)
     attributes = [(each, dict(vars(each))) for each in (inner, optimizer)]
     params = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
@@ -103,7 +106,7 @@ def _tensors(models: list[nn.Module], optimizers: list[Any]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in found}.values())
 
 
-def _tensor(tensor: Tensor) -> Callable[[], None]:
+def _snapshot_tensor(tensor: Tensor) -> Callable[[], None]:
     data, grad = tensor.data, tensor.grad
 
     def restore() -> None:

@@ -141,14 +141,14 @@ class LossScaler:
             self._bound_changed(found)
 
     def _bound_changed(self, found: Tensor) -> None:
-        """The floor holds for a scale that was lowered, the ceiling for one that was raised: for scales set by hand."""
+        """Bounds of a scale that was set by hand beyond them: the floor when it is lowered, the ceiling when raised."""
         lowered = self._scale.clamp(min=self._min_loss_scale or None, max=torch.inf)
         raised = self._scale.clamp(max=self._max_loss_scale)
         grown = (found == 0) & (self._successes == 0)
         self._scale.copy_(torch.where(found != 0, lowered, torch.where(grown, raised, self._scale)))
 
     def update_scale(self) -> bool:
-        """The same; returns whether the step must be skipped, which waits for the device."""
+        """Adapts a dynamic scale to the overflow flag; returns whether to skip the step, which waits for the device."""
         self.update_scale_on_device()
         return self.dynamic and self._has_overflow
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._delegation import delegated
-from ..amp._amp_state import maybe_print
+from ..amp._amp_state import HALF, maybe_print
 from ..amp._checks import check_flags, checked_scale
 from ..amp.scaler import LossScaler
 from ..ops.multi_tensor import scale as scale_tensors
@@ -18,7 +18,6 @@ from ._checkpoints import load_scaler, saved_scaler
 from .fp16util import clip_grad_norm, gradient_pairs, master_params_to_model_params
 from .loss_scaler import scaled_backward
 
-_HALF = (torch.float16, torch.bfloat16)
 _FULL = (torch.float32, torch.float64)
 
 # In a closure, halving from 2^24 to the smallest scale that any gradient could need takes fewer attempts.
@@ -59,7 +58,7 @@ class FP16_Optimizer:
         self.overflow = False
         self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm
-        # By which scale the gradients of the two kinds of parameters are multiplied now; None: there are none.
+        # The loss scale that is on the gradients of half-precision and of other parameters; None without gradients.
         self._half_scale: float | None = None
         self._full_scale: float | None = None
 
@@ -89,7 +88,7 @@ class FP16_Optimizer:
         for position, param in enumerate(group["params"]):
             if not param.requires_grad:
                 continue
-            if param.dtype not in _HALF:
+            if param.dtype not in HALF:
                 full.append(param)
                 continue
             master = torch.nn.Parameter(param.detach().float())
@@ -307,7 +306,7 @@ def _rescale(params: list[Tensor], present: float | None, wanted: float) -> floa
 def _check_types(optimizer: Any) -> None:
     for index, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
-            if param.requires_grad and param.dtype not in (*_HALF, *_FULL):
+            if param.requires_grad and param.dtype not in (*HALF, *_FULL):
                 raise TypeError(
                     f"parameter {position} of group {index} is {param.dtype}; FP16_Optimizer takes float16, bfloat16, "
                     "float32 and float64"

@@ -15,7 +15,7 @@ from .loss_scaler import to_python_float as to_python_float
 
 clip_grad_norm = nn.utils.clip_grad_norm_
 
-# What inputs that are indices or masks have; cast, they would be useless.
+# Types of inputs that are indices or masks, which are not cast.
 _INDEX_TYPES = (torch.int32, torch.int64, torch.bool)
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..amp._amp_state import HALF
 from ..amp._checks import check_count, checked_number, checked_scale
 from ..ops.multi_tensor import max_norm
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def to_python_float(t: Any) -> float:
@@ -26,7 +25,7 @@ def to_python_float(t: Any) -> float:
 
 def scaled_backward(loss: Tensor, scale: float, retain_graph: bool) -> None:
     """A backward pass from `scale` times the loss, in float32 if the loss is in half precision."""
-    exact = loss.float() if loss.dtype in _HALF else loss
+    exact = loss.float() if loss.dtype in HALF else loss
     (exact * scale).backward(retain_graph=retain_graph)
 
 
