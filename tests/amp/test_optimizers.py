@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import apex.contrib.optimizers
 import apex.optimizers
@@ -19,6 +20,19 @@ from tests.amp.common import assert_same, loss_of, overflow_at, quiet, small_mod
 from tests.harness import Route, routes
 
 Maker = Callable[[Any], Any]
+
+
+class counting(TorchDispatchMode):
+    """Collects the names of operators that run."""
+
+    def __enter__(self) -> list[str]:  # type: ignore[override]
+        super().__enter__()
+        self.names: list[str] = []
+        return self.names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
 
 
 def _makers() -> dict[str, Maker]:
@@ -261,12 +275,14 @@ def test_sums_that_half_precision_cannot_hold(route: Route, capsys: pytest.Captu
     assert "1 of 1 gradients are not finite: weight (1 inf)" in capsys.readouterr().out
 
 
-def test_gradients_keep_the_smallest_scale() -> None:
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
+def test_gradients_keep_the_smallest_scale(loss_scale: Any) -> None:
     """Losses with scales of their own, in either order; a parameter that only the first one uses."""
     for scales in ((1024.0, 64.0), (64.0, 1024.0)):
         model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
         sgd = FusedSGD(model.parameters(), lr=1.0, materialize_master_grads=False)
-        model, optimizer = quiet(model, sgd, opt_level="O2", num_losses=2, cast_model_outputs=torch.float16)
+        options = {"num_losses": 2, "cast_model_outputs": torch.float16, "loss_scale": loss_scale}
+        model, optimizer = quiet(model, sgd, opt_level="O2", **options)
         for scaler, scale in zip(amp._amp_state.loss_scalers, scales, strict=True):
             scaler._loss_scale = scale
         before = values(amp.master_params(optimizer))
@@ -281,6 +297,27 @@ def test_gradients_keep_the_smallest_scale() -> None:
         after = values(amp.master_params(optimizer))
         assert [float(a - b) for a, b in zip(before, after, strict=True)] == pytest.approx([1.0, 66.0])
         amp.shutdown()
+
+
+def test_a_static_scale_of_one_takes_no_kernels() -> None:
+    """A kernel takes the host 10 us: a step of a small network would be 0.1 ms longer for multiplying by 1."""
+    model = small_model()
+    adam = FusedAdam(model.parameters(), materialize_master_grads=False)
+    model, optimizer = quiet(model, adam, opt_level="O5")
+    train(model, optimizer, 1)
+    optimizer.zero_grad()
+    loss = loss_of(model, 0)
+    with counting() as before:
+        context = amp.scale_loss(loss, optimizer)
+        scaled = context.__enter__()
+    assert scaled is loss
+    scaled.backward()
+    with counting() as after:
+        context.__exit__(None, None, None)
+    assert not before
+    assert after in ([], ["aten::add_"])  # the steps since an overflow
+    assert optimizer.most_recent_scale == 1.0
+    assert type(optimizer.most_recent_scale) is float
 
 
 def test_a_skipped_step_forgets_the_scale() -> None:
