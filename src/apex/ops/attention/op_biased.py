@@ -156,7 +156,8 @@ def launch_forward(
     if launch is None:
         if not _takes(query, key):
             return ATTENTION.run_reference(query, key, value, mask, bias, inf)
-        return launch_forward(*_fitted(query, key, value, mask, bias, inf), inf, saves=saves)
+        query, key, value, mask, bias = _fitted(query, key, value, mask, bias, inf)
+        return launch_forward(query, key, value, mask, bias, inf, saves=saves)
     empty = empty_on(device)
     output = empty(*launch.output, query.dtype)
     statistics = empty(*launch.statistics, torch.float32) if saves else None
@@ -172,7 +173,7 @@ def launch_forward(
 @launch_rule
 def _forward_launch(forms: tuple[Any, ...], saves: bool, device: torch.device) -> ForwardLaunch | None:
     """None where kernels do not take the tensors as they are."""
-    found = _problem(*forms, device)
+    found = _problem(forms, device)
     if found is None:
         return None
     problem, strides = found
@@ -259,7 +260,7 @@ def _backward_launches(
     forms: tuple[Any, ...], output: Form, dout: Form, dtype: torch.dtype | None, device: torch.device
 ) -> BackwardLaunches | None:
     """None where kernels do not take the tensors as they are."""
-    found, o, g = _problem(*forms, device), _strides(*output), _strides(*dout)
+    found, o, g = _problem(forms, device), _strides(*output), _strides(*dout)
     if found is None or o is None or g is None:
         return None
     problem, strides = found
@@ -276,9 +277,8 @@ def _backward_launches(
     at_once = config.batches_at_once(batch, heads * pitch * columns * problem.dtype.itemsize, group)
     batches = config.parts_of_batches(batch, at_once, group)
     # Parts of one group are added one after the other.
-    sums = torch.float32 if at_once < group else dtype
-    if group == len(batches) == 1 and dtype == problem.dtype:
-        sums = None
+    are_dbias = group == len(batches) == 1 and dtype == problem.dtype
+    sums = None if are_dbias else torch.float32 if at_once < group else dtype
     key_strides = strides[3:6]
     parts = tuple(
         (
@@ -295,18 +295,19 @@ def _backward_launches(
     return BackwardLaunches(parts, *results, (stored, contiguous_strides(stored)), dbias, sums)
 
 
-def _problem(
-    query: Form, key: Form, value: Form, mask: Form | None, bias: Form | None, device: torch.device
-) -> tuple[Problem, tuple[int, ...]] | None:
+def _problem(forms: tuple[Any, ...], device: torch.device) -> tuple[Problem, tuple[int, ...]] | None:
     """The problem, and the strides of query, key and value; None where kernels do not take the tensors as they are."""
+    query, key, value, mask, bias = forms
     *lead, heads, rows, head_dim = query[0]
     columns, dtype = key[0][-2], query[2]
-    strides = (_strides(*query), _strides(*key), _strides(*value))
-    groups = (_group(mask, lead, (1, 1, columns)), _group(bias, lead, (heads, rows, columns)))
-    if None in strides or None in groups:
+    mask_group, bias_group = _group(mask, lead, (1, 1, columns)), _group(bias, lead, (heads, rows, columns))
+    q, k, v = _strides(*query), _strides(*key), _strides(*value)
+    if q is None or k is None or v is None or mask_group is None or bias_group is None:
         return None
-    problem = Problem(math.prod(lead), heads, rows, columns, head_dim, dtype, device, *groups)
-    return problem, (*strides[0], *strides[1], *strides[2])
+    if head_dim > config.largest_head(dtype.itemsize, facts(device)) or not columns:
+        return None
+    groups = (mask_group, bias_group)
+    return Problem(math.prod(lead), heads, rows, columns, head_dim, dtype, device, *groups), (*q, *k, *v)
 
 
 def _group(added: Form | None, lead: list[int], inner: tuple[int, int, int]) -> int | None:
