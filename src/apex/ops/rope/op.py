@@ -23,6 +23,8 @@ from .reference import RopeSpec
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
 
+Tensors = Sequence[Tensor]
+
 # Per layout the dimension of tokens, of the batch (None: there is none) and of heads.
 DIMENSIONS: dict[str, tuple[int, int | None, int]] = {
     "sbhd": (0, 1, 2),
@@ -94,9 +96,7 @@ def rotate_now(t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens
         return rotate(t, tables, spec, cu_seqlens)
 
 
-def _rotate(
-    tensors: Sequence[Tensor], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None
-) -> Sequence[Tensor]:
+def _rotate(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> Tensors:
     """Rotations by the same tables, differentiable."""
     for table in tables:
         if not isinstance(table, Tensor):
@@ -116,24 +116,18 @@ def _rotate(
     return _checked_run(tensors, tables, spec, cu_seqlens)
 
 
-def _as_operator(
-    tensors: Sequence[Tensor], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None
-) -> Sequence[Tensor]:
+def _as_operator(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> Tensors:
     """Rotations as torch.compile has them in a graph where they are not decomposed."""
     return torch.ops.apex.rope(list(tensors), list(tables), cu_seqlens, *spec)
 
 
-def _checked_run(
-    tensors: Sequence[Tensor], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None
-) -> list[Tensor]:
+def _checked_run(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> list[Tensor]:
     for t in tensors:
         _check(t, tables, spec, cu_seqlens)
     return _run(tensors, tables, spec, cu_seqlens)
 
 
-def _run(
-    tensors: Sequence[Tensor], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None
-) -> list[Tensor]:
+def _run(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> list[Tensor]:
     """Rotations without autograd, of arguments that were checked."""
     if len(tensors) == 2 and not _differ_in_heads_alone(tensors[0], tensors[1], DIMENSIONS[spec.layout][2]):
         return [_run((t,), tables, spec, cu_seqlens)[0] for t in tensors]
@@ -151,16 +145,14 @@ def _differ_in_heads_alone(query: Tensor, key: Tensor, head_dim: int) -> bool:
     return query.shape == (*key.shape[:head_dim], query.shape[head_dim], *key.shape[head_dim + 1 :])
 
 
-def _by_operators(
-    tensors: Sequence[Tensor], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None
-) -> list[Tensor]:
+def _by_operators(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> list[Tensor]:
     if not torch.jit.is_tracing():
         _check_lengths(tables[0], cu_seqlens)
     tables = [table.detach() for table in tables]
     return [reference.rotate(t, tables, spec, cu_seqlens) for t in tensors]
 
 
-def _check(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None) -> None:
+def _check(t: Tensor, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> None:
     """Refuses arguments that do not fit, in clear words."""
     shape, device, layout = t.shape, t.device, spec.layout
     if layout not in DIMENSIONS:
@@ -242,9 +234,7 @@ def _check_lengths(table: Tensor, cu_seqlens: Tensor | None) -> None:
         )
 
 
-def launch(
-    tensors: Sequence[Tensor], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None
-) -> list[Tensor]:
+def launch(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> list[Tensor]:
     """One launch for a tensor, or for two that differ in heads alone."""
     first, device = tensors[0], facts(tensors[0].device)
     for table in tables:
@@ -294,7 +284,7 @@ def _prepared_launch(
     )
 
 
-def _kernel_tables(tables: Sequence[Tensor]) -> list[Tensor]:
+def _kernel_tables(tables: Tensors) -> list[Tensor]:
     """Contiguous tables; where there is float64 among them, of float32: cosines of float64 angles stay exact."""
     if any(table.dtype == torch.float64 for table in tables):
         tables = (tables[0].cos(), tables[0].sin()) if len(tables) == 1 else tables
@@ -341,8 +331,8 @@ def _memory_is_swapped(t: Tensor) -> bool:
 
 
 def forward_and_save(
-    ctx: Any, tensors: Sequence[Tensor], tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None
-) -> Sequence[Tensor]:
+    ctx: Any, tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None = None
+) -> Tensors:
     """The forward of every autograd Function of rotations."""
     compiling = torch.compiler.is_compiling()
     if not compiling and any(table.requires_grad for table in tables):
