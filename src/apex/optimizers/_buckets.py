@@ -159,7 +159,7 @@ class Bucket:
         if not lists.usable():
             return False
         if addresses is not None:
-            lists.move_gradients(addresses)
+            lists.table.update_moving(addresses)
         return True
 
     def _has_state(self) -> bool:
@@ -173,7 +173,7 @@ class Bucket:
         gradients = list(map(_grad_of, self._sources))
         if not lie_at(self._located, self._addresses):
             return None
-        return gradients, None if lists.has_gradients(gradients) else list(map(_data_ptr, gradients))
+        return gradients, None if lists.table.has_gradients(gradients) else list(map(_data_ptr, gradients))
 
     def _seen_in(self, seen: Sequence[Seen]) -> tuple[list[Tensor], list[int]] | None:
         """What `_look` would find, from a `Seen` of just these parameters."""

@@ -8,7 +8,6 @@ infinite and NaN elements of every tensor that is checked.
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import threading
 from collections import OrderedDict
@@ -388,12 +387,12 @@ def looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 def known_groups(slots: Slots) -> Groups | None:
     """Groups made earlier for tensors of the same sizes and dtypes on this stream, pointed to these; else None."""
-    key = _key(slots)
+    key, tensors = _signature(slots)
     kept = None if key is None else _kept.get(key)
     if kept is None:
         return None
     try:
-        if not kept.looks_right(*_different(slots)):
+        if not kept.looks_right(*tensors):
             return None
     except (RuntimeError, TypeError):  # sparse tensors, or none
         return None
@@ -404,45 +403,40 @@ def known_groups(slots: Slots) -> Groups | None:
 
 def _remember(slots: Slots, groups: Groups) -> None:
     """Keeps groups for `known_groups`; the oldest are dropped where there are too many."""
-    key = _key(slots) if all(isinstance(lists, TritonLists) for _, lists in groups) else None
-    if key is None:
+    key, tensors = _signature(slots)
+    if key is None or not all(isinstance(lists, TritonLists) for _, lists in groups):
         return
     _kept.pop(key, None)
-    _kept[key] = _Kept(looks_like(_different(slots)), groups)
+    _kept[key] = _Kept(looks_like(tensors), groups)
     if len(_kept) > _MOST_KEPT:
         _kept.popitem(last=False)
 
 
-def _key(slots: Slots) -> tuple[Any, ...] | None:
-    """The key under which groups are kept: number of tensors, first and last shape, and what the dispatch asks for.
+def _signature(slots: Slots) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
+    """The key under which groups are kept, and all tensors, those of a list that is in two neighbouring slots once.
 
-    None where nothing is kept: of subclasses, and while a CUDA graph is recorded, since what is uploaded then is there
-    for that graph alone. A thread has its own, since what one has found is not to be pointed elsewhere by another.
+    The key has the number of tensors, first and last shape, and what the dispatch asks for. It is None where nothing is
+    kept: of subclasses, and while a CUDA graph is recorded, since what is uploaded then is there for that graph alone.
+    A thread has its own, since what one has found is not to be pointed elsewhere by another.
     """
     first = next((tensors[0] for tensors in slots if tensors), None)
     if first is None or type(first) not in _library.PLAIN:
-        return None
+        return None, []
     stream = current_stream(first.device)
     if stream < 0:
-        return None
+        return None, []
     key: list[Any] = [threading.get_ident(), first.device, stream, _library.requested, forward_ad._current_level]
-    for index, tensors in enumerate(slots):
+    different: list[Tensor] = []
+    previous: Sequence[Tensor] | None = None
+    for tensors in slots:
         if not tensors:
             key.append(None)
-        elif index and _is_same(tensors, slots[index - 1]):
+        elif tensors is previous or (
+            previous and len(tensors) == len(previous) and all(map(operator.is_, tensors, previous))
+        ):
             key.append("in place")
         else:
             key.append((len(tensors), getattr(tensors[0], "shape", None), getattr(tensors[-1], "shape", None)))
-    return tuple(key)
-
-
-def _is_same(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool:
-    return tensors is others or (
-        others is not None and len(tensors) == len(others) and all(map(operator.is_, tensors, others))
-    )
-
-
-def _different(slots: Slots) -> Sequence[Tensor]:
-    """All tensors of the slots; a list that is in two neighbouring slots is taken once."""
-    different = [t for index, t in enumerate(slots) if t and not (index and _is_same(t, slots[index - 1]))]
-    return different[0] if len(different) == 1 else list(itertools.chain.from_iterable(different))
+            different.extend(tensors)
+        previous = tensors
+    return tuple(key), different

@@ -58,8 +58,8 @@ class TritonLists:
         self._types = tuple(None if t is None else str(t).removeprefix("torch.") for t in dtypes)
         self._columns = 1 + sum(t is not None for slot, t in enumerate(dtypes) if slot != GRADIENT)
         self._copied = copy is not None
-        self._table = self._make_table(slots, copy)
-        self.sizes = tuple(self._table.sizes)
+        self.table = self._make_table(slots, copy)
+        self.sizes = tuple(self.table.sizes)
         self._layouts: dict[tuple[int, bool], Layout] = {}
         self._bounds: dict[int, Tensor] = {}
         # Whether the program that is the last adds up: of all, and of every tensor, which must then have a program.
@@ -76,19 +76,11 @@ class TritonLists:
         """Other tensors of the same sizes and dtypes in place of the present ones."""
         lists = [tensors if tensors is None or type(tensors) is list else list(tensors) for tensors in (*slots, copy)]
         gradients = lists.pop(GRADIENT)
-        self._table.point_to([tensors for tensors in lists if tensors], gradients)
+        self.table.point_to([tensors for tensors in lists if tensors], gradients)
 
     def usable(self) -> bool:
         """Whether work that is launched now may read the tables: on another stream they may not have arrived yet."""
         return self._stream == current_stream(self.device)
-
-    def has_gradients(self, gradients: list[Tensor]) -> bool:
-        """Whether these gradients have the addresses that the tables hold."""
-        return self._table.has_gradients(gradients)
-
-    def move_gradients(self, addresses: list[int]) -> None:
-        """Takes the addresses of other gradients."""
-        self._table.update_moving(addresses)
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
@@ -185,7 +177,7 @@ class TritonLists:
         The same launch adds that up if a `total` is given.
         """
         numbers, scalars, on_device = self._numbers(rule, hyper)
-        table, layout = self._table, self._layout(rule)
+        table, layout = self.table, self._layout(rule)
         if not layout.count:
             return self._partials(0, rule.quantities)[0], layout
         if self._index is not None and _device.current_stream(self._index):  # the default stream cannot be captured

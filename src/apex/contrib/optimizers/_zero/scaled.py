@@ -71,7 +71,7 @@ class _Bucket:
         given = [gradients[member] for member in members]
         known = self._updates.get(owner)
         if known is not None and known[0] == given[0].dtype and isinstance(known[1], TritonLists):
-            known[1].move_gradients(list(map(Tensor.data_ptr, given)))
+            known[1].table.update_moving(list(map(Tensor.data_ptr, given)))
             return known[1]
         weights, *state = ([pieces[member] for member in members] for pieces in self._wide_pieces)
         lists = make_lists(in_slots(weights, given, state))

@@ -104,7 +104,7 @@ class ArenaState:
             self._lists[owner] = _CachedLists(lists, where, given[0].dtype)
             return lists
         if isinstance(known.lists, TritonLists):
-            known.lists.move_gradients(list(map(Tensor.data_ptr, given)))
+            known.lists.table.update_moving(list(map(Tensor.data_ptr, given)))
         else:
             known.lists.point_to(*self._slots(units, given))
         return known.lists
