@@ -25,18 +25,20 @@ reductions = _library.LazyModule(f"{__package__}.kernels_reductions")
 _NUMBERS = frozenset((float, int, bool))
 _ZEROS, _ON_HOST = (0.0,) * SCALARS, (-1,) * SCALARS
 _OFF, _NO_CHECKS = (False,) * FLAG_COUNT, (False,) * SLOTS
+# How measured values are added up: per tensor or over all, as a root, into a moving average.
+_OF_ALL, _ROOT = (False, False, False), (False, True, False)
+_OF_EACH, _AVERAGE = (True, False, False), (True, False, True)
 
 
 class Sum(NamedTuple):
-    """How measured values are added up into `out`: per tensor or over all, as a root, into a moving average.
+    """Into what measured values are added up, and how; `out` has so many columns.
 
     See `kernels_reductions.reduce_partials` for `factor` and for limit, margin and share, which `by` holds.
     """
 
     out: Tensor
-    per_tensor: bool = False
-    root: bool = False
-    averages: bool = False
+    how: tuple[bool, bool, bool]
+    columns: int = 1
     factor: Tensor | None = None
     by: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
@@ -60,7 +62,7 @@ class TritonLists:
         self._copied = copy is not None
         self.table = self._make_table(slots, copy)
         self.sizes = tuple(self.table.sizes)
-        self._layouts: dict[tuple[int, bool], Layout] = {}
+        self._layouts: dict[Rule, Layout] = {}
         self._bounds: dict[int, Tensor] = {}
         # Whether the program that is the last adds up: of all, and of every tensor, which must then have a program.
         publishes = _device.facts(self.device).publishes_for_all
@@ -102,7 +104,7 @@ class TritonLists:
 
         Without a `total`, per tensor into new memory.
         """
-        per_tensor = total is None or total.per_tensor
+        per_tensor = total is None or total.how[0]
         if self._finishes_each if per_tensor else self._finishes_all:
             total = total or self._sum_per_tensor(rule)
             self._run(rule, hyper, flags, total, **given)
@@ -125,18 +127,19 @@ class TritonLists:
         return total.out
 
     def _sum_per_tensor(self, rule: Rule) -> Sum:
-        return Sum(self._empty(len(self.sizes), max(2, rule.quantities)), per_tensor=True)
+        columns = max(2, rule.quantities)
+        return Sum(self._empty(len(self.sizes), columns), _OF_EACH, columns)
 
     def total(self, per_tensor: Tensor, *, maximum: bool = False, root: bool = False) -> Tensor:
         """Sum (or maximum) over the tensors of the first quantity, float32 [1]; its root if asked for."""
-        total = Sum(self._empty(1), root=root)
+        total = Sum(self._empty(1), _ROOT if root else _OF_ALL)
         bounds = self._bounds_of_all(len(self.sizes))
         self._reduce(per_tensor, bounds, total, None, None, 1, per_tensor.shape[1], maximum)
         return total.out
 
     def measured_total(self, rule: Rule, hyper: dict[str, Any], *, root: bool = False, **given: Any) -> Tensor:
         """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1]."""
-        return self._measured(rule, hyper, (), Sum(self._empty(1), root=root), **given)
+        return self._measured(rule, hyper, (), Sum(self._empty(1), _ROOT if root else _OF_ALL), **given)
 
     def measured_clip(self, rule: Rule, limit: float, margin: float, **scaling: Any) -> tuple[Tensor, Tensor]:
         """The norm of all gradients, and what brings them down to `limit`, `grad_scale` included; float32 [1] each.
@@ -144,7 +147,7 @@ class TritonLists:
         `rule` measures squares, or absolute values that are maximised.
         """
         factor = self._empty(1)
-        total = Sum(self._empty(1), root=not rule.maximum, factor=factor, by=(limit, margin, 0.0))
+        total = Sum(self._empty(1), _OF_ALL if rule.maximum else _ROOT, 1, factor, (limit, margin, 0.0))
         return self._measured(rule, {}, (), total, **scaling), factor
 
     def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Any) -> None:
@@ -152,7 +155,7 @@ class TritonLists:
 
         A negative average is none yet, and becomes what is measured.
         """
-        total = Sum(averages, per_tensor=True, averages=True, by=(0.0, 0.0, share))
+        total = Sum(averages, _AVERAGE, 2, None, (0.0, 0.0, share))
         self._measured(rule, {}, (), total, **scaling)
 
     # Launches ---------------------------------------------------------------------------------------------------------
@@ -187,8 +190,8 @@ class TritonLists:
         if rule.quantities:
             partials, tickets = self._partials(layout.count, rule.quantities)
         if total is not None:
-            out, per_tensor, *how, factor, by = total
-            finishing = (per_tensor, *how, out.shape[-1], layout.last_block[per_tensor])
+            out, how, columns, factor, by = total
+            finishing = (*how, columns, layout.last_block[how[0]])
             sums = (layout.bounds, tickets, out, factor)
         given = (table.fixed, table.moving, layout.programs, noop, grad_scale, scalars, whole, overflow)
         settings = (flags, on_device, checks, self._types, self._columns, table.aligned, seed is not None, finishing)
@@ -211,8 +214,8 @@ class TritonLists:
     ) -> None:
         """See `kernels_reductions.reduce_partials`; `columns` are those of `partials`."""
         keep_if_captured(self.device, bounds)
-        shape = (bounds.shape[0] - 1, quantities, columns, total.out.shape[-1])
-        launch = _reduction_launch(*shape, maximum, total.root, total.averages)
+        shape, (_, root, averages) = (bounds.shape[0] - 1, quantities, columns, total.columns), total.how
+        launch = _reduction_launch(*shape, maximum, root, averages)
         launch((partials, bounds, noop, grad_scale, total.out, total.factor), total.by)
 
     def _bounds_of_all(self, count: int) -> Tensor:
@@ -226,7 +229,7 @@ class TritonLists:
         return partial_sums(count * quantities, self.device)
 
     def _empty(self, *shape: int) -> Tensor:
-        strides = (1,) if len(shape) == 1 else _device.contiguous_strides(shape)
+        strides = (1,) if len(shape) == 1 else (shape[1], 1)
         return _device.empty_on(self.device)(shape, strides, torch.float32)
 
     # What launches depend on ------------------------------------------------------------------------------------------
@@ -242,15 +245,14 @@ class TritonLists:
 
     def _layout(self, rule: Rule) -> Layout:
         """A program per block; or, of a rule that measures, per so many that what they find takes little memory."""
-        key = (len(rule.slots) + (self._copied and rule.writes_slot[0]), rule.quantities > 0)
-        layout = self._layouts.get(key)
+        layout = self._layouts.get(rule)
         if layout is None:
-            lists, measures = key
+            lists = len(rule.slots) + (self._copied and rule.writes_slot[0])
             block = self._block_for(lists)
-            together = self._blocks_together(block, lists) if measures else 1
+            together = self._blocks_together(block, lists) if rule.quantities else 1
             same = (known for known in self._layouts.values() if (known.block, known.together) == (block, together))
             layout = next(same, None) or Layout(self.sizes, block, self.device, together)
-            self._layouts[key] = layout
+            self._layouts[rule] = layout
         return layout
 
     def _numbers(self, rule: Rule, hyper: dict[str, Any]) -> tuple[tuple[Any, ...], Tensor | None, tuple[int, ...]]:
