@@ -72,7 +72,7 @@ def _slope(x, position, label, log_sum, scale, own, others):
 def _write_gradient(
     source, target, source_start, target_start, classes, label, counted, log_sum, scale, smoothing, first, step,
     EDGES: tl.constexpr, SAME_STRIDE: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
-    EVICT: tl.constexpr = "",
+    EVICT: tl.constexpr,
 ):  # fmt: skip
     """Writes a row's gradient: the blocks `first`, `first + step`, ... and with block 0 the edges.
 
@@ -192,7 +192,7 @@ def xentropy_backward(
     _write_gradient(
         logits, gradient, row * row_stride, row * classes, classes, label, label != padding_idx, log_sum, scale,
         smoothing, tl.program_id(0) % splits, splits,
-        EDGES, SAME_STRIDE, GROUPS, LANES, VECTOR,
+        EDGES, SAME_STRIDE, GROUPS, LANES, VECTOR, "",
     )  # fmt: skip
 
 
