@@ -66,6 +66,7 @@ def test_kernels_know_what_divides_the_lengths() -> None:
             tile = config.keys_tile(32, 2, rows, columns, "", LARGE)
             constants = config.tile_constants(tile, rows, columns, 32, False, torch.bfloat16, LARGE)
             assert (constants["ALIGN_M"], constants["ALIGN_N"]) == (math.gcd(rows, 16), math.gcd(columns, 16))
+            assert config.tile_constants(tile, rows, columns, 24, False, torch.bfloat16, LARGE)["ALIGN_D"] == 8
         assert rows <= config.pitch(rows) < rows + 16
         assert config.pitch(rows) % 16 == 0
         # The last tile of queries reaches as far: what lies beyond them is written, too.

@@ -116,8 +116,8 @@ def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: s
     # 64, all gradients of 58 batches of 2 heads, 576 long: 209 (128 keys: 398, of which threads keep 296 bytes outside
     # of registers).
     if element_size == 4:
-        tile = Tile(32, 64, 4, 2) if block <= 32 else Tile(32, 32, 4, 2 if block <= 64 else 1)
-    elif block <= 64 and not (block == 64 and "bias" in kind):
+        tile = Tile(16, 64, 4, 1) if block <= 32 else Tile(32, 32, 4, 2 if block <= 64 else 1)
+    elif block <= 16 or (block <= 64 and "bias" not in kind):
         tile = Tile(32, 128, 4, 2)
     else:
         tile = Tile(32, 64, 4, 2) if block <= 128 else Tile(32, 32, 4, 2)
@@ -171,15 +171,16 @@ def spread(tile: Tile, split: str, length: int, heads: int, element_size: int, d
 def tile_constants(
     tile: Tile, rows: int, columns: int, head_dim: int, packed: bool, dtype: torch.dtype, device: DeviceFacts
 ) -> dict[str, Any]:
-    """What divides the lengths, what needs no masks, the precision of products, the sizes of the tile; warps, stages.
+    """What divides lengths and heads, what needs no masks, the precision of products, the tile; warps, stages.
 
-    Of lengths Triton knows multiples of 16 alone: of a bias for 72 keys single values were loaded, and 231 batches of 8
-    heads, bfloat16, 32 wide, took 254 forward, PyTorch's attention 124.
+    Of them Triton knows multiples of 16 alone: of a bias for 72 keys single values were loaded, and 231 batches of 8
+    heads, bfloat16, 32 wide, took 254 forward, PyTorch's attention 124. So were all of heads that are 8 wide.
     """
     block = head_block(head_dim)
     return {
         "ALIGN_M": math.gcd(rows, 16),
         "ALIGN_N": math.gcd(columns, 16),
+        "ALIGN_D": math.gcd(head_dim, 16),
         "FULL_M": not packed and rows % tile.queries == 0,
         "FULL_N": not packed and columns % tile.keys == 0,
         "FULL_D": head_dim == block,

@@ -8,6 +8,7 @@ from .config import DLOGITS_PITCH
 from .kernels_common import (
     LOG2E,
     aligned,
+    aligned_strides,
     bias_tile,
     dot,
     is_kept,
@@ -86,12 +87,20 @@ def attention_backward_queries(
     q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, g_z, g_h, g_m, d_z, d_h, d_m, s_z, s_h, plane,
     mask_group, bias_group, threshold, scale, inf, kept,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
-    ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    ALIGN_S: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, ALIGN_D: tl.constexpr, FULL_M: tl.constexpr,
+    FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the queries, and `delta`, the product of every row of `out` with its gradient."""
     rows = aligned(rows, ALIGN_M)
     columns = aligned(columns, ALIGN_N)
+    head_dim = aligned(head_dim, ALIGN_D)
+    q_z, q_h, q_m = aligned_strides(q_z, q_h, q_m, ALIGN_S)
+    k_z, k_h, k_n = aligned_strides(k_z, k_h, k_n, ALIGN_S)
+    v_z, v_h, v_n = aligned_strides(v_z, v_h, v_n, ALIGN_S)
+    o_z, o_h, o_m = aligned_strides(o_z, o_h, o_m, ALIGN_S)
+    g_z, g_h, g_m = aligned_strides(g_z, g_h, g_m, ALIGN_S)
+    d_z, d_h, d_m = aligned_strides(d_z, d_h, d_m, ALIGN_S)
     z, h, first, start, count, partners = locate(
         tl.program_id(0), cu, batch, heads, rows, columns, total, PACKED, TAIL, BM
     )
@@ -147,8 +156,9 @@ def attention_backward_keys(
     s_z, s_h, plane,
     mask_group, bias_group, threshold, first_batch, scale, inf, kept,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
-    STORES: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr,
-    FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    STORES: tl.constexpr, ALIGN_S: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, ALIGN_D: tl.constexpr,
+    FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values. Tiles are transposed: keys by queries.
 
@@ -157,6 +167,14 @@ def attention_backward_keys(
     """
     rows = aligned(rows, ALIGN_M)
     columns = aligned(columns, ALIGN_N)
+    head_dim = aligned(head_dim, ALIGN_D)
+    q_z, q_h, q_m = aligned_strides(q_z, q_h, q_m, ALIGN_S)
+    k_z, k_h, k_n = aligned_strides(k_z, k_h, k_n, ALIGN_S)
+    v_z, v_h, v_n = aligned_strides(v_z, v_h, v_n, ALIGN_S)
+    o_z, o_h, o_m = aligned_strides(o_z, o_h, o_m, ALIGN_S)
+    g_z, g_h, g_m = aligned_strides(g_z, g_h, g_m, ALIGN_S)
+    dk_z, dk_h, dk_n = aligned_strides(dk_z, dk_h, dk_n, ALIGN_S)
+    dv_z, dv_h, dv_n = aligned_strides(dv_z, dv_h, dv_n, ALIGN_S)
     pitch = tl.cdiv(rows, PITCH) * PITCH
     z, h, first, start, count, partners = locate(
         tl.program_id(0), cu, batch, heads, columns, rows, total, PACKED, TAIL, BN
@@ -263,9 +281,9 @@ def _sum_of_batches(
 def attention_backward_stored(
     dlogits, k, dq, dbias,
     heads, rows, columns, head_dim, k_z, k_h, k_n, d_z, d_h, d_m, first_batch, programs, group, first_group, scale,
-    SUMS: tl.constexpr, ADDS: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, FULL_M: tl.constexpr,
-    FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr, BATCHES: tl.constexpr, ELEMENTS: tl.constexpr,
+    SUMS: tl.constexpr, ADDS: tl.constexpr, ALIGN_S: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr,
+    ALIGN_D: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BATCHES: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the queries from that of the logits, as `attention_backward_keys` stores it.
 
@@ -274,6 +292,9 @@ def attention_backward_stored(
     """
     pitch = tl.cdiv(aligned(rows, ALIGN_M), PITCH) * PITCH
     columns = aligned(columns, ALIGN_N)
+    head_dim = aligned(head_dim, ALIGN_D)
+    k_z, k_h, k_n = aligned_strides(k_z, k_h, k_n, ALIGN_S)
+    d_z, d_h, d_m = aligned_strides(d_z, d_h, d_m, ALIGN_S)
     program = tl.program_id(0)
     if program >= programs:
         if SUMS:

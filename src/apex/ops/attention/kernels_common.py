@@ -36,6 +36,12 @@ def aligned(size, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def aligned_strides(z, h, m, ALIGN: tl.constexpr):
+    """The strides of batch, head and row, multiples of ALIGN."""
+    return aligned(z, ALIGN), aligned(h, ALIGN), aligned(m, ALIGN)
+
+
+@triton.jit
 def mix(x):
     """A bijection of 32-bit numbers that leaves no pattern behind."""
     x = x ^ (x >> 16)

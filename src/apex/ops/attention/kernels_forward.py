@@ -8,6 +8,7 @@ from .kernels_common import (
     LN2,
     LOG2E,
     aligned,
+    aligned_strides,
     bias_tile,
     dot,
     is_kept,
@@ -133,16 +134,20 @@ def attention_forward(
     q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane,
     mask_group, bias_group, threshold, pitch, scale, inf, kept,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
-    SAVES: tl.constexpr, REPAIRS: tl.constexpr, ALIGN_P: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr,
-    FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr,
+    SAVES: tl.constexpr, REPAIRS: tl.constexpr, ALIGN_P: tl.constexpr, ALIGN_S: tl.constexpr, ALIGN_M: tl.constexpr,
+    ALIGN_N: tl.constexpr, ALIGN_D: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Output and statistics, a tile of queries per program. `pitch` is the stride of the bias from row to row.
 
     REPAIRS: only if packed sequences do not fill all rows; where they do, what is there already is right. Few programs,
     which end at once or take all tiles.
     """
-    sizes = (batch, heads, aligned(rows, ALIGN_M), aligned(columns, ALIGN_N), head_dim, total)
+    sizes = (batch, heads, aligned(rows, ALIGN_M), aligned(columns, ALIGN_N), aligned(head_dim, ALIGN_D), total)
+    q_z, q_h, q_m = aligned_strides(q_z, q_h, q_m, ALIGN_S)
+    k_z, k_h, k_n = aligned_strides(k_z, k_h, k_n, ALIGN_S)
+    v_z, v_h, v_n = aligned_strides(v_z, v_h, v_n, ALIGN_S)
+    o_z, o_h, o_m = aligned_strides(o_z, o_h, o_m, ALIGN_S)
     strides = (q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane)
     options = (mask_group, bias_group, threshold, aligned(pitch, ALIGN_P), scale, inf, kept)
     tensors = (q, k, v, mask, bias, cu, seed, out, statistics)

@@ -115,6 +115,7 @@ class Problem(NamedTuple):
             PACKED=total > 0,
             TAIL=self.tail,
             DROPS=dropout > 0,
+            ALIGN_S=math.gcd(16, *strides),
             **flags,
             **self.tiling(tile),
         )
@@ -185,6 +186,7 @@ def dquery_dbias_launch(
         (problem.heads, problem.rows, problem.columns, problem.head_dim, *strides, *place),
         SUMS=sums,
         ADDS=first % problem.bias_group > 0,
+        ALIGN_S=math.gcd(16, *strides),
         BATCHES=block[0],
         ELEMENTS=block[1],
         **problem.tiling(tile),
