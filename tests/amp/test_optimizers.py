@@ -320,6 +320,17 @@ def test_a_static_scale_of_one_takes_no_kernels() -> None:
     assert type(optimizer.most_recent_scale) is float
 
 
+def test_nor_does_it_where_gradients_go_to_masters() -> None:
+    model = small_model()
+    model, optimizer = quiet(model, FusedAdam(model.parameters()), opt_level="O5")
+    for _ in range(2):  # with gradients to add to, the second time
+        loss = loss_of(model, 0)
+        with counting() as names, amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        assert "aten::reciprocal" not in names
+    optimizer.step()
+
+
 def test_a_skipped_step_forgets_the_scale() -> None:
     model = small_model()
     sgd = LARC(FusedSGD(model.parameters(), lr=0.1, materialize_master_grads=False))

@@ -89,7 +89,7 @@ def scale_loss(
     _overflow_messages.read()
     with _autocast_off():
         try:
-            yield loss.float() if _number(scaler) == 1.0 else loss.float() * scaler._scale.reshape(())
+            yield loss.float() if scaler.known_scale() == 1.0 else loss.float() * scaler._scale.reshape(())
         except BaseException:
             for optimizer in prepared:
                 restore_grads(optimizer._amp_stash)
@@ -284,20 +284,15 @@ def _kept_scale(inner: Any, scaler: LossScaler) -> _Scales:
     It is the smallest of the backward passes before a step: half precision could not hold the gradients of one loss at
     the larger scale of another.
     """
-    number = _number(scaler)
+    number = scaler.known_scale()
     new = scaler._scale if number is None else number
     earlier = inner.most_recent_scale if inner.scale_set_by_backward else new
     if isinstance(new, Tensor):
-        kept = new.clamp(max=earlier)
+        kept: float | Tensor = new.clamp(max=earlier)
     else:
         kept = earlier.clamp(max=new) if isinstance(earlier, Tensor) else min(new, earlier)
     inner.most_recent_scale, inner.scale_set_by_backward = kept, True
     return _Scales(new, earlier, kept)
-
-
-def _number(scaler: LossScaler) -> float | None:
-    """A static scale, so that the device need not be asked; None while a graph is recorded, where it may change yet."""
-    return scaler._static_scale if _recording.current is None else None
 
 
 # The step -------------------------------------------------------------------------------------------------------------

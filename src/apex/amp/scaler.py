@@ -118,6 +118,10 @@ class LossScaler:
                 for tensor in (self._scale, self._successes, self._overflow_buf)
             )
 
+    def known_scale(self) -> float | None:
+        """A static scale as a number; None while a graph is recorded, between whose replays it may be changed."""
+        return self._static_scale if _recording.current is None else None
+
     def scale_tensor(self) -> Tensor:
         """The scale, float32 [1]."""
         return self._scale
@@ -197,7 +201,7 @@ class LossScaler:
         `scale_override` has the scales of all three, numbers or tensors. With `checks_sum`, for gradients that stay in
         half precision, a sum that is too large for them is an overflow too.
         """
-        grads_scale, stashed_scale, out_scale = (self._scale, 1.0, 1.0) if scale_override is None else scale_override
+        grads_scale, stashed_scale, out_scale = (None, 1.0, 1.0) if scale_override is None else scale_override
         flag = self._found_inf_on(model_grads)
         stashed_factor = out_scale / stashed_scale
         factor = self._inverse(grads_scale) * out_scale
@@ -231,9 +235,14 @@ class LossScaler:
         axpby(model_grads, stashed_master_grads, master_grads, a, b, overflow=flag, checks="x")
         self._add_found_inf(flag)
 
-    def _inverse(self, override: Any) -> Tensor:
-        """1 / scale, float32 [1]; rounded once, as a division of doubles that is rounded to float32 would be."""
+    def _inverse(self, override: Any) -> float | Tensor:
+        """1 / scale, float32 [1]; rounded once, as a division of doubles that is rounded to float32 would be.
+
+        1.0 where the host knows that it is.
+        """
         if override is None:
+            if self.known_scale() == 1.0:
+                return 1.0
             override = self._scale
         elif not isinstance(override, Tensor):
             override = torch.full_like(self._scale, float(override))
