@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_floats, check_optional_tensors, check_tensors, values_at_hand
-from .._device import DeviceFacts, facts, launch_rule
+from .._device import DeviceFacts, contiguous_strides, empty_on, facts, launch_rule
 from .._tolerance import excess
 from . import config, reference
 from .reference import RopeSpec
@@ -112,7 +112,7 @@ def _rotate(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tenso
                 _check(t, tables, spec, cu_seqlens)
         return _by_operators(tensors, tables, spec, cu_seqlens)
     if torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[-1].requires_grad):
-        return _apply_node(len(tensors), spec, cu_seqlens, *tensors, *tables)
+        return _apply_node((tables, spec, cu_seqlens), *tensors)
     return _checked_run(tensors, tables, spec, cu_seqlens)
 
 
@@ -122,16 +122,18 @@ def _as_operator(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: 
 
 
 def _checked_run(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> list[Tensor]:
-    for t in tensors:
-        _check(t, tables, spec, cu_seqlens)
-    return _run(tensors, tables, spec, cu_seqlens)
+    return _run(tensors, tables, spec, cu_seqlens, checked=False)
 
 
-def _run(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> list[Tensor]:
-    """Rotations without autograd, of arguments that were checked."""
-    if len(tensors) == 2 and not _differ_in_heads_alone(tensors[0], tensors[1], DIMENSIONS[spec.layout][2]):
-        return [_run((t,), tables, spec, cu_seqlens)[0] for t in tensors]
+def _run(
+    tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None, checked: bool = True
+) -> list[Tensor]:
+    """Rotations without autograd, of arguments that are checked unless they were."""
     first = tensors[0]
+    if not checked:
+        _check(first, tables, spec, cu_seqlens)
+    if len(tensors) == 2 and not _differ_in_heads_alone(first, tensors[1], DIMENSIONS[spec.layout][2]):
+        return [_run((t,), tables, spec, cu_seqlens, checked)[0] for t in tensors]
     is_empty = not first.numel() or not tensors[-1].numel()
     if _library.runs_triton(FAMILY, first) and not is_empty and first.shape[-1] <= config.LONGEST_ROW:
         return launch(tensors, tables, spec, cu_seqlens)
@@ -243,11 +245,12 @@ def launch(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor
             break
     if cu_seqlens is not None and not cu_seqlens.is_contiguous():
         cu_seqlens = cu_seqlens.contiguous()
-    outputs = [_empty_result(t, spec.swap_memory) for t in tensors]
     edges = spec.width if cu_seqlens is None else cu_seqlens.shape[0] - 1
     of_tables = (len(tables), tables[0].shape[-1], tables[0].numel())
-    sides = tuple([(t.shape, t.stride(), output.stride()) for t, output in zip(tensors, outputs, strict=True)])
-    prepared = _prepared_launch(sides, first.dtype.itemsize, spec.layout, spec.inverse, of_tables, edges, device)
+    given = tuple([(t.shape, t.stride()) for t in tensors])
+    dtype, empty = first.dtype, empty_on(first.device)
+    prepared, results = _prepared_launch(given, dtype.itemsize, spec[:3], of_tables, edges, device)
+    outputs = [empty(shape, strides, dtype) for shape, strides in results]
     pair = (*tensors, *outputs) if len(tensors) == 2 else (first, None, outputs[0], None)
     prepared((*pair, *tables, *_ABSENT[len(tables)], cu_seqlens))
     return outputs
@@ -258,15 +261,21 @@ Side = tuple[torch.Size, tuple[int, ...], tuple[int, ...]]  # shape and strides 
 
 @launch_rule
 def _prepared_launch(
-    sides: tuple[Side, ...],
+    given: tuple[tuple[torch.Size, tuple[int, ...]], ...],
     itemsize: int,
-    layout: str,
-    inverse: bool,
+    way: tuple[str, bool, bool],
     table: tuple[int, int, int],
     edges: int,
     device: DeviceFacts,
-) -> Any:
-    """The kernel for a tensor, or for two; `table` is how many tables there are, their last dimension and elements."""
+) -> tuple[Any, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """The kernel for a tensor, or for two, `given` by shapes and strides; and shapes and strides of the results.
+
+    `way` are layout, swap_memory and inverse of a spec; `table` is how many tables there are, their last dimension and
+    elements.
+    """
+    layout, swap_memory, inverse = way
+    results = [(tuple(shape), _result_strides(tuple(shape), swap_memory)) for shape, _ in given]
+    sides: list[Side] = [(*each, strides) for each, (_, strides) in zip(given, results, strict=True)]
     shape, (tables, rotated, numel) = sides[0][0], table
     constants = config.channel_constants(layout, tables, inverse, shape[-1], rotated)
     sizes = (shape[DIMENSIONS[layout][0]], numel // rotated, edges, edges.bit_length())
@@ -274,7 +283,7 @@ def _prepared_launch(
     key_programs, key_side, key_tile, key_warps = 0, (1,) * len(side), tile, num_warps
     if len(sides) == 2:
         key_programs, key_side, key_tile, key_warps = _side(sides[1], layout, itemsize, device)
-    return kernels.rope.prepare(
+    launch = kernels.rope.prepare(
         (programs + key_programs,),
         (*sizes, programs, *side, *key_side),
         CHANNELS=constants,
@@ -282,6 +291,15 @@ def _prepared_launch(
         KEY_TILE=key_tile,
         num_warps=max(num_warps, key_warps),
     )
+    return launch, results
+
+
+def _result_strides(shape: tuple[int, ...], swap_memory: bool) -> tuple[int, ...]:
+    """The strides of a contiguous result, or of one whose first two dimensions are swapped in memory."""
+    if not swap_memory:
+        return contiguous_strides(shape)
+    outer, inner, *rest = contiguous_strides((shape[1], shape[0], *shape[2:]))
+    return (inner, outer, *rest)
 
 
 def _kernel_tables(tables: Tensors) -> list[Tensor]:
@@ -335,7 +353,7 @@ def forward_and_save(
 ) -> Tensors:
     """The forward of every autograd Function of rotations."""
     compiling = torch.compiler.is_compiling()
-    if not compiling and any(table.requires_grad for table in tables):
+    if not compiling and True in [table.requires_grad for table in tables]:
         warnings.warn(
             "rotary position embeddings give no gradient to their frequencies, although these require one: detach "
             "them, or compute the embedding from PyTorch operators",
@@ -368,20 +386,19 @@ def backward_from_saved(ctx: Any, *gradients: Tensor | None) -> list[Tensor | No
 
 class _RotateFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, count, spec, cu_seqlens, *tensors):  # type: ignore[override]
+    def forward(ctx, settings, *tensors):  # type: ignore[override]
         ctx.set_materialize_grads(False)
-        return tuple(forward_and_save(ctx, tensors[:count], tensors[count:], spec, cu_seqlens))
+        return tuple(forward_and_save(ctx, tensors, *settings))
 
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[override]
-        wanted = ctx.needs_input_grad[3:]
         if len(gradients) == 2:
-            gradients = tuple([g if needed else None for g, needed in zip(gradients, wanted, strict=False)])
-        found = backward_from_saved(ctx, *gradients)
-        return (None, None, None, *found, *(None,) * (len(wanted) - len(found)))
+            wanted = ctx.needs_input_grad[1:]
+            gradients = tuple([g if needed else None for g, needed in zip(gradients, wanted, strict=True)])
+        return None, *backward_from_saved(ctx, *gradients)
 
 
-_apply_node = _library.quick_apply(_RotateFunction)
+_apply_node = _library.eager_apply(_RotateFunction)
 
 
 def _library_rope(tensors, tables, cu_seqlens, *spec):  # type: ignore[no-untyped-def]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors, values_at_hand
-from .._device import facts, next_power_of_2
+from .._device import DeviceFacts, facts, launch_rule, next_power_of_2
 from .._op import Op
 from . import config, reference
 
@@ -177,28 +177,15 @@ def launch_backward(
 ) -> tuple[Tensor | None, ...]:
     given = reference.JointOptions(*options[:-1])  # without `wanted`
     frames, tokens = given.frames, given.tokens
-    batches, features, device = len(f_len), dh.shape[-1], facts(dh.device)
-    df, dg = (torch.empty(batches, n, features, dtype=dh.dtype, device=dh.device) for n in (frames, tokens))
+    batches, features, dtype, device = len(f_len), dh.shape[-1], dh.dtype, dh.device
+    df, dg = [torch.empty(batches, n, features, dtype=dtype, device=device) for n in (frames, tokens)]
     if not (df.numel() and dg.numel()):
         return df.zero_(), dg.zero_()
-    tile = config.joint_backward_tile(tokens, features, dh.element_size(), device)
-    blocks = -(-tokens // tile.tokens)
-    programs = batches * blocks * -(-features // tile.features)
-    chunk = -(-frames // config.frame_chunks(frames, programs, kept is not None, device))
-    chunks = -(-frames // chunk)
+    sizes = (batches, frames, tokens, features)
+    launch, blocks, chunks = _backward_launch(*sizes, dtype.itemsize, kept is not None, facts(device))
     df_sums = df if blocks == 1 else df.new_empty(blocks, *df.shape, dtype=torch.float32)
     dg_sums = dg if chunks == 1 else dg.new_empty(chunks, *dg.shape, dtype=torch.float32)
-    kernels.transducer_joint_backward(
-        (programs * chunks,),
-        (dh, kept, f_len, g_len, within_rows(batch_offset, len(dh)), df_sums, dg_sums),
-        (batches, frames, tokens, features, chunks, chunk),
-        (given.scale,),
-        TOKENS=tile.tokens,
-        FEATURES=tile.features,
-        STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+    launch((dh, kept, f_len, g_len, within_rows(batch_offset, len(dh)), df_sums, dg_sums), (given.scale,))
     for sums, result in (df_sums, df), (dg_sums, dg):
         if sums is not result:
             kernels.transducer_joint_sum(
@@ -210,6 +197,28 @@ def launch_backward(
                 num_warps=2,
             )
     return df, dg
+
+
+@launch_rule
+def _backward_launch(
+    batches: int, frames: int, tokens: int, features: int, itemsize: int, masked: bool, device: DeviceFacts
+) -> tuple[Any, int, int]:
+    """The kernel of a backward pass, and how many sums there are for each gradient of f and of g."""
+    tile = config.joint_backward_tile(tokens, features, itemsize, device)
+    blocks = -(-tokens // tile.tokens)
+    programs = batches * blocks * -(-features // tile.features)
+    chunk = -(-frames // config.frame_chunks(frames, programs, masked, device))
+    chunks = -(-frames // chunk)
+    launch = kernels.transducer_joint_backward.prepare(
+        (programs * chunks,),
+        (batches, frames, tokens, features, chunks, chunk),
+        TOKENS=tile.tokens,
+        FEATURES=tile.features,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return launch, blocks, chunks
 
 
 def _fake(f, g, f_len, g_len, batch_offset, noise, *settings):  # type: ignore[no-untyped-def]
