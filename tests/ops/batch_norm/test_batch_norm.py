@@ -419,7 +419,9 @@ def test_opcheck(route: Route) -> None:
         for running in ((mean.clone(), variance.clone()), (None, None)):
             opcheck(route, ops.batch_norm_statistics.default, (x, *running, 0.1, 1))
         for output in (z, None):
-            opcheck(route, ops.batch_norm_gradient_sums.default, (x, x, output, *given, 1e-5, True, 1))
+            for wants_input in (True, False):
+                arguments = (x, x, output, *given, 1e-5, True, True, 1, wants_input)
+                opcheck(route, ops.batch_norm_backward.default, arguments)
             for sums in ((mean, variance), (torch.cat((mean, variance, mean[:1])), None)):
                 arguments = (x, x, output, *given, *sums, 0.5, 1e-5, True, True, 1)
                 opcheck(route, ops.batch_norm_input_gradient.default, arguments)
@@ -448,7 +450,7 @@ def test_compiled_without_graph_breaks(route: Route) -> None:
 
 @pytest.mark.parametrize("route", [each for each in routes() if each.values[0].implementation == "triton"])
 def test_what_torch_compile_sees(route: Route) -> None:
-    """Statistics, gradient sums and the input's gradient are operators; what Inductor can join with others is not."""
+    """Statistics and gradients are operators, one for each pass; what Inductor can join with others is not."""
     graphs: list[list[str]] = []
 
     def collect(graph: torch.fx.GraphModule, _: object) -> object:
@@ -462,7 +464,7 @@ def test_what_torch_compile_sees(route: Route) -> None:
         torch._dynamo.reset()
         compiled = torch.compile(batch_norm, fullgraph=True, backend=aot_autograd(fw_compiler=collect))
         compiled(x, *running, z=z, relu=True).sum().backward()
-    assert graphs == [["batch_norm_statistics"], ["batch_norm_gradient_sums", "batch_norm_input_gradient"]]
+    assert graphs == [["batch_norm_statistics"], ["batch_norm_backward"]]
 
 
 @pytest.mark.parametrize("route", routes())

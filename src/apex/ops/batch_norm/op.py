@@ -15,7 +15,7 @@ from .. import _library
 from .._checks import check_parameters
 from . import config, reference
 from .kernel_passes import launch_backward, launch_forward
-from .passes import FAMILY, gradient_sums, input_gradient, launches, normalise, statistics, values_per_channel
+from .passes import FAMILY, gradient_sums, input_gradient, launches, local_gradients, normalise, statistics
 from .reference import BatchNormSpec, BatchStatistics, Channels, Exchange, GradientSums
 
 
@@ -164,16 +164,17 @@ def backward(
     """
     if launches(input):
         return launch_backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
+    if exchange is None:
+        return local_gradients(dy, input, output, channels, spec, wants_input, wants_z)
     given = (dy, input, output, channels, spec)
-    dz, sum_dy, sum_dy_xhat, rank_stats = gradient_sums(*given, keep_dz=wants_z, for_ranks=exchange is not None)
-    sums = GradientSums(sum_dy, sum_dy_xhat, 1 / max(1, values_per_channel(input, spec.channel_dim)))
-    if exchange is not None and rank_stats is not None:
-        sum_dy, sum_dy_xhat = reference.over_ranks(exchange, rank_stats, sum_dy, sum_dy_xhat, wants_input)
-        sums = GradientSums(rank_stats, None, 0.0)
+    dz, sum_dy, sum_dy_xhat, rank_stats = gradient_sums(*given, keep_dz=wants_z, for_ranks=True)
+    assert rank_stats is not None
+    sum_dy, sum_dy_xhat = reference.over_ranks(exchange, rank_stats, sum_dy, sum_dy_xhat, wants_input)
     if not wants_input:
         return None, dz, sum_dy_xhat, sum_dy
     if dz is not None:  # the mask was applied: no need to ask the output again
         dy, output, spec = dz, None, reference.without_relu(spec)
+    sums = GradientSums(rank_stats, None, 0.0)
     return input_gradient(dy, input, output, channels, sums, spec), dz, sum_dy_xhat, sum_dy
 
 

@@ -70,6 +70,41 @@ def normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNo
     return (launch_normalise if launches(input) else reference.normalise)(input, z, channels, spec)
 
 
+def local_gradients(
+    dy: Tensor,
+    input: Tensor,
+    output: Tensor | None,
+    channels: Channels,
+    spec: BatchNormSpec,
+    wants_input: bool,
+    wants_z: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Gradients of input and addend (None where they are not wanted), weight and bias, of one process.
+
+    The addend's gradient is `dy` behind the ReLU mask.
+    """
+    given = (dy, input, output, channels, spec)
+    dx: Tensor | None = None
+    dz: Tensor | None
+    if not _takes_kernels(input):
+        dz, sum_dy, sum_dy_xhat = reference.gradient_sums(*given)
+        if wants_input:
+            sums = GradientSums(sum_dy, sum_dy_xhat, 1 / max(1, values_per_channel(input, spec.channel_dim)))
+            dx = reference.input_gradient(dz, input, None, channels, sums, reference.without_relu(spec))
+    elif torch.compiler.is_compiling():
+        dz = dy
+        if wants_z and spec.relu:
+            # In PyTorch's operators: they are joined with those that add up the gradients of the output's readers.
+            # as_strided makes Inductor keep the result, which it would compute again for everything that takes it.
+            dz = reference.masked(*given)
+            dz, output, spec = dz.as_strided(dz.shape, dz.stride()), None, reference.without_relu(spec)
+        flags = (spec.eps, spec.training, spec.relu, spec.channel_dim, wants_input)
+        dx, sum_dy, sum_dy_xhat = torch.ops.apex.batch_norm_backward(dz, input, output, *channels, *flags)
+    else:
+        dx, dz, sum_dy_xhat, sum_dy = launch_backward(*given, None, wants_input, wants_z)
+    return dx if wants_input else None, dz if wants_z else None, sum_dy_xhat, sum_dy
+
+
 def gradient_sums(
     dy: Tensor,
     input: Tensor,
@@ -82,30 +117,15 @@ def gradient_sums(
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
     """The addend's gradient with `keep_dz`, `sum_dy`, `sum_dy_xhat`, and the rank statistics of both `for_ranks`.
 
-    The addend's gradient is `dy` behind the ReLU mask. The sums are the gradients of bias and weight.
+    The sums are the gradients of bias and weight.
     """
-    write_dz = keep_dz and spec.relu
-    dz: Tensor | None
-    if not _takes_kernels(input):
-        dz, sum_dy, sum_dy_xhat = reference.gradient_sums(dy, input, output, channels, spec)
-    elif torch.compiler.is_compiling():
-        dz = dy
-        if write_dz:
-            # In PyTorch's operators: they are joined with those that add up the gradients of the output's readers.
-            # as_strided makes Inductor keep the result, which it would compute again for everything that takes it.
-            dz = reference.masked(dy, input, output, channels, spec)
-            dz, output, spec = dz.as_strided(dz.shape, dz.stride()), None, reference.without_relu(spec)
-        flags = (spec.eps, spec.relu, spec.channel_dim)
-        sum_dy, sum_dy_xhat = torch.ops.apex.batch_norm_gradient_sums(dz, input, output, *channels, *flags)
-    else:
-        given = (dy, input, output, channels, spec)
-        _, dz, sum_dy_xhat, sum_dy = launch_backward(*given, exchange=None, wants_input=False, wants_z=keep_dz)
+    _, dz, sum_dy_xhat, sum_dy = local_gradients(dy, input, output, channels, spec, False, keep_dz)
     rank_stats = (
         torch.cat((sum_dy, sum_dy_xhat, sum_dy.new_full((1,), values_per_channel(input, spec.channel_dim))))
         if for_ranks
         else None
     )
-    return dz if keep_dz else None, sum_dy, sum_dy_xhat, rank_stats
+    return dz, sum_dy, sum_dy_xhat, rank_stats
 
 
 def input_gradient(
@@ -190,22 +210,29 @@ def _statistics_fake(input, *rest):  # type: ignore[no-untyped-def]
     return mean, torch.empty_like(mean)
 
 
-def _gradient_sums(dy, input, output, *rest):  # type: ignore[no-untyped-def]
-    *channels, eps, relu, channel_dim = rest
-    spec = BatchNormSpec(eps, relu=relu, channel_dim=channel_dim)
-    return gradient_sums(dy, input, output, Channels(*channels), spec)[1:3]
+def _backward(dy, input, output, *rest):  # type: ignore[no-untyped-def]
+    *channels, eps, training, relu, channel_dim, wants_input = rest
+    spec = BatchNormSpec(eps, 0.0, training, relu, channel_dim)
+    dx, _, sum_dy_xhat, sum_dy = local_gradients(
+        dy, input, output, Channels(*channels), spec, wants_input, wants_z=False
+    )
+    return input.new_empty(0) if dx is None else _laid_out_like(input, dx), sum_dy, sum_dy_xhat
 
 
-def _gradient_sums_fake(dy, input, output, mean, *_):  # type: ignore[no-untyped-def]
+def _backward_fake(dy, input, output, mean, *rest):  # type: ignore[no-untyped-def]
     sum_dy = torch.empty_like(mean, dtype=_library.compute_dtype(dy, input))
-    return sum_dy, torch.empty_like(sum_dy)
+    return torch.empty_like(input) if rest[-1] else input.new_empty(0), sum_dy, torch.empty_like(sum_dy)
+
+
+def _laid_out_like(input: Tensor, tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride() == input.stride() else like(torch.empty_like(input), tensor)
 
 
 def _input_gradient(dy, input, output, *rest):  # type: ignore[no-untyped-def]
     eps, training, relu, channel_dim = rest[-4:]
     spec = BatchNormSpec(eps, 0.0, training, relu, channel_dim)
     channels, sums = Channels(*rest[:4]), GradientSums(*rest[4:7])
-    return like(torch.empty_like(input), input_gradient(dy, input, output, channels, sums, spec))
+    return _laid_out_like(input, input_gradient(dy, input, output, channels, sums, spec))
 
 
 _library.register_op(
@@ -220,10 +247,10 @@ _library.register_op(
     _statistics_fake,
 )
 _library.register_op(
-    "batch_norm_gradient_sums(Tensor dy, Tensor input, Tensor? output, Tensor mean, Tensor variance, Tensor? weight, "
-    "Tensor? bias, float eps, bool relu, int channel_dim) -> (Tensor, Tensor)",
-    _gradient_sums,
-    _gradient_sums_fake,
+    "batch_norm_backward(Tensor dy, Tensor input, Tensor? output, Tensor mean, Tensor variance, Tensor? weight, "
+    "Tensor? bias, float eps, bool training, bool relu, int channel_dim, bool wants_input) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
 )
 _library.register_op(
     "batch_norm_input_gradient(Tensor dy, Tensor input, Tensor? output, Tensor mean, Tensor variance, Tensor? weight, "
