@@ -195,17 +195,17 @@ def test_masks_are_refused_in_clear_words() -> None:
 def test_shapes_are_refused_in_clear_words() -> None:
     x, w, o = torch.randn(3, 2, 8), torch.randn(24, 8), torch.randn(8, 8)
     with pytest.raises(ValueError, match=r"expected \[length, batch, embed_dim\]"):
-        multihead.self_attention(x[0], w, o, heads=2)
+        multihead.attention([x[0]], [w, o], heads=2)
     with pytest.raises(ValueError, match="embed_dim=8 must be divisible by num_heads=3"):
-        multihead.self_attention(x, w, o, heads=3)
+        multihead.attention([x], [w, o], heads=3)
     with pytest.raises(ValueError, match=r"input_weights has shape \[8, 8\], expected \[24, 8\]"):
-        multihead.self_attention(x, o, o, heads=2)
+        multihead.attention([x], [o, o], heads=2)
     with pytest.raises(ValueError, match=r"dropout=1\.0"):
-        multihead.self_attention(x, w, o, heads=2, dropout=1.0)
+        multihead.attention([x], [w, o], heads=2, dropout=1.0)
     with pytest.raises(ValueError, match="must agree in batch and embedding"):
-        multihead.encdec_attention(x, x[:, :1], o, w[:16], o, heads=2)
+        multihead.attention([x, x[:, :1]], [o, w[:16], o], heads=2)
     with pytest.raises(ValueError, match=r"input_weights_kv has shape \[24, 8\], expected \[16, 8\]"):
-        multihead.encdec_attention(x, x, o, w, o, heads=2)
+        multihead.attention([x, x], [o, w, o], heads=2)
 
 
 @pytest.mark.parametrize("route", routes())

@@ -6,7 +6,7 @@ hides a key, or with an additive mask the values are added to the logits. There 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,14 +84,20 @@ class _FastFunction(torch.autograd.Function):
         return None, None, None, *gradients, *(None,) * (len(ctx.needs_input_grad) - 3 - len(gradients))
 
 
-def _forward_with_graph(
-    ctx: Any, compute: Callable[..., Tensor], tensors: Sequence[Tensor | None], **options: Any
-) -> Tensor:
-    """compute(*tensors, **options), keeping the graph that leads back to those that want a gradient."""
+def _fast_forward(ctx, inputs, use_time_mask, is_training, heads, *arguments, norm=False, additive=False) -> Tensor:  # type: ignore[no-untyped-def]
+    """Attention of so many inputs, keeping the graph that leads back to the tensors that want a gradient.
+
+    The tensors are the inputs, weight and bias of a layer norm if it has a `norm`, then weights and biases.
+    """
+    *tensors, pad_mask, dropout_prob = arguments
+    mask = multihead.make_mask(pad_mask, use_time_mask, additive)
     wanted = ctx.needs_input_grad[3 : 3 + len(tensors)]
     leaves = [None if t is None else t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
+    first = inputs + 2 * norm
+    options = {"heads": heads, "mask": mask, "dropout": dropout_prob if is_training else 0.0}
+    parameters = leaves[first : first + inputs + 1], leaves[first + inputs + 1 :]
     with torch.enable_grad():
-        ctx.output = compute(*leaves, **options)
+        ctx.output = multihead.attention(leaves[:inputs], *parameters, norm=leaves[inputs:first], **options)  # type: ignore[arg-type]
     ctx.leaves = leaves
     return ctx.output.detach()
 
@@ -101,18 +107,9 @@ class FastSelfAttnFunc(_FastFunction):
     mask_additive, dropout_prob): as `SelfAttnFunc` with the scale of the head's size."""
 
     @staticmethod
-    def forward(ctx, use_time_mask, is_training, heads, *arguments) -> Tensor:  # type: ignore[override]
-        *tensors, pad_mask, mask_additive, dropout_prob = arguments
-        mask = multihead.make_mask(pad_mask, use_time_mask, mask_additive)
-        dropout = dropout_prob if is_training else 0.0
-        return _forward_with_graph(ctx, multihead.self_attention, tensors, heads=heads, mask=mask, dropout=dropout)
-
-
-def _fast_forward(ctx, compute, use_time_mask, is_training, heads, *arguments) -> Tensor:  # type: ignore[no-untyped-def]
-    *tensors, pad_mask, dropout_prob = arguments
-    mask = multihead.make_mask(pad_mask, use_time_mask, additive=False)
-    dropout = dropout_prob if is_training else 0.0
-    return _forward_with_graph(ctx, compute, tensors, heads=heads, mask=mask, dropout=dropout)
+    def forward(ctx, *arguments) -> Tensor:  # type: ignore[override]
+        *given, mask_additive, dropout_prob = arguments
+        return _fast_forward(ctx, 1, *given, dropout_prob, additive=mask_additive)
 
 
 class FastSelfAttnNormAddFunc(_FastFunction):
@@ -121,7 +118,7 @@ class FastSelfAttnNormAddFunc(_FastFunction):
 
     @staticmethod
     def forward(ctx, *arguments) -> Tensor:  # type: ignore[override]
-        return _fast_forward(ctx, multihead.self_attention_norm_add, *arguments)
+        return _fast_forward(ctx, 1, *arguments, norm=True)
 
 
 class FastEncdecAttnFunc(_FastFunction):
@@ -130,7 +127,7 @@ class FastEncdecAttnFunc(_FastFunction):
 
     @staticmethod
     def forward(ctx, *arguments) -> Tensor:  # type: ignore[override]
-        return _fast_forward(ctx, multihead.encdec_attention, *arguments)
+        return _fast_forward(ctx, 2, *arguments)
 
 
 class FastEncdecAttnNormAddFunc(_FastFunction):
@@ -140,4 +137,4 @@ class FastEncdecAttnNormAddFunc(_FastFunction):
 
     @staticmethod
     def forward(ctx, *arguments) -> Tensor:  # type: ignore[override]
-        return _fast_forward(ctx, multihead.encdec_attention_norm_add, *arguments)
+        return _fast_forward(ctx, 2, *arguments, norm=True)

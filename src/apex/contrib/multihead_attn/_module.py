@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -52,6 +55,13 @@ class MultiheadAttnBase(nn.Module):
         elif self.include_norm_add:
             nn.init.ones_(self.lyr_nrm_gamma_weights)
             nn.init.zeros_(self.lyr_nrm_beta_weights)
+
+    def _fast_attention(
+        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None], *options: Any
+    ) -> Tensor:
+        mask, dropout = options
+        norm = (self.lyr_nrm_gamma_weights, self.lyr_nrm_beta_weights) if self.include_norm_add else ()
+        return multihead.attention(inputs, weights, biases, heads=self.num_heads, mask=mask, dropout=dropout, norm=norm)
 
     def _mask(
         self, key_padding_mask: Tensor | None, attn_mask: Tensor | str | None, additive: bool = False

@@ -79,16 +79,7 @@ class EncdecMultiheadAttn(MultiheadAttnBase):
         dropout = self.dropout if is_training else 0.0
         weights = self.in_proj_weight_q, self.in_proj_weight_kv, self.out_proj_weight
         if self.impl == "fast":
-            if not self.include_norm_add:
-                outputs = multihead.encdec_attention(
-                    query, key, *weights, heads=self.num_heads, mask=mask, dropout=dropout
-                )
-                return outputs, None
-            norm = self.lyr_nrm_gamma_weights, self.lyr_nrm_beta_weights
-            outputs = multihead.encdec_attention_norm_add(
-                query, key, *norm, *weights, heads=self.num_heads, mask=mask, dropout=dropout
-            )
-            return outputs, None
+            return self._fast_attention((query, key), weights, (), mask, dropout), None
         inputs = query if self.lyr_nrm is None else self.lyr_nrm(query), key
         biases = self.in_proj_bias_q, self.in_proj_bias_kv, self.out_proj_bias
         tensor = None if mask is None else mask.as_tensor(len(query), len(key), query.device)

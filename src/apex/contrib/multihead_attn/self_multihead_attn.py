@@ -107,20 +107,13 @@ class SelfMultiheadAttn(MultiheadAttnBase):
         mask = self._mask(key_padding_mask, attn_mask, self.mask_additive)
         dropout = self.dropout if is_training else 0.0
         weight, bias = self._input_parameters()
-        parameters = weight, self.out_proj_weight, bias, self.out_proj_bias
+        weights, biases = (weight, self.out_proj_weight), (bias, self.out_proj_bias)
         if self.impl == "fast":
-            if not self.include_norm_add:
-                outputs = multihead.self_attention(query, *parameters, heads=self.num_heads, mask=mask, dropout=dropout)
-                return outputs, None
-            gamma, beta = self.lyr_nrm_gamma_weights, self.lyr_nrm_beta_weights
-            outputs = multihead.self_attention_norm_add(
-                query, gamma, beta, *parameters, heads=self.num_heads, mask=mask, dropout=dropout
-            )
-            return outputs, None
+            return self._fast_attention((query,), weights, biases, mask, dropout), None
         inputs = query if self.lyr_nrm is None else self.lyr_nrm(query)
         tensor = None if mask is None else mask.as_tensor(len(query), len(query), query.device)
         settings = attn_mask is not None, is_training, self.num_heads, self.scaling
-        outputs = self_attn_func(*settings, inputs, *parameters, tensor, self.mask_additive, self.dropout)
+        outputs = self_attn_func(*settings, inputs, *weights, *biases, tensor, self.mask_additive, self.dropout)
         if self.include_norm_add:
             outputs = multihead.dropout_add(outputs, query, dropout)
         return outputs, None

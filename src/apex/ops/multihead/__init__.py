@@ -2,14 +2,4 @@
 
 from .checks import check_dropout, check_heads
 from .masks import Mask, MaskKind, broadcastable, check_mask, make_mask
-from .op import (
-    FAMILY,
-    NORM_EPS,
-    attend,
-    dot_product_attention,
-    dropout_add,
-    encdec_attention,
-    encdec_attention_norm_add,
-    self_attention,
-    self_attention_norm_add,
-)
+from .op import FAMILY, NORM_EPS, attend, attention, dot_product_attention, dropout_add

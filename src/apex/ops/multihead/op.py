@@ -112,58 +112,36 @@ def _split(packed: Tensor, heads: int, parts: int, folded: bool) -> tuple[Tensor
     return packed.reshape(length, *shape, parts, width // (parts * heads)).unbind(3)
 
 
-def self_attention(inputs: Tensor, *parameters: Any, heads: int, **options: Any) -> Tensor:
-    """Attention of `inputs` [S, B, E] to itself.
-
-    `parameters` are the weights of the inputs, [H * 3 * D, E], and of the outputs and, if there are any, both biases.
-    `options` are a `mask` and `dropout`.
-    """
-    return _attention((inputs,), parameters[:2], parameters[2:] or (None, None), heads, **options)
-
-
-def encdec_attention(inputs_q: Tensor, inputs_kv: Tensor, *weights: Tensor, heads: int, **options: Any) -> Tensor:
-    """Attention of `inputs_q` [S, B, E] to `inputs_kv` [T, B, E].
-
-    `weights` are those of the queries, of keys and values, [H * 2 * D, E], and of the outputs; `options` are a `mask`
-    and `dropout`.
-    """
-    return _attention((inputs_q, inputs_kv), weights, (None,) * 3, heads, **options)
-
-
-def _attention(
+def attention(
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
-    biases: Sequence[Any],
+    biases: Sequence[Any] = (),
+    *,
     heads: int,
     mask: Mask | None = None,
     dropout: float = 0.0,
+    norm: Sequence[Tensor] = (),
 ) -> Tensor:
+    """Attention of one input [S, B, E] to itself, or of the first to the second, [T, B, E].
+
+    `weights` are those of each input, [H * 3 * D, E] or [E, E] and [H * 2 * D, E], and of the outputs; `biases` as many
+    or none. With a `norm`, weight and bias, it is attention of the layer norm of the first input, and dropped out added
+    to that.
+    """
     check_attention(inputs, weights, heads, dropout)
-    packed = [F.linear(*each) for each in zip(inputs, weights[:-1], biases[:-1], strict=True)]
-    folded = _folds(packed[0], inputs[0].shape[1] * heads, inputs[-1].shape[0])
+    first, *others = inputs
+    normed = first
+    if norm:
+        gamma, beta = norm
+        normed = layer_norm(first, (first.shape[2],), gamma, beta, NORM_EPS)
+    given = zip((normed, *others), weights[:-1], (biases or (None,) * len(weights))[:-1], strict=True)
+    packed = [F.linear(*each) for each in given]
+    folded = _folds(packed[0], first.shape[1] * heads, inputs[-1].shape[0])
     counted = zip(packed, (3,) if len(packed) == 1 else (1, 2), strict=True)
-    queries, keys, values = (part for each, count in counted for part in _split(each, heads, count, folded))
-    return F.linear(_attend(queries, keys, values, heads, mask, dropout), weights[-1], biases[-1])
-
-
-def self_attention_norm_add(
-    inputs: Tensor, gamma: Tensor, beta: Tensor, *parameters: Any, heads: int, dropout: float = 0.0, **options: Any
-) -> Tensor:
-    """`inputs` plus the dropped-out self attention of their layer norm; `parameters` as for `self_attention`."""
-    check_attention((inputs,), parameters[:2], heads, dropout)
-    normed = layer_norm(inputs, (inputs.shape[2],), gamma, beta, NORM_EPS)
-    outputs = self_attention(normed, *parameters, heads=heads, dropout=dropout, **options)
-    return dropout_add(outputs, inputs, dropout)
-
-
-def encdec_attention_norm_add(
-    inputs_q: Tensor, inputs_kv: Tensor, gamma: Tensor, beta: Tensor, *weights: Tensor, heads: int, **options: Any
-) -> Tensor:
-    """`inputs_q` plus the dropped-out attention of their layer norm to `inputs_kv`; as for `encdec_attention`."""
-    dropout = options.get("dropout", 0.0)
-    check_attention((inputs_q, inputs_kv), weights, heads, dropout)
-    normed = layer_norm(inputs_q, (inputs_q.shape[2],), gamma, beta, NORM_EPS)
-    return dropout_add(encdec_attention(normed, inputs_kv, *weights, heads=heads, **options), inputs_q, dropout)
+    queries, keys, values = [part for each, count in counted for part in _split(each, heads, count, folded)]
+    context = _attend(queries, keys, values, heads, mask, dropout)
+    outputs = F.linear(context, weights[-1], biases[-1] if biases else None)
+    return dropout_add(outputs, first, dropout) if norm else outputs
 
 
 def dropout_add(x: Tensor, residual: Tensor, dropout: float) -> Tensor:
