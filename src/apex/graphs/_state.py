@@ -41,13 +41,13 @@ class Place(NamedTuple):
 
     def read(self) -> Any:
         """What is there, `MISSING` if nothing is."""
-        owner = self.find()
-        if isinstance(owner, list):
-            return owner[self.key] if self.key < len(owner) else MISSING
+        owner, key = self.find(), self.key
         if isinstance(owner, dict):
-            return owner.get(self.key, MISSING)
+            return owner.get(key, MISSING)
+        if isinstance(owner, list):
+            return owner[key] if key < len(owner) else MISSING
         try:
-            return getattr(owner, self.key, MISSING)
+            return getattr(owner, key, MISSING)
         except ValueError:  # a variable that has no value yet
             return MISSING
 
@@ -83,7 +83,7 @@ def _places(optimizers: Sequence[Any]) -> Iterator[Place]:
         called = type(optimizer).__name__
         for param, state in optimizer.state.items():
             # `state` itself is replaced by `load_state_dict`.
-            find = lambda optimizer=optimizer, param=param: optimizer.state.get(param, {})  # noqa: E731
+            find = lambda optimizer=optimizer, param=param: optimizer.state.get(param)  # noqa: E731
             yield from (Place(f"the state {name!r} of {called}", find, name) for name in state)
         for index, group in enumerate(optimizer.param_groups):
             if isinstance(group.get("step"), Tensor):
