@@ -239,12 +239,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, scaling: LossScaling) -> None:
-        scaling = self._with_recent_scale(scaling)
         if torch.compiler.is_compiling():
             self._step_outside_graph(scaling)
         else:
             self._step_now(scaling)
-        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
 
     # A compiled training step calls out to Python here: the kernels take addresses, which a graph does not have.
     @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
@@ -253,6 +251,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @no_grad
     def _step_now(self, scaling: LossScaling) -> None:
+        scaling = self._with_recent_scale(scaling)
         self._check_capture()
         if len(self.state) != len(self._states) or not all(map(operator.is_, self.state.values(), self._states)):
             self._group_buckets.clear()
@@ -279,6 +278,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     _unscale_gradients(bucket.gradients(), there.unscale, there.found_inf)
                 bucket.release()
         self._ready = []
+        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
         if self._model_params:
             self._wrote_models = True
 
