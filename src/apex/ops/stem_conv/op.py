@@ -52,7 +52,7 @@ def stem_conv2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, strid
 
     Kernels take half precision where `stem_fits` says so; PyTorch's operator does the rest.
     """
-    if input.dim() == weight.dim() == 4 and stem_fits(*weight.shape[:2], weight.shape[2:], stride):
+    if input.dim() == weight.dim() == 4 and stem_fits(weight.shape[0], weight.shape[1], weight.shape[2:], stride):
         autocast = _library.autocast_dtype(input)
         dtype = input.dtype if autocast is None else autocast
         is_one = input.dtype == weight.dtype if autocast is None else _library.TOO_WIDE.isdisjoint({input.dtype})
