@@ -215,15 +215,17 @@ def torch_norm(
 
     The statistics of the batch are None unless they are `wanted`.
     """
-    wide = torch.promote_types(input.dtype, torch.float32)
+    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
     values = input if spec.channel_dim == 1 else input.movedim(-1, 1)
-    rounds_within = values.is_cpu or not keeps_float32(values, spec.training)
-    if input.dtype != wide and (z is not None or (torch.is_grad_enabled() and rounds_within)):
+    if input.dtype != wide and (
+        z is not None
+        or (torch.is_grad_enabled() and (values.is_cpu or not keeps_float32(values, spec.training)))  # rounds within
+    ):
         plain = without_relu(spec)  # rounded once, behind the sum
         output, found = torch_norm(input.to(wide), z, running, plain, wanted)
         output = output.to(input.dtype)
         return output.relu_() if spec.relu else output, found
-    mean, variance, weight, bias = (_cast(each, wide) for each in running)
+    mean, variance, weight, bias = [_cast(each, wide) for each in running]
     if input.dtype != wide:  # without parameters to tell, statistics would be rounded to the dtype of the input
         weight = values.new_ones(values.shape[1], dtype=wide) if weight is None else weight
         bias = values.new_zeros(values.shape[1], dtype=wide) if bias is None else bias
@@ -236,10 +238,10 @@ def torch_norm(
         found = BatchStatistics(batch_mean.detach(), inverse_deviation.detach(), True)
     else:
         output = torch.batch_norm(values, weight, bias, mean, variance, *flags)
-    if spec.training:
-        for before, updated in zip((running.mean, running.variance), (mean, variance), strict=True):
-            if before is not None and updated is not before:
-                before.copy_(updated)
+    if spec.training and mean is not running.mean:
+        running.mean.copy_(mean)
+    if spec.training and variance is not running.variance:
+        running.variance.copy_(variance)
     # In place: no derivative of a batch norm asks for its output.
     if z is not None:
         output = output.add_((z if spec.channel_dim == 1 else z.movedim(-1, 1)).to(output.dtype))
@@ -263,7 +265,9 @@ def keeps_float32(values: Tensor, training: bool) -> bool:
 
 def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """In `dtype` and contiguous: PyTorch's backward pass on a CPU reads what lies beside a strided weight, too."""
-    return None if parameter is None else parameter.to(dtype).contiguous()
+    if parameter is None or (parameter.dtype == dtype and parameter.is_contiguous()):
+        return parameter
+    return parameter.to(dtype).contiguous()
 
 
 def masked(dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:

@@ -77,12 +77,14 @@ def _norm(
     # PyTorch's operators, which ONNX knows and which run without apex.
     if type(numel) is Tensor or not numel or (torch.compiler.is_compiling() and reference.is_exporting()):
         return reference.torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
-    arguments = (input, weight, bias, _row_length(shape), eps, subtract_mean, memory_efficient, out_dtype, dtype)
-    if memory_efficient and torch.is_grad_enabled():
-        return NORM.differentiable(*arguments)
-    if (numel < config.NATIVE_BELOW and _library.requested == "auto") or not NORM.runs_kernels(arguments):
-        return reference.torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
-    return NORM.with_kernels(arguments)
+    own_node = memory_efficient and torch.is_grad_enabled()
+    if own_node or numel >= config.NATIVE_BELOW or _library.requested != "auto":
+        arguments = (input, weight, bias, _row_length(shape), eps, subtract_mean, memory_efficient, out_dtype, dtype)
+        if own_node:
+            return NORM.differentiable(*arguments)
+        if NORM.runs_kernels(arguments):
+            return NORM.with_kernels(arguments)
+    return reference.torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
 
 
 def forward_and_save(

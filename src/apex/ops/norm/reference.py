@@ -136,14 +136,14 @@ def torch_norm(
         with torch.autocast(input.device.type, enabled=False):  # which would make the output float32
             return torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
     dtype = input.dtype
-    narrow = dtype.itemsize == 2
     # ONNX from torch.jit.trace has no RMS norm, and that from torch.export none of PyTorch's on a GPU.
-    in_parts = not subtract_mean and (torch.jit.is_tracing() or is_exporting())
+    tracing = is_exporting() if torch.compiler.is_compiling() else torch._C._is_tracing()
+    in_parts = tracing and not subtract_mean
     # On a CPU PyTorch sums the gradients of half-precision layer-norm weights in half precision: 5% off after 4096
     # rows. Before it had a fused RMS norm, it computed all of it in half precision.
-    widen = narrow and ((subtract_mean and input.device.type == "cpu") or not (subtract_mean or _RMS_NORM_IS_FUSED))
-    same_dtype = all(t is None or t.dtype == dtype for t in (weight, bias)) and out_dtype == dtype
-    if same_dtype and not widen and not in_parts:
+    widen = (input.is_cpu if subtract_mean else not _RMS_NORM_IS_FUSED) and dtype.itemsize == 2
+    same_dtype = (weight is None or weight.dtype == dtype) and (bias is None or bias.dtype == dtype)
+    if same_dtype and out_dtype == dtype and not widen and not in_parts:
         if subtract_mean:
             return torch.layer_norm(input, shape, weight, bias, eps)
         return torch.rms_norm(input, shape, weight, eps)

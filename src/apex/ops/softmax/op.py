@@ -180,7 +180,7 @@ def launch_forward(
     if causal:
         mask_kind, queries = CAUSAL, shape[-2]
     elif mask is None:
-        mask_kind, queries = NO_MASK, math.prod(shape[:-1])
+        mask_kind, queries = NO_MASK, input.numel() // shape[-1]
     else:
         mask = _with_plain_rows(mask, shape)
         mask_kind = ADDED if mask.is_floating_point() else HIDES
@@ -198,7 +198,7 @@ def launch_forward(
 def launch_backward(
     dy: Tensor, probabilities: Tensor, noise: Tensor | None, scale: float, causal: bool, dropout: float, *_: Any
 ) -> Tensor:
-    queries = dy.shape[-2] if causal else math.prod(dy.shape[:-1])
+    queries = dy.shape[-2] if causal else dy.numel() // dy.shape[-1]
     dx = torch.empty_like(probabilities)
     tensors, spec = (dy, probabilities, noise, dx), SoftmaxSpec(scale, causal, dropout)
     _launch("softmax_backward", tensors, queries, (), CAUSAL if causal else NO_MASK, spec)
@@ -211,7 +211,8 @@ def _launch(
     """Launches a kernel, whose third tensor is the noise; `sizes` are those that it takes beside its rows."""
     first, _, noise, *_ = tensors
     noise_kind = NO_NOISE if noise is None else SEED if noise.dtype == torch.int64 else KEEP
-    shape = (math.prod(first.shape[:-1]), queries, first.shape[-1])
+    keys = first.shape[-1]
+    shape = (first.numel() // keys, queries, keys)
     launch = _prepared_launch(name, shape, first.dtype.itemsize, sizes, mask_kind, noise_kind, facts(first.device))
     launch(tensors, (spec.scale, spec.dropout, reference.kept_scale(spec.dropout)))
 
