@@ -258,10 +258,13 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def autocast_off(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     """Autocast off on the tensor's device, where it is on: entering a context costs as much as a small kernel."""
     if autocast_dtype(tensor) is None:
-        return contextlib.nullcontext()
+        return _NOTHING
     return torch.autocast(tensor.device.type, enabled=False)
 
 

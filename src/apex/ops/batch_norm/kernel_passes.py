@@ -190,8 +190,8 @@ def _combine(
     momentum: float,
 ) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of a whole from the statistics of its parts, towards which running ones move."""
-    mean = torch.empty(channels, dtype=torch.float32, device=partials.device)
-    variance = torch.empty_like(mean)
+    empty, shape = empty_on(partials.device), (channels,)
+    mean, variance = empty(shape, (1,), torch.float32), empty(shape, (1,), torch.float32)
     old_mean, old_variance = _contiguous(running_mean), _contiguous(running_var)
     _statistics_launch(parts, channels, pitch)((partials, mean, variance, old_mean, old_variance), (momentum,))
     if old_mean is not running_mean:
