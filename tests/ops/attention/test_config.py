@@ -38,26 +38,33 @@ def test_little_shared_memory_means_small_tiles() -> None:
     assert config.largest_head(2, SMALL) == config.largest_head(4, LARGE) == config.largest_head(4, AMD) == 256
 
 
+@pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("rule", RULES)
-def test_few_heads_are_shared_by_all_multiprocessors(rule) -> None:
+def test_few_heads_are_shared_by_all_multiprocessors(rule, element_size: int) -> None:
     split = "keys" if rule is config.keys_tile else "queries"
-    for heads in (1, 6, 24, 130, 5000):
-        for length in (40, 172, 536, 762, 5000):
-            chosen = rule(64, 2, length, length, "", LARGE)
-            tile = config.spread(chosen, split, length, heads, 2, LARGE)
-            block = getattr(tile, split)
-            assert heads * -(-length // block) >= min(LARGE.multiprocessors, heads * -(-length // 32))
-            assert block in (32, getattr(chosen, split)) or heads * -(-length // (2 * block)) < LARGE.multiprocessors
+    for head in (8, 32, 64):
+        smallest = 16 if split == "keys" and head <= 32 else 32
+        for heads in (1, 6, 24, 130, 5000):
+            for length in (40, 172, 536, 762, 5000):
+                chosen = rule(head, element_size, length, length, "bias", LARGE)
+                tile = config.spread(chosen, split, length, length, heads, head, element_size, LARGE)
+                programs = heads * -(-length // getattr(tile, split))
+                assert programs >= min(LARGE.multiprocessors, heads * -(-length // smallest))
+                if heads * -(-length // getattr(chosen, split)) >= LARGE.multiprocessors:
+                    assert tile == chosen
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_small_tiles_of_float32_do_not_spill(rule) -> None:
+    """With 32 by 32, 64 by 32 or two warps threads keep 320 to 1480 bytes outside of registers."""
     split = "keys" if rule is config.keys_tile else "queries"
     for head in (8, 32, 64):
         for length in (40, 72, 381, 488, 762):
             for heads in (1, 6, 168):
-                tile = config.spread(rule(head, 4, length, length, "", LARGE), split, length, heads, 4, LARGE)
+                chosen = rule(head, 4, length, length, "bias", LARGE)
+                tile = config.spread(chosen, split, length, length, heads, head, 4, LARGE)
                 assert tile.num_warps >= 4 or tile.queries * tile.keys < 1024
+                assert split == "queries" or head == 64 or tile[:2] in ((16, 64), (64, 16))
 
 
 def test_kernels_know_what_divides_the_lengths() -> None:

@@ -29,7 +29,7 @@ DLOGITS_PITCH = 16
 
 # From so many batches that share a bias, and so many logits on, odd rows of it are copied first.
 PADDED_GROUP = 4
-PADDED_LOGITS = 1 << 20
+PADDED_LOGITS = 1 << 21
 
 # Elements of the blocks that are added up for the gradient of a bias: 64 for each of the 128 threads of a program.
 SUMMED_ELEMENTS = 8192
@@ -84,11 +84,14 @@ def largest_head(element_size: int, device: DeviceFacts) -> int:
 def forward_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: str, device: DeviceFacts) -> Tile:
     block = head_block(head_dim)
     # Biased: 75 (128 queries: 81), in float32 243 (64 queries: 270). Packed: 189 (8 warps: 187, 64 queries: 200); 16
-    # sequences with heads of 128: 108 (128 queries: 112).
+    # sequences with heads of 128: 108 (128 queries: 112). With a bias, 83 batches of 2 heads, 103 long and 32 wide: 14
+    # (64 keys: 38).
     if element_size == 4:
         tile = Tile(128, 32, 4, 2) if block <= 32 else Tile(64, 32, 4, 2) if block <= 64 else Tile(32, 32, 4, 1)
     elif block <= 128:
         tile = Tile(128, 64, 4, 3) if block == 64 else Tile(64, 64, 4, 3)
+        if block <= 32 and "bias" in kind and columns % 2:  # of which single values are loaded
+            tile = tile._replace(keys=32)
     else:
         tile = Tile(64, 32, 4, 2)
     return _fitted(tile, rows, columns, block, element_size, device)
@@ -112,9 +115,10 @@ def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: s
     """For the gradients of keys and values."""
     block = head_block(head_dim)
     # Two accumulators: larger tiles run out of registers. Packed: 372 (64 keys: 392; before, 408 and
-    # with 64 queries 463); 16 sequences with heads of 128: 208 (128 keys: 251, 32 keys: 414). With a bias and heads of
-    # 64, all gradients of 58 batches of 2 heads, 576 long: 209 (128 keys: 398, of which threads keep 296 bytes outside
-    # of registers).
+    # with 64 queries 463); 16 sequences with heads of 128: 208 (128 keys: 251, 32 keys: 414). All gradients with a bias
+    # of 58 batches of 2 heads, 576 long and 64 wide: 207 (128 keys, where threads keep 296 bytes outside of registers:
+    # 398), of 67 batches, 704 long and 32 wide: 134 (128 keys: 154), of 310 batches, 336 long and 8 wide: 220 (64 keys:
+    # 268); of 57 float32 batches of 8 heads, 144 long and 8 wide: 163 (32 queries: 174, 2 stages: 195).
     if element_size == 4:
         tile = Tile(16, 64, 4, 1) if block <= 32 else Tile(32, 32, 4, 2 if block <= 64 else 1)
     elif block <= 16 or (block <= 64 and "bias" not in kind):
@@ -128,8 +132,10 @@ def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: s
 def stored_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: str, device: DeviceFacts) -> Tile:
     """For the gradient of the queries from that of the logits."""
     block = head_block(head_dim)
+    # All gradients of 102 float32 batches of 2 heads, 546 long and 64 wide: 1534 (64 by 64: 1589), of 141 batches of 8
+    # heads, 72 long and 32 wide: 194 (64 by 64: 206, 32 by 32: 213).
     if element_size == 4:
-        tile = Tile(64, 64, 4, 2) if block <= 64 else Tile(64, 32, 4, 2 if block <= 128 else 1)
+        tile = Tile(32, 32, 4, 2) if block == 64 else Tile(64, 32, 4, 2 if block <= 128 else 1)
     else:
         tile = Tile(128, 64, 4, 3) if block <= 128 else Tile(64, 32, 4, 2)
     return _fitted(tile, rows, columns, block, element_size, device)
@@ -154,15 +160,23 @@ def _warps(queries: int, keys: int, element_size: int, most: int) -> int:
 
 
 @launch_rule
-def spread(tile: Tile, split: str, length: int, heads: int, element_size: int, device: DeviceFacts) -> Tile:
+def spread(
+    tile: Tile, split: str, rows: int, columns: int, heads: int, head_dim: int, element_size: int, device: DeviceFacts
+) -> Tile:
     """Smaller tiles where few heads leave multiprocessors without a program.
 
-    Each program takes a tile of the queries or keys, as `split` says, of which there are `length` for each of `heads`
-    heads of all batches. The gradients of 3 batches of 2 heads, 536 long and 64 wide, by 30 programs: 197.
+    Each program takes a tile of the queries or keys, as `split` says, for one of `heads` heads of all batches. Narrow
+    tiles of keys have more queries, because a step takes long however little there is to do. All gradients of a
+    float32 batch of one head, 197 long and 32 wide: by 64 queries and 16 keys 24 (32 by 32: 55, 16 by 32: 49), of 2
+    float16 batches, 560 long: 26 (32 by 32: 35, 64 by 32: 40).
     """
-    block = getattr(tile, split)
-    while block > 32 and heads * -(-length // block) < device.multiprocessors:
-        block //= 2
+    block, length = (tile.queries, rows) if split == "queries" else (tile.keys, columns)
+    narrow = split == "keys" and head_block(head_dim) <= 32
+    while block > (16 if narrow else 32) and heads * -(-length // block) < device.multiprocessors:
+        # Of float32 tiles with 32 keys threads keep 320 bytes outside of registers.
+        block = 16 if narrow and element_size == 4 else block // 2
+    if split == "keys" and block < min(64, tile.keys) and (narrow or element_size == 2):
+        return tile._replace(queries=max(tile.queries, min(64, head_block(rows))), keys=block)
     tile = tile._replace(**{split: block})
     return tile._replace(num_warps=_warps(tile.queries, tile.keys, element_size, tile.num_warps))
 

@@ -88,8 +88,8 @@ class Problem(NamedTuple):
         given = {"mask": self.mask_group, "bias": self.bias_group, "packed": self.total}
         kind = " ".join(name for name, number in given.items() if number)
         tile = rule(self.head_dim, self.dtype.itemsize, self.rows, self.columns, kind, device)
-        length = self.rows if split == "queries" else self.columns
-        return config.spread(tile, split, length, self.batch * self.heads, self.dtype.itemsize, device)
+        heads = self.batch * self.heads
+        return config.spread(tile, split, self.rows, self.columns, heads, self.head_dim, self.dtype.itemsize, device)
 
     def tiling(self, tile: config.Tile) -> dict[str, Any]:
         """The constants of a tile, and its warps and stages."""
