@@ -118,7 +118,14 @@ def test_summary_counts_and_orders(capsys):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"sweep": "nrom"}, "no sweep of nrom; known: all, layer_norm"), ({"sweep": "glu"}, "named with --sweep")],
+    [
+        ({"sweep": "nrom"}, "no sweep of nrom; known: all, layer_norm"),
+        ({"sweep": "glu"}, "named with --sweep"),
+        (
+            {"sweep": "rope,glu", "filter": "nothing", "cases": 2},
+            "no case matches 'nothing'; .*--sweep rope,glu --list",
+        ),
+    ],
 )
 def test_bad_requests(options, message):
     with pytest.raises(typer.BadParameter, match=message):

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 
 from . import cores, timing
 from .chart import ChartUnavailableError, write_chart
@@ -60,13 +60,16 @@ def run_bench(
             if families:
                 raise ValueError(f"{' '.join(families)}: families of a sweep are named with --sweep")
             drawn = list(drawn_cases(sweep_families(sweep), cases, seed, target, filter))
+            if not drawn:
+                raise ValueError(f"no case matches {filter!r}; `apex bench --sweep {sweep} --list` shows the names")
             if list_only:
                 for _, name, _ in drawn:
                     console.print(name, markup=False)
                 return SUCCESS
             path = _writable_path(output, target, ["sweep", *sweep.split(",")])
             about = {"sweep": sweep, "cases": cases, "seed": seed}
-            return run_sweep(drawn, target, path, console, about, all_cores=all_cores)
+            shown = track(drawn, "cases", console=messages, disable=not messages.is_terminal, transient=True)
+            return run_sweep(shown, target, path, console, about, all_cores=all_cores)
         selection = select(families, target, quick=quick, words=filter)
         if not selection:
             raise ValueError(f"no case matches {filter!r}; `apex bench --list` shows the names")

@@ -108,7 +108,7 @@ def bench(
     ] = False,
     sweep: Annotated[
         str | None,
-        typer.Option(metavar="FAMILY", help="Random cases of these families instead, or of all, to find slow shapes."),
+        typer.Option(metavar="FAMILY,...", help="Random cases of these families, or of all, to find slow shapes."),
     ] = None,
     cases: Annotated[int, typer.Option(help="Cases of each family of a sweep.", min=1)] = 200,
     seed: Annotated[int, typer.Option(help="What the cases of a sweep are drawn from.")] = 0,

@@ -133,12 +133,13 @@ def _is_planned(device: torch.device) -> bool:
 
 def _triton_obstacle(family: OpFamily, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the Triton kernels of `family` cannot run here, or None when they can."""
-    if dtype not in family.triton_dtypes:
-        return f"the kernels accumulate in float32 and do not take {str(dtype).removeprefix('torch.')}"
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     if device.type != "cuda" and not _is_planned(device) and not _env.triton_interpreter_requested():
         return f"Triton kernels run on NVIDIA and AMD GPUs, not on {device.type}"
+    if dtype not in family.triton_dtypes:
+        why = ", because they accumulate in float32" if dtype == torch.float64 else ""
+        return f"the kernels do not take {str(dtype).removeprefix('torch.')}{why}"
     return triton_problem()
 
 
