@@ -150,6 +150,14 @@ def cudnn_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @needs_interpreter
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_leaves_float64_alone(kind: str) -> None:
+    tensors = problem("cpu", torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, *_ = results(ours, kind, tensors)
+    torch.testing.assert_close(output, results(exact, kind, tensors)[0])
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("wanted", ["xwb", "xw", "b", "w"])
 @pytest.mark.parametrize("channels_last", [True, False], ids=["last", "first"])

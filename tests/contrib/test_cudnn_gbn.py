@@ -52,6 +52,7 @@ def test_autocast_casts_the_input() -> None:
     module = GroupBatchNorm2d(8, 1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert module(torch.randn(2, 8, 3, 3)).dtype == torch.bfloat16
+        assert module.double()(torch.randn(2, 8, 3, 3).double()).dtype == torch.float64
 
 
 def test_groups_and_attributes() -> None:

@@ -16,7 +16,7 @@ from torch.nn import init
 
 from ..ops import norm
 from ..ops._checks import check_floats, check_tensors
-from ..ops._library import autocast_dtype
+from ..ops._library import cast_for_autocast
 
 NormalizedShape = int | Sequence[int]
 
@@ -95,19 +95,6 @@ class FusedRMSNormFunction(torch.autograd.Function):
         return norm.NORM.backward_from_saved(ctx, grad_output)[0], None, None, None
 
 
-def _cast_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The tensors in the autocast dtype of the first one's device, where autocast is on; float64 stays."""
-    if not torch._C._is_any_autocast_enabled():  # the quick question first: most calls end here
-        return tensors
-    check_tensors(input=tensors[0])
-    dtype = autocast_dtype(tensors[0])  # type: ignore[arg-type]
-    if dtype is None:
-        return tensors
-    return tuple(
-        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
-    )
-
-
 def fused_layer_norm_affine(
     input: Tensor,
     weight: Tensor,
@@ -117,7 +104,7 @@ def fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Layer norm with weight and bias, in the input's dtype."""
-    input, weight, bias = _cast_for_autocast(input, weight, bias)
+    input, weight, bias = cast_for_autocast(input, weight, bias)
     return norm.layer_norm(input, normalized_shape, weight, bias, eps, memory_efficient=memory_efficient)
 
 
@@ -125,7 +112,7 @@ def fused_layer_norm(
     input: Tensor, normalized_shape: NormalizedShape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Layer norm without parameters."""
-    (input,) = _cast_for_autocast(input)
+    (input,) = cast_for_autocast(input)
     return norm.layer_norm(input, normalized_shape, eps=eps, memory_efficient=memory_efficient)
 
 
@@ -139,7 +126,7 @@ def mixed_dtype_fused_layer_norm_affine(
 ) -> Tensor:
     """Layer norm with weight and bias, in the weight's dtype."""
     check_tensors(weight=weight, bias=bias)
-    input, weight, bias = _cast_for_autocast(input, weight, bias)
+    input, weight, bias = cast_for_autocast(input, weight, bias)
     return norm.layer_norm(
         input, normalized_shape, weight, bias, eps, memory_efficient=memory_efficient, out_dtype=weight.dtype
     )
@@ -149,7 +136,7 @@ def fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: NormalizedShape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """RMS norm with a weight, in the input's dtype."""
-    input, weight = _cast_for_autocast(input, weight)
+    input, weight = cast_for_autocast(input, weight)
     return norm.rms_norm(input, normalized_shape, weight, eps, memory_efficient=memory_efficient)
 
 
@@ -157,7 +144,7 @@ def fused_rms_norm(
     input: Tensor, normalized_shape: NormalizedShape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """RMS norm without parameters."""
-    (input,) = _cast_for_autocast(input)
+    (input,) = cast_for_autocast(input)
     return norm.rms_norm(input, normalized_shape, eps=eps, memory_efficient=memory_efficient)
 
 
@@ -166,7 +153,7 @@ def mixed_dtype_fused_rms_norm_affine(
 ) -> Tensor:
     """RMS norm with a weight, in the weight's dtype."""
     check_tensors(weight=weight)
-    input, weight = _cast_for_autocast(input, weight)
+    input, weight = cast_for_autocast(input, weight)
     return norm.rms_norm(
         input, normalized_shape, weight, eps, memory_efficient=memory_efficient, out_dtype=weight.dtype
     )
@@ -237,7 +224,7 @@ class FusedLayerNorm(_Norm):
         if weight is None or bias is None:  # or something else is in their place
             weight, bias = self.weight, self.bias
         if torch._C._is_any_autocast_enabled():  # asked here too: a small norm has no microsecond to give away
-            input, weight, bias = _cast_for_autocast(input, weight, bias)
+            input, weight, bias = cast_for_autocast(input, weight, bias)
         return norm.layer_norm(
             input, self.normalized_shape, weight, bias, self.eps, memory_efficient=self.memory_efficient
         )
@@ -251,7 +238,7 @@ class FusedRMSNorm(_Norm):
         if weight is None:
             weight = self.weight
         if torch._C._is_any_autocast_enabled():
-            input, weight = _cast_for_autocast(input, weight)
+            input, weight = cast_for_autocast(input, weight)
         return norm.rms_norm(input, self.normalized_shape, weight, self.eps, memory_efficient=self.memory_efficient)
 
 

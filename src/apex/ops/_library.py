@@ -259,6 +259,27 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
+def cast_for_autocast(*arguments: Any) -> tuple[Any, ...]:
+    """The arguments; where autocast is on, floating-point tensors in its dtype for the first one's device.
+
+    As PyTorch does it: float64 stays as it is.
+    """
+    if not torch._C._is_any_autocast_enabled():  # the quick question first: most calls end here
+        return arguments
+    tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+    dtype = autocast_dtype(tensors[0]) if tensors else None
+    if dtype is None:
+        return arguments
+    return tuple(
+        [
+            each.to(dtype)
+            if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dtype != torch.float64
+            else each
+            for each in arguments
+        ]
+    )
+
+
 _NOTHING = contextlib.nullcontext()
 
 

@@ -6,25 +6,18 @@ but a mask is cast to its dtype. Only what PyTorch's operators compute has a sec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ops._checks import check_floats, check_tensors
-from ...ops._library import autocast_dtype, autocast_off, once_differentiable, quick_apply
+from ...ops._library import autocast_off, cast_for_autocast, once_differentiable, quick_apply
 from ...ops.conv import ConvSpec, conv_bias, conv_bias_gradients, conv_bias_relu, conv_bias_relu_gradients
 
 
-def _cast(*tensors: Tensor | None) -> Sequence[Any]:
-    """As autocast does; autograd casts the gradients back."""
-    dtype = autocast_dtype(tensors[0])  # type: ignore[arg-type]
-    return tensors if dtype is None else [None if tensor is None else tensor.to(dtype) for tensor in tensors]
-
-
 def _relu_forward(ctx, x, weight, bias, spec: ConvSpec, mask=None, scale=None) -> Tensor:  # type: ignore[no-untyped-def]
-    x, weight, bias, scale = _cast(x, weight, bias, scale)
+    x, weight, bias, scale = cast_for_autocast(x, weight, bias, scale)
     with autocast_off(x):
         output = conv_bias_relu(x, weight, bias, spec, mask, scale)
     ctx.save_for_backward(x, weight, output, scale)
@@ -91,7 +84,7 @@ class ConvBias_(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, padding, stride):  # type: ignore[override]
-        x, weight, bias = _cast(x, weight, bias)
+        x, weight, bias = cast_for_autocast(x, weight, bias)
         ctx.spec, ctx.bias_shape = ConvSpec(padding, stride), bias.shape
         ctx.save_for_backward(x, weight)
         with autocast_off(x):

@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...ops._checks import check_floats
 from ...ops._host import HOST
-from ...ops._library import autocast_dtype
+from ...ops._library import cast_for_autocast
 from ...ops.batch_norm import BatchNormSpec, BatchStatistics, Channels, average_factor, batch_norm_with_statistics
 from ...parallel._consecutive_groups import consecutive_exchange, consecutive_group
 
@@ -64,8 +64,7 @@ class GroupBatchNorm2d(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        dtype = autocast_dtype(input)
-        input = input if dtype is None else input.to(dtype)
+        (input,) = cast_for_autocast(input)
         training = self.training or self.running_mean is None
         tracked = self.training and self.track_running_stats
         factor = average_factor(self.momentum, self.num_batches_tracked) if tracked else 0.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...ops import multihead
-from ...ops._library import once_differentiable
+from ...ops._library import cast_for_autocast, once_differentiable
 from ...ops.multihead import explicit
 
 # Step by step, with a backward pass from what each step left.
@@ -22,7 +22,7 @@ from ...ops.multihead import explicit
 def _forward(ctx: Any, inputs: int, given: Sequence[Any], cover: Any, *settings: Any) -> Tensor:
     """Attention of so many inputs, which come first among the tensors given, then weights, then biases or None."""
     heads, scale, dropout = settings
-    tensors, weights = explicit.in_autocast_dtype(*given), 2 * inputs + 1
+    tensors, weights = cast_for_autocast(*given), 2 * inputs + 1
     parameters = tensors[:inputs], tensors[inputs:weights], tensors[weights:]
     outputs, packed, core = explicit.forward(*parameters, mask=cover, heads=heads, scale=scale, dropout=dropout)
     ctx.save_for_backward(*tensors[:weights], *packed, core.context, core.probabilities, core.dropped, core.noise)

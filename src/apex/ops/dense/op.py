@@ -45,7 +45,7 @@ def dense_gelu_dense(
     # Without gradients always: there is no node, and fewer operators.
     if not _library.runs_triton(FAMILY, input) or (needs_graph and not is_large(elements, between_layers=True)):
         return reference.dense_gelu_dense(input, weight1, bias1, weight2, bias2)
-    arguments = _cast_like_autocast(dtype, (input, weight1, bias1, weight2, bias2))
+    arguments = _library.cast_for_autocast(input, weight1, bias1, weight2, bias2)
     return _apply_dense_gelu_dense(*arguments) if needs_graph else _infer_dense_gelu_dense(*arguments)
 
 
@@ -74,7 +74,7 @@ def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (),
     # Without gradients always: there is no node, and fewer operators.
     if not _library.runs_triton(FAMILY, input) or (needs_graph and not is_large(rows * widest)):
         return reference.mlp(input, weights, biases, activation)
-    tensors = _cast_like_autocast(dtype, (input, *weights, *biases))
+    tensors = _library.cast_for_autocast(input, *weights, *biases)
     if needs_graph:
         return _apply_mlp(len(biases) > 0, ACTIVATIONS.index(activation), *tensors)
     rest = tensors[1:]
@@ -111,13 +111,6 @@ def _check_layer(
             f"{input.dtype}; they must be the same outside of autocast"
         )
     return shape[0]
-
-
-def _cast_like_autocast(dtype: torch.dtype | None, tensors: Sequence[Any]) -> Sequence[Any]:
-    """What autocast would make of the arguments of a matrix product."""
-    if dtype is None:
-        return tensors
-    return [t if t is None or t.dtype in (dtype, torch.float64) else t.to(dtype) for t in tensors]
 
 
 def _shaped(rows: Tensor, like: Tensor) -> Tensor:

@@ -13,17 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import softmax
-from .._library import autocast_dtype
 from .checks import check_attention
 from .masks import Mask, broadcastable, check_mask
-
-
-def in_autocast_dtype(*tensors: Tensor | None) -> Any:
-    """The tensors as autocast would hand them to a matrix product, so that the backward pass has one dtype."""
-    dtype = autocast_dtype(next(tensor for tensor in tensors if tensor is not None))
-    if dtype is None:
-        return tensors
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 class Core(NamedTuple):
