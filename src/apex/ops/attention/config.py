@@ -117,14 +117,17 @@ def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: s
     # Two accumulators: larger tiles run out of registers. Packed: 372 (64 keys: 392; before, 408 and
     # with 64 queries 463); 16 sequences with heads of 128: 208 (128 keys: 251, 32 keys: 414). All gradients with a bias
     # of 58 batches of 2 heads, 576 long and 64 wide: 207 (128 keys, where threads keep 296 bytes outside of registers:
-    # 398), of 67 batches, 704 long and 32 wide: 134 (128 keys: 154), of 310 batches, 336 long and 8 wide: 220 (64 keys:
-    # 268); of 57 float32 batches of 8 heads, 144 long and 8 wide: 163 (32 queries: 174, 2 stages: 195).
+    # 398), of 310 batches of one, 336 long and 8 wide: 182 (2 stages: 189, 128 keys: 192). In float32 of 23 batches of
+    # 4, 736 long and 32 wide: 626 (2 stages: 749, 16 queries: 795), of 102 of 2, 546 long and 64 wide: 1522 (2 stages:
+    # 1574, 16 by 64: 1526).
     if element_size == 4:
-        tile = Tile(16, 64, 4, 1) if block <= 32 else Tile(32, 32, 4, 2 if block <= 64 else 1)
-    elif block <= 16 or (block <= 64 and "bias" not in kind):
+        tile = Tile(32, 64, 4, 1) if block <= 32 else Tile(32, 32, 4, 1)
+    elif block <= 64 and "bias" not in kind:
         tile = Tile(32, 128, 4, 2)
+    elif block <= 128:
+        tile = Tile(32, 64, 4, 3 if block <= 32 else 2)
     else:
-        tile = Tile(32, 64, 4, 2) if block <= 128 else Tile(32, 32, 4, 2)
+        tile = Tile(32, 32, 4, 2)
     return _fitted(tile, rows, columns, block, element_size, device)
 
 
@@ -132,10 +135,10 @@ def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: s
 def stored_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: str, device: DeviceFacts) -> Tile:
     """For the gradient of the queries from that of the logits."""
     block = head_block(head_dim)
-    # All gradients of 102 float32 batches of 2 heads, 546 long and 64 wide: 1534 (64 by 64: 1589), of 141 batches of 8
-    # heads, 72 long and 32 wide: 194 (64 by 64: 206, 32 by 32: 213).
+    # All gradients of 57 float32 batches of 8 heads, 144 long and 8 wide: 121 (64 by 64: 134, 32 by 32: 129, one stage:
+    # 124), of 102 of 2 heads, 546 long and 64 wide: 1541 (2 stages: 1607, 64 by 64: 1563, 32 by 32: 1573).
     if element_size == 4:
-        tile = Tile(32, 32, 4, 2) if block == 64 else Tile(64, 32, 4, 2 if block <= 128 else 1)
+        tile = Tile(64, 32, 4, 2 if block != 64 and block <= 128 else 1)
     else:
         tile = Tile(128, 64, 4, 3) if block <= 128 else Tile(64, 32, 4, 2)
     return _fitted(tile, rows, columns, block, element_size, device)
@@ -168,14 +171,17 @@ def spread(
     Each program takes a tile of the queries or keys, as `split` says, for one of `heads` heads of all batches. Narrow
     tiles of keys have more queries, because a step takes long however little there is to do. All gradients of a
     float32 batch of one head, 197 long and 32 wide: by 64 queries and 16 keys 24 (32 by 32: 55, 16 by 32: 49), of 2
-    float16 batches, 560 long: 26 (32 by 32: 35, 64 by 32: 40).
+    float16 batches, 560 long: 26 (32 by 32: 35, 64 by 32: 40), of one with 4 heads, 584 long and 8 wide: by 64 and 32
+    32 (64 by 16: 35, 32 by 32: 40).
     """
     block, length = (tile.queries, rows) if split == "queries" else (tile.keys, columns)
-    narrow = split == "keys" and head_block(head_dim) <= 32
-    while block > (16 if narrow else 32) and heads * -(-length // block) < device.multiprocessors:
+    head, floor = head_block(head_dim), 32
+    if split == "keys" and (head == 32 or (head < 32 and element_size == 4)):
+        floor = 16
+    while block > floor and heads * -(-length // block) < device.multiprocessors:
         # Of float32 tiles with 32 keys threads keep 320 bytes outside of registers.
-        block = 16 if narrow and element_size == 4 else block // 2
-    if split == "keys" and block < min(64, tile.keys) and (narrow or element_size == 2):
+        block = floor if element_size == 4 and floor == 16 else block // 2
+    if split == "keys" and block < min(64, tile.keys) and (floor == 16 or element_size == 2):
         return tile._replace(queries=max(tile.queries, min(64, head_block(rows))), keys=block)
     tile = tile._replace(**{split: block})
     return tile._replace(num_warps=_warps(tile.queries, tile.keys, element_size, tile.num_warps))

@@ -266,11 +266,13 @@ def _sum_of_batches(
     dbias += (first_group + group_index) * plane + e
     inside = (e < plane) & (e % pitch < rows)
     pointers = dlogits + (group_index * group + z[:, None]) * plane + e[None, :]
-    sums = tl.zeros((ELEMENTS,), tl.float32)
+    # Each element of a block has a sum of its own: threads need not wait for each other in the loop.
+    own_sums = tl.zeros((BATCHES, ELEMENTS), tl.float32)
     for batch in range(0, group, BATCHES):
         values = tl.load(pointers, mask=(z[:, None] < group - batch) & (e[None, :] < plane), other=0.0)
-        sums += tl.sum(values.to(tl.float32), 0)
+        own_sums += values.to(tl.float32)
         pointers += BATCHES * plane
+    sums = tl.sum(own_sums, 0)
     if ADDS:
         sums += tl.load(dbias, mask=inside, other=0.0)
     tl.store(dbias, sums.to(dbias.dtype.element_ty), mask=inside)
