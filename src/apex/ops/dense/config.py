@@ -51,13 +51,14 @@ def activation_tile(
     is_wide = 2 * columns >= 15 * device.multiprocessors
     if (is_wide or rows <= FEW_ROWS) and rows * columns <= SMALL_MATRIX and not singly:
         return ActivationTile(min(256, max(16, _device.next_power_of_2(rows))), 16, 1, num_warps=8, stages=3)
-    # Where gelu's output is written too, narrow tiles: bfloat16 8192x3072 in 64 us, 1.35 times the floor, 16 by 128 67.
+    # Where gelu's output is written too, narrow tiles: bfloat16 8192x3072 in 62 us, 1.3 times the floor; 16 by 128: 66.
     block = min(64 if active else 128, max(16, 1 << (columns - 1).bit_length()))
     column_blocks = -(-columns // block)
-    # Eight programs per multiprocessor, but so few groups that their sums are quickly added: of many columns 64.
-    # gelu float16 8192x16384 takes 209 us, 1.10 times the floor (tiles of 8 by 256: 252, PyTorch's two operators: 275),
-    # relu 4096x1024 takes 17 (PyTorch: 23), relu 512x512 takes 8 (PyTorch: 16).
-    groups = min(64 if column_blocks > 4 else 512, -(-8 * device.multiprocessors // column_blocks), -(-rows // 16))
+    # At most eight programs per multiprocessor, one wave: gelu float16 8192x16384 took 258 us in 1152 of them, where
+    # 1056 have room, 1.36 times the floor (PyTorch's two operators: 275). But so few groups that their sums are quickly
+    # added: of many columns 64. relu 4096x1024 takes 17 (PyTorch: 23), relu 512x512 takes 8 (PyTorch: 16).
+    wave = max(1, 8 * device.multiprocessors // column_blocks)
+    groups = min(64 if column_blocks > 4 else 512, wave, -(-rows // 16))
     return ActivationTile(32 if active else 16, block, groups)
 
 

@@ -18,14 +18,17 @@ ALIGNMENT = 16
 SHORT_ROW = 1024
 
 # Bytes of a row from which the gradient that takes its place leaves the cache to rows that are still to be read again:
-# bfloat16 768x128256 in 140, else 158, 1664x50304 in 104, else 105, but 2816x32000 in 115, else 110.
+# bfloat16 768x128256 in 142, else 158, 1664x50257 in 113, else 119, but 2816x32000 in 121, else 118.
 STREAMED_ROW = 3 << 15
 
 # Logits of a chunk: a tenth of all, within these limits of elements (192 and 512 MiB in half precision). Smaller chunks
 # make slower matrix products: 8192x2048x131072 on an H200 took 24.3 ms in chunks of 512 rows, 22.8 of 1024 and 21.5 of
 # 2048, where a linear layer and PyTorch's loss took 22.8. In another run chunks of 768 rows took 23.3, of 832 and 896
 # 25.4, of 1024 24.0, and PyTorch 23.7: they need 736 MiB, under an eighth of PyTorch's 6144, and 1024 rows need 800.
+# Where that makes MANY_ROWS, up to LARGE_CHUNK: 8192x768x50304 in 2.95 ms in chunks of 2816 rows, 3.19 of 1664, 2.86 in
+# one; 8192x1024x32000 in 2.34 of 4096, 2.45 of 2816.
 CHUNK_ELEMENTS = (3 << 25, 1 << 28)
+LARGE_CHUNK, MANY_ROWS = 17 << 23, 2816
 CHUNKS = 10
 # Chunks have a multiple of so many rows, which is a tile of a matrix product.
 ROW_MULTIPLE = 128
@@ -59,15 +62,19 @@ class ShortConfig(NamedTuple):
 
 @tunable(lambda config: ("groups", "lanes", "num_warps"))
 def forward_config(rows: int, classes: int, element_size: int, gradient: bool, device: DeviceFacts) -> BlockConfig:
-    # Where a row is read again for its gradient, as few rows at a time as keep the device busy: 1664x50304 in 105, with
-    # two accesses in flight 111, with 512 threads 123, when 53 MB of rows are at work, which the cache does not hold.
+    few = rows < 4 * device.multiprocessors
     if gradient:
-        return _fitted(classes, element_size, groups=1, lanes=1024, device=device)
+        # The row is read again, best from the cache: the longer it is, the fewer at a time. bfloat16 1664x50304 in 112,
+        # with 512 threads 126, when 53 MB of rows are at work, but 2816x32000 in 121 and 113. Half precision that is no
+        # whole number of blocks takes 48 registers, too many for two such programs: 1664x50257 in 138, and in 113 with
+        # two accesses of 512 threads.
+        odd = element_size == 2 and classes % ALIGNMENT != 0
+        lanes = 1024 if few or (classes * element_size >= STREAMED_ROW and not odd) else 512
+        return _fitted(classes, element_size, groups=1 + odd, lanes=lanes, device=device)
     # Two accesses in flight: bfloat16 8192x131072 in 484, with four 523, with eight 854; 16384x50257 in 389, with four
     # 472. More threads do better where there are too few rows for every multiprocessor to have several (64x131072 in
     # 18, with 256 threads 28).
-    lanes = 1024 if rows < 4 * device.multiprocessors else 256
-    return _fitted(classes, element_size, groups=2, lanes=lanes, device=device)
+    return _fitted(classes, element_size, groups=2, lanes=1024 if few else 256, device=device)
 
 
 @tunable(lambda config: ("groups", "lanes", "num_warps", "splits"))
@@ -105,6 +112,8 @@ def chunk_size(rows: int, classes: int, asked: int | None = None) -> int:
     if asked is not None:
         return max(1, min(asked, rows))
     fewest, most = CHUNK_ELEMENTS
+    if LARGE_CHUNK // classes >= MANY_ROWS:
+        fewest = LARGE_CHUNK
     most = max(1, min(most, max(fewest, rows * classes // CHUNKS)) // classes)
     if rows <= most:
         return max(1, rows)
