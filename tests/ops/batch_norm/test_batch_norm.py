@@ -417,7 +417,7 @@ def test_opcheck(route: Route) -> None:
     with _library.implementation(route.implementation):
         opcheck(route, ops.batch_norm_rank_statistics.default, (x, 1))
         for running in ((mean.clone(), variance.clone()), (None, None)):
-            opcheck(route, ops.batch_norm_statistics.default, (x, *running, 0.1, 1))
+            opcheck(route, ops.batch_norm_statistics.default, (x, *running, weight, bias, 0.1, 1e-5, 1))
         for output in (z, None):
             for wants_input in (True, False):
                 arguments = (x, x, output, *given, 1e-5, True, True, 1, wants_input)
@@ -428,8 +428,10 @@ def test_opcheck(route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
-def test_compiled_without_graph_breaks(route: Route) -> None:
-    x, z = (torch.randn(3, 6, 3, 3, device=route.device).to(memory_format=torch.channels_last) for _ in range(2))
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_compiled_without_graph_breaks(route: Route, dtype: torch.dtype) -> None:
+    x, z = (torch.randn(3, 6, 3, 3, dtype=dtype, device=route.device) for _ in range(2))
+    x, z = (each.to(memory_format=torch.channels_last) for each in (x, z))
     weight, bias = (torch.rand(6, device=route.device) for _ in range(2))
     leaves = [each.requires_grad_() for each in (x, z, weight, bias)]
 
@@ -445,7 +447,10 @@ def test_compiled_without_graph_breaks(route: Route) -> None:
             output = each(*leaves, *running)
             results.append([output, *running, *torch.autograd.grad(output.sum(), leaves)])
     for actual, wanted in zip(*results, strict=True):
-        assert_close(actual, wanted.double(), reduction=27)
+        if dtype == BF16:  # rounded before and behind the norm, where other kernels are
+            torch.testing.assert_close(actual, wanted, rtol=0.02, atol=0.02)
+        else:
+            assert_close(actual, wanted.double(), reduction=27)
 
 
 @pytest.mark.parametrize("route", [each for each in routes() if each.values[0].implementation == "triton"])

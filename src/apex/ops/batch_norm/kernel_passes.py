@@ -77,7 +77,7 @@ def launch_forward(
         partials, _ = partial_sums(launches.partials, device, False)
         launches.measure((x, partials))
         rank_stats = empty(launches.rank_stats, (1,), torch.float32)
-        launches.statistics((partials, rank_stats, None, None, None), (0.0,))
+        launches.statistics((partials, rank_stats, *[None] * 6), (0.0, 0.0))
         mean, variance = launch_combine(exchange.gather(rank_stats), running_mean, running_var, momentum)
     elif training:
         mean, variance = empty(launches.channels, (1,), torch.float32), empty(launches.channels, (1,), torch.float32)
@@ -87,7 +87,7 @@ def launch_forward(
         else:
             partials, _ = partial_sums(launches.partials, device, False)
             launches.measure((x, partials))
-            launches.statistics((partials, mean, variance, old_mean, old_variance), (momentum,))
+            launches.statistics((partials, mean, variance, old_mean, old_variance, None, None, None), (momentum, eps))
         if old_mean is not running_mean:
             running_mean.copy_(old_mean)
         if old_variance is not running_var:
@@ -130,11 +130,12 @@ def _forward_launches(
     return ForwardLaunches(*results, parts * pitch, None, measure, statistics, apply)
 
 
-def launch_statistics(
-    input: Tensor, spec: BatchNormSpec, running_mean: Tensor | None, running_var: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of every channel of one process, towards which running statistics move."""
-    return _combine(*_measure(input, spec.channel_dim), running_mean, running_var, spec.momentum)
+def launch_statistics(input: Tensor, spec: BatchNormSpec, running: Channels, scaled: bool) -> tuple[Tensor, ...]:
+    """Mean and biased variance of every channel of one process, towards which running statistics move.
+
+    Where `scaled`, also [2, C]: what an input is to be multiplied by, and what is added then.
+    """
+    return _combine(*_measure(input, spec.channel_dim), running, spec.momentum, spec.eps, scaled)
 
 
 def launch_combine(
@@ -142,14 +143,15 @@ def launch_combine(
 ) -> tuple[Tensor, Tensor]:
     """The same of several processes, from their rank statistics, [P, 2C + 1]."""
     ranks, pitch = all_ranks.shape
-    return _combine(all_ranks, ranks, pitch // 2, pitch, running_mean, running_var, momentum)
+    running = Channels(running_mean, running_var, None, None)
+    return _combine(all_ranks, ranks, pitch // 2, pitch, running, momentum)  # type: ignore[return-value]
 
 
 def launch_rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
     """[2C + 1]: means, sums of squared deviations and number of values per channel."""
     partials, parts, channels, pitch = _measure(input, channel_dim)
     rank_stats = torch.empty(2 * channels + 1, dtype=torch.float32, device=input.device)
-    _statistics_launch(parts, channels, pitch)((partials, rank_stats, None, None, None), (0.0,))
+    _statistics_launch(parts, channels, pitch)((partials, rank_stats, *[None] * 6), (0.0, 0.0))
     return rank_stats
 
 
@@ -185,20 +187,25 @@ def _combine(
     parts: int,
     channels: int,
     pitch: int,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    running: Channels,
     momentum: float,
-) -> tuple[Tensor, Tensor]:
+    eps: float = 0.0,
+    scaled: bool = False,
+) -> tuple[Tensor, ...]:
     """Mean and biased variance of a whole from the statistics of its parts, towards which running ones move."""
     empty, shape = empty_on(partials.device), (channels,)
     mean, variance = empty(shape, (1,), torch.float32), empty(shape, (1,), torch.float32)
+    running_mean, running_var, weight, bias = running
     old_mean, old_variance = _contiguous(running_mean), _contiguous(running_var)
-    _statistics_launch(parts, channels, pitch)((partials, mean, variance, old_mean, old_variance), (momentum,))
+    scale_shift = mean.new_empty(2, channels) if scaled else None
+    parameters = (_contiguous(weight), _contiguous(bias), scale_shift)
+    tensors = (partials, mean, variance, old_mean, old_variance, *parameters)
+    _statistics_launch(parts, channels, pitch)(tensors, (momentum, eps))
     if old_mean is not running_mean:
         running_mean.copy_(old_mean)  # type: ignore[union-attr, arg-type]
     if old_variance is not running_var:
         running_var.copy_(old_variance)  # type: ignore[union-attr, arg-type]
-    return mean, variance
+    return (mean, variance) if scale_shift is None else (mean, variance, scale_shift)
 
 
 @launch_rule

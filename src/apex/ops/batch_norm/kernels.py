@@ -105,14 +105,15 @@ def batch_norm_measure(
 @kernel
 @triton.jit(do_not_specialize=["programs"])
 def batch_norm_statistics(
-    partials, mean, variance, running_mean, running_variance,
-    programs, channels, pitch, momentum,
+    partials, mean, variance, running_mean, running_variance, weight, bias, scale_shift,
+    programs, channels, pitch, momentum, eps,
     P_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Mean and variance of every channel from those of its parts, and what they do to the running ones.
 
     P_BLOCK parts at a time, around the mean of these, then by Chan's formula. Parts may be empty; if all are,
     statistics are 0 and the running ones stay. Without a `variance`, `mean` gets the statistics of the rank, [2C + 1].
+    `scale_shift`, [2, C], is what an input is to be multiplied by, and what is added then.
     """
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
@@ -151,6 +152,10 @@ def batch_norm_statistics(
         new_variance = (1.0 - share) * old_variance + share * (sum_of_squares / tl.maximum(count - 1.0, 1.0))
         tl.store(running_mean + channel, new_mean.to(running_mean.dtype.element_ty), inside)
         tl.store(running_variance + channel, new_variance.to(running_variance.dtype.element_ty), inside)
+    if scale_shift is not None:
+        scale = tl.rsqrt(sum_of_squares / count + eps) * parameter(weight, channel, inside, 1.0)
+        tl.store(scale_shift + channel, scale, inside)
+        tl.store(scale_shift + channels + channel, parameter(bias, channel, inside, 0.0) - centre * scale, inside)
 
 
 @kernel
@@ -217,9 +222,8 @@ def batch_norm_measure_backward(
     sum_dy_xhat = tl.zeros((R, C_BLOCK), tl.float32)
     for start in tl.range(program, units, programs * UNROLL):
         for step in tl.static_range(UNROLL):
-            offset, mask, _rows = tile(
-                start + step * programs, block, positions, channels, chunks, units, LAST, ALIGN, R, C_BLOCK
-            )
+            unit = units - 1 - (start + step * programs)  # see batch_norm_measure
+            offset, mask, _rows = tile(unit, block, positions, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
             values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
             # Outside the input the gradient is 0, and so is every term.
             gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
@@ -275,7 +279,7 @@ def batch_norm_apply_backward(
 
     Without `sum_dy_xhat`, `sum_dy` is the sum of all processes' rank statistics, [2C + 1], which has everything.
     """
-    unit = units - 1 - tl.program_id(0) // channel_blocks
+    unit = tl.program_id(0) // channel_blocks
     block = tl.program_id(0) % channel_blocks
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels

@@ -15,7 +15,16 @@ from .. import _library
 from .._checks import check_parameters
 from . import config, reference
 from .kernel_passes import launch_backward, launch_forward
-from .passes import FAMILY, gradient_sums, input_gradient, launches, local_gradients, normalise, statistics
+from .passes import (
+    FAMILY,
+    gradient_sums,
+    input_gradient,
+    launches,
+    local_gradients,
+    normalise,
+    scaled_statistics,
+    statistics,
+)
 from .reference import BatchNormSpec, BatchStatistics, Channels, Exchange, GradientSums
 
 
@@ -65,14 +74,17 @@ def batch_norm_with_statistics(
     if not torch.compiler.is_compiling() if exchange is None else launches(input):
         output, mean, variance = launch_forward(input, z, running, spec, exchange)
         if torch.is_grad_enabled():
-            output = _apply_eagerly(input, z, weight, bias, mean, variance, (spec, exchange, output))
+            output = _apply_eagerly(input, z, weight, bias, mean, variance, None, (spec, exchange, output))
         return output, BatchStatistics(mean, variance, False) if wanted and spec.training else None
-    if spec.training:
+    scale_shift = None
+    if spec.training and exchange is None:
+        mean, variance, scale_shift = scaled_statistics(input, running, spec)
+    elif spec.training:
         mean, variance = statistics(input, spec, mean, variance, exchange)
     found = BatchStatistics(mean, variance, False) if spec.training else None
     if torch.is_grad_enabled():
-        return _apply_node(input, z, weight, bias, mean, variance, (spec, exchange, None)), found
-    return normalise(input, z, Channels(mean, variance, weight, bias), spec), found
+        return _apply_node(input, z, weight, bias, mean, variance, scale_shift, (spec, exchange, None)), found
+    return normalise(input, z, Channels(mean, variance, weight, bias), spec, scale_shift), found
 
 
 def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpec) -> None:
@@ -109,7 +121,8 @@ def runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec) -> bool:
         return True
     if z is not None and input.element_size() <= 2:
         return True  # PyTorch would round the norm before it adds
-    is_large = input.numel() >= config.NATIVE_BELOW
+    below = config.COMPILED_BELOW if torch.compiler.is_compiling() else config.NATIVE_BELOW
+    is_large = input.numel() >= below
     if is_large and (spec.relu or z is not None):
         return True
     if not reference.keeps_float32(input if spec.channel_dim == 1 else input.movedim(-1, 1), spec.training):
@@ -224,18 +237,18 @@ class BatchNormFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, input, z, weight, bias, mean, variance, settings):  # type: ignore[no-untyped-def, override]
+    def forward(ctx, input, z, weight, bias, mean, variance, scale_shift, settings):  # type: ignore[no-untyped-def, override]
         spec, exchange, output = settings
         channels = Channels(mean, variance, weight, bias)
         if output is None:
-            output = normalise(input, z, channels, spec)
+            output = normalise(input, z, channels, spec, scale_shift)
         save(ctx, input, z, output, channels, spec, exchange)
         return output
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def, override]
         found = _node_gradients(ctx, dy) if ctx.exchange is None else _node_gradients_once(ctx, dy)
-        return *found, None, None, None
+        return *found, None, None, None, None
 
 
 def _node_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -43,14 +43,20 @@ def statistics(
     running = (running_mean, running_var)
     if exchange is None and _takes_kernels(input):
         if torch.compiler.is_compiling():
-            flags = (spec.momentum, spec.channel_dim)
-            return torch.ops.apex.batch_norm_statistics(input.detach(), *running, *flags)
-        return launch_statistics(input, spec, *running)
+            return scaled_statistics(input, Channels(*running, None, None), spec)[:2]
+        return launch_statistics(input, spec, Channels(*running, None, None), False)  # type: ignore[return-value]
     rank_stats = rank_statistics(input.detach(), spec.channel_dim)
     all_ranks = rank_stats[None] if exchange is None else exchange.gather(rank_stats)
     if torch.compiler.is_compiling() or not _takes_kernels(all_ranks):
         return reference.combine(all_ranks, *running, spec.momentum)
     return launch_combine(all_ranks, *running, spec.momentum)
+
+
+def scaled_statistics(input: Tensor, running: Channels, spec: BatchNormSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """`statistics` of one process for a graph that is compiled, and the scale and shift of every channel, [2, C]."""
+    mean, variance, *parameters = running
+    given = (input.detach(), mean, variance, *_unless_none(tuple(parameters), Tensor.detach))
+    return torch.ops.apex.batch_norm_statistics(*given, spec.momentum, spec.eps, spec.channel_dim)
 
 
 def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
@@ -62,12 +68,16 @@ def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
     return launch_rank_statistics(input, channel_dim)
 
 
-def normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:
+def normalise(
+    input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNormSpec, scale_shift: Tensor | None = None
+) -> Tensor:
     """The output, given mean and variance of every channel: those of a batch or running ones.
 
     torch.compile sees PyTorch's operators: it joins them with what makes the addend, a norm of its own in a ResNet.
     """
-    return (launch_normalise if launches(input) else reference.normalise)(input, z, channels, spec)
+    if launches(input):
+        return launch_normalise(input, z, channels, spec)
+    return reference.normalise(input, z, channels, spec, scale_shift)
 
 
 def local_gradients(
@@ -201,13 +211,17 @@ FAMILY = _library.register_family(
 
 
 # What torch.compile puts into a graph in place of launches. Results are laid out as PyTorch would lay out the input.
-def _statistics(input, running_mean, running_var, momentum, channel_dim):  # type: ignore[no-untyped-def]
-    return statistics(input, BatchNormSpec(momentum=momentum, channel_dim=channel_dim), running_mean, running_var)
+def _statistics(input, running_mean, running_var, weight, bias, momentum, eps, channel_dim):  # type: ignore[no-untyped-def]
+    spec = BatchNormSpec(eps, momentum, channel_dim=channel_dim)
+    if _takes_kernels(input):
+        return launch_statistics(input, spec, Channels(running_mean, running_var, weight, bias), True)
+    mean, variance = statistics(input, spec, running_mean, running_var)
+    return mean, variance, reference.scale_shift(Channels(mean, variance, weight, bias), eps)
 
 
 def _statistics_fake(input, *rest):  # type: ignore[no-untyped-def]
     mean = input.new_empty(input.shape[rest[-1]], dtype=_library.compute_dtype(input))
-    return mean, torch.empty_like(mean)
+    return mean, torch.empty_like(mean), mean.new_empty(2, *mean.shape)
 
 
 def _backward(dy, input, output, *rest):  # type: ignore[no-untyped-def]
@@ -241,8 +255,8 @@ _library.register_op(
     lambda input, channel_dim: input.new_empty(2 * input.shape[channel_dim] + 1, dtype=_library.compute_dtype(input)),
 )
 _library.register_op(
-    "batch_norm_statistics(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, "
-    "int channel_dim) -> (Tensor, Tensor)",
+    "batch_norm_statistics(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight, "
+    "Tensor? bias, float momentum, float eps, int channel_dim) -> (Tensor, Tensor, Tensor)",
     _statistics,
     _statistics_fake,
 )
