@@ -122,7 +122,7 @@ def _is_stem(module: Any) -> bool:
     return isinstance(module, nn.Conv2d) and (
         len({*module.stride}) == len({*module.padding}) == 1  # padding may be a word
         and (*module.dilation, module.groups, module.padding_mode) == (1, 1, 1, "zeros")
-        and stem_fits(module.out_channels, module.in_channels, module.kernel_size, module.stride[0])
+        and stem_fits(module.out_channels, module.in_channels, module.kernel_size, module.stride[0], module.padding[0])
     )
 
 

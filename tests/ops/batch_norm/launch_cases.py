@@ -9,6 +9,7 @@ from torch import Tensor
 
 from apex.ops import _library
 from apex.ops.batch_norm import BatchNormSpec, Channels, backward, forward
+from apex.ops.batch_norm.kernel_passes import launch_statistics
 
 # shape, channels last, dtype, dtype of the parameters, addend
 _CASES = [
@@ -33,7 +34,7 @@ class _Alone:
 
 
 def record() -> None:
-    """Collects (under `recording`) forward and backward of every case, of one process and of several."""
+    """Collects (under `recording`) forward and backward of every case, of one process, of several and of a graph."""
     with mock.patch.object(_library, "runs_triton", return_value=True):  # although nothing runs here
         for shape, last, dtype, parameters, addend in _CASES:
             channels = shape[1]
@@ -42,7 +43,8 @@ def record() -> None:
             weight = torch.empty(channels, dtype=parameters, device="meta")
             running = torch.empty(channels, device="meta")
             spec = BatchNormSpec(relu=True)
+            given = Channels(running, running, weight, weight)
+            launch_statistics(x, spec, given, scaled=True)
             for exchange in (None, _Alone()):
-                given = Channels(running, running, weight, weight)
                 y, found = forward(x, x if addend else None, given, spec, exchange)
                 backward(y, x, y if addend else None, found, spec, exchange, wants_z=addend)

@@ -6,17 +6,16 @@ import torch
 
 from apex.ops.stem_conv import op
 
-# images, height and width with borders, side of a window, outputs, dtype, stride
+# images, height and width with borders, sides of a window, outputs, dtype
 _CASES = [
-    (64, 230, 230, 8, 64, torch.bfloat16, 2),
-    (8, 226, 226, 4, 48, torch.float16, 2),
-    (8, 224, 224, 4, 96, torch.bfloat16, 4),
+    (64, 229, 230, 7, 8, 64, torch.bfloat16),
+    (8, 225, 226, 3, 4, 48, torch.float16),
 ]
 
 
 def record() -> None:
     """Collects (under `recording`) forward and backward of every case."""
-    for images, height, width, side, outputs, dtype, stride in _CASES:
+    for images, height, width, *window, outputs, dtype in _CASES:
         input = torch.empty(images, height, width, 4, dtype=dtype, device="meta")
-        weight = torch.empty(side, side, 4, outputs, dtype=dtype, device="meta")
-        op.launch_backward(op.launch_forward(input, weight, stride), input, weight, stride, [False, True])
+        weight = torch.empty(*window, 4, outputs, dtype=dtype, device="meta")
+        op.launch_backward(op.launch_forward(input, weight), input, weight, [False, True])

@@ -15,12 +15,14 @@ from tests.harness import Route, opcheck, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# channels, outputs, window, stride, padding; height and width: windows that end before the image, outputs beyond a tile
+# channels, outputs, window, stride, padding; height and width: windows that end before the image, outputs
+# beyond a tile, patches
 CASES = [
     ((3, 64, (7, 7), 2, 3), (21, 30)),
     ((3, 32, (3, 3), 2, 1), (16, 17)),
-    ((4, 48, (4, 4), 4, 0), (19, 16)),
+    ((4, 48, (4, 4), 2, 0), (19, 16)),
     ((1, 16, (5, 2), 2, 2), (9, 20)),
+    ((3, 20, (4, 4), 4, 0), (18, 12)),
 ]
 
 
@@ -79,10 +81,10 @@ def test_under_autocast_and_compiled(route: Route, monkeypatch: pytest.MonkeyPat
     for actual, wanted in zip(compiled, found, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1.6e-2, atol=1e-2 * float(wanted.abs().max()))
     images, weight = (
-        torch.randn(shape, dtype=torch.bfloat16, device=route.device) for shape in ((2, 12, 14, 4), (8, 8, 4, 16))
+        torch.randn(shape, dtype=torch.bfloat16, device=route.device) for shape in ((2, 11, 14, 4), (7, 8, 4, 16))
     )
     with _library.implementation(route.implementation):
-        opcheck(route, torch.ops.apex.stem_conv.default, (images, weight.requires_grad_(), 2))
+        opcheck(route, torch.ops.apex.stem_conv.default, (images, weight.requires_grad_()))
 
 
 def test_what_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:

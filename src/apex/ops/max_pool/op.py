@@ -26,7 +26,7 @@ LARGEST_WINDOW = 11
 # Elements of an input below which PyTorch's operator runs, for which the host has less to do.
 NATIVE_BELOW = 1 << 22
 # Elements of a tile, forward and backward.
-FORWARD_TILE, BACKWARD_TILE = 1024, 1024
+FORWARD_TILE, BACKWARD_TILE = 512, 1024
 
 
 def max_pool2d(input: Tensor, kernel_size: int, stride: int | None = None, padding: int = 0) -> Tensor:
