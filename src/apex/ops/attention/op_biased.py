@@ -48,7 +48,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias:
     """As `attention`, of floating-point tensors."""
     if mask is not None and not isinstance(mask, Tensor):
         check_optional_tensors(mask=mask)
-    if bias is not None:
+    if bias is not None and not (isinstance(bias, Tensor) and bias.dtype.is_floating_point):
         check_floats(bias=bias)
     dtype = autocast_dtype(query)
     if dtype is not None:
@@ -68,43 +68,42 @@ def checked_arguments(
         raise ValueError(
             f"query and key have shapes {list(shape)} and {list(of_keys)}; both must be [..., heads, length, head size]"
         )
-    if of_keys[:-2] != shape[:-2] or of_keys[-1] != shape[-1] or shape[-1] == 0:
+    *lead, rows, head_dim = shape
+    *lead_of_keys, columns, head_dim_of_keys = of_keys
+    if lead_of_keys != lead or head_dim_of_keys != head_dim or head_dim == 0:
         raise ValueError(
             f"query and key have shapes {list(shape)} and {list(of_keys)}; they may differ in their length only"
         )
     if value.shape != of_keys:
         raise ValueError(f"value has shape {list(value.shape)}, key has {list(of_keys)}; they must be equal")
-    logits = (*shape[:-1], of_keys[-2])
     if not dtype.is_floating_point:
         raise TypeError(f"attention needs floating-point tensors, query is {dtype}")
-    for name, given in (("key", key), ("value", value)):
-        if given.device != device:
-            raise ValueError(f"{name} is on {given.device}, query on {device}")
-        if given.dtype != dtype:
-            raise TypeError(f"{name} is {given.dtype}, query {dtype}; they must be equal")
-    for name, added in (("mask", mask), ("bias", bias)):
-        if added is None:
-            continue
-        if not _broadcasts(added.shape, logits):
-            raise ValueError(f"{name} has shape {list(added.shape)}, which does not broadcast to {list(logits)}")
-        if added.device != device:
-            raise ValueError(f"{name} is on {added.device}, query on {device}")
+    if key.device != device or value.device != device:
+        name, given = ("key", key) if key.device != device else ("value", value)
+        raise ValueError(f"{name} is on {given.device}, query on {device}")
+    if key.dtype != dtype or value.dtype != dtype:
+        name, given = ("key", key) if key.dtype != dtype else ("value", value)
+        raise TypeError(f"{name} is {given.dtype}, query {dtype}; they must be equal")
     if mask is not None:
+        _check_added("mask", mask, (*lead, rows, columns), device)
         if mask.requires_grad:
             mask = mask.detach()
         if mask.dtype in _library.TOO_WIDE and dtype != torch.float64:
             mask = mask.to(torch.float32)
+    if bias is not None:
+        _check_added("bias", bias, (*lead, rows, columns), device)
     return query, key, value, mask, bias, inf
 
 
-def _broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
-    padding = len(full) - len(shape)
-    if padding < 0:
-        return False
-    for size, wanted in zip(shape, full[padding:], strict=True):  # noqa: SIM110  half the time of a generator
-        if size != 1 and size != wanted:
-            return False
-    return True
+def _check_added(name: str, added: Tensor, logits: tuple[int, ...], device: torch.device) -> None:
+    """Raises for a mask or bias that cannot be added to logits of this shape."""
+    shape = added.shape
+    padding = len(logits) - len(shape)
+    if added.device != device:
+        raise ValueError(f"{name} is on {added.device}, query on {device}")
+    for place, size in enumerate(shape, padding):
+        if padding < 0 or (size != 1 and size != logits[place]):
+            raise ValueError(f"{name} has shape {list(shape)}, which does not broadcast to {list(logits)}")
 
 
 def inference(*arguments) -> Tensor:  # type: ignore[no-untyped-def]
