@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +18,9 @@ from ..ops import _recording
 from ..ops._recording import Guard, Recording, is_number
 from ._references import MODES, References
 from ._state import Snapshot, State, hyperparameters, parameters, version_of
+
+# What objects may have beside tensors to be taken for batches, which are copied with other tensors.
+_PLAIN = bool | int | float | str | None | torch.dtype | torch.device
 
 
 class Inputs:
@@ -68,10 +71,11 @@ class Record(Inputs):
 
 
 def _is_record(leaf: Any) -> bool:
-    if isinstance(leaf, Tensor | nn.Module | torch.optim.Optimizer | type) or not hasattr(leaf, "__dict__"):
+    if isinstance(leaf, Tensor | nn.Module | torch.optim.Optimizer) or not hasattr(leaf, "__dict__"):
         return False
     parts = _pytree.tree_leaves(vars(leaf))
-    return dataclasses.is_dataclass(leaf) or any(isinstance(part, Tensor) for part in parts)
+    has_tensors = any(isinstance(part, Tensor) for part in parts)
+    return has_tensors and all(isinstance(part, Tensor | _PLAIN) for part in parts)
 
 
 def _kind(leaf: Any) -> Any:
@@ -155,7 +159,7 @@ class Graph:
         """What keeps it from being replayed now; None if nothing does."""
         for guard in self._guards:
             if not guard.holds():
-                return f"{guard.name} (was {guard.expected!r})"
+                return f"{guard.name} (was {reprlib.repr(guard.expected)})"
         return self.state.differs()
 
     def __call__(self, inputs: Inputs) -> Any:
