@@ -11,6 +11,7 @@ import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,6 +269,25 @@ def inputs_that_are_written_to(device: str, way: Way) -> list[Any]:
     found = []
     for index in range(7):
         found += numbers(step(torch.full((3,), float(index), device=device), state), state)
+    return found
+
+
+@loop(graphs=2)
+def tensors_that_are_only_left_behind(device: str, way: Way) -> list[Any]:
+    """With graphs of two shapes, each of which must put its own."""
+    model, optimizer = linear(device)
+    train = trainer(device, model, optimizer)
+    place = SimpleNamespace(outputs=None)
+
+    @way
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        place.outputs = model(inputs).detach()
+        return train(inputs, targets)
+
+    found = []
+    for index in range(12):
+        for batch in batches(device, 1, 16 if index % 2 else 7):
+            found += numbers(step(*batch), place.outputs)
     return found
 
 

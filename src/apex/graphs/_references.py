@@ -92,7 +92,8 @@ class References:
     def _add(self, place: Place, code: CodeType, depth: int = 0) -> None:
         value = place.read()
         if isinstance(value, _NUMBERS):
-            self._readers[place.name] = place.read
+            if not place.passing:
+                self._readers[place.name] = place.read
         elif isinstance(value, FunctionType | MethodType | functools.partial):
             self._look(value, code.co_filename)
         elif holds_tensors(value):
@@ -116,9 +117,9 @@ def _parts(place: Place, value: Any, code: CodeType) -> Iterator[Place]:
             if key in constants or holds_tensors(item):
                 yield Place(f"{place.name}[{key!r}]", place.read, key, named=True)
     else:
-        for owner, attribute in sorted(_attributes(code)):
+        for (owner, attribute), is_read in sorted(_attributes(code).items()):
             if owner == place.name and attribute in getattr(value, "__dict__", ()):
-                yield Place(f"{place.name}.{attribute}", place.read, attribute, named=True)
+                yield Place(f"{place.name}.{attribute}", place.read, attribute, passing=not is_read, named=True)
 
 
 def code_of(function: Any) -> CodeType | None:
@@ -139,16 +140,17 @@ def _loaded(code: CodeType) -> set[str]:
     return {each.argval for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
-def _attributes(code: CodeType) -> set[tuple[str, str]]:
-    """Variables, each with an attribute that code takes of it."""
-    found = set()
+def _attributes(code: CodeType) -> dict[tuple[str, str], bool]:
+    """Variables, each with an attribute that code reads or sets, and whether it reads it."""
+    found: dict[tuple[str, str], bool] = {}
     for inner in _with_inner(code):
         variable = None
         for each in dis.get_instructions(inner):
             if each.opname in ("COPY", "DUP_TOP"):  # between a variable and its attribute in `self.count += 1`
                 continue
-            if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and variable is not None:
-                found.add((variable, each.argval))
+            if each.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and variable is not None:
+                key = variable, each.argval
+                found[key] = found.get(key, False) or each.opname != "STORE_ATTR"
             # Two variables may be loaded by one instruction.
             last = each.argval[-1] if isinstance(each.argval, tuple) and each.argval else each.argval
             variable = last if each.opname.startswith("LOAD_") and isinstance(last, str) else None
