@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from itertools import chain, islice
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import _casting
 from ._amp_state import _amp_state, maybe_print, warn_or_err
@@ -276,17 +274,16 @@ def initialize(
             },
         )
         scalers = [LossScaler(properties.loss_scale, **scaling) for _ in range(num_losses)]
-        for param in _first_parameter(models):
+        params = (param for model in as_lists(models, None)[0] for param in model.parameters())
+        # Not to the meta device, where a scale would lose its value.
+        device = next((param.device for param in params if not param.is_meta), None)
+        if device is not None:
             for scaler in scalers:
-                scaler.to(param.device)
+                scaler.to(device)
+        combine = {"check": bool(check_combined_tensors), "ddp_parts": ddp_replica_count if combine_ddp else None}
+        combines = combine_grad or check_combined_tensors or combine_ddp
         result = initialize_models_and_optimizers(
-            models,
-            optimizers,
-            properties,
-            cast_model_outputs,
-            {"check": bool(check_combined_tensors), "ddp_parts": ddp_replica_count if combine_ddp else None}
-            if combine_grad or check_combined_tensors or combine_ddp
-            else None,
+            models, optimizers, properties, cast_model_outputs, combine if combines else None
         )
     except BaseException:
         _amp_state.verbosity = verbosity_before
@@ -297,13 +294,6 @@ def initialize(
     _amp_state.overflow_patience = overflow_patience
     _amp_state.loss_scalers = scalers
     return result
-
-
-def _first_parameter(models: Any) -> Iterator[Tensor]:
-    """A parameter of the models, if they have any; none on the meta device, where a scale would lose its value."""
-    model_list, _ = as_lists(models, None)
-    params = chain.from_iterable(model.parameters() for model in model_list)
-    return islice((param for param in params if not param.is_meta), 1)
 
 
 def _chosen_properties(opt_level: str, overrides: dict[str, Any]) -> Properties:
