@@ -117,6 +117,13 @@ def batch_norm_statistics(
     """
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
+    # What the end needs is loaded first, so that a program waits for memory once.
+    if running_mean is not None:
+        old_mean = tl.load(running_mean + channel, inside, other=0.0).to(tl.float32)
+        old_variance = tl.load(running_variance + channel, inside, other=0.0).to(tl.float32)
+    if scale_shift is not None:
+        scale = parameter(weight, channel, inside, 1.0)
+        shift = parameter(bias, channel, inside, 0.0)
     centre = tl.zeros((C_BLOCK,), tl.float32)
     sum_of_squares = tl.zeros((C_BLOCK,), tl.float32)
     values = 0.0
@@ -132,10 +139,10 @@ def batch_norm_statistics(
         mean_here = tl.sum(number[:, None] * means, 0) / tl.maximum(here, 1.0)
         away = means - mean_here[None, :]
         squares_here = tl.sum(deviations + number[:, None] * away * away, 0)
-        shift = mean_here - centre
+        away_here = mean_here - centre
         share = here / tl.maximum(values + here, 1.0)
-        centre += shift * share
-        sum_of_squares += squares_here + shift * shift * (values * share)
+        centre += away_here * share
+        sum_of_squares += squares_here + away_here * away_here * (values * share)
         values += here
     count = tl.maximum(values, 1.0)
     tl.store(mean + channel, centre, inside)
@@ -145,17 +152,15 @@ def batch_norm_statistics(
     else:
         tl.store(variance + channel, sum_of_squares / count, inside)
     if running_mean is not None:
-        old_mean = tl.load(running_mean + channel, inside, other=0.0).to(tl.float32)
-        old_variance = tl.load(running_variance + channel, inside, other=0.0).to(tl.float32)
         share = momentum * tl.minimum(values, 1.0)
         new_mean = (1.0 - share) * old_mean + share * centre
         new_variance = (1.0 - share) * old_variance + share * (sum_of_squares / tl.maximum(count - 1.0, 1.0))
         tl.store(running_mean + channel, new_mean.to(running_mean.dtype.element_ty), inside)
         tl.store(running_variance + channel, new_variance.to(running_variance.dtype.element_ty), inside)
     if scale_shift is not None:
-        scale = tl.rsqrt(sum_of_squares / count + eps) * parameter(weight, channel, inside, 1.0)
+        scale *= tl.rsqrt(sum_of_squares / count + eps)
         tl.store(scale_shift + channel, scale, inside)
-        tl.store(scale_shift + channels + channel, parameter(bias, channel, inside, 0.0) - centre * scale, inside)
+        tl.store(scale_shift + channels + channel, shift - centre * scale, inside)
 
 
 @kernel
