@@ -183,13 +183,13 @@ def test_a_pass_asks_the_dispatch_once(name: str, monkeypatch: pytest.MonkeyPatc
     x, weight, bias = torch.randn(4, 6, 8), torch.ones(8), torch.zeros(8)
     leaves = [each.requires_grad_() for each in (x, weight, bias)]
     asked: list[str] = []
-    runs_triton = _library.runs_triton
+    runs_triton = _library.runs_triton_now
 
     def noting(family: _library.OpFamily, tensor: torch.Tensor) -> bool:
         asked.append(family.name)
         return runs_triton(family, tensor)
 
-    monkeypatch.setattr(_library, "runs_triton", noting)
+    monkeypatch.setattr(_library, "runs_triton_now", noting)
     with _library.implementation("triton"):
         output = NORMS[name](*leaves)
         assert len(asked) == 1
