@@ -118,11 +118,21 @@ def _block_probe(module: Any) -> Tensor:
 
 
 def _is_stem(module: Any) -> bool:
-    """A convolution of images with few channels that kernels take."""
-    return isinstance(module, nn.Conv2d) and (
-        len({*module.stride}) == len({*module.padding}) == 1  # padding may be a word
-        and (*module.dilation, module.groups, module.padding_mode) == (1, 1, 1, "zeros")
-        and stem_fits(module.out_channels, module.in_channels, module.kernel_size, module.stride[0], module.padding[0])
+    """Whether it is a convolution of images with few channels that `stem_conv2d` is for."""
+    if not isinstance(module, nn.Conv2d):
+        return False
+    plain = (*module.dilation, module.groups, module.padding_mode) == (1, 1, 1, "zeros")
+    stride, padding = {*module.stride}, {*module.padding}  # the padding may be a word
+    return (
+        plain
+        and len(stride) == len(padding) == 1
+        and stem_fits(
+            module.out_channels,
+            module.in_channels,
+            module.kernel_size,
+            stride.pop(),
+            padding.pop(),  # type: ignore[arg-type]
+        )
     )
 
 

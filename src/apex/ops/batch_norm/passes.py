@@ -204,8 +204,8 @@ FAMILY = _library.register_family(
         "batch_norm",
         "batch norm with an addend and ReLU, in both layouts",
         self_check,
-        small_inputs=f"PyTorch's operators below {config.NATIVE_BELOW:,} elements, but for halves with an addend, and "
-        "mostly without an addend or ReLU",
+        small_inputs=f"PyTorch's operators below {config.NATIVE_BELOW:,} elements (compiled {config.COMPILED_BELOW:,})"
+        ", but for halves with an addend, and mostly without an addend or ReLU",
     )
 )
 

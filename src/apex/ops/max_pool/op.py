@@ -2,7 +2,7 @@
 
 PyTorch keeps an int64 per output and, backward, adds up by atomics or searches windows: 64 images of a ResNet's stem,
 64 x 112 x 112 in bfloat16, take it 221 us forward and 488 backward on an H200, in code of Inductor 94 and 366. Here the
-place in its window is kept, one byte: 68 and 88 us.
+place in its window is kept, one byte: 67 and 44 us.
 """
 
 from __future__ import annotations
