@@ -65,8 +65,11 @@ def parameters(optimizers: Iterable[Any]) -> list[Tensor]:
 
 
 def _is_leaf(tensor: Tensor) -> bool:
-    """Whether a tensor gets gradients. A view is not asked, which fails where its base has been written to."""
-    return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf
+    """Whether a tensor gets gradients."""
+    try:
+        return tensor.requires_grad and tensor.is_leaf
+    except RuntimeError:  # a view whose base was written to since, a tensor of torch.func that is out of use
+        return False
 
 
 def _places(optimizers: Sequence[Any]) -> Iterator[Place]:
