@@ -86,8 +86,10 @@ def _by_kernels(images: Tensor, weight: Tensor, padding: int, counts: Sequence[i
 
 
 def reference(images: Tensor, weight: Tensor) -> Tensor:
-    """The convolution, [N, H', W', O], in PyTorch's operators."""
-    return functional.conv2d(images.permute(0, 3, 1, 2), weight.permute(3, 2, 0, 1), None, STRIDE).permute(0, 2, 3, 1)
+    """The convolution, [N, H', W', O], in PyTorch's operators, in float32 for half precision."""
+    wide = torch.promote_types(images.dtype, torch.float32)
+    input, matrix = images.to(wide).permute(0, 3, 1, 2), weight.to(wide).permute(3, 2, 0, 1)
+    return functional.conv2d(input, matrix, None, STRIDE).permute(0, 2, 3, 1).to(images.dtype)
 
 
 def _shape(images: Tensor, weight: Tensor) -> tuple[int, int, int, int]:
