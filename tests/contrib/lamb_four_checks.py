@@ -30,17 +30,17 @@ def two_by_two(rank: int) -> None:
     """Machines of two processes; nobody but the processes of a machine is asked for norms."""
     params = parameters()
     optimizer = made(params, dwu_group_size=2, dwu_num_ar_pg=2, dwu_num_rs_pg=2, dwu_num_ag_pg=1)
-    groups = optimizer._communicators.groups
+    groups = optimizer._groups
     assert (groups.ranks, groups.replicas, groups.rank) == (2, 2, rank % 2)
     assert dist.get_process_group_ranks(groups.distributed) == [rank - rank % 2, rank - rank % 2 + 1]
     assert dist.get_process_group_ranks(groups.redundant) == [rank % 2, rank % 2 + 2]
-    assert len(optimizer._communicators.reduce) == len(optimizer._communicators.scatter) == 2
+    assert len(optimizer._groups.reduce) == len(optimizer._groups.scatter) == 2
     for step in range(STEPS):
         distributed_step(optimizer, params, step)
     assert_solved(params, STEPS)
     # A second one shares the groups of the first.
     other = made(parameters(), dwu_group_size=2, dwu_num_ar_pg=2, dwu_num_rs_pg=2, dwu_num_ag_pg=1)
-    assert other._communicators.reduce == optimizer._communicators.reduce
+    assert other._groups.reduce == optimizer._groups.reduce
 
 
 CHECKS: dict[str, Check] = {

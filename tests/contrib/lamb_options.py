@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apex._distributed.collectives import reduce_scatter
-from apex.contrib.optimizers._lamb import communicators, reducer
-from apex.contrib.optimizers._zero import shard_reducer
+from apex.contrib.optimizers._lamb import reducer
+from apex.contrib.optimizers._zero import gradients as gradients_module
+from apex.contrib.optimizers._zero import groups
 from tests.contrib.exchanges import Exchange, listed
 from tests.contrib.lamb_problem import HYPER, backward, distributed_step, made, parameters, share
 from tests.parallel.processes import Check
@@ -92,7 +93,7 @@ def scale_while_reducing(rank: int) -> None:
         params = parameters()
         optimizer = made(params, clip_after_ar=False, fuse_scale=fuse)
         with (
-            mock.patch.object(shard_reducer, "reduce_scatter", wraps=reduce_scatter) as scattered,
+            mock.patch.object(gradients_module, "reduce_scatter", wraps=reduce_scatter) as scattered,
             mock.patch.object(reducer, "can_multiply_while_reducing", return_value=True),
         ):
             distributed_step(optimizer, params, 0)
@@ -115,8 +116,8 @@ def channels(rank: int) -> None:
     """Of the communicators of parameters alone."""
     for wanted in (0, 3):
         with (
-            mock.patch.object(communicators, "_made", type(communicators._made)()),
-            mock.patch.object(communicators, "_options", wraps=communicators._options) as options,
+            mock.patch.object(groups, "_made", type(groups._made)()),
+            mock.patch.object(groups, "_options", wraps=groups._options) as options,
         ):
             made(parameters(), dwu_num_ag_pg=1, nccl_allgather_channels=wanted)
         assert {call.args[0] for call in options.call_args_list} == {0, wanted}

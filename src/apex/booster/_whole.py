@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..contrib.optimizers._zero.from_optimizer import load_plain_state
 from ..ops._host import HOST
 from ..transformer._resharding.gathered import of_all_stages, part, pipeline_group, whole
+from ._zero import load_plain_state
 from .wrappers import OptimizerWrapper, unwrapped
 
 # Models ---------------------------------------------------------------------------------------------------------------

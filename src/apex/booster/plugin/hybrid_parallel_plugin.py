@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ...contrib.optimizers._zero.from_optimizer import ExactWeights, load_plain_state, zero_optimizer
 from ...parallel._flat import broadcast_from_first
 from ...transformer import finalize_model_grads, parallel_state
 from ...transformer._norms import counted, grad_norm
@@ -22,6 +21,7 @@ from ...transformer.pipeline_parallel._schedule import Placement
 from ...transformer.pipeline_parallel.utils import _reconfigure_microbatch_calculator
 from .._precision import HALF, CastModel
 from .._whole import names_in
+from .._zero import ExactWeights, load_plain_state, zero_optimizer
 from ..mixed_precision import AmpOptimizer
 from ..wrappers import ModelWrapper, unwrapped
 from .plugin_base import PipelinePluginBase, own_precision

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...ops.multi_tensor import Lists, rules
 from ...optimizers._base import adam_hyperparameters
 from ...optimizers._checks import check_options
-from ._zero import formats
+from ._zero import checkpoints
 from ._zero.arena import Arena, Dtypes
 from ._zero.groups import Groups, own_world
 from ._zero.layout import Piece
@@ -221,8 +221,8 @@ class DistributedFusedAdam(ZeroOptimizer):
             raise ValueError(f"state_dict_format={state_dict_format} is not known; 1 and 2 are")
         self._settle()
         if state_dict_format == 1:
-            return formats.shards_of_ranks(self, True if gather_on_root is None else gather_on_root)
-        return formats.whole(self, bool(gather_on_root))
+            return checkpoints.shards_of_ranks(self, True if gather_on_root is None else gather_on_root)
+        return checkpoints.whole_tensors(self, bool(gather_on_root))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` gave, or what `apex.optimizers.FusedAdam` or `torch.optim.AdamW` saved.
@@ -230,7 +230,7 @@ class DistributedFusedAdam(ZeroOptimizer):
         Parameters get the values that the state has of them. All processes must call it.
         """
         self._settle()
-        formats.load(self, state_dict)
+        checkpoints.load(self, state_dict)
 
     def _settle(self) -> None:
         """Makes missing state, waits for gradients and parameters, and takes skipped steps off the count."""

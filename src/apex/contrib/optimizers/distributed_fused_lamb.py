@@ -13,19 +13,15 @@ from ..._env import processes_on_machine
 from ...optimizers._base import adam_hyperparameters, run_closure
 from ...optimizers._buckets import check_parameter
 from ...optimizers._checks import check_options
-from ._lamb import state as states
-from ._lamb.communicators import make_communicators, processes_of_machine, processes_that_divide
+from ._lamb import shards
 from ._lamb.reducer import LambReducer
-from ._lamb.shards import make_arena, make_state
-from ._lamb.update import Update
-from ._zero.divided import DividedOptimizer
-from ._zero.hooks import GradientHooks
+from ._zero.base import GradientHooks, ShardedOptimizer, StepCount
+from ._zero.groups import machine_groups, processes_of_machine, processes_that_divide
 from ._zero.parameters import ParameterSync
 from ._zero.state import ArenaState
-from ._zero.steps import Steps
 
 
-class DistributedFusedLAMB(DividedOptimizer):
+class DistributedFusedLAMB(ShardedOptimizer):
     """LAMB (see `apex.optimizers.FusedLAMB`) of the mean of all processes' gradients, with divided state.
 
     Each process holds and updates 1/n of the float32 masters and moments, n being `dwu_group_size` or, with 0, the
@@ -117,7 +113,7 @@ class DistributedFusedLAMB(DividedOptimizer):
         self._viewed: list[tuple[int, Tensor]] = []
         self._states: list[ArenaState] = []
         self._reducer: LambReducer | None = None
-        self._update: Update | None = None
+        self._update: shards.Update | None = None
         super().__init__(params, defaults)
         first = self.param_groups[0]["params"][0]
         if self._param_order is not None:
@@ -126,7 +122,7 @@ class DistributedFusedLAMB(DividedOptimizer):
                 raise ValueError(f"param_order lacks {missing} of the parameters")
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         size = processes_that_divide(dwu_group_size, world, processes_of_machine(first, processes_on_machine()))
-        self._communicators = make_communicators(
+        self._groups = machine_groups(
             size,
             full=full_ar,
             scatters=dwu_num_rs_pg,
@@ -135,16 +131,13 @@ class DistributedFusedLAMB(DividedOptimizer):
             channels=nccl_allgather_channels,
             verbose=verbose,
         )
-        self._groups = self._communicators.groups
         if self._groups.is_one:
             self._clip_after_ar = True  # there is no mean to shorten gradients before
-        self._parameters = ParameterSync(
-            self._groups, contiguous=set_param_views_to_flat_buffer, turns=self._communicators.gather
-        )
+        self._parameters = ParameterSync(self._groups, contiguous=set_param_views_to_flat_buffer)
         # What is written to `_lr`, or put in its place, is the learning rate of all groups: clients of the original do.
         self._lr: float | Tensor = torch.zeros((), dtype=torch.float32, device=first.device)
         self._untouched_lr = self._lr, self._lr._version
-        self._steps = Steps({}, first.device, capturable=True)
+        self._steps = StepCount({}, first.device, capturable=True)
         # Whether the last gradients kept a step from being taken.
         self._overflow_buf = torch.zeros(1, dtype=torch.int32, device=first.device)
         self._made = True
@@ -194,9 +187,9 @@ class DistributedFusedLAMB(DividedOptimizer):
             if order is not None:
                 members.sort(key=lambda member: order[member[1]])
             owners, params = zip(*members, strict=True)
-            arena = make_arena(params, owners, self._groups, self._num_buckets)
+            arena = shards.make_arena(params, owners, self._groups, self._num_buckets)
             self._parameters.add(arena)
-            self._states.append(make_state(arena, self._e5m2_allgather))
+            self._states.append(shards.make_state(arena, self._e5m2_allgather))
             if self._verbose:
                 layout = arena.layout
                 print(
@@ -207,8 +200,8 @@ class DistributedFusedLAMB(DividedOptimizer):
         if self._set_flat_param_view:
             self._viewed = [(param.data_ptr(), param) for arena in arenas for param in arena.params]
         overlap = self._overlap_reductions and self._clip_after_ar
-        self._reducer = LambReducer(arenas, self._communicators, full=self._full_ar, overlap=overlap)
-        self._steps = Steps({}, arenas[0].device, capturable=True)
+        self._reducer = LambReducer(arenas, self._groups, full=self._full_ar, overlap=overlap)
+        self._steps = StepCount({}, arenas[0].device, capturable=True)
         self._overflow_buf = self._overflow_buf.to(arenas[0].device)
         return self._reducer
 
@@ -354,9 +347,9 @@ class DistributedFusedLAMB(DividedOptimizer):
             factor = torch.minimum(factor, limit / norm.double())
         return factor.to(torch.float32)
 
-    def _updates(self) -> Update:
+    def _updates(self) -> shards.Update:
         if self._update is None:
-            self._update = Update(self._states, self._prepare(), self._groups)
+            self._update = shards.Update(self._states, self._prepare(), self._groups)
         return self._update
 
     def param_sync(self) -> None:
@@ -370,12 +363,12 @@ class DistributedFusedLAMB(DividedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """What this process holds: `step`, `fp32_p`, `fp32_m` and `fp32_v`, as in the original, and the groups."""
         self._prepare()
-        return states.saved(self._step, self._states, self.param_groups)
+        return shards.state_dict(self._step, self._states, self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned in this process, of as many; load the model's state first."""
         self._prepare()
-        states.load(state_dict, self._step, self._states, self.param_groups)
+        shards.load_state_dict(state_dict, self._step, self._states, self.param_groups)
 
     def _settle(self) -> None:
         self._prepare()

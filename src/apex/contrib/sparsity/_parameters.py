@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...ops.multi_tensor import mask as apply_masks
 from ...optimizers._buckets import local
-from ..optimizers._zero.saved import edited
+from ..optimizers._zero.checkpoints import edited
 
 
 class SparsityError(AssertionError, RuntimeError):

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...._distributed.collectives import all_reduce, can_multiply_while_reducing
+from ...._distributed.collectives import can_multiply_while_reducing
 from ...._distributed.reducer import Sent
-from ....ops.multi_tensor import l2norm, rules, scale, zero
+from ....ops.multi_tensor import l2norm, scale, zero
 from ....ops.multi_tensor.flat import FlatBuffer
 from .._zero.arena import Arena, laid_out_like
+from .._zero.gradients import ShardReducer, check_dense
+from .._zero.groups import Groups
 from .._zero.layout import Piece, pick
-from .._zero.shard_reducer import ShardReducer, check_dense
-from .communicators import Communicators
-from .lists import FixedLists
+from .._zero.norms import norm_over_ranks
 
 
 class LambReducer(ShardReducer):
@@ -32,8 +32,8 @@ class LambReducer(ShardReducer):
     float32 [1], that of the mean.
     """
 
-    def __init__(self, arenas: Sequence[Arena], communicators: Communicators, *, full: bool, overlap: bool) -> None:
-        super().__init__(communicators.groups, True, communicators.scatter, communicators.reduce)
+    def __init__(self, arenas: Sequence[Arena], groups: Groups, *, full: bool, overlap: bool) -> None:
+        super().__init__(groups, average=True)
         self.norm: Tensor | None = None
         # Whether `complete` has been called since the last gradient arrived.
         self.is_complete = False
@@ -44,7 +44,6 @@ class LambReducer(ShardReducer):
         self._has_order = False
         # How often a gradient is added to in a round, if more than once.
         self._expected: Counter[tuple[int, int]] = Counter()
-        self._measured: list[FixedLists] | None = None
         # What is sent next, of gradients that are copied and measured already: their factor, if any.
         self._is_filled = False
         self._factor: Tensor | None = None
@@ -201,22 +200,19 @@ class LambReducer(ShardReducer):
 
     def of_units(self, arena: Arena, units: Sequence[Piece]) -> list[Tensor]:
         """The mean's elements of stretches of this rank's shards."""
+        return pick(self._mean(arena), units)
+
+    def _mean(self, arena: Arena) -> Tensor | list[Tensor]:
+        """This rank's flat shard of the mean, or its shards of the buckets of the buffer; zero between parameters."""
         if not self._gets_all:
-            return pick(self.shards(arena), units)
+            return self.shards(arena)
         buckets = range(len(arena.layout.bucket_sizes))
-        return pick([arena.shard_of_bucket(arena.bucket(self._flat(arena).values, n)) for n in buckets], units)
+        return [arena.shard_of_bucket(arena.bucket(self._flat(arena).values, number)) for number in buckets]
 
     def _norm_of_mean(self) -> Tensor:
-        """The norm of the mean, from the shards of the processes that divide the state."""
-        if self._measured is None:
-            local = [self.of_units(arena, arena.owned) for arena in self.arenas]
-            self._measured = [FixedLists((None, pieces)) for pieces in local if pieces]
-        totals = [lists.here().measured_total(rules.SQUARE_SUM, {}) for lists in self._measured]
-        device = self.arenas[0].device
-        total = torch.stack(totals).sum(0) if totals else torch.zeros(1, dtype=torch.float32, device=device)
-        if self.groups.ranks > 1:
-            all_reduce(total, self.groups.distributed, "measuring the norm of all gradients").wait()
-        return total.sqrt_()
+        means = map(self._mean, self.arenas)
+        shards = [shard for mean in means for shard in ([mean] if isinstance(mean, Tensor) else mean)]
+        return norm_over_ranks(shards, self.groups, self.arenas[0].device).reshape(1)
 
     def _flat(self, arena: Arena) -> FlatBuffer:
         assert arena.gradient_buffer is not None

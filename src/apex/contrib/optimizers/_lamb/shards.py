@@ -1,18 +1,25 @@
-"""How DistributedFusedLAMB lays parameters out, and what it sends of their masters."""
+"""The shards of DistributedFusedLAMB: the layout of parameters, their masters, the update, state dicts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...._distributed.collectives import all_reduce
+from ....ops.multi_tensor import rules
 from ....optimizers._base import state_dtype
 from .._zero.arena import ALIGNMENT, Arena, Dtypes
 from .._zero.groups import Groups
 from .._zero.layout import round_up
-from .._zero.state import ArenaState
+from .._zero.state import PARAM, ArenaState
 from .._zero.weights import Stored
+from .reducer import LambReducer
+
+# The original's names, and those of the flat shards that they stand for.
+NAMES = {"fp32_p": PARAM, "fp32_m": "exp_avg", "fp32_v": "exp_avg_sq"}
 
 
 def make_arena(params: Sequence[Tensor], owners: Sequence[int], groups: Groups, buckets: int) -> Arena:
@@ -58,3 +65,129 @@ class Masters(Stored):
 def make_state(arena: Arena, in_bytes: bool) -> ArenaState:
     """Masters and moments of an arena; a unit is a piece of one parameter, whose length LAMB measures."""
     return ArenaState(arena, ("exp_avg", "exp_avg_sq"), Masters(arena, in_bytes), arena.owned)
+
+
+class Update:
+    """The update of all that this process owns of the parameters of `states`, which `groups` divide."""
+
+    def __init__(self, states: Sequence[ArenaState], gradients: LambReducer, groups: Groups) -> None:
+        self._states = states
+        self._gradients = gradients
+        self._groups = groups
+        self._device = states[0].arena.device
+        # For each state and parameter group, the numbers of the parameters that its pieces are of.
+        self._params: list[tuple[int, list[int]]] = []
+        self._count = 0
+        for state in states:
+            self._params += [
+                (group, [self._count + unit.param for unit in units]) for group, units in state.units.items()
+            ]
+            self._count += len(state.arena.params)
+        self._rows = [torch.tensor(each, dtype=torch.int64, device=self._device) for _, each in self._params]
+        # By the groups whose steps are scaled: which lengths of pieces make up that of a parameter.
+        self._tables: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(
+        self,
+        hyper: Sequence[dict[str, Any]],
+        flags: tuple[bool, ...],
+        scaled: Sequence[bool],
+        noop: Tensor,
+        grad_scale: Tensor | None,
+    ) -> None:
+        """One step, unless `noop` is not 0, with the hyperparameters of each group and whether its steps are scaled."""
+        batches = [(group, lists) for state in self._states for group, lists in state.lists(self._gradients).items()]
+        squares = []
+        for group, lists in batches:
+            rule = rules.LAMB_MOMENTS if scaled[group] else rules.LAMB_UNSCALED
+            found = lists.apply(rule, hyper[group], flags, noop=noop, grad_scale=grad_scale)
+            if scaled[group]:
+                assert found is not None
+                squares.append(found[:, :2])
+        if any(scaled):
+            whole = self._whole(squares, tuple(index for index, wanted in enumerate(scaled) if wanted))
+            for (group, lists), rows in zip(batches, self._rows, strict=True):
+                if scaled[group]:
+                    lists.apply(rules.LAMB_STEP, hyper[group], flags, noop=noop, whole=whole[rows])
+        for state in self._states:
+            state.weights.end()
+
+    def _whole(self, squares: list[Tensor], scaled: tuple[int, ...]) -> Tensor:
+        """Squared lengths of parameters and of their steps, float32 [parameters, 2], from those of pieces."""
+        # Added up through a table, not with index_add, whose order of additions is another one in every run.
+        nothing = torch.zeros(1, 2, dtype=torch.float32, device=self._device)
+        each = torch.cat([*squares, nothing])
+        whole = each[self._table(scaled)].sum(1)
+        if self._groups.ranks > 1:
+            all_reduce(whole, self._groups.distributed, "measuring parameters and their steps").wait()
+        return whole
+
+    def _table(self, scaled: tuple[int, ...]) -> Tensor:
+        """For each parameter the rows of its pieces, int64 [parameters, at least 1]; the row after all is of none."""
+        table = self._tables.get(scaled)
+        if table is None:
+            rows: list[list[int]] = [[] for _ in range(self._count)]
+            count = 0
+            for group, params in self._params:
+                for param in params if group in scaled else ():
+                    rows[param].append(count)
+                    count += 1
+            width = max([1, *map(len, rows)])
+            padded = [number for row in rows for number in (*row, *[count] * (width - len(row)))]
+            table = torch.tensor(padded, dtype=torch.int64, device=self._device).reshape(self._count, width)
+            self._tables[scaled] = table
+        return table
+
+
+def _layout_of(shards: Sequence[ArenaState]) -> list[int]:
+    """What a flat shard depends on: processes, then buckets and sizes of the parameters of each dtype."""
+    found = [shards[0].arena.groups.ranks]
+    for each in shards:
+        found.extend((len(each.arena.layout.bucket_sizes), *each.arena.layout.sizes))
+    return found
+
+
+def state_dict(step: Tensor, shards: Sequence[ArenaState], param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The state dict, of copies, which later steps do not change."""
+    found: dict[str, Any] = {"step": step.clone()}
+    for name, own in NAMES.items():
+        found[name] = torch.cat([each.read(own) for each in shards])
+    found["param_groups"] = [
+        {name: value for name, value in group.items() if name != "params"} for group in param_groups
+    ]
+    found["layout"] = _layout_of(shards)
+    return found
+
+
+@torch.no_grad()
+def load_state_dict(
+    state: dict[str, Any], step: Tensor, shards: Sequence[ArenaState], param_groups: Sequence[dict[str, Any]]
+) -> None:
+    """Loads what `state_dict` returned, on as many processes and with the same options; all or nothing.
+
+    The original's has no groups and no layout.
+    """
+    missing = [name for name in ("step", *NAMES) if name not in state]
+    if missing:
+        raise KeyError(f"the state dict has no {', '.join(missing)}; it has {', '.join(map(str, state))}")
+    layout = _layout_of(shards)
+    if state.get("layout", layout) != layout:
+        raise ValueError(
+            f"the state was saved with [processes that divide it, buckets, sizes of parameters] = {state['layout']}; "
+            f"here they are {layout}. The number of processes and the dwu_* arguments must be the same: use "
+            "torch.distributed.checkpoint to change them"
+        )
+    for name in NAMES:
+        expected = sum(each.arena.layout.shard_size for each in shards)
+        if state[name].shape != (expected,):
+            raise ValueError(f"{name} has shape {tuple(state[name].shape)}; ({expected},) is expected")
+    groups = state.get("param_groups")
+    if groups is not None and len(groups) != len(param_groups):
+        raise ValueError(f"the state has {len(groups)} parameter groups, the optimizer {len(param_groups)}")
+    for name, own in NAMES.items():
+        parts = state[name].split([each.arena.layout.shard_size for each in shards])
+        for each, part in zip(shards, parts, strict=True):
+            each.write(own, part)
+    step.copy_(torch.as_tensor(state["step"], dtype=step.dtype, device=step.device).reshape(step.shape))
+    for group, values in zip(param_groups, groups or (), strict=groups is not None):
+        group.update(values)

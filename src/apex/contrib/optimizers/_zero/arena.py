@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,9 +15,13 @@ from ....ops.multi_tensor.flat import FlatBuffer, flat, is_dense
 from .groups import Groups
 from .layout import Layout, Piece, merge_adjacent
 
+logger = logging.getLogger("apex.contrib.optimizers")
+
+# Memory pools that are registered with NCCL, one for each buffer, for as long as its process group lives.
+_pools: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+
 # Parameters start at multiples of so many bytes in every buffer.
 ALIGNMENT = 128
-
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -151,4 +157,32 @@ def laid_out_like(tensor: Tensor, param: Tensor) -> Tensor:
     """The tensor, or a copy of it with the strides of the parameter, so that their elements lie in the same order."""
     if tensor.stride() == param.stride() or (tensor.is_contiguous() and param.is_contiguous()):
         return tensor
-    return torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_like(param, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def allocator(group: Any, device: torch.device, registered: bool) -> Callable[..., Tensor]:
+    """A function like `torch.zeros`, for buffers that this process group sends.
+
+    Where wanted and possible they are `registered` with NCCL, which then copies nothing.
+    """
+    backend: Any = None if not registered or group is None or device.type != "cuda" else group._get_backend(device)
+    try:
+        allocate = backend.mem_allocator
+        new_pool = torch.cuda.MemPool
+    except (AttributeError, RuntimeError) as error:  # another backend; PyTorch or NCCL without it
+        if registered:
+            logger.info("nccl_ub: NCCL allocates no buffers on %s; they are allocated as usual: %s", device, error)
+        return torch.zeros
+
+    def zeros(size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        pool = new_pool(allocate)
+        with torch.cuda.use_mem_pool(pool, device):
+            buffer = torch.zeros(size, dtype=dtype, device=device)
+        try:
+            backend.register_mem_pool(pool)
+        except (AttributeError, RuntimeError) as error:
+            logger.warning("nccl_ub: a buffer could not be registered with NCCL, and is used without: %s", error)
+        _pools.setdefault(group, []).append(pool)
+        return buffer
+
+    return zeros

@@ -1,4 +1,4 @@
-"""The processes of an optimizer, as a grid: state is divided along one side and repeated along the other."""
+"""The processes of an optimizer, as a grid: state is sharded along one side and repeated along the other."""
 
 from __future__ import annotations
 
@@ -11,24 +11,43 @@ import torch
 import torch.distributed as dist
 
 from ...._distributed.comparison import check_same_everywhere, check_same_order
+from ....ops._host import on_host
 from ....parallel._flat import broadcast_from_first
 
-# By world group: optimizers share it, because a communicator takes memory on every device.
-_own: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+# By world group; then by ranks, number and channels. Optimizers share them: a communicator takes memory on every device
+# and cannot be given back one by one.
+_made: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 
 def own_world() -> Any:
-    """A group of all processes that clients do not use; None where torch.distributed is not initialised.
-
-    During a backward pass processes with all gradients have sent more than those that lack some. Were a client's
-    collectives of the same pass in between, on the same communicator, their order would not be the same everywhere.
-    """
+    """A group of all processes that clients do not use; None where there is one process."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
+    # Apart from those of DistributedFusedLAMB, whose buckets are sent in an order of their own.
+    return _own_group([list(range(dist.get_world_size()))], number=-1)
+
+
+def _own_group(every: list[list[int]], number: int = 0, channels: int = 0, verbose: bool = False) -> Any:
+    """This process's group among `every`, the `number`-th of these ranks.
+
+    Never the world group or another of a client: during a backward pass processes with all gradients have sent more
+    than those that lack some. Were a client's collectives of the same pass in between, on the same communicator, their
+    order would not be the same everywhere.
+    """
     world = dist.group.WORLD
-    if world not in _own:
-        _own[world] = dist.new_group(timeout=timeout_of(world))
-    return _own[world]
+    assert world is not None
+    made = _made.setdefault(world, {})
+    timeout = timeout_of(world)
+    own = None
+    for ranks in every:
+        key = (tuple(ranks), number, channels)
+        if key not in made:
+            made[key] = dist.new_group(ranks=ranks, timeout=timeout, pg_options=_options(channels, timeout))
+            if verbose:
+                print(f"DistributedFusedLAMB: process group {number} of ranks {ranks}")
+        if dist.get_rank() in ranks:
+            own = made[key]
+    return own
 
 
 def timeout_of(group: Any) -> timedelta | None:
@@ -39,21 +58,49 @@ def timeout_of(group: Any) -> timedelta | None:
         return None
 
 
+def _options(channels: int, timeout: timedelta | None) -> Any:
+    """Options of NCCL with at most so many channels, each of which takes a multiprocessor; None for other backends."""
+    kind = getattr(dist, "ProcessGroupNCCL", None)
+    if not channels or kind is None or dist.get_backend() != "nccl":
+        return None
+    options = kind.Options()
+    options.config.max_ctas = channels
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
 class Groups:
     """`process_group` = `distributed` x `redundant`; a world of one where torch.distributed is not initialised.
 
     `size` is the number of all processes, `ranks` of those that divide the state, `rank` the number of this one among
     them, `replicas` of those that hold the same shards. `root` is the global rank of the first process.
+
+    Groups that take turns with the buckets: `scatter` and `reduce` with those of gradients, for the reduce-scatter
+    among ranks and the all-reduce over replicas, `gather` with those of parameters. Unless given, these are
+    `distributed` and `redundant` alone.
     """
 
-    def __init__(self, process_group: Any = None, distributed: Any = None, redundant: Any = None) -> None:
+    def __init__(
+        self,
+        process_group: Any = None,
+        distributed: Any = None,
+        redundant: Any = None,
+        scatter: Sequence[Any] = (),
+        reduce: Sequence[Any] = (),
+        gather: Sequence[Any] = (),
+    ) -> None:
         self.process_group, self.distributed, self.redundant = process_group, distributed, redundant
         self.size = self.ranks = self.replicas = 1
         self.rank = self.root = 0
+        self.scatter = self.reduce = self.gather = (None,)
         if not dist.is_available() or not dist.is_initialized():
             return
         self.process_group = dist.group.WORLD if process_group is None else process_group
         self.distributed = self.process_group if distributed is None else distributed
+        self.scatter = tuple(scatter) or (self.distributed,)
+        self.reduce = tuple(reduce) or (redundant,)
+        self.gather = tuple(gather) or self.scatter
         self.size = dist.get_world_size(self.process_group)
         self.ranks = dist.get_world_size(self.distributed)
         self.rank = dist.get_rank(self.distributed)
@@ -75,6 +122,46 @@ class Groups:
     def is_one(self) -> bool:
         """Whether there is nobody to exchange anything with."""
         return self.size == 1
+
+
+# Of DistributedFusedLAMB: processes of one machine shard the state, machines repeat it --------------------------------
+
+
+def processes_that_divide(asked: int, world: int, on_machine: int) -> int:
+    """How many processes divide the state; 0 asks for those of a machine, or all where that does not come out even."""
+    if asked > 0:
+        if world % asked:
+            raise ValueError(f"dwu_group_size={asked} does not divide the {world} processes")
+        return asked
+    return on_machine if on_machine > 1 and world % on_machine == 0 else world
+
+
+def processes_of_machine(param: torch.Tensor, from_launcher: int | None) -> int:
+    """As torchrun says or, without it, the number of accelerators; 0 if neither is known."""
+    if from_launcher is not None:
+        return from_launcher
+    return 0 if on_host(param) else torch.accelerator.device_count()
+
+
+def machine_groups(
+    size: int, *, full: bool, scatters: int, reduces: int, gathers: int, channels: int, verbose: bool
+) -> Groups:
+    """Groups of `size` processes that divide the state; all processes make the same.
+
+    Buckets of gradients are reduced over machines or, if `full`, over all processes.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return Groups()
+    world = dist.get_world_size()
+    rows = [list(range(first, first + size)) for first in range(0, world, size)]
+    columns = [list(range(first, world, size)) for first in range(size)]
+    scatter = [_own_group(rows, number, verbose=verbose) for number in range(scatters)]
+    redundant = _own_group(columns, verbose=verbose) if size < world else None
+    over = [list(range(world))] if full else columns
+    count = reduces if full or size < world else 0
+    reduce = [_own_group(over, number, verbose=verbose) for number in range(count)]
+    gather = [_own_group(rows, scatters + number, channels, verbose) for number in range(gathers)]
+    return Groups(None, scatter[0], redundant, scatter, reduce, gather)
 
 
 @torch.no_grad()

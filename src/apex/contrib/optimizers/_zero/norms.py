@@ -13,8 +13,26 @@ from ...._distributed.collectives import all_reduce
 from ...._failures import explained
 from ....ops.multi_tensor import l2norm, max_norm
 from .gradients import GradientSync
+from .groups import Groups
 
 _MEASURING = "measuring the norm of all gradients"
+
+
+def norm_over_ranks(tensors: list[Tensor], groups: Groups, device: torch.device, order: float = 2.0) -> Tensor:
+    """The norm, a float32 scalar, of the tensors of all processes that divide the state: of order 2 or infinity."""
+    if tensors:
+        local = (l2norm if order == 2.0 else max_norm)(tensors)[0].reshape(())
+    else:
+        local = torch.zeros((), dtype=torch.float32, device=device)
+    if groups.ranks == 1:
+        return local
+    if order != 2.0:
+        with explained(_MEASURING):
+            dist.all_reduce(local, dist.ReduceOp.MAX, group=groups.distributed)
+        return local
+    square = local.square().reshape(1)
+    all_reduce(square, groups.distributed, _MEASURING).wait()
+    return square.sqrt().reshape(())
 
 
 class Norms:
@@ -75,27 +93,10 @@ class Norms:
                 ]
             )
         ]
-        found = self._global_norm(tensors, order)
+        found = norm_over_ranks(tensors, self._gradients.groups, self._device, order)
         if chosen is None:
             self._cached = version, order, found
         return found
-
-    def _global_norm(self, tensors: list[Tensor], order: float) -> Tensor:
-        """The norm of the tensors of all processes that divide the state."""
-        groups = self._gradients.groups
-        if not tensors:
-            local = torch.zeros((), dtype=torch.float32, device=self._device)
-        else:
-            local = (l2norm if order == 2.0 else max_norm)(tensors)[0].reshape(())
-        if groups.ranks == 1:
-            return local
-        if order != 2.0:
-            with explained(_MEASURING):
-                dist.all_reduce(local, dist.ReduceOp.MAX, group=groups.distributed)
-            return local
-        square = local.square().reshape(1)
-        all_reduce(square, groups.distributed, _MEASURING).wait()
-        return square.sqrt().reshape(())
 
     def found_inf(self) -> Tensor:
         """1, float32 [1], where a gradient of any process is not finite, sent or not; sends nothing but this flag."""

@@ -16,23 +16,20 @@ from torch import Tensor
 
 from ....ops.multi_tensor import Lists
 from ....optimizers._base import run_closure
-from .arena import Arena, Dtypes
-from .buffers import allocator
-from .divided import DividedOptimizer
+from .arena import Arena, Dtypes, allocator
+from .base import GradientHooks, ShardedOptimizer, StepCount
 from .gradients import GradientSync
 from .groups import Groups
-from .hooks import GradientHooks
 from .layout import check_fill
 from .norms import Norms
 from .parameters import ParameterSync
-from .pending import is_pending, postpone, release
-from .scaled import ScaledState
+from .scaled_state import ScaledState
 from .state import ArenaState, start_from
-from .steps import Steps
+from .wait_on_use import is_pending, postpone, release
 from .weights import weights_of
 
 
-class ZeroOptimizer(DividedOptimizer):
+class ZeroOptimizer(ShardedOptimizer):
     """Base of optimizers with divided state; see `DistributedFusedAdam` for the options."""
 
     # torch.amp.GradScaler then leaves gradients, and its flag, to `step`.
@@ -105,7 +102,7 @@ class ZeroOptimizer(DividedOptimizer):
         self.device = first.device
         _check_device(device, first.device)
         self._norms = Norms(self._gradients, first.device)
-        self._steps = Steps(self.state, first.device, self.capturable)
+        self._steps = StepCount(self.state, first.device, self.capturable)
         self._take_params_of_first(0)
         self._gradient_hooks.register(self.parameters())
 

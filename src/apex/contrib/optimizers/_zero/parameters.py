@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,15 +29,11 @@ class ParameterSync:
     """The parameters of some arenas, whose `outgoing` shards an optimizer has filled.
 
     `in_flight` buckets may be under way at a time; each takes its whole size in memory, unless `contiguous`: then
-    parameters are views of a buffer that they arrive in. `turns` are process groups that take turns with the buckets,
-    where it is not that of `groups` alone.
+    parameters are views of a buffer that they arrive in.
     """
 
-    def __init__(
-        self, groups: Groups, *, in_flight: int = 2, contiguous: bool = False, turns: Sequence[Any] = ()
-    ) -> None:
+    def __init__(self, groups: Groups, *, in_flight: int = 2, contiguous: bool = False) -> None:
         self.groups = groups
-        self._turns = turns or (groups.distributed,)
         self.in_flight = in_flight
         self.contiguous = contiguous
         self.arenas: list[Arena] = []
@@ -123,7 +118,7 @@ class ParameterSync:
             bucket = arena.bucket(arena.parameter_buffer.values, number)
         else:
             bucket = torch.empty(size, dtype=shard.dtype, device=arena.device)
-        group = self._turns[number % len(self._turns)]
+        group = self.groups.gather[number % len(self.groups.gather)]
         work = all_gather(bucket, shard, group, "sending a bucket of updated parameters")
         self._under_way.append(_Gathered(key, bucket, work))
 

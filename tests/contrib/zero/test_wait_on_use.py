@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from apex.contrib.optimizers._zero.pending import is_pending, postpone, release, wait_for_values
+from apex.contrib.optimizers._zero.wait_on_use import is_pending, postpone, release, wait_for_values
 
 USES: dict[str, Callable[[nn.Linear], Any]] = {
     "forward": lambda net: net(torch.ones(1, 3)).sum(),

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....ops.multi_tensor import Lists, rules
-from ....optimizers import FusedAdam, FusedSGD
-from ..distributed_fused_adam import DistributedFusedAdam
-from .saved import gather
-from .state import PARAM, start_from
+from ..contrib.optimizers._zero.checkpoints import gather
+from ..contrib.optimizers._zero.state import PARAM, start_from
+from ..contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
+from ..ops.multi_tensor import Lists, rules
+from ..optimizers import FusedAdam, FusedSGD
 
 BYTES_OF_A_GRADIENT = 4
 

@@ -1,0 +1,384 @@
+"""State dicts of sharded optimizers: whole tensors (format 2), shards of ranks (format 1), sharded tensors.
+
+Ranks may own other parts of a parameter when a state dict is loaded than when it was saved. So all formats are loaded
+as stretches of parameters, of which each rank takes what it owns now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...._distributed.collectives import all_gather
+from ...._failures import explained
+from ....ops.multi_tensor.flat import flat
+from ....ops.multi_tensor.packed_floats import join_remainders
+from .arena import Arena, laid_out_like
+from .layout import Piece, merge_adjacent, pick
+from .scaled_state import ScaledState
+from .state import PARAM, ArenaState
+
+State = ArenaState | ScaledState
+
+# (parameter, name, first element, elements): a stretch of a parameter's state in the order of its memory.
+Stretch = tuple[Tensor, str, int, Tensor]
+
+_GATHERING = "gathering the state of an optimizer"
+
+
+def _names(state: State) -> tuple[str, ...]:
+    """The names of everything that is saved of a parameter."""
+    return PARAM, *state.names
+
+
+def _by_param(parts: Iterable[Piece]) -> dict[int, list[Piece]]:
+    """The parts of each parameter that has any."""
+    found: dict[int, list[Piece]] = {}
+    for part in parts:
+        found.setdefault(part.param, []).append(part)
+    return found
+
+
+# State to and from tensors of parameters ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def gather(states: Sequence[State], keep: bool) -> dict[Tensor, dict[str, Tensor]]:
+    """The whole state of every parameter in the host's memory, by name; nothing where it is not to be kept.
+
+    All processes must call it.
+    """
+    found: dict[Tensor, dict[str, Tensor]] = {}
+    for state in states:
+        arena = state.arena
+        for name in _names(state):
+            values = state.read(name)
+            if keep:
+                for param in arena.params:
+                    found.setdefault(param, {})[name] = torch.empty_like(param, dtype=values.dtype, device="cpu")
+            for number, pieces in enumerate(arena.layout.pieces):
+                bucket = arena.shard(values, number)
+                if arena.groups.ranks > 1:
+                    whole = bucket.new_empty(arena.layout.bucket_sizes[number])
+                    all_gather(whole, bucket, arena.groups.distributed, _GATHERING).wait()
+                    bucket = whole
+                for piece in pieces if keep else ():
+                    target = flat(found[arena.params[piece.param]][name])
+                    target[piece.start : piece.stop] = bucket[piece.offset : piece.offset + piece.size]
+    return found
+
+
+def own_stretches(states: Sequence[State]) -> list[Stretch]:
+    """What this rank owns of every parameter's state; what can be is a view of the state itself."""
+    return [
+        (state.arena.params[part.param], name, part.start, values)
+        for state in states
+        for name in _names(state)
+        for part, values in zip(state.arena.parts, pick(state.read(name), state.arena.parts), strict=True)
+    ]
+
+
+@torch.no_grad()
+def write_stretches(states: Sequence[State], stretches: Iterable[Stretch], optional: Sequence[str] = ()) -> None:
+    """Gives states what this rank owns of the stretches; raises, before anything changes, where elements are missing.
+
+    State whose name is `optional` may be missing as a whole.
+    """
+    places = {
+        param: (number, index) for number, state in enumerate(states) for index, param in enumerate(state.arena.params)
+    }
+    parts = [_by_param(state.arena.parts) for state in states]
+    found: dict[tuple[int, str], Tensor] = {}
+    sizes: Counter[tuple[int, str]] = Counter()
+    for param, name, start, saved in stretches:
+        number, index = places[param]
+        key = number, name
+        if key not in found:
+            found[key] = torch.zeros_like(states[number].read(name))
+        for part in parts[number].get(index, ()):
+            begin, end = max(part.start, start), min(part.stop, start + len(saved))
+            if begin < end:
+                at = part.flat + begin - part.start
+                found[key][at : at + end - begin].copy_(saved[begin - start : end - start])
+                sizes[key] += end - begin
+    for number, state in enumerate(states):
+        wanted = sum(part.size for part in state.arena.parts)
+        for name in _names(state):
+            size = sizes[number, name]
+            if size != wanted and not (name in optional and not size):
+                raise ValueError(
+                    f"the state dict has {size} of the {wanted} elements of {name} that rank "
+                    f"{state.arena.groups.rank} of {state.arena.groups.ranks} needs: it lacks parameters, or is "
+                    "that of one rank among others"
+                )
+    for (number, name), values in found.items():
+        states[number].write(name, values)
+
+
+@contextlib.contextmanager
+def edited(states: Sequence[State]) -> Iterator[dict[Tensor, dict[str, Tensor]]]:
+    """The whole state of every parameter in the host's memory, by name; what is changed there is put in place.
+
+    All processes must enter it, and change the same.
+    """
+    found = gather(states, keep=True)
+    yield found
+    stretches = ((param, name, 0, flat(value)) for param, named in found.items() for name, value in named.items())
+    write_stretches(states, stretches)
+
+
+def load_stretches(
+    optimizer: Any,
+    stretches: Iterable[Stretch],
+    groups: Sequence[dict[str, Any]],
+    step: int,
+    optional: Sequence[str] = (),
+) -> None:
+    """Loads state, options of the parameter groups and the count of steps; parameters get their loaded values."""
+    write_stretches(optimizer._states, stretches, optional)
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        for name, value in options.items():
+            if name in ("params", "step"):
+                continue
+            if isinstance(group.get(name), Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = value
+    optimizer._steps.set(step)
+    optimizer._parameters.updated()
+    optimizer.param_sync()
+
+
+# Parameter groups -----------------------------------------------------------------------------------------------------
+
+
+def _keys(optimizer: Any) -> dict[Tensor, int]:
+    return {param: index for index, param in enumerate(optimizer.parameters())}
+
+
+def _packed_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """The parameter groups, with numbers in the place of parameters."""
+    found, first = [], 0
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name != "params"}
+        plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in options.items()}
+        found.append({**plain, "params": list(range(first, first + len(group["params"])))})
+        first += len(group["params"])
+    return found
+
+
+def _check_groups(optimizer: Any, saved: Sequence[dict[str, Any]]) -> None:
+    """Raises unless there are as many parameters as were saved."""
+    sizes = [[len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"the state dict has groups of {sizes[1]} parameters, the optimizer of {sizes[0]}")
+
+
+# Formats 1 and 2 ------------------------------------------------------------------------------------------------------
+
+
+def whole_tensors(optimizer: Any, on_root: bool) -> dict[str, Any] | None:
+    """Format 2: whole tensors of every parameter; None where they are not wanted."""
+    keeps = not on_root or dist.get_rank() == optimizer.process_group_root
+    found = gather(optimizer._states, keeps)
+    if not keeps:
+        return None
+    keys = _keys(optimizer)
+    state: dict[Any, Any] = {"step": optimizer._steps.settle()}
+    state.update({keys[param]: found[param] for param in keys if param in found})
+    return {"state": state, "param_groups": _packed_groups(optimizer), "format": 2}
+
+
+def shards_of_ranks(optimizer: Any, on_root: bool) -> dict[str, Any] | None:
+    """Format 1: the state of this rank in buckets; or that of all, as bytes, on the first one, None elsewhere."""
+    numbers, keys = optimizer._numbers(), _keys(optimizer)
+    state: dict[Any, Any] = {"buckets": [], "step": optimizer._steps.settle()}
+    for each in optimizer._states:
+        shards = each.shards()
+        shards.update({f"{name}_shard": each.read(name) for name in each.names})
+        if "param_remainders_shard" not in shards:
+            shards["params_shard"] = each.read(PARAM)
+        for bucket in optimizer._buckets_of(each.arena, shards, numbers, len(state["buckets"])):
+            state["buckets"].append(bucket)
+            for fragment in bucket.fragments:
+                key = keys[optimizer.parameter(fragment)]
+                state.setdefault(key, {}).setdefault("fragments", []).append(fragment)
+    local = {"state": state, "param_groups": _packed_groups(optimizer)}
+    if not on_root:
+        return {**local, "format": 1}
+    for bucket in state["buckets"]:
+        for name, value in vars(bucket).items():
+            if isinstance(value, Tensor):
+                setattr(bucket, name, value.cpu().clone())  # a view would be saved with all that it is a view of
+    stream = io.BytesIO()
+    torch.save(local, stream)
+    groups = optimizer._groups
+    found: list[Any] | None = [stream.getvalue()]
+    if groups.ranks > 1:
+        found = [None] * groups.ranks if groups.rank == 0 else None
+        with explained(_GATHERING):
+            first = dist.get_global_rank(groups.distributed, 0)
+            dist.gather_object(stream.getvalue(), found, dst=first, group=groups.distributed)
+    if found is None or (not groups.is_one and dist.get_rank() != groups.root):
+        return None
+    return {"gathered_states": [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in found], "format": 1}
+
+
+def _unpacked(optimizer: Any, packed: Tensor) -> dict[str, Any]:
+    """The state of a rank out of its bytes, in which nothing is run.
+
+    Buckets and fragments in it are objects of classes inside a class: pickles name these as attributes of that class.
+    """
+    parts = {each.__name__: each for each in (optimizer.StateBucket, optimizer.ParameterFragment)}
+    owners = {each.__qualname__.rpartition(".")[0]: each.__module__ for each in parts.values()}
+
+    def part_of(_: Any, name: str) -> type:
+        if name not in parts:
+            raise pickle.UnpicklingError(f"{name} is no part of the state of {type(optimizer).__name__}")
+        return parts[name]
+
+    def owner() -> None:
+        raise pickle.UnpicklingError("an optimizer is no part of its state")
+
+    known: list[Any] = [(part_of, "builtins.getattr"), *parts.values()]
+    known += [(owner, f"{module}.{name}") for name, module in owners.items()]
+    with torch.serialization.safe_globals(known):
+        return torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+
+
+def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Loads a state dict of either format; nothing changes if it does not fit."""
+    ranks = [state_dict]
+    if "gathered_states" in state_dict:
+        ranks = [_unpacked(optimizer, each) for each in state_dict["gathered_states"]]
+    for each in ranks:
+        _check_groups(optimizer, each["param_groups"])
+    stretches = chain.from_iterable(
+        (_bucket_stretches if "buckets" in each["state"] else _whole_stretches)(optimizer, each) for each in ranks
+    )
+    load_stretches(optimizer, stretches, ranks[0]["param_groups"], _steps_of(ranks[0]), optional=(PARAM,))
+
+
+def _whole_stretches(optimizer: Any, saved: dict[str, Any]) -> Iterator[Stretch]:
+    indices = chain.from_iterable(group["params"] for group in saved["param_groups"])
+    for param, index in zip(optimizer.parameters(), indices, strict=True):
+        for name, value in saved["state"].get(index, {}).items() if param in optimizer._places else ():
+            if name == "step":
+                continue
+            if value.shape != param.shape:
+                raise ValueError(
+                    f"the state of a parameter of shape {tuple(param.shape)} has shape {tuple(value.shape)}"
+                )
+            yield param, name, 0, flat(laid_out_like(value, param))
+
+
+def _bucket_stretches(optimizer: Any, saved: dict[str, Any]) -> Iterator[Stretch]:
+    names = dict.fromkeys(chain.from_iterable(map(_names, optimizer._states)))
+    for bucket in saved["state"]["buckets"]:
+        for fragment in bucket.fragments:
+            if not fragment.in_local_shard:
+                continue
+            param = optimizer.parameter(fragment)
+            at = slice(*fragment.shard_range)
+            start, stop = fragment.shard_param_range
+            for name in names:
+                shard = getattr(bucket, "params_shard" if name == PARAM else f"{name}_shard", None)
+                if shard is not None:
+                    yield param, name, start, shard[at]
+                elif name == PARAM and bucket.param_remainders_shard is not None:
+                    lower = bucket.param_remainders_shard[at].to(param.device)
+                    yield param, name, start, join_remainders(flat(param.detach())[start:stop], lower)
+
+
+def _steps_of(state_dict: dict[str, Any]) -> int:
+    """The count of steps: the optimizer's, or that of the groups or parameters of another optimizer."""
+    state = state_dict["state"]
+    if "step" in state:
+        return int(state["step"])
+    counts = [group["step"] for group in state_dict["param_groups"] if "step" in group]
+    counts += [each["step"] for each in state.values() if isinstance(each, dict) and "step" in each]
+    return max(map(int, counts), default=0)
+
+
+# For torch.distributed.checkpoint -------------------------------------------------------------------------------------
+
+
+def sharded_tensors(optimizer: Any) -> dict[str, Any]:
+    """Of every parameter, by its number, state as vectors of which each rank has the stretches that it owns.
+
+    Elements are in the order of the parameter's memory; what can be is a view of the state itself.
+    """
+    keys = _keys(optimizer)
+    state: dict[str, dict[str, Any]] = {}
+    for each in optimizer._states:
+        arena = each.arena
+        everywhere = [_by_param(merge_adjacent(arena.layout.owned_by(rank))) for rank in range(arena.groups.ranks)]
+        for name in _names(each):
+            values = each.read(name)
+            for index, param in enumerate(arena.params):
+                of_param = [parts.get(index, []) for parts in everywhere]
+                state.setdefault(str(keys[param]), {})[name] = _sharded_tensor(arena, index, of_param, values)
+    return {
+        "state": state,
+        "step": optimizer._steps.settle(),
+        # Tuples, which torch.distributed.checkpoint takes as one value each. It takes lists apart in another way where
+        # a rank has no part of some tensor, and does not find them then.
+        "param_groups": tuple(_packed_groups(optimizer)),
+        "strides": tuple(param.stride() for param in optimizer.parameters()),
+    }
+
+
+def _sharded_tensor(arena: Arena, index: int, parts: Sequence[Sequence[Piece]], values: Tensor) -> Any:
+    size, groups = arena.layout.sizes[index], arena.groups
+    mine = parts[groups.rank]
+    if not size:
+        return values[:0]
+    if groups.ranks == 1:
+        return values[mine[0].flat : mine[0].flat + size]
+    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+    from torch.distributed._shard.sharding_spec import ShardMetadata
+
+    device = "cpu" if arena.device.type == "cpu" else f"{arena.device.type}:{arena.device.index or 0}"
+    ranks = dist.get_process_group_ranks(groups.distributed)
+    shards = [
+        [ShardMetadata([part.start], [part.size], f"rank:{ranks[rank]}/{device}") for part in of_rank]
+        for rank, of_rank in enumerate(parts)
+    ]
+    local = [Shard(part, where) for part, where in zip(pick(values, mine), shards[groups.rank], strict=True)]
+    properties = TensorProperties(dtype=values.dtype, layout=torch.strided, requires_grad=False)
+    metadata = ShardedTensorMetadata(list(chain.from_iterable(shards)), torch.Size([size]), properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group=groups.distributed)
+
+
+def load_sharded(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Takes the state from the dict of `sharded_tensors`, after a checkpoint was loaded into it."""
+    _check_groups(optimizer, saved["param_groups"])
+    for index, (param, strides) in enumerate(zip(optimizer.parameters(), saved["strides"], strict=True)):
+        if param.stride() != tuple(strides):
+            raise ValueError(
+                f"parameter {index} has strides {param.stride()}, its state was saved with {tuple(strides)}; give it "
+                "the memory format that it had"
+            )
+    load_stretches(optimizer, _loaded_stretches(optimizer, saved), saved["param_groups"], int(saved["step"]))
+
+
+def _loaded_stretches(optimizer: Any, saved: dict[str, Any]) -> Iterator[Stretch]:
+    keys = _keys(optimizer)
+    for state in optimizer._states:
+        for param in state.arena.params:
+            for name in _names(state):
+                tensor = saved["state"][str(keys[param])][name]
+                if isinstance(tensor, Tensor) and not hasattr(tensor, "local_shards"):
+                    yield param, name, 0, tensor
+                else:
+                    for shard in tensor.local_shards():
+                        yield param, name, shard.metadata.shard_offsets[0], shard.tensor
