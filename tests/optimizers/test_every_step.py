@@ -180,7 +180,7 @@ def test_only_what_moved_is_uploaded(name: str, route: Route) -> None:
         optimizer = maker(name)(params)
         optimizer.step()
         (bucket,) = optimizer._group_buckets[0].buckets
-        table = bucket.lists._table
+        table = bucket.lists.table
         fixed, moving = table.fixed, table.moving
         optimizer.step()
         assert table.fixed is fixed
