@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from apex.ops import _library
-from apex.ops.stem_conv import op, stem_conv2d
+from apex.ops.stem_conv import op, stem_conv2d, stem_fits
 from tests.harness import Route, opcheck, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -21,7 +21,7 @@ CASES = [
     ((3, 64, (7, 7), 2, 3), (21, 30)),
     ((3, 32, (3, 3), 2, 1), (16, 17)),
     ((4, 48, (4, 4), 2, 0), (19, 16)),
-    ((1, 16, (5, 2), 2, 2), (9, 20)),
+    ((1, 16, (5, 3), 2, 2), (9, 20)),
     ((3, 20, (4, 4), 4, 0), (18, 12)),
 ]
 
@@ -88,7 +88,9 @@ def test_under_autocast_and_compiled(route: Route, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many channels, other strides and dtypes, images without a batch, and errors."""
+    """Many channels, too narrow windows, other strides and dtypes, images without a batch, and errors."""
+    assert stem_fits(16, 3, (1, 3), 2, 1)
+    assert not stem_fits(16, 3, (5, 2), 2, 1)
     monkeypatch.setattr(op, "_by_kernels", None)
     with _library.implementation("auto"):
         for shape, weight, stride in (

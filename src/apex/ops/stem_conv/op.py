@@ -26,7 +26,8 @@ from ..conv.op import conv_gradients
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
 
-CHANNELS, STRIDE, LARGEST_WINDOW = 4, 2, 8
+# A row of a window is at least 16 values, so that Triton can multiply it: three pixels, padded to four.
+CHANNELS, STRIDE, NARROWEST_WINDOW, LARGEST_WINDOW = 4, 2, 3, 8
 HALF = (torch.float16, torch.bfloat16)
 # Outputs of a tile, forward and for the gradient of the weights, and programs per multiprocessor for this. Forward 64
 # took 113 us in place of 105, all rows of a window at once 168. Backward 64 took 134 in place of 115, one program 171.
@@ -61,7 +62,8 @@ def stem_fits(outputs: int, channels: int, window: Sequence[int], stride: int, p
         return False
     if list(window) == [stride, stride]:
         return padding == 0 and stride > 1
-    return stride == STRIDE and max(window) <= LARGEST_WINDOW and outputs % 16 == 0
+    fits = window[1] >= NARROWEST_WINDOW and max(window) <= LARGEST_WINDOW
+    return fits and stride == STRIDE and outputs % 16 == 0
 
 
 def _by_patches(images: Tensor, weight: Tensor, padding: int, counts: Sequence[int]) -> Tensor:
@@ -74,7 +76,7 @@ def _by_patches(images: Tensor, weight: Tensor, padding: int, counts: Sequence[i
 
 def _by_kernels(images: Tensor, weight: Tensor, padding: int, counts: Sequence[int]) -> Tensor:
     channels, tall, wide = weight.shape[1:]
-    absent, beside = CHANNELS - channels, next_power_of_2(max(wide, STRIDE)) - wide
+    absent, beside = CHANNELS - channels, next_power_of_2(wide) - wide
     # Borders up to where the last windows end, which may lie inside the images.
     rows, columns = (
         (padding, STRIDE * (count - 1) + side - padding - there)
